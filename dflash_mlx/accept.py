@@ -1,0 +1,30 @@
+"""The walk: from the root, follow the child that equals the target's choice.
+
+One rule for greedy and sampling (the noise is already in the choices), for chains and trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def accept(
+    tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]
+) -> tuple[list[int], int]:
+    """Follow the target through a draft tree.
+
+    Args:
+        tokens: [N] the proposal's token ids, the anchor first.
+        parents: [N] the row of each node's parent, -1 for the root, parents before children.
+        choices: [N] the token the target chose after each node's path.
+
+    Returns:
+        The kept rows, from the root down, and the target's token after the last of them.
+    """
+    kept = [0]
+    for row in range(1, len(tokens)):
+        # Children come after their parents, so one pass finds the whole path. Among equal
+        # siblings the first is followed, the later ones have no kept parent's turn any more.
+        if parents[row] == kept[-1] and tokens[row] == choices[kept[-1]]:
+            kept.append(row)
+    return kept, choices[kept[-1]]

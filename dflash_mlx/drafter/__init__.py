@@ -1,0 +1,1 @@
+"""Drafters: the networks that propose a block of tokens in one pass."""

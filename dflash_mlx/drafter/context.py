@@ -1,0 +1,57 @@
+"""What a drafter remembers of the text so far: keys and values of *context rows*, never of blocks.
+
+Each committed token contributes one row per draft layer, computed from the target's hidden
+states. The rows of a block are guesses; they are seen during their own pass and then forgotten.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+
+class ContextCache:
+    """The context keys and values of one draft layer, for one request.
+
+    A full-attention layer keeps every row, in mlx-lm's `KVCache`, which grows in steps. A layer
+    with a sliding window keeps the last `window - 1` rows: the first row of the next block sees
+    no further back (`query position - key position < window`), so its memory is bounded whatever
+    the length of the context.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.offset = 0  # context rows seen so far, and so the absolute position of the next one
+        self._full = KVCache()
+        self._recent: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def size(self) -> int:
+        """Context rows held now."""
+        if self.window is None:
+            return int(self._full.offset)
+        return 0 if self._recent is None else self._recent[0].shape[2]
+
+    def update(self, keys: mx.array, values: mx.array, block: int) -> tuple[mx.array, mx.array]:
+        """Append new context rows and, behind them, the rows of a block, which are not kept.
+
+        Args:
+            keys, values: [1, KV, S + block, head_dim], the S new context rows first.
+            block: how many of the last rows belong to the block.
+
+        Returns:
+            The keys and values held before, the new ones and the block's,
+            [1, KV, held + S + block, head_dim]; they stay valid after the block is forgotten.
+        """
+        self.offset += keys.shape[2] - block
+        if self.window is None:
+            keys, values = self._full.update_and_fetch(keys, values)
+            self._full.trim(block)
+            return keys, values
+        if self._recent is not None:
+            keys = mx.concatenate([self._recent[0], keys], axis=2)
+            values = mx.concatenate([self._recent[1], values], axis=2)
+        end = keys.shape[2] - block
+        start = max(0, end - (self.window - 1))
+        self._recent = keys[:, :, start:end], values[:, :, start:end]
+        return keys, values

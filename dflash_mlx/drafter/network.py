@@ -1,0 +1,185 @@
+"""The DFlash drafter: a small block-diffusion transformer that drafts a whole block in one pass.
+
+The network (arXiv 2602.06036) is a Qwen3-style decoder without an embedding and a head of its
+own; it borrows the target's. Hidden states of a few target layers (the *taps*) are fused into one
+context feature per token, which enters every draft layer as extra keys and values (KV injection).
+The block is [last token, mask, mask, ...]; row i predicts the token i places after the last one,
+so all rows but the first are drafts, made together without iteration.
+
+Parameter names are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.rope_utils import initialize_rope
+
+from ..config import DraftConfig
+from .context import ContextCache
+from .session import DraftSession
+
+if TYPE_CHECKING:
+    from ..sampling import Sampler
+    from ..target import Target
+
+
+class Attention(nn.Module):
+    """Attention of a block over the context rows and over itself."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.scale = head_dim**-0.5
+        self.window, self.causal = config.windows[layer], config.causal[layer]
+        self.q_proj = nn.Linear(hidden, self.heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * head_dim, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.rope = initialize_rope(
+            head_dim,
+            base=config.rope_theta,
+            traditional=False,
+            scaling_config=config.rope_scaling,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+
+    def queries(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        """Rotated queries [N, H, L, head_dim] of x [N, L, D], whose first row is at `offset`.
+
+        `offset` is a position, or one per batch row as an integer array [N].
+        """
+        queries = self.q_proj(x).reshape(*x.shape[:2], self.heads, -1)
+        return self.rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=offset)
+
+    def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Rotated keys and values, each [N, KV, L, head_dim], of x [N, L, D] at `offset`."""
+        keys = self.k_proj(x).reshape(*x.shape[:2], self.kv_heads, -1)
+        values = self.v_proj(x).reshape(*x.shape[:2], self.kv_heads, -1)
+        keys = self.rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=offset)
+        return keys, values.transpose(0, 2, 1, 3)
+
+    def __call__(self, x: mx.array, context: mx.array, cache: ContextCache) -> mx.array:
+        """Attend from the block x [1, B, D], remembering the new `context` [1, S, D].
+
+        Returns the heads' outputs before the output projection, [1, H, B, head_dim].
+        """
+        block, start = x.shape[1], cache.offset
+        rows = mx.concatenate([context, x], axis=1) if context.shape[1] else x
+        keys, values = cache.update(*self.keys_values(rows, start), block=block)
+        return mx.fast.scaled_dot_product_attention(
+            self.queries(x, cache.offset),
+            keys,
+            values,
+            scale=self.scale,
+            mask=self.mask(block, keys.shape[2]),
+        )
+
+    def mask(self, block: int, keys: int) -> mx.array | str | None:
+        """Which of `keys` (the block's own `block` rows last) each row of the block may see.
+
+        A window counts from the query's own position; without causality the block sees all of
+        itself. Returns None (everything), "causal", or booleans [block, keys].
+        """
+        if self.window is None or keys <= self.window:
+            return "causal" if self.causal else None
+        query = mx.arange(keys - block, keys)[:, None]
+        key = mx.arange(keys)[None]
+        near = query - key < self.window
+        return near & (key <= query) if self.causal else near | (key >= keys - block)
+
+
+class MLP(nn.Module):
+    """The gated MLP of Qwen3."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer: attention over context and block, then the MLP."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def attend_then_mlp(self, x: mx.array, attended: mx.array) -> mx.array:
+        """The layer's output [N, L, D] from its input x and the heads' outputs [N, H, L, hd]."""
+        x = x + self.self_attn.o_proj(attended.transpose(0, 2, 1, 3).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def __call__(self, x: mx.array, context: mx.array, cache: ContextCache) -> mx.array:
+        attended = self.self_attn(self.input_layernorm(x), context, cache)
+        return self.attend_then_mlp(x, attended)
+
+
+class DFlash(nn.Module):
+    """The drafter's weights, shared by all requests; a request's state is in its cache."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        fused = len(config.target_layer_ids) * config.hidden_size
+        self.fc = nn.Linear(fused, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target layers whose outputs the drafter reads, in the order it expects them."""
+        return self.config.target_layer_ids
+
+    def make_cache(self) -> list[ContextCache]:
+        """An empty context cache, one entry per draft layer."""
+        return [ContextCache(window) for window in self.config.windows]
+
+    def fuse(self, taps: mx.array) -> mx.array:
+        """Context features [N, S, D] from the concatenated taps [N, S, K*D]."""
+        return self.hidden_norm(self.fc(taps))
+
+    def __call__(
+        self, block_embeddings: mx.array, taps: mx.array, cache: list[ContextCache]
+    ) -> mx.array:
+        """Run one block against the context, which grows by the new features first.
+
+        Args:
+            block_embeddings: [1, B, D], the target's embeddings of [anchor, mask, ...].
+            taps: [1, S, K*D], outputs of the tapped target layers for the S tokens committed
+                since the last call, in order; S may be 0.
+            cache: from `make_cache`; it remembers the context, not the block.
+
+        Returns:
+            [1, B, D], hidden states after the final norm; the target's head makes logits of them.
+        """
+        context = self.fuse(taps) if taps.shape[1] else taps
+        x = block_embeddings
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            x = layer(x, context, layer_cache)
+        return self.norm(x)
+
+    def extend(self, taps: mx.array, cache: list[ContextCache]) -> None:
+        """Remember the context features of taps [1, S, K*D] without drafting (prefill chunks)."""
+        context = self.fuse(taps)
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            layer_cache.update(*layer.self_attn.keys_values(context, layer_cache.offset), block=0)
+
+    def start(self, target: Target, sampler: Sampler) -> DraftSession:
+        """Begin one request over `target`. Raises `IncompatibleDrafterError`."""
+        self.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
+        return DraftSession(self, target)

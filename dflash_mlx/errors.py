@@ -1,0 +1,60 @@
+"""Every error a caller can act on: one line that says what is wrong and what to do.
+
+    DFlashError
+    ├── MissingDependencyError     a package that an extra installs is not there
+    ├── SettingsError              a setting out of range or not supported; also a ValueError
+    ├── PromptError                a prompt that cannot be used: empty, too long for the context
+    ├── ModelNotFoundError         no model under this name or path
+    ├── WeightsError               weight files missing, truncated or not matching their config
+    ├── ConfigError                a config.json with a field that is missing or not understood
+    ├── IncompatibleDrafterError   a drafter that was made for another target
+    ├── UnsupportedCacheError      a cache kind that cannot be rolled back
+    ├── ProposalError              a drafter handed over something that is not a draft
+    └── DataError                  a training or benchmark file with a bad line
+
+The command line prints the message and nothing else; a traceback is a bug.
+"""
+
+
+class DFlashError(Exception):
+    """The parent of every error this package raises on purpose."""
+
+
+class MissingDependencyError(DFlashError):
+    """A package that an extra installs is missing."""
+
+
+class SettingsError(DFlashError, ValueError):
+    """A setting is out of range, unknown or not supported."""
+
+
+class PromptError(DFlashError):
+    """A prompt that cannot be used."""
+
+
+class ModelNotFoundError(DFlashError):
+    """No model under this name or path."""
+
+
+class WeightsError(DFlashError):
+    """Weight files are missing, truncated or do not match their config."""
+
+
+class ConfigError(DFlashError):
+    """A config.json has a field that is missing or not understood."""
+
+
+class IncompatibleDrafterError(DFlashError):
+    """A drafter was made for another target."""
+
+
+class UnsupportedCacheError(DFlashError):
+    """A cache of the target cannot be rolled back."""
+
+
+class ProposalError(DFlashError):
+    """What a drafter proposed is not a draft: wrong anchor, bad parents, too many rows."""
+
+
+class DataError(DFlashError):
+    """A training or benchmark file has a line that cannot be used."""

@@ -1,0 +1,77 @@
+"""What a generation tells its caller: an event per round, and the counters of the whole request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass
+class Stats:
+    """Counters of one request.
+
+    A *round* is one verify forward of the target; it always yields at least one token, so plain
+    decoding has as many rounds as output tokens.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0  # the EOS token included, when there is one
+    rounds: int = 0
+    drafted_tokens: int = 0  # rows verified beyond the anchor
+    accepted_tokens: int = 0  # drafted rows that the target kept
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    peak_bytes: int = 0  # MLX's peak memory during the request
+    block_size: int = 1  # the widest round allowed; 1 is plain decoding
+    accepted_per_round: list[int] = field(default_factory=list)
+
+    def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Add one verify forward that kept `accepted` of `drafted` and emitted tokens."""
+        self.rounds += 1
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        self.accepted_per_round.append(accepted)
+        self.output_tokens += emitted
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of decoding, the prefill left out."""
+        return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Output tokens per verify forward (tau in the DFlash paper); 1.0 without drafting."""
+        return self.output_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of drafted tokens that the target kept, 0..1."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one round made certain.
+
+    `text` can lag behind `tokens`: characters are held back while they may be half of a UTF-8
+    sequence or the start of a stop string.
+    """
+
+    text: str
+    tokens: list[int]
+    accepted: int  # drafted tokens kept in this round
+    drafted: int  # drafted tokens verified in this round
+    finish_reason: FinishReason | None  # set on the last event only
+    stats: Stats  # the request's counters so far; they go on counting
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished generation."""
+
+    text: str
+    tokens: list[int]  # with the EOS token that ended the text, if one did
+    finish_reason: FinishReason
+    stats: Stats

@@ -1,0 +1,196 @@
+"""The decoding loop: propose, verify, accept, commit, emit.
+
+Whatever drafts and whatever verifies, every round is these five steps. Plain decoding is the same
+loop with a drafter that proposes nothing, so the baseline we compare with is our own code.
+
+The loop starts with the whole prompt but its last token in the caches. The last token is the
+first anchor: it is verified together with the first draft, so no round is special.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .accept import accept
+from .errors import ProposalError, SettingsError
+from .events import Event, FinishReason, Result, Stats
+from .prompt import Prompt, encode_prompt
+from .proposal import Proposal
+from .sampling import Sampler
+from .stream import TextStream
+from .target import Target
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+class NoDrafter:
+    """Proposes the anchor alone: plain decoding."""
+
+    tap_layers = ()
+
+    def start(self, target: Target, sampler: Sampler) -> NoDrafter:
+        return self
+
+    def extend(self, taps: mx.array) -> None:
+        pass
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        return Proposal([anchor])
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A validated request."""
+
+    target: Target
+    drafter: Any
+    prompt: list[int]
+    sampler: Sampler
+    text: TextStream
+    stats: Stats
+
+
+def stream_generate(
+    target: Target,
+    drafter: Any,
+    prompt: Prompt,
+    *,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    block_size: int | None = None,
+    tree_budget: int | None = None,
+    stop: str | Sequence[str] = (),
+) -> Iterator[Event]:
+    """Generate text and yield it as it becomes certain, an event a round.
+
+    Args:
+        target: the model whose text this is.
+        drafter: a `DFlash` network, anything of the same shape (`tap_layers`, `start`), or None
+            for plain decoding.
+        prompt: text, token ids, or chat messages (then the target's chat template is applied).
+        max_tokens: the most tokens to generate, an EOS token included; 0 generates nothing. The
+            target's context length limits it too.
+        temperature, top_p, top_k, min_p, seed: see `Sampler`; only greedy decoding so far.
+        block_size: rows verified per round, the anchor included; None is the drafter's own.
+        tree_budget: not supported yet, must be None.
+        stop: strings that end the text; they are not part of it.
+
+    Returns:
+        An iterator of events; the last one has a `finish_reason`. It may be abandoned or closed
+        at any time, from any thread: nothing is installed in the target between rounds.
+
+    Raises:
+        SettingsError, PromptError, IncompatibleDrafterError: at once, before any work.
+        ProposalError: later, when the drafter's proposal is not a draft from the anchor.
+    """
+    sampler = Sampler(temperature, top_p, top_k, min_p, seed)
+    if tree_budget is not None:
+        raise SettingsError("tree_budget is not supported yet: leave it at None.")
+    if max_tokens < 0:
+        raise SettingsError(f"max_tokens must be 0 or more, not {max_tokens}.")
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if any(not isinstance(text, str) or not text for text in stop):
+        raise SettingsError("stop must be one or more strings that are not empty.")
+    ids = encode_prompt(target, prompt)
+    tokens = min(max_tokens, target.context_length - len(ids))
+    tokenizer = target.tokenizer
+    request = _Request(
+        target=target,
+        drafter=drafter or NoDrafter(),
+        prompt=ids,
+        sampler=sampler,
+        text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, stop, tokens),
+        stats=Stats(prompt_tokens=len(ids), block_size=_block_size(drafter, block_size)),
+    )
+    return _decode(request)
+
+
+def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> Result:
+    """Generate to the end; the arguments and errors are those of `stream_generate`."""
+    text: list[str] = []
+    tokens: list[int] = []
+    finish_reason: FinishReason = "length"
+    stats = Stats()
+    for event in stream_generate(target, drafter, prompt, **settings):
+        text.append(event.text)
+        tokens += event.tokens
+        finish_reason = event.finish_reason or finish_reason
+        stats = event.stats
+    return Result("".join(text), tokens, finish_reason, stats)
+
+
+def _decode(request: _Request) -> Iterator[Event]:
+    """The rounds of one request."""
+    text, stats, sampler = request.text, request.stats, request.sampler
+    if text.finish_reason is not None:  # max_tokens=0: no forward is needed to emit nothing
+        yield Event("", [], 0, 0, text.finish_reason, stats)
+        return
+    mx.reset_peak_memory()
+    clock = time.perf_counter()
+    target = request.target.start(request.drafter.tap_layers)
+    drafter = request.drafter.start(request.target, sampler)
+    for taps in target.prefill(request.prompt[:-1]):
+        drafter.extend(taps)
+    anchor = request.prompt[-1]
+    stats.prefill_seconds = time.perf_counter() - clock
+
+    while text.finish_reason is None:
+        clock = time.perf_counter()
+        # propose: a round that accepts everything still adds a token of the target's own
+        proposal = drafter.propose(anchor, min(stats.block_size, text.remaining))
+
+        # verify: one forward over all rows, and the round's only wait for the device
+        logits, taps = target.verify(proposal)
+        tokens, choices = _read(proposal, sampler.choose(logits))
+
+        # accept
+        if tokens[0] != anchor:
+            raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
+        kept, anchor = accept(tokens, proposal.parents, choices)
+
+        # commit
+        target.commit(kept)
+        drafter.extend(taps[:, : len(kept)])
+
+        # emit
+        piece = text.add([*(tokens[row] for row in kept[1:]), anchor])
+        drafted, accepted = len(proposal) - 1, len(kept) - 1
+        stats.count_round(drafted, accepted, len(piece.tokens))
+        stats.peak_bytes = mx.get_peak_memory()
+        stats.decode_seconds += time.perf_counter() - clock
+        yield Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)
+
+
+def _read(proposal: Proposal, choices: mx.array) -> tuple[list[int], list[int]]:
+    """Bring the drafted tokens and the target's choices to the host in one go."""
+    tokens = proposal.tokens
+    if not isinstance(tokens, mx.array):
+        tokens = mx.array(list(tokens))
+    both: Any = mx.concatenate([tokens, choices.astype(tokens.dtype)]).tolist()
+    return both[: len(proposal)], both[len(proposal) :]
+
+
+def _block_size(drafter: Any, requested: int | None) -> int:
+    """Rows per round. Raises `SettingsError` for a size the drafter was not made for."""
+    if drafter is None:
+        return 1
+    config = getattr(drafter, "config", None)
+    largest = getattr(config, "block_size", None)
+    if requested is None:
+        return largest or DEFAULT_BLOCK_SIZE
+    if requested < 1:
+        raise SettingsError(f"block_size must be 1 or more, not {requested}.")
+    if largest is not None and requested > largest:
+        raise SettingsError(
+            f"block_size {requested} is more than the {largest} this drafter was trained for."
+        )
+    return requested

@@ -1,0 +1,51 @@
+"""A draft: tokens arranged as a tree whose root is the last committed token. Pure data.
+
+A chain is a tree whose node i has parent i - 1, so one loop serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .errors import ProposalError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens to verify together. Raises `ProposalError` when they do not form a tree.
+
+    Attributes:
+        tokens: [N] token ids as a list, or an integer array that may still be on its way on the
+            device; tokens[0] is the anchor, the last committed token.
+        parents: the row of each node's parent, (-1, ...): -1 for the root, and every other node
+            comes after its parent. Left out, the tokens form a chain.
+        log_probs: optional [N] log-probabilities that the drafter gave its tokens.
+    """
+
+    tokens: Sequence[int] | mx.array
+    parents: tuple[int, ...] = ()
+    log_probs: Sequence[float] | mx.array | None = None
+
+    def __post_init__(self) -> None:
+        rows = len(self.tokens)
+        if rows < 1:
+            raise ProposalError("A proposal holds at least the anchor, the last committed token.")
+        parents = tuple(self.parents) or tuple(range(-1, rows - 1))
+        if len(parents) != rows:
+            raise ProposalError(f"A proposal of {rows} tokens names {len(parents)} parents.")
+        if parents[0] != -1 or any(not 0 <= p < row for row, p in enumerate(parents) if row):
+            raise ProposalError(f"The parents {parents} do not form a tree rooted at row 0.")
+        object.__setattr__(self, "parents", parents)
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the one before it."""
+        return all(parent == row - 1 for row, parent in enumerate(self.parents))
