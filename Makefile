@@ -1,0 +1,46 @@
+# make demo   watch the embedded pair decode; sets everything up first
+# make test   set up for development, then every check
+# make check  every check, nothing installed
+# make clean  forget the environment and whatever was built
+#
+# The environment lives in .venv, made with $(PYTHON). A stamp file stands for each install, so a
+# second run installs nothing until pyproject.toml changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# setuptools warns of every editable install.
+INSTALL := PYTHONWARNINGS=ignore::UserWarning $(BIN)/pip install --quiet --editable
+PROMPT ?= What is 47 plus 38?
+
+.PHONY: demo test check clean
+
+demo: .venv/has-mlx
+	$(BIN)/dflash-mlx generate "$(PROMPT)"
+
+test: .venv/has-dev check
+
+check:
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# Both installs are editable and the second holds the first, so neither undoes the other.
+.venv/has-mlx: pyproject.toml | $(BIN)/pip
+	@echo 'Installing dflash-mlx into .venv ...'
+	@$(INSTALL) '.[mlx]'
+	@touch $@
+
+.venv/has-dev: pyproject.toml | $(BIN)/pip
+	@echo 'Installing dflash-mlx and its tools into .venv ...'
+	@$(INSTALL) '.[mlx,dev]'
+	@touch .venv/has-mlx $@
+
+# pip is the last thing a virtual environment gets, so without it the environment is not whole.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+	|| { echo "dflash-mlx needs Python 3.10+, which $(PYTHON) is not: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo 'Making .venv ...'
+	@$(PYTHON) -m venv --upgrade-deps .venv

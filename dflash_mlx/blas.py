@@ -1,0 +1,221 @@
+"""A real BLAS under MLX on Linux, put in place before MLX is imported.
+
+MLX's Linux wheel bundles the reference BLAS, whose cost is linear in the number of rows: 16 rows
+cost 16 rows, so verifying a draft at once saves nothing. MLX looks `cblas_sgemm` up by name, and a
+library that was loaded globally before it answers first. That is all that happens here: nothing is
+patched, no setting is read from the environment, and MLX's own files stay as they are.
+
+In this order: an OpenBLAS of the system; the OpenBLAS inside numpy, reached through `blas_shim.c`,
+which is compiled once and kept in ~/.cache/dflash-mlx; the stock BLAS. What was chosen and why is
+in the `BlasInfo` that `use_fast_blas` returns. On macOS MLX uses Accelerate and nothing is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import SettingsError
+
+_SYSTEM_NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")  # p: Fedora's threaded
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+@dataclass(frozen=True)
+class BlasInfo:
+    """Which BLAS does MLX's matrix products on the CPU, and why that one.
+
+    Attributes:
+        name: "openblas" (the system's), "numpy-openblas", "accelerate", "preloaded" (somebody else
+            loaded one globally) or "stock" (whatever MLX came with).
+        path: the library's file; None where MLX's own is used.
+        reason: one line a person can read.
+        flushes_denormals: whether MLX's threads treat denormal numbers as zero.
+    """
+
+    name: str
+    path: str | None
+    reason: str
+    flushes_denormals: bool = False
+
+
+def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool = False) -> BlasInfo:
+    """Put the best BLAS found on this machine under MLX. Call it before anything imports MLX.
+
+    A BLAS that cannot be found or built is no error: MLX keeps its own and `reason` says why.
+
+    Args:
+        stock: leave MLX's own BLAS in place.
+        threads: threads of one matrix product. The setting belongs to the OpenBLAS that was
+            chosen, so where that is numpy's, numpy's own products follow it too.
+        flush_denormals: treat denormal numbers as zero on every thread where MLX multiplies
+            matrices. Training needs it (denormals made it 7 times slower); decoding does not, and
+            without it the arithmetic is IEEE's.
+
+    Raises:
+        SettingsError: MLX is already imported (Linux only), or `threads` is less than 1.
+    """
+    if threads < 1:
+        raise SettingsError(f"threads is {threads}: a matrix product needs at least 1.")
+    if sys.platform == "darwin":
+        return BlasInfo("accelerate", None, "MLX uses Apple's Accelerate on macOS")
+    if sys.platform != "linux":
+        return BlasInfo("stock", None, f"no other BLAS is known for {sys.platform}")
+    if "mlx.core" in sys.modules:
+        raise SettingsError(
+            "MLX is already imported and keeps its BLAS: call use_fast_blas() before any import "
+            "that needs mlx."
+        )
+    everywhere = ctypes.CDLL(None)
+    if hasattr(everywhere, "cblas_sgemm"):
+        path = _file_of(everywhere.cblas_sgemm)
+        return BlasInfo("preloaded", path, "a cblas_sgemm was loaded globally before this call")
+    if stock:
+        return BlasInfo("stock", None, "asked for")
+    system = _system_openblas()
+    if system is not None:
+        return _use_system(system, threads, flush_denormals)
+    return _use_numpy(threads, flush_denormals)
+
+
+class _NoShim(Exception):
+    """The shim cannot be had on this machine; the message says why."""
+
+
+def _use_system(library: ctypes.CDLL, threads: int, flush_denormals: bool) -> BlasInfo:
+    library.openblas_set_num_threads(threads)
+    path, reason = _file_of(library.cblas_sgemm), "found on this system"
+    if flush_denormals:
+        try:
+            flushes = _route("int", library.cblas_sgemm, library.cblas_dgemm, True)
+            return BlasInfo("openblas", path, reason, flushes)
+        except _NoShim as error:
+            reason += f"; denormals are kept: {error}"
+    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    return BlasInfo("openblas", path, reason)
+
+
+def _use_numpy(threads: int, flush_denormals: bool) -> BlasInfo:
+    library = _numpy_openblas()
+    if library is None:
+        return BlasInfo("stock", None, "no OpenBLAS on this system or in numpy (install one)")
+    sgemm, dgemm = library.scipy_cblas_sgemm64_, library.scipy_cblas_dgemm64_
+    try:
+        flushes = _route("int64_t", sgemm, dgemm, flush_denormals)
+    except _NoShim as error:
+        return BlasInfo("stock", None, f"no OpenBLAS on this system; numpy's is unused: {error}")
+    library.scipy_openblas_set_num_threads64_(threads)
+    return BlasInfo("numpy-openblas", _file_of(sgemm), "bundled with numpy", flushes)
+
+
+def _system_openblas() -> ctypes.CDLL | None:
+    """The system's OpenBLAS with 32-bit sizes, which MLX can call as it is."""
+    for name in _SYSTEM_NAMES:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        needed = ("cblas_sgemm", "cblas_dgemm", "openblas_set_num_threads", "openblas_get_config")
+        if not all(hasattr(library, function) for function in needed):
+            continue
+        library.openblas_get_config.restype = ctypes.c_char_p
+        if b"USE64BITINT" not in library.openblas_get_config():
+            return library
+    return None
+
+
+def _numpy_openblas() -> ctypes.CDLL | None:
+    """The OpenBLAS inside numpy's wheel: 64-bit sizes, and names of its own. None elsewhere."""
+    numpy = importlib.util.find_spec("numpy")
+    if numpy is None or numpy.origin is None:
+        return None
+    libraries = Path(numpy.origin).parents[1] / "numpy.libs"
+    needed = ("scipy_cblas_sgemm64_", "scipy_cblas_dgemm64_", "scipy_openblas_set_num_threads64_")
+    for path in sorted(libraries.glob("libscipy_openblas64_*")):
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:
+            continue
+        if all(hasattr(library, function) for function in needed):
+            return library
+    return None
+
+
+def _route(blas_int: str, sgemm: Any, dgemm: Any, flush_denormals: bool) -> bool:
+    """Load the shim globally with `sgemm` and `dgemm` behind it; whether it flushes denormals."""
+    try:
+        shim = ctypes.CDLL(str(_shim(blas_int)), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise _NoShim(f"the shim does not load ({error})") from error
+    addresses = (ctypes.cast(function, ctypes.c_void_p) for function in (sgemm, dgemm))
+    return bool(shim.dflash_route(*addresses, int(flush_denormals)))
+
+
+def _shim(blas_int: str) -> Path:
+    """The compiled shim, from the user's cache folder or freshly built into it."""
+    source = Path(__file__).with_name("blas_shim.c").read_bytes()
+    version = hashlib.sha256(source + blas_int.encode()).hexdigest()[:16]
+    try:
+        folder = Path.home() / ".cache" / "dflash-mlx" / "blas"
+        path = folder / f"shim-{platform.machine()}-{version}.so"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _compile(source, blas_int, path)
+        status = path.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
+        raise _NoShim(f"the shim cannot be kept in ~/.cache ({error})") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise _NoShim(f"others can write the shim {path} (delete it)")
+    return path
+
+
+def _compile(source: bytes, blas_int: str, path: Path) -> None:
+    """Compile `source` into the shared library `path`, which appears whole or not at all."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise _NoShim("there is no C compiler (install gcc)")
+    # A name of its own for every process: two may build at once, and the last one's file stays.
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    built = Path(name)
+    command = [compiler, "-O2", "-fPIC", "-shared", f"-DBLAS_INT={blas_int}"]
+    command += ["-x", "c", "-", "-o", name]
+    try:
+        subprocess.run(command, input=source, capture_output=True, check=True, timeout=60)
+        built.chmod(0o700)
+        built.replace(path)
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+        raise _NoShim(f"{compiler} fails to build the shim: {lines[-1]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise _NoShim(f"{compiler} did not finish in 60 s") from error
+    finally:
+        built.unlink(missing_ok=True)
+
+
+class _SymbolInfo(ctypes.Structure):
+    """Dl_info of dladdr(3)."""
+
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+def _file_of(function: Any) -> str:
+    """The file of the library that a foreign function was loaded from."""
+    info = _SymbolInfo()
+    ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    return os.fsdecode(info.file or b"")
