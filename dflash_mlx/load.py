@@ -93,7 +93,8 @@ def load_drafter(path: str, bits: int | None = None) -> DFlash:
 
 def _settle(model: nn.Module, bits: int | None, predicate: Any) -> None:
     """Give the weights the form they compute in, and read them into memory."""
-    if mx.default_device() == mx.Device(mx.cpu):
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    if on_cpu:
         # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
         model.set_dtype(mx.float32)
     if bits is not None:
@@ -104,8 +105,22 @@ def _settle(model: nn.Module, bits: int | None, predicate: Any) -> None:
             return predicate is None or cast("bool | dict[str, Any]", predicate(name, module))
 
         nn.quantize(model, group_size=GROUP_SIZE, bits=bits, class_predicate=quantizable)
+    if on_cpu:
+        _lay_out_by_column(model)
     model.eval()
     mx.eval([value for _, value in tree_flatten(model.parameters())])
+
+
+def _lay_out_by_column(model: nn.Module) -> None:
+    """Store matrices transposed, values and shapes unchanged, for the products of the CPU.
+
+    A layer computes x @ W.T. With W stored by rows every BLAS takes its transposed path and
+    packs W anew for each call of several rows; stored by columns, W.T is an ordinary matrix
+    (docs/experiments.md has the measurement).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight = mx.contiguous(module.weight.T).T
 
 
 def _folder(name: str, part: str) -> Path:
