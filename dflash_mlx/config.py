@@ -90,6 +90,8 @@ class DraftConfig:
         )
         if config.num_attention_heads % config.num_key_value_heads:
             raise fields.error("num_key_value_heads", "must divide num_attention_heads")
+        if config.mask_token_id >= config.vocab_size:
+            raise fields.error("mask_token_id", f"must be less than {config.vocab_size}")
         if config.head_dim % 2:
             raise fields.error("head_dim", "must be even for rotary positions")
         return config

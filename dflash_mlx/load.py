@@ -69,6 +69,8 @@ def load_target(path: str, bits: int | None = None) -> Target:
     except (ValueError, KeyError, TypeError) as error:
         # mlx-lm's ways to say: unknown model_type, a config field missing, weights that don't fit
         raise ConfigError(f"{path}: mlx-lm cannot load it ({_one_line(error)}).") from error
+    except RuntimeError as error:  # from mx.load
+        raise WeightsError(f"{path}: the weights cannot be read ({_one_line(error)}).") from error
     _settle(model, bits, getattr(model, "quant_predicate", None))
     return Target(model, _tokenizer(folder, config), config, name=path)
 
@@ -79,10 +81,12 @@ def load_drafter(path: str, bits: int | None = None) -> DFlash:
     folder = _folder(path, "drafter")
     drafter = DFlash(DraftConfig.from_file(folder / "config.json"))
     weights: dict[str, mx.array] = {}
-    for file in check_safetensors(folder):
-        weights.update(cast(dict[str, mx.array], mx.load(str(file))))
     try:
+        for file in check_safetensors(folder):
+            weights.update(cast(dict[str, mx.array], mx.load(str(file))))
         drafter.load_weights(list(weights.items()))
+    except RuntimeError as error:  # from mx.load
+        raise WeightsError(f"{path}: the weights cannot be read ({_one_line(error)}).") from error
     except ValueError as error:
         raise WeightsError(
             f"{path}: the weights do not fit the config ({_one_line(error)})."
@@ -152,7 +156,7 @@ def _tokenizer(folder: Path, config: dict[str, Any]) -> Any:
         raise ModelNotFoundError(f"{folder}: there is no tokenizer.json, the tokenizer is missing.")
     try:
         return load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{folder}: the tokenizer cannot be read ({_one_line(error)})."
         ) from error

@@ -23,7 +23,7 @@ from .prompt import Prompt, encode_prompt
 from .proposal import Proposal
 from .sampling import Sampler
 from .stream import TextStream
-from .target import Target
+from .target import Target, TargetSession
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -45,9 +45,9 @@ class NoDrafter:
 
 @dataclass(frozen=True)
 class _Request:
-    """A validated request."""
+    """A validated request: its prompt, and its sessions with the target and the drafter."""
 
-    target: Target
+    target: TargetSession
     drafter: Any
     prompt: list[int]
     sampler: Sampler
@@ -95,21 +95,23 @@ def stream_generate(
     sampler = Sampler(temperature, top_p, top_k, min_p, seed)
     if tree_budget is not None:
         raise SettingsError("tree_budget is not supported yet: leave it at None.")
-    if max_tokens < 0:
-        raise SettingsError(f"max_tokens must be 0 or more, not {max_tokens}.")
+    if not isinstance(max_tokens, int) or max_tokens < 0:
+        raise SettingsError(f"max_tokens must be a whole number, 0 or more, not {max_tokens}.")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if any(not isinstance(text, str) or not text for text in stop):
         raise SettingsError("stop must be one or more strings that are not empty.")
     ids = encode_prompt(target, prompt)
     tokens = min(max_tokens, target.context_length - len(ids))
     tokenizer = target.tokenizer
+    size = _block_size(drafter, block_size)
+    drafter = NoDrafter() if drafter is None else drafter
     request = _Request(
-        target=target,
-        drafter=drafter or NoDrafter(),
+        target=target.start(drafter.tap_layers),
+        drafter=drafter.start(target, sampler),
         prompt=ids,
         sampler=sampler,
         text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, stop, tokens),
-        stats=Stats(prompt_tokens=len(ids), block_size=_block_size(drafter, block_size)),
+        stats=Stats(prompt_tokens=len(ids), block_size=size),
     )
     return _decode(request)
 
@@ -130,14 +132,12 @@ def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> R
 
 def _decode(request: _Request) -> Iterator[Event]:
     """The rounds of one request."""
-    text, stats, sampler = request.text, request.stats, request.sampler
+    target, drafter, text, stats = request.target, request.drafter, request.text, request.stats
     if text.finish_reason is not None:  # max_tokens=0: no forward is needed to emit nothing
         yield Event("", [], 0, 0, text.finish_reason, stats)
         return
     mx.reset_peak_memory()
     clock = time.perf_counter()
-    target = request.target.start(request.drafter.tap_layers)
-    drafter = request.drafter.start(request.target, sampler)
     for taps in target.prefill(request.prompt[:-1]):
         drafter.extend(taps)
     anchor = request.prompt[-1]
@@ -146,11 +146,14 @@ def _decode(request: _Request) -> Iterator[Event]:
     while text.finish_reason is None:
         clock = time.perf_counter()
         # propose: a round that accepts everything still adds a token of the target's own
-        proposal = drafter.propose(anchor, min(stats.block_size, text.remaining))
+        width = min(stats.block_size, text.remaining)
+        proposal = drafter.propose(anchor, width)
+        if len(proposal) > width:
+            raise ProposalError(f"A proposal has {len(proposal)} rows, at most {width} were asked.")
 
         # verify: one forward over all rows, and the round's only wait for the device
         logits, taps = target.verify(proposal)
-        tokens, choices = _read(proposal, sampler.choose(logits))
+        tokens, choices = _read(proposal, request.sampler.choose(logits))
 
         # accept
         if tokens[0] != anchor:
@@ -181,14 +184,14 @@ def _read(proposal: Proposal, choices: mx.array) -> tuple[list[int], list[int]]:
 
 def _block_size(drafter: Any, requested: int | None) -> int:
     """Rows per round. Raises `SettingsError` for a size the drafter was not made for."""
-    if drafter is None:
-        return 1
     config = getattr(drafter, "config", None)
     largest = getattr(config, "block_size", None)
+    if requested is not None and requested < 1:
+        raise SettingsError(f"block_size must be 1 or more, not {requested}.")
+    if drafter is None:
+        return 1
     if requested is None:
         return largest or DEFAULT_BLOCK_SIZE
-    if requested < 1:
-        raise SettingsError(f"block_size must be 1 or more, not {requested}.")
     if largest is not None and requested > largest:
         raise SettingsError(
             f"block_size {requested} is more than the {largest} this drafter was trained for."

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
+_FORMS = "A prompt is text, a list of token ids, or a list of messages with 'role' and 'content'."
+
 
 def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     """Token ids of a prompt.
@@ -49,14 +51,13 @@ def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
         bos = tokenizer.bos_token
         special = bos is None or not prompt.startswith(bos)
         return list(tokenizer.encode(prompt, add_special_tokens=special))
+    if not isinstance(prompt, Sequence):
+        raise PromptError(_FORMS)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
         return list(prompt)  # type: ignore[arg-type]
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise PromptError(
-                "A prompt is text, a list of token ids, or a list of messages with "
-                "'role' and 'content'."
-            )
+            raise PromptError(_FORMS)
     if not tokenizer.has_chat_template:
         raise PromptError("The target has no chat template: give text or token ids.")
     try:

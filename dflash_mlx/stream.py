@@ -66,14 +66,14 @@ class TextStream:
             return self._release(0)
         if self.remaining == 0:
             self.finish_reason = "length"
-            # Cut in the middle of a character: its first bytes alone are not text.
-            return self._flush().rstrip("\ufffd")
+            return self._flush()
         return self._release(self._possible_stop())
 
     def _flush(self) -> str:
         """All that is left at the end, unless it completes a stop string."""
         self._detokenizer.finalize()
-        self._held += self._detokenizer.last_segment
+        # Ended in the middle of a character: its first bytes alone are not text.
+        self._held += self._detokenizer.last_segment.rstrip("\ufffd")
         self._cut_at_stop()
         return self._release(0)
 

@@ -175,6 +175,8 @@ class DFlash(nn.Module):
 
     def extend(self, taps: mx.array, cache: list[ContextCache]) -> None:
         """Remember the context features of taps [1, S, K*D] without drafting (prefill chunks)."""
+        if not taps.shape[1]:
+            return
         context = self.fuse(taps)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             layer_cache.update(*layer.self_attn.keys_values(context, layer_cache.offset), block=0)

@@ -5,10 +5,12 @@ records what it returns; afterwards it gets its own class back. Nothing is insta
 forwards, so an abandoned request leaves no trace, two requests with different taps never meet, and
 parameter names, quantization and other models of the same class are untouched. (Wrapping entries
 of `model.layers` instead would change parameter paths; patching a class would reach every model.)
+A lock of the target's keeps the forwards of two threads apart; it is never held between forwards.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +22,10 @@ import mlx.nn as nn
 class Taps:
     """Records the outputs of some layers of one model, for one request."""
 
-    def __init__(self, layers: Sequence[nn.Module], indices: Sequence[int]) -> None:
-        self._layers = [layers[index] for index in indices]
+    def __init__(
+        self, layers: Sequence[nn.Module], indices: Sequence[int], lock: threading.Lock
+    ) -> None:
+        self._layers, self._lock = [layers[index] for index in indices], lock
         self._outputs: list[mx.array | None] = [None] * len(self._layers)
         self._recorders = [
             _recorder(type(layer), self._outputs, slot) for slot, layer in enumerate(self._layers)
@@ -30,14 +34,15 @@ class Taps:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Install the recorders for the forwards run inside, and take them away afterwards."""
-        classes = [type(layer) for layer in self._layers]
-        try:
-            for layer, recorder in zip(self._layers, self._recorders, strict=True):
-                layer.__class__ = recorder
-            yield
-        finally:
-            for layer, original in zip(self._layers, classes, strict=True):
-                layer.__class__ = original
+        with self._lock:
+            classes = [type(layer) for layer in self._layers]
+            try:
+                for layer, recorder in zip(self._layers, self._recorders, strict=True):
+                    layer.__class__ = recorder
+                yield
+            finally:
+                for layer, original in zip(self._layers, classes, strict=True):
+                    layer.__class__ = original
 
     def take(self, rows: int) -> mx.array:
         """The last forward's recorded outputs side by side, [N, rows, K*D]; [1, rows, 0] if K=0."""

@@ -6,6 +6,7 @@ and its neighbours hold every touch of mlx-lm's model internals.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..errors import SettingsError
+from ..errors import ConfigError, SettingsError
 from ..proposal import Proposal
 from .rollback import rollback_for
 from .taps import Taps
@@ -33,7 +34,8 @@ class Target:
         name: what it was loaded as.
         num_layers, hidden_size, vocab_size, context_length: its shape.
 
-    Raises `UnsupportedCacheError` when its caches cannot be rolled back.
+    Raises `ConfigError` for a family of another build, `UnsupportedCacheError` when its caches
+    cannot be rolled back.
     """
 
     def __init__(
@@ -41,7 +43,14 @@ class Target:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         text = getattr(model, "language_model", model)
+        backbone = getattr(text, "model", None)
+        if not (hasattr(backbone, "embed_tokens") and hasattr(backbone, "layers")):
+            raise ConfigError(
+                f"{name}: models of type {config.get('model_type')!r} are built in a way that this "
+                "version does not know."
+            )
         self._backbone: nn.Module = text.model
+        self._forwards = threading.Lock()
         self._head: nn.Module | None = getattr(text, "lm_head", None)
         shape = config.get("text_config") or config
         self.num_layers = len(self._backbone.layers)
@@ -66,7 +75,7 @@ class Target:
         for layer in layers:
             if not 0 <= layer < self.num_layers:
                 raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
-        return Taps(self._backbone.layers, layers)
+        return Taps(self._backbone.layers, layers, self._forwards)
 
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
