@@ -1,0 +1,13 @@
+"""What every test shares: the helpers beside this file, and hypothesis without a clock."""
+
+import sys
+from pathlib import Path
+
+import hypothesis
+
+# pytest's importlib mode leaves the tests' folder out, and the helpers live in it.
+sys.path.insert(0, str(Path(__file__).parent))
+
+# The same examples everywhere, every time: a red build is a bug, never bad luck.
+hypothesis.settings.register_profile("dflash", deadline=None, derandomize=True, max_examples=30)
+hypothesis.settings.load_profile("dflash")

@@ -1,0 +1,89 @@
+"""Drafters that know the answer, and are right about it exactly as often as a test wants.
+
+A random drafter never exercises acceptance and a perfect one never exercises rollback. Nothing here
+imports the library's drafters: an oracle is anything that has the shape the loop asks for.
+"""
+
+import random
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from dflash_mlx.proposal import Proposal
+
+
+class Oracle:
+    """Drafts the target's own tokens: each slot is right with probability `p`.
+
+    With `script`, round r is right in exactly its first `script[r]` slots instead. It is its own
+    session too, so a new one is made for every request. It checks what the loop owes a drafter:
+    features of every committed token, once, in order, and the last committed token as the anchor.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        vocab_size: int,
+        p: float = 1.0,
+        script: Sequence[int] | None = None,
+        seed: int = 0,
+        tap_layers: tuple[int, ...] = (),
+    ) -> None:
+        self.tap_layers, self.p, self.script = tap_layers, p, script
+        self.text, self.vocab_size = [*prompt, *answer], vocab_size
+        self.random = random.Random(seed)
+        self.taps: list[mx.array] = []  # what the loop handed over, [1, S, K*D] each
+        self.widths: list[int] = []  # what the loop asked for, a round each
+
+    def start(self, target, sampler) -> "Oracle":
+        self.features = len(self.tap_layers) * target.hidden_size
+        return self
+
+    def extend(self, taps: mx.array) -> None:
+        assert taps.shape[0] == 1 and taps.shape[2] == self.features
+        self.taps.append(taps)
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        position = sum(taps.shape[1] for taps in self.taps)
+        assert anchor == self.text[position], "the anchor is not the token that was committed last"
+        assert width >= 1
+        right = self.script[len(self.widths)] if self.script is not None else None
+        self.widths.append(width)
+        tokens = [anchor]
+        for slot in range(width - 1):
+            good = self.random.random() < self.p if right is None else slot < right
+            tokens.append(self._token(position + 1 + slot, good))
+        return Proposal(tokens)
+
+    def _token(self, position: int, good: bool) -> int:
+        if position >= len(self.text):  # past what the target said: no slot can be right or wrong
+            return self.random.randrange(self.vocab_size)
+        wrong = self.random.randrange(1, self.vocab_size)
+        return (self.text[position] + (0 if good else wrong)) % self.vocab_size
+
+
+class Recorder:
+    """Any drafter, with what it was given and what it proposed written down."""
+
+    def __init__(self, drafter) -> None:
+        self.drafter, self.tap_layers = drafter, drafter.tap_layers
+        self.taps: list[mx.array] = []
+        self.proposals: list[Proposal] = []
+
+    def start(self, target, sampler) -> "Recorder":
+        self.session = self.drafter.start(target, sampler)
+        return self
+
+    def extend(self, taps: mx.array) -> None:
+        self.taps.append(taps)
+        self.session.extend(taps)
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        self.proposals.append(self.session.propose(anchor, width))
+        return self.proposals[-1]
+
+    @property
+    def drafts(self) -> list[list[int]]:
+        """The tokens of every proposal."""
+        return [mx.array(proposal.tokens).tolist() for proposal in self.proposals]

@@ -1,0 +1,237 @@
+"""Every published layout of a drafter's config.json, and every way it can be wrong."""
+
+import json
+
+import pytest
+
+from dflash_mlx.config import DraftConfig
+from dflash_mlx.errors import ConfigError, IncompatibleDrafterError
+
+MINIMAL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "vocab_size": 211,
+    "block_size": 16,
+    "mask_token_id": 210,
+    "num_target_layers": 12,
+}
+SLIDING = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8}
+YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+
+
+def config(**fields) -> DraftConfig:
+    """Resolve the minimal config with some fields replaced, and those set to `...` left out."""
+    merged = MINIMAL | fields
+    return DraftConfig.from_dict({k: v for k, v in merged.items() if v is not ...})
+
+
+LAYOUTS = {
+    "defaults": (
+        {},
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "windows": (None, None, None),
+            "causal": (False, False, False),
+            "target_layer_ids": (1, 5, 9),
+        },
+    ),
+    "nested fields": (
+        {
+            "block_size": ...,
+            "mask_token_id": ...,
+            "dflash_config": {"block_size": 8, "mask_token_id": 7, "target_layer_ids": [5, 2]},
+        },
+        {"block_size": 8, "mask_token_id": 7, "target_layer_ids": (5, 2)},
+    ),
+    "nested block size wins": ({"dflash_config": {"block_size": 8}}, {"block_size": 8}),
+    "nested mask wins": ({"dflash_config": {"mask_token_id": 7}}, {"mask_token_id": 7}),
+    "nested null leaves the root's": (
+        {"dflash_config": {"block_size": None}, "target_layer_ids": [3]},
+        {"block_size": 16, "target_layer_ids": (3,)},
+    ),
+    "dflash_config null": ({"dflash_config": None}, {"block_size": 16}),
+    "sliding layers are causal": (
+        SLIDING,
+        {"windows": (8, 8, None), "causal": (True, True, False)},
+    ),
+    "is_causal false rules every layer": (
+        SLIDING | {"is_causal": False},
+        {"windows": (8, 8, None), "causal": (False,) * 3},
+    ),
+    "is_causal true rules every layer": ({"is_causal": True}, {"causal": (True,) * 3}),
+    "nested causal wins": (
+        SLIDING | {"is_causal": True, "dflash_config": {"causal": False}},
+        {"causal": (False,) * 3},
+    ),
+    "a window without sliding layers": ({"sliding_window": 8}, {"windows": (None,) * 3}),
+    "rope_theta at the root": ({"rope_theta": 1e7}, {"rope_theta": 1e7}),
+    "rope_theta in rope_parameters": (
+        {"rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}},
+        {"rope_theta": 1e7, "rope_scaling": None},
+    ),
+    "rope_parameters win": (
+        {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 1e7}},
+        {"rope_theta": 1e7},
+    ),
+    "yarn in rope_scaling": (
+        {"rope_theta": 150000, "rope_scaling": YARN},
+        {"rope_theta": 150000.0, "rope_scaling": YARN},
+    ),
+    "yarn in rope_parameters": (
+        {"rope_parameters": YARN | {"rope_theta": 1e7}},
+        {"rope_theta": 1e7, "rope_scaling": YARN | {"rope_theta": 1e7}},
+    ),
+    "one draft layer taps the middle": (
+        {"num_hidden_layers": 1},
+        {"target_layer_ids": (6,), "windows": (None,)},
+    ),
+    "the depth need not be told": (
+        {"num_target_layers": ..., "target_layer_ids": [1, 9]},
+        {"num_target_layers": None, "target_layer_ids": (1, 9)},
+    ),
+    "other fields": (
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "architectures": ["DFlashDraftModel"],
+            "torch_dtype": "bfloat16",
+        },
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "expected"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts(fields, expected):
+    resolved = config(**fields)
+    assert {name: getattr(resolved, name) for name in expected} == expected
+
+
+# The published drafters list what the rule gives (Qwen3-4B and -8B, Qwen3.5-4B, -27B, gemma-4).
+@pytest.mark.parametrize(
+    ("layers", "depth", "taps"),
+    [
+        (5, 36, (1, 9, 17, 25, 33)),
+        (5, 32, (1, 8, 15, 22, 29)),
+        (5, 64, (1, 16, 31, 46, 61)),
+        (6, 60, (1, 12, 23, 35, 46, 57)),
+        (8, 40, (1, 6, 11, 16, 22, 27, 32, 37)),
+    ],
+)
+def test_taps_that_are_not_listed_are_spread_evenly(layers, depth, taps):
+    assert config(num_hidden_layers=layers, num_target_layers=depth).target_layer_ids == taps
+
+
+WRONG = {
+    # what is wrong: the field that the message names
+    "num_hidden_layers": {"num_hidden_layers": ...},
+    "hidden_size": {"hidden_size": "64"},
+    "intermediate_size": {"intermediate_size": 0},
+    "num_attention_heads": {"num_attention_heads": True},
+    "num_key_value_heads": {"num_key_value_heads": 3},
+    "head_dim": {"head_dim": 15},
+    "vocab_size": {"vocab_size": ...},
+    "block_size": {"block_size": ...},
+    "block_size ": {"block_size": 1},
+    "dflash_config.block_size": {"dflash_config": {"block_size": 8.0}},
+    "mask_token_id": {"mask_token_id": ...},
+    "mask_token_id ": {"mask_token_id": -1},
+    "mask_token_id must": {"mask_token_id": 211},  # outside the vocabulary
+    "num_target_layers": {"num_target_layers": 0},
+    "target_layer_ids": {"num_target_layers": ...},
+    "target_layer_ids ": {"target_layer_ids": []},
+    "target_layer_ids must": {"target_layer_ids": [1, "2"]},
+    "target_layer_ids names": {"target_layer_ids": [1, 12]},
+    "dflash_config.target_layer_ids": {"dflash_config": {"target_layer_ids": 5}},
+    "layer_types": {"layer_types": ["full_attention"]},
+    "layer_types has": {"layer_types": ["full_attention"] * 2 + ["linear_attention"]},
+    "sliding_window": {"layer_types": ["sliding_attention"] * 3},
+    "is_causal": {"is_causal": "no"},
+    "dflash_config.causal": {"dflash_config": {"causal": 1}},
+    "rms_norm_eps": {"rms_norm_eps": 0},
+    "rope_theta": {"rope_theta": -1.0},
+    "rope_theta must": {"rope_parameters": {"rope_theta": "1e6"}},
+    "rope_parameters": {"rope_parameters": [1]},
+    "rope_scaling": {"rope_scaling": {"rope_type": "spiral"}},
+    "rope_scaling has": {"rope_scaling": {"type": "yarn"}},
+    "max_position_embeddings": {"max_position_embeddings": 2.5},
+    "attention_bias": {"attention_bias": "false"},
+    "hidden_act": {"hidden_act": "gelu"},
+    "architectures": {"architectures": ["DFlash2DraftModel"]},
+    "dflash_config": {"dflash_config": [8]},
+    "dflash_config.conv_kernel_size": {"dflash_config": {"conv_kernel_size": 2}},
+}
+
+
+@pytest.mark.parametrize(("field", "fields"), WRONG.items())
+def test_errors_name_the_field(field, fields):
+    with pytest.raises(ConfigError) as caught:
+        config(**fields)
+    message = str(caught.value)
+    assert f": {field.strip()}" in message and "\n" not in message
+
+
+def test_the_message_says_where(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MINIMAL | {"block_size": 0}))
+    with pytest.raises(ConfigError, match=f"^{path}: block_size must be a whole number"):
+        DraftConfig.from_file(path)
+
+
+def test_from_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MINIMAL))
+    assert DraftConfig.from_file(path) == config()
+    assert DraftConfig.from_file(str(path)) == config()
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{", b"\xff\xfe", b"[]", b"3"], ids=lambda content: str(content)
+)
+def test_files_that_are_no_config(content, tmp_path):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="config.json: ") as caught:
+        DraftConfig.from_file(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "word"),
+    [
+        ((64, 211, 12), None),
+        ((65, 211, 12), "hidden_size"),
+        ((64, 212, 12), "vocab_size"),
+        ((64, 211, 13), "num_target_layers"),
+    ],
+)
+def test_check_fits(shape, word):
+    if word is None:
+        config().check_fits(*shape)
+    else:
+        with pytest.raises(IncompatibleDrafterError, match=f"another target: its {word} is"):
+            config().check_fits(*shape)
+
+
+def test_check_fits_without_a_depth():
+    shallow = config(num_target_layers=..., target_layer_ids=[1, 9])
+    shallow.check_fits(64, 211, 10)
+    with pytest.raises(IncompatibleDrafterError, match="reads layer 9 of 9"):
+        shallow.check_fits(64, 211, 9)

@@ -1,0 +1,390 @@
+"""Loading: folders and names, bits, and every way a model can be unusable, in one line each."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from huggingface_hub import errors as hub
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model
+from tinymodels import (
+    END,
+    SUPPORTED,
+    drafter_config,
+    model_config,
+    random_drafter,
+    random_model,
+    save_drafter,
+    save_target,
+    save_weights,
+    tokenizer,
+)
+
+from dflash_mlx.errors import (
+    ConfigError,
+    DFlashError,
+    IncompatibleDrafterError,
+    ModelNotFoundError,
+    SettingsError,
+    UnsupportedCacheError,
+    WeightsError,
+)
+from dflash_mlx.load import load, load_drafter, load_target
+from dflash_mlx.loop import generate
+
+TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
+CPU = mx.default_device() == mx.Device(mx.cpu)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The folders of a target and its drafter, not to be written to."""
+    folder = tmp_path_factory.mktemp("pair")
+    return save_target(folder / "target"), save_drafter(folder / "drafter")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A target's folder to spoil."""
+    return save_target(tmp_path / "target")
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    """A drafter's folder to spoil."""
+    return save_drafter(tmp_path / "drafter")
+
+
+def rewrite(folder, **fields) -> None:
+    """Replace fields of a config.json; those set to `...` go."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    config = {name: value for name, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def message_of(error: type[DFlashError], loader, *arguments) -> str:
+    """The one line of the error that loading must raise."""
+    with pytest.raises(error) as caught:
+        loader(*map(str, arguments[:1]), *arguments[1:])
+    message = str(caught.value)
+    assert message and "\n" not in message and len(message) < 500
+    return message
+
+
+def test_a_pair_of_folders(pair):
+    target, drafter = load(str(pair[0]), draft=str(pair[1]))
+    assert target.name == str(pair[0])
+    assert (target.num_layers, target.hidden_size) == (3, 64)
+    assert target.vocab_size == drafter.config.vocab_size == len(tokenizer())
+    assert drafter.tap_layers == (0, 2)
+    plain = random_model(model_config("qwen3"))
+    assert mx.allclose(target.model(TOKENS), plain(TOKENS), rtol=1e-4, atol=1e-4)
+    assert generate(target, drafter, [5, 6], max_tokens=5).tokens
+
+
+def test_a_home_folder(pair, monkeypatch):
+    monkeypatch.setenv("HOME", str(pair[0].parent))
+    assert load_target("~/target").num_layers == 3
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bits_quantize_as_mlx_lm_does(family, bits, tmp_path):
+    ours = load_target(str(save_target(tmp_path, family)), bits=bits).model
+    config = model_config(family)
+    theirs, _ = quantize_model(random_model(config), config, group_size=64, bits=bits)
+    expected = dict(tree_flatten(theirs.parameters()))
+    found = dict(tree_flatten(ours.parameters()))
+    assert set(found) == set(expected)
+    assert all(mx.array_equal(found[name], expected[name]) for name in found)
+    assert any(isinstance(module, nn.QuantizedLinear) for module in ours.modules())
+
+
+def test_a_quantized_folder_loads_as_it_is(tmp_path):
+    config = model_config("qwen3")
+    model, config = quantize_model(random_model(config), config, group_size=64, bits=4)
+    tokenizer().save_pretrained(tmp_path)
+    save_weights(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert mx.array_equal(load_target(str(tmp_path)).model(TOKENS), model(TOKENS))
+    assert "quantized already" in message_of(SettingsError, load_target, tmp_path, 4)
+
+
+@pytest.mark.skipif(not CPU, reason="half precision stays on a GPU")
+@pytest.mark.parametrize("bits", [None, 8])
+def test_half_precision_computes_in_f32_on_the_cpu(bits, tmp_path):
+    target_folder, draft_folder = save_target(tmp_path / "t"), save_drafter(tmp_path / "d")
+    for path in (target_folder, draft_folder):
+        weights = mx.load(str(path / "model.safetensors"))
+        halves = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
+        mx.save_safetensors(str(path / "model.safetensors"), halves)
+    target, drafter = load(str(target_folder), str(draft_folder), target_bits=bits, draft_bits=bits)
+    for module in (target.model, drafter):
+        types = {value.dtype for _, value in tree_flatten(module.parameters())}
+        assert types == ({mx.float32} if bits is None else {mx.float32, mx.uint32})
+    model = random_model(model_config("qwen3"))
+    model.set_dtype(mx.bfloat16)
+    model.set_dtype(mx.float32)
+    if bits is None:
+        assert mx.allclose(target.model(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def test_drafter_bits(pair):
+    drafter = load_drafter(str(pair[1]), bits=8)
+    assert isinstance(drafter.fc, nn.QuantizedLinear)
+    # 96 columns are no whole number of groups: that one matrix stays as it is.
+    assert isinstance(drafter.layers[0].mlp.down_proj, nn.Linear)
+    taps = mx.random.normal((1, 3, 128))
+    block = mx.random.normal((1, 4, 64))
+    exact = random_drafter()
+    hidden = drafter(block, taps, drafter.make_cache())
+    assert mx.allclose(hidden, exact(block, taps, exact.make_cache()), atol=0.1)
+
+
+def test_sharded_weights(folder):
+    weights = mx.load(str(folder / "model.safetensors"))
+    whole = load_target(str(folder)).model(TOKENS)
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {f"model-{i}-of-2.safetensors": names[i::2] for i in range(2)}
+    for shard, inside in shards.items():
+        mx.save_safetensors(str(folder / shard), {name: weights[name] for name in inside})
+    index = {name: shard for shard, inside in shards.items() for name in inside}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert mx.array_equal(load_target(str(folder)).model(TOKENS), whole)
+    (folder / "model-1-of-2.safetensors").unlink()
+    assert "model-1-of-2.safetensors is missing" in message_of(WeightsError, load_target, folder)
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_every_eos_token_of_the_configs_ends_the_text(where, folder):
+    if where == "config.json":
+        rewrite(folder, eos_token_id=[7, 9])
+    else:
+        (folder / where).write_text(json.dumps({"eos_token_id": [7, 9]}))
+    own = tokenizer().convert_tokens_to_ids(END)
+    assert load_target(str(folder)).tokenizer.eos_token_ids == {7, 9, own}
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing-here", "/nothing/here", "./nothing", "~/nothing", "a/b/c"]
+)
+@pytest.mark.parametrize("loader", [load_target, load_drafter])
+def test_unknown_names(name, loader):
+    assert name in message_of(ModelNotFoundError, loader, name)
+
+
+def test_a_file_is_no_model(pair):
+    path = pair[0] / "config.json"
+    assert "is a file" in message_of(ModelNotFoundError, load_target, path)
+
+
+def test_a_target_without_a_known_drafter(pair):
+    assert "draft=" in message_of(ModelNotFoundError, load, pair[0])
+
+
+def hub_error(kind: type[Exception], message: str) -> Exception:
+    """An error of the hub's client as if it had been raised there."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    return error
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        hub.RepositoryNotFoundError,
+        hub.GatedRepoError,
+        hub.HfHubHTTPError,
+        hub.LocalEntryNotFoundError,
+        hub.HFValidationError,
+    ],
+)
+def test_what_the_hub_answers_is_one_line(kind, monkeypatch):
+    def fail(*arguments, **options):
+        raise hub_error(kind, "404 Client Error.\n\nRepository Not Found for url\nmore")
+
+    monkeypatch.setattr("dflash_mlx.load.snapshot_download", fail)
+    assert "owner/name" in message_of(ModelNotFoundError, load_target, "owner/name")
+
+
+def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path, monkeypatch):
+    folder = tmp_path / "Qwen3-8B"
+    folder.symlink_to(pair[0])
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append(name)
+        return str(pair[1])
+
+    monkeypatch.setattr("dflash_mlx.load.snapshot_download", download)
+    _, drafter = load(str(folder))
+    assert asked == ["z-lab/Qwen3-8B-DFlash-b16"] and drafter.config.block_size == 16
+
+
+# Settings
+
+
+@pytest.mark.parametrize("bits", [0, 2, 3, 16, "4", -4])
+@pytest.mark.parametrize("loader", [load_target, load_drafter])
+def test_bits_out_of_range(bits, loader, pair):
+    assert "4 or 8 bits" in message_of(SettingsError, loader, pair[loader is load_drafter], bits)
+
+
+# Spoilt targets
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    assert "there is no config.json" in message_of(ModelNotFoundError, load_target, folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3"])
+def test_a_config_that_is_no_object(content, folder):
+    (folder / "config.json").write_text(content)
+    assert "config.json" in message_of(ConfigError, load_target, folder)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "unheard_of"},
+        {"model_type": ...},
+        {"hidden_size": ...},
+        {"num_attention_heads": "many"},
+        {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
+        {"model_file": "evil.py"},
+    ],
+    ids=str,
+)
+def test_a_config_that_mlx_lm_refuses(fields, folder):
+    rewrite(folder, **fields)
+    assert "mlx-lm cannot load it" in message_of(ConfigError, load_target, folder)
+
+
+@pytest.mark.parametrize("family", ["sliding llama", "gpt_oss", "qwen3_next"])
+def test_a_target_whose_caches_cannot_be_rolled_back(family, tmp_path):
+    message_of(UnsupportedCacheError, load_target, save_target(tmp_path, family))
+
+
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_ctx": 64, "n_positions": 64}
+MAMBA = {
+    "intermediate_size": 128,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [("gpt2", GPT2 | {"layer_norm_epsilon": 1e-5}), ("mamba", MAMBA)],
+    ids=["gpt2", "mamba"],
+)
+def test_a_family_of_another_build_is_refused_not_tripped_over(model_type, fields, tmp_path):
+    config = fields | {"model_type": model_type}
+    message_of(DFlashError, load_target, save_target(tmp_path, "llama", **config))
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert "no model.safetensors" in message_of(WeightsError, load_target, folder)
+
+
+def test_truncated_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "truncated" in message_of(WeightsError, load_target, folder)
+
+
+def no_tensor(weights: dict[str, mx.array]) -> None:
+    del weights["model.norm.weight"]
+
+
+def another_tensor(weights: dict[str, mx.array]) -> None:
+    weights["model.extra.weight"] = mx.ones((3,))
+
+
+def another_shape(weights: dict[str, mx.array]) -> None:
+    weights["model.norm.weight"] = mx.ones((65,))
+
+
+@pytest.mark.parametrize("spoil", [no_tensor, another_tensor, another_shape])
+def test_weights_that_do_not_fit_the_config(spoil, folder):
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    spoil(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    message_of((WeightsError, ConfigError), load_target, folder)
+
+
+@pytest.mark.parametrize("loader", [load_target, load_drafter])
+def test_weights_of_an_unheard_of_type(loader, folder, drafter):
+    """A header that is whole, and yet nothing MLX can read."""
+    path = (folder if loader is load_target else drafter) / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"'))
+    message_of(WeightsError, loader, path.parent)
+
+
+def test_no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer is missing" in message_of(ModelNotFoundError, load_target, folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"model": {"type": "Nothing"}}'])
+def test_a_broken_tokenizer(content, folder):
+    (folder / "tokenizer.json").write_text(content)
+    assert "tokenizer" in message_of(ConfigError, load_target, folder)
+
+
+# Spoilt drafters
+
+
+def test_a_drafter_without_config(drafter):
+    (drafter / "config.json").unlink()
+    assert "config.json" in message_of(ConfigError, load_drafter, drafter)
+
+
+def test_a_drafter_of_a_later_version(drafter):
+    rewrite(drafter, architectures=["DFlash2DraftModel"])
+    assert "architectures" in message_of(ConfigError, load_drafter, drafter)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_hidden_layers": 3}, {"head_dim": 32}, {"target_layer_ids": [1]}], ids=str
+)
+def test_a_drafter_whose_weights_do_not_fit_its_config(fields, drafter):
+    rewrite(drafter, **fields)
+    assert "do not fit" in message_of(WeightsError, load_drafter, drafter)
+
+
+def test_a_truncated_drafter(drafter):
+    path = drafter / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    assert "truncated" in message_of(WeightsError, load_drafter, drafter)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"hidden_size": 128}, "hidden_size"),
+        ({"vocab_size": 300}, "vocab_size"),
+        ({"num_target_layers": 36, "target_layer_ids": [1, 9]}, "num_target_layers"),
+    ],
+    ids=str,
+)
+def test_a_drafter_of_another_target(fields, word, pair, tmp_path):
+    other = save_drafter(tmp_path, **fields)
+    with pytest.raises(IncompatibleDrafterError, match=word):
+        load(str(pair[0]), draft=str(other))
+
+
+def test_the_config_of_the_tests_is_a_published_layout():
+    """The spoilt configs above differ from a good one in what they spoil, and only in that."""
+    assert random_drafter().config.block_size == drafter_config()["block_size"]

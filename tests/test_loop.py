@@ -1,0 +1,243 @@
+"""The loop: whatever is drafted, the tokens are those of mlx-lm's own greedy decoding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from oracle import Oracle
+from tinymodels import SUPPORTED, ending_at, greedy, random_drafter, target, tokenizer
+
+from dflash_mlx.events import Result
+from dflash_mlx.loop import DEFAULT_BLOCK_SIZE, generate, stream_generate
+from dflash_mlx.target.target import PREFILL_STEP
+
+PROMPT = tokenizer().encode("what is 37 + 48?")
+LENGTH = 40
+VOCABULARY = len(tokenizer())
+
+
+def oracle(answer: list[int], p: float = 1.0, prompt: list[int] = PROMPT, **options) -> Oracle:
+    return Oracle(prompt, answer, VOCABULARY, p, **options)
+
+
+def decoded(tokens: list[int]) -> str:
+    """The text of tokens that are all shown: mlx-lm's, without a character that is not whole."""
+    detokenizer = target().tokenizer.detokenizer
+    for token in tokens:
+        detokenizer.add_token(token)
+    certain = detokenizer.text
+    detokenizer.finalize()
+    return certain + detokenizer.text[len(certain) :].rstrip("\ufffd")
+
+
+def check(result: Result, tokens: list[int], prompt: list[int] = PROMPT) -> None:
+    """A result that has run into its length: every figure of it."""
+    assert result.tokens == tokens
+    assert result.text == decoded(tokens)
+    assert result.finish_reason == "length"
+    stats = result.stats
+    assert (stats.prompt_tokens, stats.output_tokens) == (len(prompt), len(tokens))
+    assert stats.accepted_tokens == sum(stats.accepted_per_round)
+    assert stats.rounds == len(stats.accepted_per_round) == len(tokens) - stats.accepted_tokens
+
+
+def drafters(answer: list[int]) -> dict[str, Any]:
+    return {
+        "plain": None,
+        "never right": oracle(answer, 0.0),
+        "right half the time": oracle(answer, 0.5),
+        "right nine times in ten": oracle(answer, 0.9, tap_layers=(0, 2)),
+        "always right": oracle(answer, 1.0),
+        "a random network": random_drafter(),
+    }
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_drafted_tokens_are_mlx_lms_own(family, bits):
+    model = target(family, bits)
+    answer = greedy(model, PROMPT, LENGTH)
+    assert len({*answer}) > 8  # a text worth drafting
+    for name, drafter in drafters(answer).items():
+        result = generate(model, drafter, PROMPT, max_tokens=LENGTH)
+        check(result, answer)
+        if name == "always right":
+            assert result.stats.rounds == -(-LENGTH // DEFAULT_BLOCK_SIZE)
+        if name in ("plain", "never right"):
+            assert result.stats.rounds == LENGTH
+
+
+@pytest.mark.parametrize("block_size", range(1, 17))
+def test_every_block_size(block_size):
+    answer = greedy(target(), PROMPT, LENGTH)
+    drafter = oracle(answer, 0.8, seed=block_size)
+    check(generate(target(), drafter, PROMPT, max_tokens=LENGTH, block_size=block_size), answer)
+    assert max(drafter.widths) <= block_size
+    drafter = random_drafter()
+    check(generate(target(), drafter, PROMPT, max_tokens=9, block_size=block_size), answer[:9])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 15, 16, 17, 18, 33])
+@pytest.mark.parametrize("p", [None, 0.9, 1.0])
+def test_max_tokens_is_exact(max_tokens, p):
+    answer = greedy(target(), PROMPT, LENGTH)
+    drafter = None if p is None else oracle(answer, p)
+    result = generate(target(), drafter, PROMPT, max_tokens=max_tokens)
+    check(result, answer[:max_tokens])
+    if drafter is not None:  # no row is verified that could not be used
+        assert all(width <= max_tokens for width in drafter.widths)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_prompts(length):
+    prompt = PROMPT[:length]
+    answer = greedy(target(), prompt, LENGTH)
+    for drafter in (None, oracle(answer, 0.7, prompt), random_drafter()):
+        check(generate(target(), drafter, prompt, max_tokens=LENGTH), answer, prompt)
+
+
+@pytest.mark.parametrize("length", [PREFILL_STEP + 1, PREFILL_STEP + 2, PREFILL_STEP + 40])
+def test_prompts_longer_than_a_prefill_step(length):
+    model = target("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    prompt = [(i * i + 3) % VOCABULARY for i in range(length)]
+    answer = greedy(model, prompt, 12, prefill_step_size=500)
+    drafter = oracle(answer, 0.7, prompt, tap_layers=(0,))
+    check(generate(model, drafter, prompt, max_tokens=12), answer, prompt)
+    steps = [taps.shape[1] for taps in drafter.taps]
+    prefill = [PREFILL_STEP, length - 1 - PREFILL_STEP]
+    assert steps[: len(prefill)] == [step for step in prefill if step] or prefill[1] == 0
+
+
+def test_the_context_limits_the_answer():
+    model = target(max_position_embeddings=len(PROMPT) + 20)
+    answer = greedy(model, PROMPT, 20)
+    check(generate(model, oracle(answer, 1.0), PROMPT, max_tokens=1000), answer)
+
+
+def test_the_drafter_gets_every_committed_tokens_features():
+    answer = greedy(target(), PROMPT, LENGTH)
+    drafter = oracle(answer, 0.7, tap_layers=(2, 0))
+    generate(target(), drafter, PROMPT, max_tokens=LENGTH)
+    taps = mx.concatenate(drafter.taps, axis=1)
+    _, expected = target().features(mx.array([[*PROMPT, *answer]]), (2, 0))
+    assert taps.shape[1] >= len(PROMPT) + LENGTH - 1
+    assert mx.allclose(taps, expected[:, : taps.shape[1]], rtol=1e-4, atol=1e-4)
+
+
+# Where the text ends
+
+
+def end_positions(answer: list[int]) -> list[int]:
+    """Places of tokens that have not been said before, so that each can be an EOS."""
+    return [i for i, token in enumerate(answer) if token not in answer[:i]]
+
+
+@pytest.mark.parametrize("p", [None, 0.0, 0.9, 1.0])
+def test_eos_anywhere_in_a_block(p):
+    answer = greedy(target(), PROMPT, LENGTH)
+    assert any(i % 16 not in (0, 15) for i in end_positions(answer))
+    for place in end_positions(answer)[::3]:
+        model = ending_at(target(), answer[place])
+        drafter = None if p is None else oracle(answer, p)
+        result = generate(model, drafter, PROMPT, max_tokens=LENGTH)
+        assert result.tokens == answer[: place + 1] == greedy(model, PROMPT, LENGTH)
+        assert result.text == decoded(answer[:place])
+        assert result.finish_reason == "stop"
+        assert result.stats.output_tokens == place + 1
+
+
+def test_eos_as_the_first_token():
+    answer = greedy(target(), PROMPT, 1)
+    result = generate(ending_at(target(), *answer), oracle(answer), PROMPT, max_tokens=9)
+    assert (result.text, result.tokens, result.finish_reason) == ("", answer, "stop")
+
+
+def stop_strings(text: str) -> list[str]:
+    """Parts of a text that no earlier part equals, from one to five characters."""
+    parts = [text[i : i + n] for n in (1, 2, 3, 5) for i in range(0, len(text) - n, 7)]
+    return [part for part in parts if "\ufffd" not in part]
+
+
+@pytest.mark.parametrize("p", [None, 0.0, 1.0])
+def test_stop_strings_anywhere_in_a_block(p):
+    answer = greedy(target(), PROMPT, LENGTH)
+    text = decoded(answer)
+    assert len(stop_strings(text)) > 10
+    for stop in stop_strings(text):
+        drafter = None if p is None else oracle(answer, p)
+        result = generate(target(), drafter, PROMPT, max_tokens=LENGTH, stop=stop)
+        assert (result.text, result.finish_reason) == (text[: text.find(stop)], "stop")
+        assert result.tokens == answer[: len(result.tokens)]
+        assert stop in decoded(result.tokens)
+
+
+# Events and counters
+
+
+def script_for(accepted: list[int], block: int) -> tuple[list[int], list[int]]:
+    """Tokens per round, and drafted rows, when round r accepts accepted[r] of block - 1."""
+    remaining, emitted, drafted = sum(a + 1 for a in accepted), [], []
+    for count in accepted:
+        drafted.append(min(block, remaining) - 1)
+        emitted.append(count + 1)
+        remaining -= count + 1
+    return emitted, drafted
+
+
+@pytest.mark.parametrize(
+    ("accepted", "block"), [([3, 0, 7, 0, 1, 7], 8), ([0, 0, 0], 16), ([15, 15], 16), ([1, 0], 2)]
+)
+def test_events_and_stats_are_exact(accepted, block):
+    emitted, drafted = script_for(accepted, block)
+    answer = greedy(target(), PROMPT, sum(emitted))
+    drafter = oracle(answer, script=accepted)
+    events = list(
+        stream_generate(target(), drafter, PROMPT, max_tokens=sum(emitted), block_size=block)
+    )
+    assert [event.accepted for event in events] == accepted
+    assert [event.drafted for event in events] == drafted
+    assert [len(event.tokens) for event in events] == emitted
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+    assert [token for event in events for token in event.tokens] == answer
+    assert "".join(event.text for event in events) == decoded(answer)
+    stats = events[-1].stats
+    assert (stats.rounds, stats.drafted_tokens) == (len(accepted), sum(drafted))
+    assert stats.accepted_per_round == accepted and stats.block_size == block
+    assert stats.acceptance_length == sum(emitted) / len(accepted)
+    assert stats.acceptance_rate == sum(accepted) / sum(drafted)
+    assert stats.tokens_per_second == sum(emitted) / stats.decode_seconds
+    assert stats.prefill_seconds > 0 and stats.peak_bytes > 0
+
+
+def test_plain_decoding_drafts_nothing():
+    stats = generate(target(), None, PROMPT, max_tokens=5).stats
+    assert (stats.block_size, stats.drafted_tokens, stats.accepted_tokens) == (1, 0, 0)
+    assert (stats.rounds, stats.acceptance_length, stats.acceptance_rate) == (5, 1.0, 0.0)
+
+
+def test_no_tokens_need_no_forward():
+    drafter = oracle([])
+    (event,) = stream_generate(target(), drafter, PROMPT, max_tokens=0)
+    assert (event.text, event.tokens, event.finish_reason) == ("", [], "length")
+    assert event.stats.tokens_per_second == event.stats.acceptance_length == 0.0
+    assert not drafter.taps and not drafter.widths
+
+
+def test_a_round_waits_for_the_device_once(monkeypatch):
+    """Count everything that makes the host wait."""
+    waits = []
+
+    def counted(name: str, call: Callable) -> Callable:
+        return lambda *arguments: waits.append(name) or call(*arguments)
+
+    for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__array__"):
+        if hasattr(mx.array, name):
+            monkeypatch.setattr(mx.array, name, counted(name, getattr(mx.array, name)))
+    for name in ("eval", "synchronize"):
+        monkeypatch.setattr(mx, name, counted(name, getattr(mx, name)))
+    for drafter in (None, random_drafter()):
+        events = stream_generate(target(), drafter, PROMPT, max_tokens=8)
+        next(events)  # the prompt is evaluated in here, too
+        waits.clear()
+        assert len(list(events)) == 7 == len(waits)

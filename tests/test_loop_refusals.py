@@ -1,0 +1,116 @@
+"""Drafters that are none and settings that cannot be: refused, at once and in one line."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+from oracle import Oracle
+from tinymodels import greedy, random_drafter, target, tokenizer
+
+from dflash_mlx.errors import IncompatibleDrafterError, ProposalError, SettingsError
+from dflash_mlx.loop import DEFAULT_BLOCK_SIZE, generate, stream_generate
+from dflash_mlx.proposal import Proposal
+
+PROMPT = tokenizer().encode("what is 37 + 48?")
+VOCABULARY = len(tokenizer())
+
+
+class Proposes:
+    """A drafter that proposes what a test says, whatever it is asked."""
+
+    tap_layers = ()
+
+    def __init__(self, proposal: Callable[[int, int], Proposal]) -> None:
+        self.proposal = proposal
+
+    def start(self, target, sampler):
+        return self
+
+    def extend(self, taps):
+        pass
+
+    def propose(self, anchor, width):
+        return self.proposal(anchor, width)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "message"),
+    [
+        (lambda anchor, width: Proposal([anchor + 1, 2]), "not its anchor"),
+        (lambda anchor, width: Proposal(mx.array([anchor + 1])), "not its anchor"),
+        (lambda anchor, width: Proposal([anchor] * (width + 1)), f"{DEFAULT_BLOCK_SIZE}"),
+    ],
+    ids=["another anchor", "another anchor, as an array", "too many rows"],
+)
+def test_what_is_no_draft_is_refused(proposal, message):
+    with pytest.raises(ProposalError, match=message):
+        generate(target(), Proposes(proposal), PROMPT)
+
+
+def test_a_tree_is_refused_for_now():
+    drafter = Proposes(lambda anchor, width: Proposal([anchor, 1, 2], (-1, 0, 0)))
+    with pytest.raises(SettingsError, match="trees are not supported"):
+        generate(target(), drafter, PROMPT)
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.int64], ids=str)
+def test_an_array_of_any_integers_is_a_draft(dtype):
+    class Typed(Oracle):
+        def propose(self, anchor, width):
+            return Proposal(mx.array(super().propose(anchor, width).tokens, dtype=dtype))
+
+    answer = greedy(target(), PROMPT, 24)
+    drafter = Typed(PROMPT, answer, VOCABULARY, 0.8)
+    assert generate(target(), drafter, PROMPT, max_tokens=24).tokens == answer
+
+
+def test_a_drafter_that_is_falsy_is_a_drafter():
+    class Empty(Oracle):
+        def __len__(self):
+            return 0
+
+    drafter = Empty(PROMPT, greedy(target(), PROMPT, 16), VOCABULARY)
+    assert generate(target(), drafter, PROMPT, max_tokens=16).stats.rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"min_p": 0.5}, "min_p"),
+        ({"tree_budget": 64}, "tree_budget"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": -3}, "block_size"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafter", [None, "network"])
+def test_settings_out_of_range_are_refused_at_once(settings, word, drafter):
+    drafter = drafter and random_drafter()
+    with pytest.raises(SettingsError, match=word) as caught:
+        stream_generate(target(), drafter, PROMPT, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_block_wider_than_the_drafters_is_refused():
+    with pytest.raises(SettingsError, match="17 is more than the 16"):
+        stream_generate(target(), random_drafter(), PROMPT, block_size=17)
+
+
+def test_a_drafter_of_another_target_is_refused_at_once():
+    with pytest.raises(IncompatibleDrafterError, match="hidden_size"):
+        stream_generate(target(), random_drafter(hidden_size=128), PROMPT)
+
+
+@pytest.mark.parametrize("taps", [(3,), (-1,)])
+def test_taps_that_the_target_lacks_are_refused_at_once(taps):
+    with pytest.raises(SettingsError, match="to tap"):
+        stream_generate(target(), Oracle(PROMPT, [], VOCABULARY, tap_layers=taps), PROMPT)

@@ -1,0 +1,90 @@
+"""A prompt in any of its forms, and what is no prompt."""
+
+import pytest
+from tinymodels import END, ending_at, target, tokenizer
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from dflash_mlx.errors import PromptError
+from dflash_mlx.prompt import encode_prompt
+from dflash_mlx.target import Target
+
+MESSAGES = [{"role": "user", "content": "what is 37?"}]
+
+
+def test_text_is_encoded_as_it_is():
+    assert encode_prompt(target(), "The fox") == tokenizer().encode("The fox")
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_token_ids_are_taken_as_they_are(kind):
+    assert encode_prompt(target(), kind([5, 0, 7])) == [5, 0, 7]
+
+
+def test_messages_go_through_the_chat_template():
+    expected = tokenizer().encode("user: what is 37?\nassistant:")
+    assert encode_prompt(target(), MESSAGES) == encode_prompt(target(), tuple(MESSAGES)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([-1], "Token id -1 is outside"),
+        ([3, len(tokenizer())], f"Token id {len(tokenizer())} is outside"),
+        ([True], "text, a list of token ids, or a list of messages"),
+        ([1, "two"], "text, a list of token ids, or a list of messages"),
+        ([1.0], "text, a list of token ids, or a list of messages"),
+        ([{"role": "user"}], "'role' and 'content'"),
+        ([MESSAGES[0], 5], "'role' and 'content'"),
+        (None, "text, a list of token ids, or a list of messages"),
+        (5, "text, a list of token ids, or a list of messages"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt(prompt, message):
+    with pytest.raises(PromptError, match=message) as caught:
+        encode_prompt(target(), prompt)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_prompt_leaves_room_for_an_answer():
+    small = target(max_position_embeddings=10)
+    assert len(encode_prompt(small, [3] * 9)) == 9
+    with pytest.raises(PromptError, match="has 10 tokens.* at most 9"):
+        encode_prompt(small, [3] * 10)
+
+
+def with_template(template: str | None) -> Target:
+    """A target whose tokenizer has this chat template."""
+    changed = ending_at(target())
+    changed.tokenizer = type(changed.tokenizer)(
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer().backend_tokenizer, eos_token=END, chat_template=template
+        )
+    )
+    return changed
+
+
+def test_messages_need_a_chat_template():
+    with pytest.raises(PromptError, match="no chat template"):
+        encode_prompt(with_template(None), MESSAGES)
+
+
+def test_a_template_can_refuse():
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(PromptError, match="refuses these messages: roles must alternate"):
+        encode_prompt(with_template(template), MESSAGES)
+
+
+def test_a_bos_token_that_is_written_out_is_not_added_again():
+    changed = with_template(None)
+    hugging = changed.tokenizer._tokenizer
+    hugging.add_special_tokens({"bos_token": "<s>"})
+    hugging.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", hugging.bos_token_id)]
+    )
+    changed.vocab_size += 1
+    expected = [hugging.bos_token_id, *tokenizer().encode("fox", add_special_tokens=False)]
+    assert encode_prompt(changed, "fox") == encode_prompt(changed, "<s>fox") == expected

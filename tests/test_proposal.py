@@ -1,0 +1,51 @@
+"""Proposals: chains, trees, and what is neither."""
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx.errors import DFlashError, ProposalError
+from dflash_mlx.proposal import Proposal
+
+
+def test_tokens_alone_form_a_chain():
+    proposal = Proposal([7, 8, 9])
+    assert proposal.parents == (-1, 0, 1)
+    assert proposal.is_chain and len(proposal) == 3
+    assert proposal == Proposal([7, 8, 9], (-1, 0, 1)) == Proposal([7, 8, 9], [-1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("parents", "chain"),
+    [((-1,), True), ((-1, 0), True), ((-1, 0, 0), False), ((-1, 0, 1, 1), False)],
+)
+def test_a_chain_is_a_tree_of_only_children(parents, chain):
+    assert Proposal([5] * len(parents), parents).is_chain is chain
+
+
+def test_an_array_of_tokens_is_not_waited_for():
+    size = 1_000_000
+    before = mx.get_active_memory()
+    proposal = Proposal(mx.arange(size))
+    assert len(proposal) == size and proposal.is_chain
+    assert mx.get_active_memory() - before < size
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [
+        ([], ()),
+        (mx.array([], mx.int32), ()),
+        ([1, 2], (-1,)),
+        ([1], (-1, 0)),
+        ([1, 2], (0, 0)),  # no root
+        ([1, 2], (-1, -1)),  # two roots
+        ([1, 2], (-1, 1)),  # its own parent
+        ([1, 2, 3], (-1, 2, 0)),  # a child before its parent
+        ([1, 2], (-1, -2)),
+    ],
+    ids=str,
+)
+def test_what_is_no_tree_is_refused(tokens, parents):
+    with pytest.raises(ProposalError) as caught:
+        Proposal(tokens, parents)
+    assert isinstance(caught.value, DFlashError) and "\n" not in str(caught.value)

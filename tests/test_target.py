@@ -1,0 +1,172 @@
+"""The target: its parts, what a prefill costs, and caches that hold the kept tokens only."""
+
+import sys
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from tinymodels import (
+    SUPPORTED,
+    greedy,
+    model_config,
+    random_model,
+    save_target,
+    target,
+    tokenizer,
+    wrapped,
+)
+
+from dflash_mlx.errors import SettingsError, UnsupportedCacheError
+from dflash_mlx.load import load_target
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.target import Target
+from dflash_mlx.target.target import PREFILL_STEP
+
+VOCABULARY = len(tokenizer())
+# One row's sums do not depend on the other rows in the stock CPU arithmetic of Linux, so there
+# "the same" is to the bit. Elsewhere kernels change with the number of rows.
+EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
+TOKENS = mx.array([[5, 9, 2, 40, 41, 7, 7, 100]])
+REFUSED = {
+    "sliding llama": "RotatingKVCache",
+    "gpt_oss": "RotatingKVCache",
+    "qwen3_next": "ArraysCache",
+}
+
+
+def same(a: mx.array, b: mx.array) -> bool:
+    if EXACT:
+        return bool(mx.array_equal(a, b))
+    return a.shape == b.shape and bool(mx.allclose(a, b, rtol=1e-4, atol=1e-4))
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_embed_and_head_are_the_models_own(family, bits):
+    model = target(family, bits)
+    assert mx.array_equal(model.embed(TOKENS), model.model.model.embed_tokens(TOKENS))
+    hidden = model.model.model(TOKENS)
+    assert mx.array_equal(model.head(hidden), model.model(TOKENS))
+
+
+def test_its_shape():
+    model = target("qwen3", max_position_embeddings=77)
+    assert (model.num_layers, model.hidden_size, model.vocab_size) == (3, 64, VOCABULARY)
+    assert model.context_length == 77
+
+
+@pytest.mark.parametrize("layers", [(3,), (-1,), (0, 99)])
+def test_a_layer_it_lacks_cannot_be_tapped(layers):
+    with pytest.raises(SettingsError, match=f"Layer {layers[-1]} .* has 3"):
+        target().start(layers)
+
+
+@pytest.mark.parametrize(("family", "cache"), REFUSED.items())
+def test_caches_it_cannot_roll_back_are_refused_at_once(family, cache):
+    config = model_config(family)
+    with pytest.raises(UnsupportedCacheError, match=cache):
+        Target(random_model(config), wrapped(), config, "some target")
+
+
+def test_trees_are_refused():
+    session = target().start()
+    with pytest.raises(SettingsError, match="trees are not supported"):
+        session.verify(Proposal([1, 2, 3], (-1, 0, 0)))
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@given(data=st.data())
+@settings(max_examples=6)
+def test_cache_truth(family, bits, data):
+    """After every commit the caches are those of a model that read the kept tokens only."""
+    model = target(family, bits)
+    token = st.integers(0, VOCABULARY - 1)
+    text = data.draw(st.lists(token, max_size=12), label="prompt")
+    session = model.start((0, 2))
+    taps = list(session.prefill(text))
+    for _ in range(4):
+        tokens = data.draw(st.lists(token, min_size=1, max_size=16), label="proposal")
+        kept = data.draw(st.integers(1, len(tokens)), label="kept")
+        logits, features = session.verify(Proposal(tokens))
+        session.commit(range(kept))
+        text += tokens[:kept]
+        taps.append(features[:, :kept])
+
+        truth = make_prompt_cache(model.model)
+        expected = model.model(mx.array([text]), cache=truth)
+        assert session.position == len(text)
+        for ours, theirs in zip(session._cache, truth, strict=True):
+            assert ours.offset == theirs.offset == len(text)
+            for held, wanted in zip(ours.keys_and_values(), theirs.keys_and_values(), strict=True):
+                assert same(held, wanted)
+        assert same(logits[:kept], expected[0, -kept:])
+    _, wanted = model.features(mx.array([text]), (0, 2))
+    assert same(mx.concatenate(taps, axis=1), wanted)
+
+
+def test_cache_truth_would_notice_a_rejected_row():
+    """The control: without the rollback the next logits are others."""
+    wrong, right = target().start(), target().start()
+    for session, kept in ((wrong, 3), (right, 2)):
+        session.verify(Proposal([5, 6, 7]))
+        session.commit(range(kept))
+    after = [session.verify(Proposal([8]))[0] for session in (wrong, right)]
+    assert not mx.allclose(after[0], after[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("length", [5, PREFILL_STEP, PREFILL_STEP + 2])
+def test_prefill_in_chunks_is_prefill_at_once(length):
+    model = target("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    text = [(i * i + 3) % VOCABULARY for i in range(length)]
+    session = model.start((0,))
+    chunks = list(session.prefill(text))
+    assert [taps.shape[1] for taps in chunks] == [
+        min(PREFILL_STEP, length - start) for start in range(0, length, PREFILL_STEP)
+    ]
+    assert session.position == length
+    logits, taps = model.features(mx.array([[*text, 9]]), (0,))
+    assert mx.allclose(mx.concatenate(chunks, axis=1), taps[:, :-1], atol=1e-4)
+    following, _ = session.verify(Proposal([9]))
+    assert mx.allclose(following[0], logits[0, -1], atol=1e-4)
+
+
+def test_prefill_never_evaluates_the_vocabulary():
+    """The prompt's logits would be 400 x 32,768 x 4 bytes = 52 MB; nothing near that is used."""
+    model = target("llama", vocab_size=32768, hidden_size=32, num_hidden_layers=1)
+    text = list(range(400))
+    session = model.start((0,))
+
+    def peak(work) -> int:
+        mx.eval(model.model.parameters())
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        work()
+        return mx.get_peak_memory() - before
+
+    assert peak(lambda: list(session.prefill(text))) < 10e6
+    assert peak(lambda: mx.eval(model.model(mx.array([text])))) > 50e6  # the control
+
+
+def test_nothing_is_evaluated_before_the_choices_are_read():
+    session = target().start((0, 2))
+    list(session.prefill([5, 6, 7]))
+    before = mx.get_active_memory()
+    logits, taps = session.verify(Proposal(mx.arange(16)))
+    session.commit([0, 1])
+    assert mx.get_active_memory() - before < 4096
+    mx.eval(logits, taps)
+    assert mx.get_active_memory() - before > 16 * 64 * 2 * 4  # the taps alone
+
+
+def test_a_loaded_target_is_what_mlx_lm_loads(tmp_path):
+    from mlx_lm import load as mlx_lm_load
+
+    folder = save_target(tmp_path, "qwen3")
+    theirs, _ = mlx_lm_load(str(folder))
+    ours = load_target(str(folder))
+    assert mx.allclose(ours.model(TOKENS), theirs(TOKENS), rtol=1e-4, atol=1e-4)
+    again = Target(theirs, wrapped(), model_config("qwen3"), "theirs")
+    assert greedy(ours, [5, 6], 24) == greedy(again, [5, 6], 24)

@@ -1,0 +1,207 @@
+"""Small random models with real tokenizers: quick to run, and as fussy as the real ones."""
+
+import functools
+import importlib
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.generate import generate_step
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.load import load_target
+from dflash_mlx.target import Target
+
+END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+LINES = [
+    "The quick brown fox jumps over the lazy dog, 1234567890 times; isn't that a lot?",
+    "user: what is 37 + 48? assistant: It is 85. Thanks! (You're welcome.)",
+    "naïve café, façade, jalapeño: 10 € each, smörgåsbord 中文 also 🙂🚀🙂",
+    'def area(width, height):\n    return width * height  # "units" differ\n',
+]
+SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 8192,
+    "rope_theta": 10000.0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "llama": {"model_type": "llama", "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+    "sliding llama": {
+        "model_type": "llama",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 32,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 32,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.25,
+    },
+}
+SUPPORTED = ["qwen3", "llama", "qwen3_moe"]
+DRAFTER = {
+    "architectures": ["DFlashDraftModel"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_target_layers": 3,
+    "block_size": 16,
+    "mask_token_id": 1,
+    "target_layer_ids": [0, 2],
+}
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A small byte-level BPE tokenizer, trained on a few lines, in the form Qwen's has."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trained.train_from_iterator(
+        LINES * 2, trainers.BpeTrainer(vocab_size=192, special_tokens=[END], show_progress=False)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained,
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def wrapped(eos_ids: Iterable[int] = ()) -> TokenizerWrapper:
+    """The tokenizer in mlx-lm's wrapper, which further tokens can end."""
+    return TokenizerWrapper(tokenizer(), BPEStreamingDetokenizer, eos_token_ids=list(eos_ids))
+
+
+def model_config(family: str, **overrides: Any) -> dict[str, Any]:
+    """A config.json of mlx-lm's for a tiny model of this family."""
+    return SHAPE | FAMILIES[family] | {"vocab_size": len(tokenizer())} | overrides
+
+
+def random_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """An mlx-lm model whose greedy text wanders, and never ends by itself."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    # With the usual small weights it would say the same token over and over.
+    model.update(tree_map(lambda w: 3 * w if w.ndim > 1 else w, model.parameters()))
+    for name, part in model.named_modules():
+        if name.endswith("lm_head") or (name.endswith("embed_tokens") and "lm_head" not in model):
+            part.weight[tokenizer().eos_token_id] = 0.0  # its logit is 0, never the largest
+    mx.eval(model.parameters())
+    return model
+
+
+@functools.cache
+def target(family: str = "qwen3", bits: int | None = None, **config: Any) -> Target:
+    """A tiny target, through the door users take.
+
+    Tests share it, so whatever one of them left behind in it the others would see.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return load_target(str(save_target(Path(folder), family, **config)), bits=bits)
+
+
+def ending_at(target: Target, *eos_ids: int) -> Target:
+    """The same model, whose text these tokens end too."""
+    config = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    config["max_position_embeddings"] = target.context_length
+    return Target(target.model, wrapped(eos_ids), config, target.name)
+
+
+def drafter_config(**overrides: Any) -> dict[str, Any]:
+    """A drafter's config.json that fits the tiny targets."""
+    return DRAFTER | {"vocab_size": len(tokenizer())} | overrides
+
+
+def random_drafter(seed: int = 0, **overrides: Any) -> DFlash:
+    """A `DFlash` network with random weights, wrong nearly always."""
+    mx.random.seed(seed)
+    drafter = DFlash(DraftConfig.from_dict(drafter_config(**overrides)))
+    mx.eval(drafter.parameters())
+    return drafter
+
+
+def greedy(target: Target, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
+    """What mlx-lm itself decodes greedily, the EOS token included: the truth in most tests."""
+    tokens: list[int] = []
+    if max_tokens:
+        steps = generate_step(mx.array(prompt), target.model, max_tokens=max_tokens, **options)
+        for token, _ in steps:
+            tokens.append(token)
+            if token in target.tokenizer.eos_token_ids:
+                break
+    return tokens
+
+
+def save_weights(folder: Path, module: nn.Module, name: str = "model.safetensors") -> None:
+    mx.save_safetensors(str(folder / name), dict(tree_flatten(module.parameters())))
+
+
+def save_target(folder: Path, family: str = "qwen3", **overrides: Any) -> Path:
+    """A target's folder as the hub has them: config, weights in one file, tokenizer."""
+    config = model_config(family, **overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_weights(folder, random_model(config))
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_drafter(folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """A drafter's folder: config and weights in one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(drafter_config(**overrides)))
+    save_weights(folder, random_drafter(seed, **overrides))
+    return folder
