@@ -1,0 +1,85 @@
+"""The Typer application: the commands, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dflash_mlx import __version__
+from dflash_mlx.errors import DFlashError
+
+from . import bench, chat, doctor, generate, models
+from .screen import error_line
+
+INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as a shell reports it
+
+
+class Commands(TyperGroup):
+    """Every command runs inside this: the errors of the library end here, in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        # Other libraries' advice is not for the person at the terminal.
+        logging.disable(logging.WARNING)
+        try:
+            result = super().invoke(ctx)
+            # What is left in the buffer must fail here, not at the interpreter's shutdown.
+            print(end="", flush=True)
+            return result
+        except DFlashError as error:
+            error_line(str(error))
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # the shell's prompt goes below the half-written line
+            raise typer.Exit(INTERRUPTED) from error
+        except BrokenPipeError as error:
+            # Whoever read our output has seen enough: stop without a word, as other tools do.
+            _forget_output()
+            raise typer.Exit(PIPE_CLOSED) from error
+        except OSError as error:  # a full disk, a folder without permission
+            error_line(str(error))
+            _forget_output()
+            raise typer.Exit(1) from error
+
+
+def _forget_output() -> None:
+    """Send what is still buffered nowhere, or Python would try to write it again at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        os.dup2(nowhere, stream.fileno())
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Text several times faster, token for token the same: DFlash drafting for MLX.",
+    epilog="Start with: dflash-mlx generate 'What is 47 plus 38?'",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (generate.generate, chat.chat, bench.bench, models.models, doctor.doctor):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dflash-mlx {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options before any command."""

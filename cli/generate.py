@@ -1,0 +1,182 @@
+"""`dflash-mlx generate`: one answer, and what drafting did for it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.text import Text
+
+import dflash_mlx
+from dflash_mlx.errors import PromptError
+
+from . import options
+from .pair import Choice, Pair, open_pair
+from .screen import panel, print_json, show_text, speeds, stderr, waiting
+
+if TYPE_CHECKING:
+    from dflash_mlx import Event, Result
+    from dflash_mlx.bench.measure import Comparison
+
+# One short answer is over in a tenth of a second, far too short to time once.
+COMPARE_SECONDS, COMPARE_PAIRS = 2.0, 9
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The question; '-', or nothing in a pipe, reads it from stdin."),
+    ] = None,
+    model: options.Model = "tiny",
+    draft: options.Draft = None,
+    no_draft: options.NoDraft = False,
+    target_bits: options.TargetBits = None,
+    draft_bits: options.DraftBits = None,
+    stock_blas: options.StockBlas = False,
+    max_tokens: options.MaxTokens = 256,
+    block_size: options.BlockSize = None,
+    stop: options.Stop = None,
+    raw: Annotated[
+        bool,
+        options.flag("--raw", "Continue the prompt without the chat template.", options.DECODING),
+    ] = False,
+    compare: Annotated[
+        bool,
+        options.flag(
+            "--compare/--no-compare",
+            "Decode plainly as well: shows the speedup, and that the text is the same.",
+            options.OUTPUT,
+        ),
+    ] = True,
+    json: options.Json = False,
+) -> None:
+    """Answer one prompt: the text on stdout, what drafting did for it on stderr."""
+    text = _read_prompt(prompt)
+    choice = Choice(model, draft, no_draft, target_bits, draft_bits, block_size, stock_blas)
+    pair = open_pair(choice)
+    comparison = _comparison(pair, text, raw, max_tokens, stop or [])
+    result = _stream(comparison, quiet=json)
+    if compare and pair.drafter is not None and result.tokens:
+        with waiting("Decoding plainly, to compare (--no-compare skips this)"):
+            _compare(comparison)
+    if json:
+        print_json(_as_json(pair, comparison, result))
+    else:
+        stderr().print(panel(pair.title, _summary(pair, comparison, result)))
+
+
+def _read_prompt(prompt: str | None) -> str:
+    """The prompt given, or all of stdin. Raises `PromptError` when there is none."""
+    if prompt is None and sys.stdin.isatty():
+        raise typer.BadParameter("give some text, or pipe it in", param_hint="PROMPT")
+    try:
+        if prompt is None or prompt == "-":
+            prompt = sys.stdin.buffer.read().decode()
+        prompt.encode()  # an argument may hold bytes that are no text
+    except UnicodeError as error:
+        raise PromptError("The prompt is not text in UTF-8.") from error
+    if not prompt.strip():
+        raise PromptError("The prompt is empty: give some text.")
+    return prompt
+
+
+def _comparison(pair: Pair, text: str, raw: bool, max_tokens: int, stop: list[str]) -> Comparison:
+    from dflash_mlx.bench.measure import Comparison
+    from dflash_mlx.prompt import encode_prompt
+
+    if not raw and not pair.target.tokenizer.has_chat_template:
+        raise PromptError(f"{pair.target.name} has no chat template: add --raw.")
+    prompt = text if raw else [{"role": "user", "content": text}]
+    ids = encode_prompt(pair.target, prompt)
+    return Comparison(pair.target, pair.drafter, ids, max_tokens, pair.block_size, stop)
+
+
+def _stream(comparison: Comparison, quiet: bool) -> Result:
+    """Generate once, writing the text as it comes; the run counts as the first drafted one."""
+    events: list[Event] = []
+    show_text(
+        dflash_mlx.stream_generate(
+            comparison.target,
+            comparison.drafter,
+            comparison.prompt,
+            max_tokens=comparison.max_tokens,
+            block_size=comparison.block_size,
+            stop=comparison.stop,
+        ),
+        events,
+        quiet,
+    )
+    result = dflash_mlx.Result(
+        text="".join(event.text for event in events),
+        tokens=[token for event in events for token in event.tokens],
+        finish_reason=events[-1].finish_reason or "length",
+        stats=events[-1].stats,
+    )
+    comparison.drafted.append(result)
+    return result
+
+
+def _compare(comparison: Comparison) -> None:
+    """Complete the first pair, and run more of them while that takes no time to speak of."""
+    start = time.perf_counter()
+    comparison.run_plain()
+    while len(comparison.plain) < COMPARE_PAIRS and time.perf_counter() - start < COMPARE_SECONDS:
+        comparison.run_pair()
+
+
+def _summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
+    """What the panel says."""
+    stats, runs = result.stats, comparison
+    if not runs.plain:
+        name = "plain" if runs.drafter is None else "DFlash"
+        rows = [(name, stats.tokens_per_second, "")]
+    else:
+        rows = [
+            ("plain", runs.plain_speed, ""),
+            ("DFlash", runs.drafted_speed, f"{runs.speedup:.2f}x"),
+        ]
+    counts = f"{stats.output_tokens} tokens"
+    if runs.drafter is not None:
+        counts += f" in {stats.rounds} rounds: {stats.acceptance_length:.1f} tokens per round"
+    lines = [Text(counts)]
+    if result.finish_reason == "length":
+        lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")
+    if runs.plain:
+        lines.append(_verdict(runs.first_difference))
+    return Group(speeds(rows), *lines)
+
+
+def _verdict(difference: int | None) -> Text:
+    if difference is None:
+        return Text.assemble("identical to plain decoding: ", ("yes", "bold green"))
+    return Text.assemble(
+        "identical to plain decoding: ", (f"no, from token {difference + 1} on", "bold red")
+    )
+
+
+def _as_json(pair: Pair, comparison: Comparison, result: Result) -> dict[str, Any]:
+    stats, runs = result.stats, comparison
+    content = {
+        "model": pair.target.name,
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "output_tokens": stats.output_tokens,
+        "rounds": stats.rounds,
+        "block_size": stats.block_size,
+        "tokens_per_round": stats.acceptance_length,
+        "tokens_per_second": runs.drafted_speed,
+        "blas": pair.blas.name,
+    }
+    if runs.plain:
+        content |= {
+            "plain_tokens_per_second": runs.plain_speed,
+            "speedup": runs.speedup,
+            "identical": runs.first_difference is None,
+            "first_difference": runs.first_difference,
+        }
+    return content

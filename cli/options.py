@@ -1,0 +1,89 @@
+"""The options that several commands share."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
+
+
+class Bits(str, Enum):
+    """Widths of quantized weights."""
+
+    four = "4"
+    eight = "8"
+
+
+def flag(name: str, help: str, group: str) -> Any:
+    """A switch; Typer would show it with a value to be given."""
+    return typer.Option(name, metavar="", help=help, rich_help_panel=group)
+
+
+def _value(*names: str, metavar: str, help: str, group: str, **limits: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=group, **limits)
+
+
+Model = Annotated[
+    str,
+    _value(
+        "--model",
+        "-m",
+        metavar="NAME",
+        help="A hub repository or a folder; 'tiny' is the embedded pair.",
+        group=MODEL,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    _value(
+        "--draft",
+        "-d",
+        metavar="NAME",
+        help="The drafter; found by itself for what 'dflash-mlx models' lists.",
+        group=MODEL,
+    ),
+]
+NoDraft = Annotated[bool, flag("--no-draft", "Decode plainly, without a drafter.", MODEL)]
+TargetBits = Annotated[
+    Bits | None,
+    _value(
+        "--target-bits", metavar="4|8", help="Quantize the model's weights on load.", group=MODEL
+    ),
+]
+DraftBits = Annotated[
+    Bits | None,
+    _value(
+        "--draft-bits", metavar="4|8", help="Quantize the drafter's weights on load.", group=MODEL
+    ),
+]
+StockBlas = Annotated[
+    bool, flag("--stock-blas", "On Linux: keep the slow BLAS that comes with MLX.", MODEL)
+]
+MaxTokens = Annotated[
+    int,
+    _value("--max-tokens", "-n", metavar="N", help="End after N tokens.", group=DECODING, min=0),
+]
+BlockSize = Annotated[
+    int | None,
+    _value(
+        "--block-size",
+        "-b",
+        metavar="N",
+        help="Tokens verified at once; by default as many as the drafter was trained for.",
+        group=DECODING,
+        min=1,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    _value(
+        "--stop",
+        metavar="TEXT",
+        help="End before this text; can be given several times.",
+        group=DECODING,
+    ),
+]
+Json = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]

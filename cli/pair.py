@@ -1,0 +1,116 @@
+"""From the options to a target and its drafter, in the one order that works: BLAS, MLX, weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+import dflash_mlx
+from dflash_mlx.blas import BlasInfo
+
+from .options import Bits
+from .screen import note, waiting
+
+if TYPE_CHECKING:
+    from dflash_mlx import DFlash, Stats, Target
+
+# MLX's own CPU BLAS takes nearly as long for each further row as for the first, so there a round
+# only pays with few of them. TODO measure
+STOCK_BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The options that say what runs."""
+
+    model: str
+    draft: str | None = None
+    no_draft: bool = False
+    target_bits: Bits | None = None
+    draft_bits: Bits | None = None
+    block_size: int | None = None
+    stock_blas: bool = False
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What was loaded; `drafter` is None for plain decoding."""
+
+    target: Target
+    drafter: DFlash | None
+    block_size: int | None
+    blas: BlasInfo
+
+    @property
+    def rows(self) -> int:
+        """Tokens verified at once."""
+        if self.drafter is None:
+            return 1
+        return self.block_size or self.drafter.config.block_size
+
+    @property
+    def title(self) -> str:
+        """The model and what its speed depends on, in a few words."""
+        drafting = "no drafter" if self.drafter is None else f"block size {self.rows}"
+        return f"{self.target.name} · {drafting} · {self.blas.name}"
+
+    def limit_reached(self, stats: Stats) -> str:
+        """Which limit ended a text of finish reason "length"."""
+        if stats.prompt_tokens + stats.output_tokens >= self.target.context_length:
+            return "the context is full"
+        return "cut off by --max-tokens"
+
+
+def open_pair(choice: Choice) -> Pair:
+    """Put the BLAS in place, load the weights and run a few rounds to compile what is compiled.
+
+    Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
+    """
+    if choice.no_draft and (choice.draft or choice.block_size):
+        raise typer.BadParameter(
+            "goes with neither --draft nor --block-size", param_hint="--no-draft"
+        )
+    blas = dflash_mlx.use_fast_blas(stock=choice.stock_blas)
+    with waiting("Starting MLX"):
+        load, load_target = dflash_mlx.load, dflash_mlx.load_target
+    target_bits, draft_bits = _number(choice.target_bits), _number(choice.draft_bits)
+    drafter: DFlash | None = None
+    with waiting(f"Loading {choice.model}", quiet=_is_remote(choice)):
+        if choice.no_draft:
+            target = load_target(choice.model, target_bits)
+        else:
+            target, drafter = load(choice.model, choice.draft, target_bits, draft_bits)
+    pair = Pair(target, drafter, _block_size(choice, drafter, blas), blas)
+    with waiting("Warming up"):
+        from dflash_mlx.bench.measure import warm_up
+
+        warm_up(target, drafter, pair.block_size)
+    return pair
+
+
+def _number(bits: Bits | None) -> int | None:
+    return None if bits is None else int(bits.value)
+
+
+def _is_remote(choice: Choice) -> bool:
+    """Whether something may be fetched, whose own progress bars need the screen."""
+    names = filter(None, (choice.model, choice.draft))
+    return any("/" in name and not Path(name).expanduser().exists() for name in names)
+
+
+def _block_size(choice: Choice, drafter: DFlash | None, blas: BlasInfo) -> int | None:
+    """The block size asked for, or a small one where larger ones are slower than none."""
+    import mlx.core as mx
+
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    if drafter is None or choice.block_size or blas.name != "stock" or not on_cpu:
+        return choice.block_size
+    size = min(STOCK_BLOCK_SIZE, drafter.config.block_size)
+    note(
+        f"Block size {size} instead of {drafter.config.block_size}: larger ones are slow on MLX's "
+        f"stock BLAS ({blas.reason}); see dflash-mlx doctor."
+    )
+    return size

@@ -1,0 +1,93 @@
+"""What people see: answers and results on stdout, everything about them on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from dflash_mlx import Event
+
+BAR = 28  # columns of the longest bar
+
+
+def stderr() -> Console:
+    """The console for progress, logs and summaries; plain text when it is not a terminal."""
+    return Console(stderr=True, highlight=False)
+
+
+def stdout() -> Console:
+    """The console for results; plain text when it is not a terminal."""
+    return Console(highlight=False)
+
+
+def error_line(message: str) -> None:
+    """Say in one line what is wrong and what to do, whatever the width of the terminal."""
+    line = " ".join(message.split())
+    stderr().print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)
+
+
+def note(message: str) -> None:
+    """A line about what is being done and why."""
+    stderr().print(Text(message, style="dim"), soft_wrap=True)
+
+
+@contextmanager
+def waiting(message: str, quiet: bool = False) -> Iterator[None]:
+    """Turn a spinner on a terminal's stderr meanwhile; `quiet` leaves the screen to others."""
+    console = stderr()
+    if quiet or not console.is_terminal:
+        yield
+    else:
+        with console.status(Text(f"{message} ...")):
+            yield
+
+
+def show_text(events: Iterator[Event], seen: list[Event], quiet: bool = False) -> None:
+    """Write a generation's text to stdout as it comes, unless `quiet`, and keep its events.
+
+    `seen` is filled as they come, so that it holds what was written even after a Ctrl-C.
+    """
+    for event in events:
+        seen.append(event)
+        if not quiet:
+            print(event.text, end="", flush=True)
+    text = "".join(event.text for event in seen)
+    if text and not quiet and not text.endswith("\n"):
+        print(flush=True)
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """The one JSON object of `--json`."""
+    print(json.dumps(content, ensure_ascii=False), flush=True)
+
+
+def speeds(rows: list[tuple[str, float, str]]) -> Table:
+    """Bars of speeds, the fastest the longest.
+
+    Args:
+        rows: name, tokens per second, and a remark such as the speedup.
+    """
+    fastest = max((speed for _, speed, _ in rows), default=0.0)
+    table = Table.grid(padding=(0, 1))
+    table.add_column()
+    table.add_column(width=BAR)
+    table.add_column(justify="right")
+    table.add_column(style="bold green")
+    for name, speed, remark in rows:
+        length = round(BAR * speed / fastest) if fastest else 0
+        bar = Text("━" * length, style="green" if remark else "blue")
+        table.add_row(name, bar, f"{speed:,.0f} tok/s", remark)
+    return table
+
+
+def panel(title: str, body: RenderableType) -> Panel:
+    """A frame no wider than what is in it."""
+    return Panel(body, title=Text(title), title_align="left", expand=False, border_style="dim")

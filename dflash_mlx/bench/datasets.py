@@ -1,0 +1,94 @@
+"""The prompts a benchmark runs: the embedded ones, or a person's own JSONL file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """One conversation to be answered.
+
+    Attributes:
+        category: results are summed up by it.
+        messages: chat messages ({"role", "content"}), the last one the user's.
+        answer: the one right answer, where there is one.
+    """
+
+    category: str
+    messages: tuple[dict[str, str], ...]
+    answer: str | None = None
+
+
+def embedded_prompts() -> list[BenchPrompt]:
+    """The held-out prompts that come with the embedded pair."""
+    return read_prompts(Path(str(files("dflash_mlx").joinpath("tiny", "prompts.jsonl"))))
+
+
+def read_prompts(path: Path) -> list[BenchPrompt]:
+    """Read a JSONL file of {"prompt": text} or {"messages": [...]}, with "category" and "answer"
+    if wanted; empty lines are skipped.
+
+    Raises `DataError`, naming the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not a text file in UTF-8.") from error
+    prompts = [
+        _parse(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise DataError(f"{path}: there is no prompt in it.")
+    return prompts
+
+
+def limit_per_category(prompts: list[BenchPrompt], limit: int) -> list[BenchPrompt]:
+    """The first `limit` prompts of each category, in their order."""
+    seen: dict[str, int] = {}
+    kept = []
+    for prompt in prompts:
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        if seen[prompt.category] <= limit:
+            kept.append(prompt)
+    return kept
+
+
+def _parse(line: str, where: str) -> BenchPrompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({error}).") from error
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise DataError(f'{where}: an object with either "prompt" or "messages" is expected.')
+    messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
+    if not _is_conversation(messages):
+        raise DataError(f'{where}: messages need a "role" and a "content" that is not empty.')
+    category, answer = row.get("category", "prompts"), row.get("answer")
+    if not isinstance(category, str) or not isinstance(answer, str | None):
+        raise DataError(f'{where}: "category" and "answer" are text.')
+    return BenchPrompt(category, tuple(messages), answer)
+
+
+def _is_conversation(messages: Any) -> bool:
+    """Whether these are messages of text, at least one."""
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(message, dict)
+            and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            and message["content"].strip()
+            for message in messages
+        )
+    )

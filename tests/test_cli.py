@@ -1,0 +1,371 @@
+"""The command line as people and scripts use it: a process, its two streams and its exit code."""
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import tinymodels
+from typer.testing import CliRunner
+
+from dflash_mlx.blas import BlasInfo
+from dflash_mlx.cli.app import app
+from dflash_mlx.cli.chat import Conversation
+from dflash_mlx.cli.pair import STOCK_BLOCK_SIZE, Pair
+from dflash_mlx.loop import generate
+
+PROGRAM = [sys.executable, "-c", "from dflash_mlx.cli.main import main; main()"]
+NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
+HERE = Path(__file__).parent  # where the program runs: no dflash_mlx lies here to be imported
+COMMANDS = ["generate", "chat", "bench", "models", "doctor"]
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
+QUESTION = "what is 37 + 48?"
+
+embedded = pytest.mark.skipif(
+    not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
+    reason="THE EMBEDDED PAIR IS MISSING: train it with scripts/train_tiny.sh",
+)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate elsewhere")
+
+
+def run(*arguments: str | Path, stdin: str = "", **options) -> subprocess.CompletedProcess[str]:
+    """One run of the program, with its output in a pipe."""
+    command = [*PROGRAM, *map(str, arguments)]
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": HERE} | options
+    return subprocess.run(command, input=stdin, **options)
+
+
+def popen(command: list[str]) -> subprocess.Popen[bytes]:
+    """A run to interfere with."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, cwd=HERE)
+
+
+def in_process(*arguments: str, stdin: str | bytes = ""):
+    """A run without a new process, for what ends before MLX is needed."""
+    return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="dflash-mlx")
+
+
+def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The message of a run that failed as it should."""
+    assert done.returncode == 1 and not done.stdout, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory) -> list[str]:
+    """The options that choose a random pair, in folders as the hub has them."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = tinymodels.save_target(folder / "target")
+    drafter = tinymodels.save_drafter(folder / "drafter")
+    return ["--model", str(target), "--draft", str(drafter)]
+
+
+@pytest.fixture(scope="session")
+def answer() -> str:
+    """What the library itself says to QUESTION in 24 tokens."""
+    messages = [{"role": "user", "content": QUESTION}]
+    return generate(tinymodels.target(), None, messages, max_tokens=24).text
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
+def test_help(arguments):
+    done = in_process(*arguments, "--help")
+    assert done.exit_code == 0 and "Usage: dflash-mlx" in done.output
+
+
+def test_help_and_models_do_without_mlx():
+    code = f"{NO_MLX} from dflash_mlx.cli.app import app;"
+    for arguments in (["generate", "--help"], ["models"], ["--version"]):
+        command = [sys.executable, "-c", f"{code} app({arguments})"]
+        assert subprocess.run(command, stdout=subprocess.DEVNULL, cwd=HERE).returncode == 0
+
+
+def test_version():
+    import dflash_mlx
+
+    assert in_process("--version").output == f"dflash-mlx {dflash_mlx.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nope"],
+        ["generate", "hi", "--nope"],
+        ["generate", "hi", "--max-tokens", "-1"],
+        ["generate", "hi", "--block-size", "0"],
+        ["generate", "hi", "--target-bits", "5"],
+        ["generate", "hi", "--no-draft", "--draft", "x"],
+        ["bench", "--repeats", "0"],
+    ],
+)
+def test_usage_errors(arguments):
+    assert in_process(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, stdin, message",
+    [
+        (["generate", ""], "", "empty"),
+        (["generate", " \n"], "", "empty"),
+        (["generate", "-"], "", "empty"),
+        (["generate"], "", "empty"),
+        (["generate"], b"\xff", "UTF-8"),
+        (["generate", "a\udcff"], "", "UTF-8"),
+        (["bench", "--prompts", "nowhere.jsonl"], "", "nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_errors_before_mlx(arguments, stdin, message):
+    done = in_process(*arguments, stdin=stdin)
+    assert done.exit_code == 1 and not done.stdout
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_models():
+    listed = json.loads(in_process("models", "--json").stdout)
+    assert listed["embedded"] == "tiny" and all(one["targets"] for one in listed["pairs"])
+    shown = in_process("models").stdout
+    assert all(name in shown for one in listed["pairs"] for name in one["targets"])
+
+
+def test_generate(pair, answer):
+    done = run("generate", QUESTION, "-n", "24", *pair)
+    assert done.returncode == 0 and done.stdout == answer + "\n" * (not answer.endswith("\n"))
+    assert "identical to plain decoding: yes" in done.stderr and "tokens per round" in done.stderr
+    assert re.search(r"plain .* tok/s", done.stderr) and re.search(r"DFlash .*x", done.stderr)
+    assert not CONTROL.search(done.stdout + done.stderr) and "arning" not in done.stderr
+
+
+def test_generate_json(pair, answer):
+    done = run("generate", "-n", "24", "--json", *pair, stdin=QUESTION)
+    content = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1 and not done.stderr
+    assert content["text"] == answer and content["output_tokens"] == len(content["tokens"]) == 24
+    assert content["identical"] is True and content["first_difference"] is None
+    assert content["finish_reason"] == "length" and content["block_size"] == 16
+    speedup = content["tokens_per_second"] / content["plain_tokens_per_second"]
+    assert content["speedup"] == pytest.approx(speedup)
+
+
+def test_generate_plainly_raw_and_stopped(pair):
+    text = generate(tinymodels.target(), None, "user", max_tokens=24).text
+    stop = text[5:8]
+    options = ["--raw", "--no-draft", "--stop", "~never~", "--stop", stop, "--json", "-n", "24"]
+    content = json.loads(run("generate", "user", *options, *pair[:2]).stdout)
+    assert content["text"] == text[: text.index(stop)] and content["finish_reason"] == "stop"
+    assert content["block_size"] == 1 and "speedup" not in content
+
+
+@linux
+def test_the_stock_blas_gets_smaller_blocks_and_says_so(pair):
+    arguments = ["generate", QUESTION, "-n", "8", "--json", "--no-compare", "--stock-blas", *pair]
+    done = run(*arguments)
+    content = json.loads(done.stdout)
+    assert (content["blas"], content["block_size"]) == ("stock", STOCK_BLOCK_SIZE)
+    assert f"Block size {STOCK_BLOCK_SIZE} instead of 16" in done.stderr
+    asked = run(*arguments, "--block-size", "5")
+    assert json.loads(asked.stdout)["block_size"] == 5 and not asked.stderr
+
+
+def broken(kind: str, folder: Path, pair: list[str]) -> list[str]:
+    """Options and a prompt that cannot work."""
+    target, drafter = pair[1], pair[3]
+    if kind == "unknown model":
+        return ["hi", "--model", "no/where", "--draft", drafter]
+    if kind == "unknown drafter":
+        return ["hi", "--model", target]
+    if kind == "prompt too long":
+        return ["x" * 9000, *pair]
+    if kind == "drafter of another target":
+        other = tinymodels.save_drafter(folder / "other", hidden_size=32, num_attention_heads=2)
+        return ["hi", "--model", target, "--draft", str(other)]
+    copy = shutil.copytree(target, folder / "copy")
+    weights = copy / "model.safetensors"
+    if kind == "no weights":
+        weights.unlink()
+    elif kind == "truncated weights":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif kind == "no config":
+        (copy / "config.json").unlink()
+    elif kind == "no chat template":
+        (copy / "chat_template.jinja").unlink()
+    return ["hi", "--model", str(copy), "--draft", drafter]
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("unknown model", "no/where"),
+        ("unknown drafter", "--draft"),
+        ("no weights", "model.safetensors"),
+        ("truncated weights", "truncated"),
+        ("no config", "config.json"),
+        ("drafter of another target", "hidden_size"),
+        ("prompt too long", "8191"),
+        ("no chat template", "--raw"),
+    ],
+)
+def test_errors_are_one_line(kind, message, pair, tmp_path):
+    assert message in one_line_error(run("generate", *broken(kind, tmp_path, pair)))
+
+
+def test_a_reader_that_leaves_early_is_no_error(pair):
+    command = [*PROGRAM, "generate", QUESTION, "-n", "4000", *pair]
+    with popen(command) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 141
+
+
+def test_a_terminal_without_the_character_shows_another():
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = run("bench", "--prompts", "café.jsonl", env=environment)
+    assert "caf?.jsonl" in one_line_error(done)
+
+
+def test_a_full_disk_is_one_line():
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    with full.open("w") as stdout:
+        done = run("models", capture_output=False, stdout=stdout, stderr=subprocess.PIPE)
+    assert done.returncode == 1 and re.fullmatch("error: .*No space left.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("moment", ["starting", "decoding"])
+def test_ctrl_c(moment, pair):
+    program = list(PROGRAM)
+    if moment == "starting":
+        program[2] = program[2].replace("main()", "print(' ', flush=True); main()")
+    with popen([*program, "generate", QUESTION, "-n", "4000", *pair]) as process:
+        assert process.stdout.read(1)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == b"" and process.wait(60) == 130
+
+
+def test_chat_in_a_pipe(pair, answer):
+    done = run("chat", "-n", "24", *pair, stdin=f"{QUESTION}\n\n/clear\n{QUESTION}\n/quit\nnever")
+    assert done.returncode == 0
+    assert done.stdout == 2 * (answer + "\n" * (not answer.endswith("\n")))
+    assert done.stderr.count("24 tokens · ") == 2 and "forgotten" in done.stderr
+    assert not CONTROL.search(done.stdout + done.stderr)
+
+
+def test_chat_remembers(pair):
+    done = run("chat", "-n", "8", *pair, stdin="one\ntwo")
+    messages = [{"role": "user", "content": "one"}]
+    target = tinymodels.target()
+    first = generate(target, None, messages, max_tokens=8).text
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
+    second = generate(target, None, messages, max_tokens=8).text
+    assert done.stdout == f"{first}\n{second}\n"
+
+
+class Terminal:
+    """The program in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.controller, terminal = pty.openpty()
+        streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+        self.process = subprocess.Popen([*PROGRAM, *arguments], cwd=HERE, **streams)
+        os.close(terminal)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.controller, text.encode())
+
+    def wait_for(self, pattern: str) -> None:
+        """Read on until `pattern` appears in what was not matched yet."""
+        while not (found := re.search(pattern, self.seen)):
+            assert select.select([self.controller], [], [], 60)[0], self.seen
+            try:
+                self.seen += os.read(self.controller, 4096).decode(errors="replace")
+            except OSError as error:  # the other end is closed
+                raise AssertionError(self.seen) from error
+        self.seen = self.seen[found.end() :]
+
+
+def test_chat_on_a_terminal(pair):
+    terminal = Terminal("chat", "-n", "4000", *pair)
+    terminal.wait_for(">>> ")
+    terminal.type("hello\n")
+    terminal.wait_for("hello\r\n.*?[a-z]")
+    terminal.process.send_signal(signal.SIGINT)  # in the middle of the answer
+    terminal.wait_for("tokens per round · stopped")
+    terminal.wait_for(">>> ")
+    terminal.type("/help\n")
+    terminal.wait_for("/clear forgets")
+    terminal.wait_for(">>> ")
+    terminal.type("/nope\n")
+    terminal.wait_for("There is no /nope")
+    terminal.wait_for(">>> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(60) == 0
+
+
+def test_chat_outlives_a_turn_that_does_not_fit(capsys):
+    target = tinymodels.target(max_position_embeddings=64)
+    loaded = Pair(target, None, None, BlasInfo("openblas", None, "made up"))
+    conversation = Conversation(loaded, {"max_tokens": 64})
+    conversation.interactive = True
+    conversation.take_turn("hi")
+    assert "the context is full" in capsys.readouterr().err
+    conversation.take_turn("x" * 100)
+    assert capsys.readouterr().err.count("\n") == 1 and len(conversation.messages) == 2
+
+
+def test_bench(pair, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": QUESTION, "category": "sums", "answer": "85"}] * 2
+    prompts.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "tell me"}])))
+    options = ["--prompts", prompts, "-n", "8", "--repeats", "1", *pair]
+    content = json.loads(run("bench", "--json", "--limit", "1", *options).stdout)
+    assert [row["category"] for row in content["categories"]] == ["sums", "prompts"]
+    assert content["overall"]["prompts"] == content["overall"]["identical"] == 2
+    assert content["overall"]["identical_to_mlx_lm"] == 2 and not content["differences"]
+    assert {"chip", "blas", "mlx", "mlx-lm", "python"} <= set(content["machine"])
+    shown = run("bench", *options)
+    assert shown.returncode == 0 and "sums" in shown.stdout and "3/3" in shown.stdout
+    assert "overhead per round" in shown.stderr and not CONTROL.search(shown.stderr)
+
+
+def test_bench_names_a_bad_line(pair, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "fine"}\n{"prompt":')
+    assert "line 2" in in_process("bench", "--prompts", str(prompts), *pair).stderr
+
+
+def test_doctor_without_mlx():
+    code = NO_MLX + "from dflash_mlx.cli import doctor; doctor.installed = lambda name: None;"
+    command = [sys.executable, "-c", f"{code} from dflash_mlx.cli.app import app; app(['doctor'])"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 1 and 'pip install -e ".[mlx]"' in done.stdout and not done.stderr
+
+
+@embedded
+def test_doctor():
+    done = run("doctor", "--json")
+    content = json.loads(done.stdout)
+    assert done.returncode == 0 and content["ok"] and not done.stderr
+    status = {check["name"]: check["status"] for check in content["checks"]}
+    assert {"Python", "mlx", "mlx-lm", "Metal", "g++", "BLAS", "embedded pair"} == set(status)
+    assert status["embedded pair"] == "ok"
+
+
+@embedded
+def test_the_embedded_pair_answers():
+    content = json.loads(run("generate", "What is 47 plus 38?", "--json").stdout)
+    assert "85" in content["text"] and content["finish_reason"] == "stop"
+    assert content["identical"] is True and content["tokens_per_round"] > 3
