@@ -21,7 +21,7 @@ from .errors import DFlashError, MissingDependencyError
 if TYPE_CHECKING:
     from .drafter.network import DFlash
     from .events import Event, Result, Stats
-    from .load import load, load_drafter, load_target
+    from .loading import load, load_drafter, load_target
     from .loop import generate, stream_generate
     from .proposal import Proposal
     from .target import Target
@@ -53,9 +53,9 @@ _HOME = {
     "Stats": ".events",
     "Target": ".target",
     "generate": ".loop",
-    "load": ".load",
-    "load_drafter": ".load",
-    "load_target": ".load",
+    "load": ".loading",
+    "load_drafter": ".loading",
+    "load_target": ".loading",
     "stream_generate": ".loop",
 }
 

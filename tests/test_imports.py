@@ -18,7 +18,7 @@ LEVELS = [
     {"target"},
     {"drafter"},
     {"policy", "prompt", "stream"},
-    {"load", "loop"},
+    {"loading", "loop"},
     {"dflash_mlx"},  # the public names, which come from all of the above
     {"bench", "train"},
     {"cli"},

@@ -14,7 +14,7 @@ from tinymodels import drafter_config
 
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.drafter.network import DFlash
-from dflash_mlx.load import load_drafter
+from dflash_mlx.loading import load_drafter
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 ROUNDS = range(6)

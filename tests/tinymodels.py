@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.config import DraftConfig
 from dflash_mlx.drafter.network import DFlash
-from dflash_mlx.load import load_target
+from dflash_mlx.loading import load_target
 from dflash_mlx.target import Target
 
 END = "<|end|>"

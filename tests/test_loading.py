@@ -30,7 +30,7 @@ from dflash_mlx.errors import (
     UnsupportedCacheError,
     WeightsError,
 )
-from dflash_mlx.load import load, load_drafter, load_target
+from dflash_mlx.loading import load, load_drafter, load_target
 from dflash_mlx.loop import generate
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
@@ -208,7 +208,7 @@ def test_what_the_hub_answers_is_one_line(kind, monkeypatch):
     def fail(*arguments, **options):
         raise hub_error(kind, "404 Client Error.\n\nRepository Not Found for url\nmore")
 
-    monkeypatch.setattr("dflash_mlx.load.snapshot_download", fail)
+    monkeypatch.setattr("dflash_mlx.loading.snapshot_download", fail)
     assert "owner/name" in message_of(ModelNotFoundError, load_target, "owner/name")
 
 
@@ -221,7 +221,7 @@ def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path, monkeypatch)
         asked.append(name)
         return str(pair[1])
 
-    monkeypatch.setattr("dflash_mlx.load.snapshot_download", download)
+    monkeypatch.setattr("dflash_mlx.loading.snapshot_download", download)
     _, drafter = load(str(folder))
     assert asked == ["z-lab/Qwen3-8B-DFlash-b16"] and drafter.config.block_size == 16
 
