@@ -1,0 +1,88 @@
+"""The drafter's training forward: many masked blocks of one sequence at once.
+
+A block [anchor, mask, ...] at positions a..a+B-1 sees the context features strictly before a and
+its own rows, never another block (arXiv 2602.06036). The A blocks of a sequence share its
+context, so the (A*B) x (S + A*B) mask that says so is never built: scores against the context and
+scores inside the blocks are two batched products, and one softmax runs over both. Row for row
+this equals the inference network fed the same context through its cache.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..drafter.network import Attention, DFlash
+
+Masks = tuple[mx.array, mx.array]
+
+
+def visible(attention: Attention, anchors: mx.array, context: int, block: int) -> Masks:
+    """What each row of each block may see, by the rule of this layer.
+
+    Args:
+        anchors: positions [N, A].
+        context: S, the positions 0..S-1 that have features.
+        block: B, rows of a block.
+
+    Returns:
+        Booleans over the context [N, A, B, S] and over the own block [B, B].
+    """
+    rows = mx.arange(block)
+    queries = anchors[..., None, None] + rows[:, None]
+    keys = mx.arange(context)
+    outer = mx.broadcast_to(keys < anchors[..., None, None], (*anchors.shape, block, context))
+    inner = mx.ones((block, block), mx.bool_)
+    if attention.causal:
+        inner = rows[:, None] >= rows
+    if attention.window is not None:
+        outer = outer & (queries - keys < attention.window)
+        inner = inner & ((rows[:, None] - rows < attention.window) | (not attention.causal))
+    return outer, inner
+
+
+def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.array) -> mx.array:
+    """The heads' outputs [N*A, H, B, hd] of normed rows x [N*A, B, D] over context [N, S, D]."""
+    (n, a), (block, length) = anchors.shape, (x.shape[1], context.shape[1])
+    starts, groups = anchors.reshape(-1), attention.heads // attention.kv_heads
+    queries = attention.queries(x, starts) * attention.scale
+    block_keys, block_values = attention.keys_values(x, starts)
+    keys, values = attention.keys_values(context, 0)
+    outer, inner = visible(attention, anchors, length, block)
+
+    # [N*A, KV, G*B, hd] against the block; [N, KV, A*G*B, hd] against the context.
+    queries = queries.reshape(n * a, attention.kv_heads, groups * block, -1)
+    near = (queries @ block_keys.swapaxes(-1, -2)).reshape(n, a, -1, groups, block, block)
+    wide = queries.reshape(n, a, attention.kv_heads, groups * block, -1).swapaxes(1, 2)
+    far = wide.flatten(2, 3) @ keys.swapaxes(-1, -2)
+    far = far.reshape(n, -1, a, groups, block, length).swapaxes(1, 2)  # [N, A, KV, G, B, S]
+
+    hidden = mx.finfo(far.dtype).min
+    far = mx.where(outer[:, :, None, None], far, hidden)
+    near = mx.where(inner, near, hidden)
+    weights = mx.softmax(mx.concatenate([far, near], axis=-1), axis=-1)
+    far, near = weights[..., :length], weights[..., length:]
+
+    far = far.swapaxes(1, 2).reshape(n, attention.kv_heads, a * groups * block, length) @ values
+    far = far.reshape(n, attention.kv_heads, a, groups * block, -1).swapaxes(1, 2)
+    near = near.reshape(n * a, attention.kv_heads, groups * block, block) @ block_values
+    return (far.flatten(0, 1) + near).reshape(n * a, attention.heads, block, -1)
+
+
+def draft_hidden(
+    drafter: DFlash, embeddings: mx.array, taps: mx.array, anchors: mx.array
+) -> mx.array:
+    """Hidden states of every block after the final norm.
+
+    Args:
+        embeddings: [N*A, B, D], the target's embeddings of [anchor token, mask, ...].
+        taps: [N, S, K*D], target features of whole sequences.
+        anchors: positions [N, A] of the anchor tokens.
+
+    Returns:
+        [N*A, B, D]; row k of a block predicts the token at its anchor + k.
+    """
+    context, x = drafter.fuse(taps), embeddings
+    for layer in drafter.layers:
+        attended = attend(layer.self_attn, layer.input_layernorm(x), context, anchors)
+        x = layer.attend_then_mlp(x, attended)
+    return drafter.norm(x)

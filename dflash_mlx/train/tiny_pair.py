@@ -1,0 +1,215 @@
+"""The recipe of the embedded pair, from nothing: tokenizer, target, drafter, held-out prompts,
+scores.
+
+    python -m dflash_mlx.train.tiny_pair OUT --work FOLDER
+
+Every stage leaves its result on disk and is skipped when it is there already; a stage that was
+interrupted resumes from its checkpoint in the work folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from mlx_lm.utils import load_tokenizer
+
+from ..config import DraftConfig
+from ..loading import load_drafter, load_target
+from . import corpus
+from .batches import BatchStream
+from .data import Sample, encode_chat
+from .drafter import DrafterSettings, save_drafter, train_drafter
+from .evaluate import evaluate, total
+from .fit import FitSettings, Report, fit
+from .optimizers import muon
+from .target import collate, new_model, next_token_loss, save_model
+from .tokenizer import save_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+VOCAB_SIZE = 1024
+CONTEXT = 2048
+TARGET_CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 192,
+    "num_hidden_layers": 6,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+DRAFTER_CONFIG: dict[str, Any] = {
+    **{k: v for k, v in TARGET_CONFIG.items() if k not in ("model_type", "tie_word_embeddings")},
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "num_target_layers": 6,
+    "block_size": 16,
+    "layer_types": ["full_attention", "full_attention"],
+    "is_causal": False,
+    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 3, 5]},
+}
+EPOCH = 4096  # conversations that are generated, tokenized and sorted at once
+SUITE_SIZE = 16  # held-out prompts per category in prompts.jsonl
+SCORED = 40  # held-out prompts per category behind the model card's scores
+
+TARGET_STEPS = 1400
+TARGET_TOKENS = 1536  # of a micro-batch; two make a step
+TARGET_RATE = 0.02  # Muon's
+TARGET_SEED = 100_000
+
+DRAFTER_STEPS = 1400
+DRAFTER_SEED = 500_000
+
+
+def make_tokenizer(out: Path) -> None:
+    """Stage 1: the tokenizer, learnt from the training stream."""
+    sample = islice(corpus.conversations(seed=1), 20_000)
+    texts = (f"{m['role']}\n{m['content']}" for c in sample for m in c.messages)
+    save_tokenizer(train_tokenizer(texts, VOCAB_SIZE), out / "target", CONTEXT)
+
+
+def epochs(tokenizer: TokenizerWrapper, seed: int) -> Callable[[int], list[Sample]]:
+    """Epoch e of the training stream: fresh conversations, tokenized."""
+
+    def epoch(e: int) -> list[Sample]:
+        fresh = islice(corpus.conversations(seed + e), EPOCH)
+        return [encode_chat(tokenizer, c.messages) for c in fresh]
+
+    return epoch
+
+
+def train_target(out: Path, work: Path) -> None:
+    """Stage 2: the target."""
+    tokenizer = load_tokenizer(out / "target", eos_token_ids=[TARGET_CONFIG["eos_token_id"]])
+    samples = epochs(tokenizer, TARGET_SEED)
+    model = new_model(TARGET_CONFIG, TARGET_SEED)
+    parameters = fit(
+        next_token_loss(model),
+        model.trainable_parameters(),
+        muon(TARGET_RATE, TARGET_STEPS),
+        lambda position: BatchStream(samples, collate, TARGET_TOKENS, TARGET_SEED, position),
+        FitSettings(TARGET_STEPS, save_every=100),
+        work / "target.safetensors",
+        Printer("target", "accuracy"),
+    )
+    model.update(parameters)
+    save_model(model, TARGET_CONFIG, out / "target")
+
+
+def train_draft(out: Path, work: Path) -> None:
+    """Stage 3: the drafter, for the target as it was saved."""
+    target = load_target(str(out / "target"))
+    drafter = train_drafter(
+        target,
+        DraftConfig.from_dict(DRAFTER_CONFIG),
+        epochs(target.tokenizer, DRAFTER_SEED),
+        DrafterSettings(
+            steps=DRAFTER_STEPS,
+            tokens=1024,
+            anchors=16,
+            learning_rate=0.02,
+            optimizer="muon",
+            seed=DRAFTER_SEED,
+            save_every=100,
+        ),
+        checkpoint=work / "drafter.safetensors",
+        progress=Printer("drafter", "tau"),
+    )
+    save_drafter(drafter, DRAFTER_CONFIG, out / "drafter")
+
+
+def record(conversation: corpus.Conversation) -> dict[str, Any]:
+    """A line of prompts.jsonl: the prompt, or the chat before it too, and the expected answer."""
+    *before, answer = conversation.messages
+    asked = {"messages": before} if len(before) > 1 else {"prompt": before[0]["content"]}
+    return {"category": conversation.category, **asked, "answer": answer["content"]}
+
+
+def write_suite(out: Path) -> None:
+    """Stage 4: held-out prompts for bench and tests."""
+    lines = (json.dumps(record(c)) for c in corpus.held_out(SUITE_SIZE))
+    (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def score(out: Path) -> str:
+    """Stage 5: a Markdown table of the pair's scores on held-out prompts."""
+    target, drafter = load_target(str(out / "target")), load_drafter(str(out / "drafter"))
+    prompts = [record(c) for c in corpus.held_out(SCORED, seed=1)]
+    scores = evaluate(target, drafter, prompts)
+    rows = ["| category | prompts | acceptance length | exact answers | drafted = plain |"]
+    rows.append("|---|---|---|---|---|")
+    for name, s in {**scores, "**all**": total(scores)}.items():
+        rows.append(
+            f"| {name} | {s.prompts} | {s.acceptance_length:.2f} | {s.exact / s.prompts:.0%} |"
+            f" {s.identical / s.prompts:.0%} |"
+        )
+    return "\n".join(rows)
+
+
+class Printer:
+    """Prints a line of progress to stderr every 25 steps, with the means since the last line."""
+
+    def __init__(self, title: str, metric: str) -> None:
+        self.title, self.metric, self.start = title, metric, time.monotonic()
+        self.reports: list[Report] = []
+
+    def __call__(self, report: Report) -> None:
+        self.reports.append(report)
+        if report.step % 25 and report.step < report.steps:
+            return
+        loss, value = (
+            fmean(getattr(r, field) for r in self.reports) for field in ("loss", "metric")
+        )
+        seconds = time.monotonic() - self.start
+        say(
+            f"{self.title} {report.step}/{report.steps}: loss {loss:.4f},"
+            f" {self.metric} {value:.4f}, {seconds:.0f} s"
+        )
+        self.reports.clear()
+
+
+def say(line: str) -> None:
+    """A line on stderr, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run the stages that are not done yet, then print the scores."""
+    parser = argparse.ArgumentParser(description="Train the embedded pair from nothing.")
+    parser.add_argument("out", type=Path, help="folder of the pair")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoints")
+    options = parser.parse_args()
+    out, work = options.out, options.work
+    work.mkdir(parents=True, exist_ok=True)
+    if not (out / "target" / "tokenizer.json").exists():
+        make_tokenizer(out)
+    if not (out / "target" / "model.safetensors").exists():
+        train_target(out, work)
+    if not (out / "drafter" / "model.safetensors").exists():
+        train_draft(out, work)
+    write_suite(out)
+    print(score(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The block mask: what a block may see, checked without the code that builds the mask."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.train.blocks import draft_hidden
+from dflash_mlx.train.drafter import new_drafter, slot_weights
+
+BLOCK, LENGTH, ANCHORS = 4, 20, (0, 5, 6, 16)
+
+
+def make_drafter(**changes: object) -> DFlash:
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 32,
+        "block_size": BLOCK,
+        "num_target_layers": 4,
+        "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
+    }
+    return new_drafter(DraftConfig.from_dict({**config, **changes}), seed=0)
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+CASES = {
+    "full": {},
+    "sliding, causal": SLIDING,
+    "sliding, both ways": {**SLIDING, "is_causal": False},
+    "window shorter than the block": {**SLIDING, "sliding_window": 2, "is_causal": False},
+    "causal everywhere": {"is_causal": True},
+    "one head of keys, biases": {"num_key_value_heads": 1, "attention_bias": True},
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=list(CASES))
+def drafter(request: pytest.FixtureRequest) -> DFlash:
+    return make_drafter(**request.param)
+
+
+def random_inputs(rows: int = 2) -> tuple[mx.array, mx.array, mx.array]:
+    """Block embeddings [N*A, B, D], taps [N, S, 2*D], anchors [N, A]."""
+    mx.random.seed(1)
+    anchors = mx.array([ANCHORS] * rows)
+    embeddings = mx.random.normal((rows * len(ANCHORS), BLOCK, 16))
+    return embeddings, mx.random.normal((rows, LENGTH, 32)), anchors
+
+
+def test_equals_the_network_block_by_block(drafter: DFlash) -> None:
+    embeddings, taps, anchors = random_inputs()
+    together = draft_hidden(drafter, embeddings, taps, anchors)
+    for row in range(2):
+        for i, anchor in enumerate(ANCHORS):
+            block = row * len(ANCHORS) + i
+            cache = drafter.make_cache()
+            context = taps[row : row + 1, :anchor]
+            alone = drafter(embeddings[block : block + 1], context, cache)
+            assert mx.allclose(together[block], alone[0], rtol=0, atol=1e-5), (row, anchor)
+
+
+def test_sees_nothing_from_its_anchor_on(drafter: DFlash) -> None:
+    embeddings, taps, anchors = random_inputs(1)
+    before = draft_hidden(drafter, embeddings, taps, anchors)
+    for i, anchor in enumerate(ANCHORS):
+        changed = mx.array(np.array(taps))
+        changed[:, anchor:] = 9.0
+        after = draft_hidden(drafter, embeddings, changed, anchors)
+        assert mx.array_equal(before[i], after[i])
+
+
+def test_sees_no_other_block(drafter: DFlash) -> None:
+    embeddings, taps, anchors = random_inputs(1)
+    before = draft_hidden(drafter, embeddings, taps, anchors)
+    changed = mx.array(np.array(embeddings))
+    changed[1] = 9.0
+    after = draft_hidden(drafter, changed, taps, anchors)
+    others = mx.array([0, 2, 3])
+    assert mx.array_equal(before[others], after[others])
+    assert not mx.allclose(before[1], after[1])
+
+
+def test_sees_the_context_before_it() -> None:
+    drafter = make_drafter()
+    embeddings, taps, anchors = random_inputs(1)
+    before = draft_hidden(drafter, embeddings, taps, anchors)
+    changed = mx.array(np.array(taps))
+    changed[:, 4] = 9.0
+    after = draft_hidden(drafter, embeddings, changed, anchors)
+    moved = mx.abs(before - after).max(axis=(1, 2)) > 1e-4
+    assert moved.tolist() == [False, True, True, True]
+
+
+def test_gradients_are_those_of_the_block_by_block_network() -> None:
+    drafter = make_drafter(**SLIDING)
+    embeddings, taps, anchors = random_inputs(1)
+
+    def apart(fused: mx.array) -> mx.array:
+        drafter.fc.weight = fused
+        outputs = [
+            drafter(embeddings[i : i + 1], taps[:, :anchor], drafter.make_cache())
+            for i, anchor in enumerate(ANCHORS)
+        ]
+        return sum(mx.square(output * mx.arange(1, 17)).sum() for output in outputs)
+
+    def weighted(fused: mx.array) -> mx.array:
+        drafter.fc.weight = fused
+        hidden = draft_hidden(drafter, embeddings, taps, anchors)
+        return mx.square(hidden * mx.arange(1, 17)).sum()
+
+    weight = mx.array(np.array(drafter.fc.weight))
+    expected, got = mx.grad(apart)(weight), mx.grad(weighted)(weight)
+    assert mx.abs(expected).max() > 1e-3
+    assert mx.allclose(expected, got, rtol=1e-3, atol=1e-3 * mx.abs(expected).max().item())
+
+
+def test_slot_weights_stop_at_the_first_disagreement() -> None:
+    tokens = mx.array([5, 6, 7, 8, 9])
+    choices = mx.array([5, 0, 7, 8, 9])
+    inside = mx.array([True, True, True, True, False])
+    decay = np.exp(-np.arange(5) / 4.0)
+    agreeing = slot_weights(tokens, tokens, inside, gamma=4.0)
+    assert np.allclose(agreeing, decay * [1, 1, 1, 1, 0], atol=1e-6)
+    # The differing slot itself still teaches what the target would say there.
+    assert np.allclose(
+        slot_weights(choices, tokens, inside, 4.0), decay * [1, 1, 0, 0, 0], atol=1e-6
+    )

@@ -1,0 +1,139 @@
+"""The synthetic corpus: right answers, and a split that nothing crosses."""
+
+import re
+from itertools import islice
+from random import Random
+
+import pytest
+
+from dflash_mlx.train import corpus, passages, problems
+from dflash_mlx.train.problems import Turn
+
+STREAM = 6000
+
+
+@pytest.fixture(scope="module")
+def training() -> list[corpus.Conversation]:
+    return list(islice(corpus.conversations(seed=5), STREAM))
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[corpus.Conversation]:
+    return corpus.held_out(40, seed=3)
+
+
+def operations(text: str) -> set[tuple[int, str, int]]:
+    """Every "a + b", "a - b", "a x b" that a text spells, sums and products in either order."""
+    found = set()
+    for a, sign, b in re.findall(r"(\d+) ([-+x]) (\d+)", text):
+        pair = (int(a), int(b)) if sign == "-" else tuple(sorted((int(a), int(b))))
+        found.add((pair[0], sign, pair[1]))
+    return found
+
+
+def test_streams_are_reproducible() -> None:
+    first, again, other = (list(islice(corpus.conversations(seed), 50)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert corpus.held_out(3) == corpus.held_out(3)
+
+
+def test_no_held_out_prompt_or_problem_is_trained_on(training, held_out) -> None:
+    trained_prompts = {turn.prompt for c in training for turn in c.turns}
+    trained_keys = {key for c in training for turn in c.turns for key in turn.keys}
+    asked = [turn for c in held_out for turn in c.turns if turn.keys]
+    assert not trained_prompts & {turn.prompt for turn in asked}
+    assert not trained_keys & {turn.keys[0] for turn in asked}
+
+
+def test_no_held_out_sum_is_spelled_anywhere_in_training(training, held_out) -> None:
+    """The independent check: by the text alone, without the keys the split is made of."""
+    spelled = set().union(*(operations(turn.answer) for c in training for turn in c.turns))
+    for conversation in held_out:
+        for turn in conversation.turns:
+            if turn.category == "arithmetic":
+                last_line = turn.answer.splitlines()[-1]
+                assert not operations(last_line) & spelled, last_line
+
+
+def test_held_out_prompts_cover_every_category_and_differ(held_out) -> None:
+    for category in corpus.CATEGORIES:
+        chosen = [c for c in held_out if c.category == category]
+        assert len({tuple(t.prompt for t in c.turns) for c in chosen}) == len(chosen) == 40
+
+
+def test_the_same_problem_is_on_the_same_side_however_it_is_asked() -> None:
+    sides: dict[str, set[bool]] = {}
+    rng = Random(0)
+    for _ in range(3000):
+        turn = problems.addition(rng)
+        for key in turn.keys:
+            sides.setdefault(key, set()).add(corpus.in_training(turn))
+    assert all(len(side) == 1 for side in sides.values())
+    assert problems.sum_keys(57, 31) == problems.sum_keys(31, 57)
+    assert problems.product_keys(7, 31) == problems.product_keys(31, 7)
+
+
+def test_multi_turn_chats_are_there_on_both_sides(training, held_out) -> None:
+    for conversations in (training, held_out):
+        assert any(len(c.turns) >= 2 for c in conversations)
+    messages = next(c for c in held_out if len(c.turns) == 2).messages
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+
+
+def answers(generator, count: int = 300) -> list[Turn]:
+    rng = Random(7)
+    return [generator(rng) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "generator", [problems.addition, problems.subtraction, problems.multiplication]
+)
+def test_arithmetic_is_right(generator) -> None:
+    signs = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
+    for turn in answers(generator):
+        for a, sign, b, result in re.findall(r"(\d+) ([-+x]) (\d+) = (\d+)\.", turn.answer):
+            assert signs[sign](int(a), int(b)) == int(result), turn.answer
+
+
+@pytest.mark.parametrize("generator", [problems.count_by_step, problems.continue_sequence])
+def test_counting_steps_are_right(generator) -> None:
+    for turn in answers(generator):
+        lines = turn.answer.split("\n", 1)[1]
+        steps = re.findall(r"(\d+) ([-+]) (\d+) = (\d+)", lines)
+        assert steps
+        for (a, sign, b, result), following in zip(steps, [*steps[1:], None], strict=True):
+            assert int(a) + int(sign + b) == int(result)
+            assert following is None or following[0] == result
+
+
+def test_counts_end_where_they_should() -> None:
+    for turn in answers(problems.count_by_one) + answers(problems.count_by_step):
+        first, last = re.findall(r"\d+", turn.prompt)[:2]
+        numbers = re.findall(r"\d+", turn.answer.split(":\n")[1])
+        assert numbers[0] == first and numbers[-2:] == [last, last]
+
+
+def test_a_sequence_goes_on_by_its_step() -> None:
+    for turn in answers(problems.continue_sequence):
+        a, b, c = map(int, re.findall(r"\d+", turn.prompt))
+        assert c - b == b - a
+        results = [int(n) for n in re.findall(r"= (\d+)$", turn.answer, re.MULTILINE)]
+        assert results == [c + (b - a) * i for i in range(1, 7)]
+
+
+def test_conversions_are_right() -> None:
+    factors = {(large, small): factor for large, small, factor in problems.UNITS}
+    for turn in answers(problems.units):
+        n, large, result, small = re.fullmatch(
+            r"So (\d+) (\w+) = (\d+) (\w+)\.", turn.answer.splitlines()[-1]
+        ).groups()
+        assert int(n) * factors[large, small] == int(result)
+
+
+def test_functions_do_what_their_example_says() -> None:
+    for turn in answers(passages.code, 200):
+        source = turn.answer.split("```python\n")[1].split("```")[0]
+        call, result = re.search(r"For example, (.+) gives (.+)\.$", turn.answer).groups()
+        namespace: dict = {}
+        exec(source, namespace)
+        assert repr(eval(call, namespace)) == result, turn.answer

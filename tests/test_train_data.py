@@ -1,0 +1,140 @@
+"""Data files: what is read, where answers lie, and one clear line for what cannot be used."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
+from dflash_mlx.errors import DataError
+from dflash_mlx.train.batches import BatchStream, group
+from dflash_mlx.train.data import Sample, encode_chat, read_samples
+from dflash_mlx.train.tokenizer import save_tokenizer, train_tokenizer
+
+CHAT = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two three"},
+    {"role": "user", "content": "four"},
+    {"role": "assistant", "content": "five 5 six"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    texts = ["one two three four five six seven 1234567890"] * 5
+    save_tokenizer(train_tokenizer(texts, 300), folder, 128)
+    return load_tokenizer(folder)
+
+
+def test_the_tokenizer_is_whole(tokenizer: TokenizerWrapper) -> None:
+    text = "one  two\n\tthree 4567 é 漢 🙂"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("4567")) == 4
+    assert [tokenizer.decode([i]) for i in tokenizer.eos_token_ids] == ["<|im_end|>"]
+
+
+def test_answers_of_a_chat_end_with_the_end_of_turn(tokenizer: TokenizerWrapper) -> None:
+    sample = encode_chat(tokenizer, CHAT)
+    texts = [tokenizer.decode(list(sample.tokens[a:b])) for a, b in sample.answers]
+    assert texts == ["two three<|im_end|>", "five 5 six<|im_end|>"]
+    # The token before an answer is the last prompt token, where decoding drafts from first.
+    start = sample.answers[1][0]
+    assert tokenizer.decode(list(sample.tokens[:start])).endswith("<|im_start|>assistant\n")
+
+
+def test_a_template_that_rewrites_the_past_keeps_the_last_answer(
+    tokenizer: TokenizerWrapper,
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:"
+        "{{ m.content if loop.last or m.role == 'user' else 'gone' }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    before = tokenizer.chat_template
+    tokenizer.chat_template = template
+    try:
+        sample = encode_chat(tokenizer, CHAT)
+    finally:
+        tokenizer.chat_template = before
+    assert len(sample.answers) == 1
+    [(start, end)] = sample.answers
+    assert tokenizer.decode(list(sample.tokens[start:end])) == "five 5 six<|im_end|>"
+
+
+def test_every_format_is_read(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
+    lines = [{"messages": CHAT}, {"prompt": "one", "answer": "two"}, {"text": "three four"}]
+    chat = tmp_path / "data.jsonl"
+    chat.write_text("\n\n".join(map(json.dumps, lines)))
+    assert [len(s.answers) for s in read_samples(chat, tokenizer)] == [2, 1, 1]
+    text = tmp_path / "data.txt"
+    text.write_text("one two\nthree\n\nfour\n")
+    decoded = [tokenizer.decode(list(s.tokens)) for s in read_samples(text, tokenizer)]
+    assert decoded == ["one two\nthree", "four"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{not json",
+        "[1, 2]",
+        '{"prompt": "no answer"}',
+        '{"messages": []}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"role": "user", "content": 5}]}',
+        '{"messages": [{"role": "user", "content": "no answer"}]}',
+        '{"text": ""}',
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, tokenizer: TokenizerWrapper, line: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "one two"}\n' + line + "\n")
+    with pytest.raises(DataError) as caught:
+        read_samples(path, tokenizer)
+    assert f"{path}:2: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "", b"\xff\xfe\x00"])
+def test_a_file_that_cannot_be_used(tmp_path: Path, tokenizer: TokenizerWrapper, content) -> None:
+    path = tmp_path / "data.jsonl"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=r"data\.jsonl"):
+        read_samples(path, tokenizer)
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample(tuple(range(3 + i % 40)), ((1, 3),)) for i in range(count)]
+
+
+def test_batches_hold_one_bucket_and_every_sample() -> None:
+    from random import Random
+
+    batches = group(samples(100), tokens=64, rng=Random(0))
+    for batch in batches:
+        lengths = {-(-len(sample.tokens) // 16) for sample in batch}
+        assert len(lengths) == 1
+        assert len(batch) == max(1, 64 // (16 * lengths.pop()))
+    assert {id(s) for b in batches for s in b} and sum(map(len, batches)) >= 100
+
+
+def test_a_stream_goes_on_where_it_stopped() -> None:
+    def stream(position: tuple[int, int] = (0, 0)) -> BatchStream:
+        return BatchStream(
+            lambda epoch: samples(20 + epoch),
+            lambda batch, rng: (len(batch), rng.random()),
+            tokens=64,
+            seed=1,
+            position=position,
+        )
+
+    whole = stream()
+    seen, positions = [], []
+    for _ in range(40):  # crosses epochs
+        positions.append(whole.position)
+        seen.append(whole.next())
+    assert positions[-1][0] >= 1
+    for i in (1, 7, 25, 39):
+        assert stream(positions[i]).next() == seen[i]

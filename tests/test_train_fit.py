@@ -1,0 +1,279 @@
+"""The training loop: it learns, it resumes exactly, it stops early; drafters for any target."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama, qwen3
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
+from dflash_mlx.config import DraftConfig
+from dflash_mlx.errors import IncompatibleDrafterError, SettingsError, WeightsError
+from dflash_mlx.loading import load_drafter
+from dflash_mlx.loop import generate
+from dflash_mlx.target import Target
+from dflash_mlx.train.batches import BatchStream
+from dflash_mlx.train.data import Sample, read_samples
+from dflash_mlx.train.drafter import (
+    Anchors,
+    DrafterSettings,
+    draft_loss,
+    new_drafter,
+    save_drafter,
+    train_drafter,
+)
+from dflash_mlx.train.fit import FitSettings, Report, fit
+from dflash_mlx.train.optimizers import by_name, schedule
+from dflash_mlx.train.regenerate import regenerate_file
+from dflash_mlx.train.target import collate, new_model, next_token_loss
+from dflash_mlx.train.tokenizer import save_tokenizer, train_tokenizer
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+}
+TARGET = {**SHAPE, "model_type": "qwen3", "num_hidden_layers": 3, "tie_word_embeddings": True}
+RAW_DRAFTER = {
+    **SHAPE,
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 1,
+    "num_target_layers": 3,
+    "block_size": 4,
+    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
+}
+DRAFTER = DraftConfig.from_dict(RAW_DRAFTER)
+SETTINGS = DrafterSettings(steps=8, tokens=64, anchors=3, learning_rate=3e-3, save_every=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_tokenizer(["one two three four"] * 3, 300), folder, 256)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer: TokenizerWrapper) -> Target:
+    return Target(new_model(TARGET, seed=0), tokenizer, TARGET, "random qwen3")
+
+
+@pytest.fixture(scope="module")
+def untied_target(tokenizer: TokenizerWrapper) -> Target:
+    config = {**TARGET, "model_type": "llama", "tie_word_embeddings": False}
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    return Target(model, tokenizer, config, "random llama")
+
+
+def sample_texts(epoch: int = 0) -> list[Sample]:
+    """Sequences a model can learn at once: one repeated cycle of token ids."""
+    cycle = [10, 11, 12, 13, 14] * 8
+    return [Sample(tuple(cycle[i : i + 20 + i]), ((4, 20 + i),)) for i in range(6)]
+
+
+def flat(parameters: Any) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in tree_flatten(parameters)}
+
+
+def assert_bitwise_equal(first: Any, second: Any) -> None:
+    first, second = flat(first), flat(second)
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        assert np.array_equal(array, second[name]), name
+
+
+class Recorder:
+    """A progress display that keeps the reports."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    def __call__(self, report: Report) -> None:
+        self.reports.append(report)
+
+
+def train_target(
+    steps: int, optimizer: optim.Optimizer, checkpoint: Path | None = None, **settings: Any
+) -> tuple[Any, list[Report]]:
+    model, progress = new_model(TARGET, seed=1), Recorder()
+    parameters = fit(
+        next_token_loss(model),
+        model.trainable_parameters(),
+        optimizer,
+        lambda position: BatchStream(sample_texts, collate, 64, 0, position),
+        FitSettings(steps, **settings),
+        checkpoint,
+        progress,
+    )
+    return parameters, progress.reports
+
+
+def test_a_target_learns() -> None:
+    _, reports = train_target(12, by_name("muon", 0.02, 12))
+    assert [report.step for report in reports] == list(range(1, 13))
+    assert reports[-1].loss < 0.8 * reports[0].loss
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_resuming_changes_no_bit(tmp_path: Path, name: str) -> None:
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    whole, _ = train_target(9, by_name(name, 0.01, 9))
+    train_target(5, by_name(name, 0.01, 9), checkpoint, save_every=5)  # the schedule of all nine
+    resumed, reports = train_target(9, by_name(name, 0.01, 9), checkpoint)
+    assert [report.step for report in reports] == [6, 7, 8, 9]
+    assert_bitwise_equal(whole, resumed)
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path, target: Target) -> None:
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    train_target(1, by_name("adamw", 0.01, 1), checkpoint, save_every=1)
+    with pytest.raises(WeightsError, match="another model"):
+        train_drafter(target, DRAFTER, sample_texts, SETTINGS, checkpoint=checkpoint)
+
+
+def test_the_schedule_counts_steps() -> None:
+    rate = schedule(1.0, steps=100, warmup=0.1)
+    values = [float(rate(mx.array(step))) for step in (0, 5, 10, 55, 100)]
+    assert values[0] == pytest.approx(0.1)
+    assert values[0] < values[1] < values[2] == pytest.approx(1.0, abs=1e-3)
+    assert values[3] == pytest.approx(0.51, abs=0.01)
+    assert values[4] == pytest.approx(0.02, abs=1e-3)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(SettingsError, match="sgd"):
+        by_name("sgd", 0.1, 1)
+
+
+@pytest.mark.parametrize("name", ["target", "untied_target"])
+def test_a_drafter_learns_any_target(request: pytest.FixtureRequest, name: str) -> None:
+    chosen, progress = request.getfixturevalue(name), Recorder()
+    before = flat(chosen.model.parameters())
+    settings = replace(SETTINGS, steps=15, learning_rate=1e-2)
+    # Only the first label counts where a random target disagrees with the text, so learn its own.
+    train_drafter(chosen, DRAFTER, lambda e: own_samples(chosen), settings, progress=progress)
+    losses = [report.loss for report in progress.reports]
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    assert_bitwise_equal(before, chosen.model.parameters())
+
+
+def own_samples(target: Target) -> list[Sample]:
+    """Sequences that the target itself generated."""
+    found = []
+    for prompt in ([5, 6, 7], [8, 9, 20]):
+        tokens = generate(target, None, prompt, max_tokens=20).tokens
+        found.append(Sample((*prompt, *tokens), ((3, 3 + len(tokens)),)))
+    return found
+
+
+def test_a_resumed_drafter_is_the_same(tmp_path: Path, target: Target) -> None:
+    def train(steps: int, checkpoint: Path | None) -> Any:
+        progress: Callable[[Report], None] = interrupt_at(steps)
+        settings = replace(SETTINGS, save_every=3)
+        try:
+            drafter = train_drafter(
+                target, DRAFTER, sample_texts, settings, checkpoint=checkpoint, progress=progress
+            )
+        except KeyboardInterrupt:
+            return None
+        return drafter.parameters()
+
+    whole = train(99, None)
+    assert train(7, tmp_path / "d.safetensors") is None  # stopped at 7, saved at 6
+    assert_bitwise_equal(whole, train(99, tmp_path / "d.safetensors"))
+
+
+def interrupt_at(step: int) -> Callable[[Report], None]:
+    def progress(report: Report) -> None:
+        if report.step == step:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_early_stop_returns_the_best_parameters(target: Target) -> None:
+    progress = Recorder()
+    settings = replace(SETTINGS, steps=50, learning_rate=5.0, validate_every=1, patience=3)
+    drafter = train_drafter(
+        target, DRAFTER, sample_texts, settings, sample_texts(), progress=progress
+    )
+    losses = [report.held_out_loss for report in progress.reports]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 4 < 50
+    collator = Anchors(SETTINGS.anchors)
+    arrays = collator(sample_texts(), Random(0))
+    loss = draft_loss(drafter, target, 2.0)
+    assert np.isfinite(float(loss(drafter.parameters(), *arrays)[0]))
+
+
+def test_anchors_start_with_the_last_prompt_token() -> None:
+    samples = [Sample(tuple(range(30)), ((10, 14), (20, 30))), Sample((1, 2, 3), ((2, 3),))]
+    firsts = set()
+    for seed in range(20):
+        ids, anchors, ends = Anchors(6)(samples, Random(seed))
+        assert ids.shape == (2, 32) and anchors.shape == ends.shape == (2, 6)
+        firsts.add((anchors[0, 0].item(), ends[0, 0].item()))
+        for anchor, end in zip(anchors[0].tolist(), ends[0].tolist(), strict=True):
+            assert (
+                (10 <= anchor < 13 and end == 14)
+                or (20 <= anchor < 29 and end == 30)
+                or ((anchor, end) in {(9, 14), (19, 30)})
+            )
+        # One token of answer: one anchor to learn from, the rest without weight.
+        assert ends[1].tolist() == [3, 0, 0, 0, 0, 0]
+    assert firsts == {(9, 14), (19, 30)}
+
+
+def test_the_reported_tau_is_that_of_the_loop(target: Target) -> None:
+    """Anchored at the last prompt token, tau is what the first round of decoding accepts."""
+    drafter = new_drafter(DRAFTER, seed=4)
+    [sample, _] = own_samples(target)
+    arrays = Anchors(1)([sample], Random(0))
+    tau = draft_loss(drafter, target, 2.0)(drafter.parameters(), *arrays)[1]
+    result = generate(target, drafter, list(sample.tokens[:3]), max_tokens=20)
+    assert float(tau) == 1 + result.stats.accepted_per_round[0]
+
+
+def test_a_drafter_that_does_not_fit_is_refused(target: Target) -> None:
+    other = replace(DRAFTER, hidden_size=64)
+    with pytest.raises(IncompatibleDrafterError):
+        train_drafter(target, other, sample_texts, SETTINGS)
+
+
+def test_from_a_chat_file_to_a_drafter_on_disk(tmp_path: Path, target: Target) -> None:
+    chat, own = tmp_path / "chat.jsonl", tmp_path / "own.jsonl"
+    lines = [{"prompt": "one two", "answer": "three"}, {"prompt": "four", "answer": "one"}]
+    chat.write_text("\n".join(map(json.dumps, lines)))
+    assert regenerate_file(target, chat, own, max_tokens=12) == 2
+    records = [json.loads(line)["messages"] for line in own.read_text().splitlines()]
+    assert [r[0]["content"] for r in records] == ["one two", "four"]
+    assert records[0][1]["content"] == generate(target, None, records[0][:1], max_tokens=12).text
+    written = own.read_text()
+    assert regenerate_file(target, chat, own, max_tokens=12) == 2 and own.read_text() == written
+
+    samples = read_samples(chat, target.tokenizer)
+    drafter = train_drafter(target, DRAFTER, lambda epoch: samples, replace(SETTINGS, steps=2))
+    save_drafter(drafter, RAW_DRAFTER, tmp_path / "drafter")
+    loaded = load_drafter(str(tmp_path / "drafter"))
+    assert loaded.config == DRAFTER
+    for name, array in flat(drafter.parameters()).items():
+        assert np.allclose(array, flat(loaded.parameters())[name], rtol=1e-2), name
+
+
+def test_a_new_model_is_mlx_lms_own() -> None:
+    assert isinstance(new_model(TARGET, 0), qwen3.Model)
