@@ -1,30 +1,55 @@
-"""A drafter's config.json, in every published DFlash layout, resolved into one validated form.
+"""A drafter's config.json, in every published layout, resolved into one validated form.
 
 Published drafters spell the same fact in several places: the block size at the root or nested in
 `dflash_config`, the rope base at the root or in `rope_parameters`, causality as `is_causal` or
 `causal`. Reading only one of them is how other ports ran drafters at the wrong block size without
-a word. Here a value inside `dflash_config` wins over the root, and what is missing or not
-understood is a `ConfigError` that names the field.
+a word. Here a value inside `dflash_config` wins over the root, every decision remembers the place
+it was read from, and what is missing or not understood is a `ConfigError` that names the field.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, IncompatibleDrafterError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+DFLASH, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
 
-_NESTED_FIELDS = {"mask_token_id", "target_layer_ids", "block_size", "causal", "is_causal"}
+# Root fields of the Qwen3 family that change the network: the only value this package computes.
+_FIXED = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1, "fc_norm": False}
+
+# The fields of rope_parameters or rope_scaling, by kind: those that must be there, those that may.
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
+    "yarn": (
+        ("factor",),
+        (_ORIGINAL, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        + ("attention_factor", "truncate"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One resolved field of a config: what it is and where that was read or derived."""
+
+    field: str
+    value: Any
+    source: str
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The resolved configuration of a DFlash drafter (arXiv 2602.06036)."""
+    """The resolved configuration of a DFlash (arXiv 2602.06036) or DFlash2 drafter."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -38,12 +63,27 @@ class DraftConfig:
     target_layer_ids: tuple[int, ...]  # the layers of the target whose outputs are read
     num_target_layers: int | None  # None: the config does not say
     windows: tuple[int | None, ...]  # per layer: the sliding window, None for full attention
-    causal: tuple[bool, ...]  # per layer: do a block's rows see later rows of the block?
+    causal: tuple[bool, ...]  # per layer: are a block's rows blind to later rows of the block?
     rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, Any] | None = None  # None, or {"rope_type": "linear" | "yarn", ...}
     max_position_embeddings: int = 40960
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    tie_word_embeddings: bool = False  # of a drafter with its own embedding: its head too
+    input_embedding_scale: float = 1.0  # on the embeddings of a block
+    output_multiplier: float = 1.0  # on the head's logits
+    final_logit_softcapping: float | None = None  # then cap * tanh(logits / cap)
+    conv_kernel_size: int = 0  # this and the three below: of DFlash2, 0 in a DFlash drafter
+    conv_group_size: int = 0  # channels that share a dynamic kernel
+    selector_rank: int = 0
+    selector_top_k: int = 0  # candidates per drafted token
+    quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_dflash2(self) -> bool:
+        """Whether the drafter has DFlash2's convolutions and candidate selector."""
+        return self.conv_kernel_size > 0
 
     @classmethod
     def from_file(cls, path: str | Path) -> DraftConfig:
@@ -61,40 +101,53 @@ class DraftConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "drafter config") -> DraftConfig:
         """Resolve a parsed config.json; `where` starts the error messages. Raises `ConfigError`."""
-        fields = _Fields(raw, where)
-        fields.check_architecture()
-        layers = fields.integer("num_hidden_layers")
-        windows = fields.windows(layers)
-        theta, scaling = fields.rope()
-        heads = fields.integer("num_attention_heads")
-        hidden = fields.integer("hidden_size")
+        read = _Reader(raw, where)
+        architecture = read.architecture()
+        layers = read.integer("num_hidden_layers")
+        heads = read.integer("num_attention_heads")
+        hidden = read.integer("hidden_size")
+        vocabulary = read.integer("vocab_size")
+        read.check_fixed({"target_hidden_size": hidden, "draft_vocab_size": vocabulary})
+        positions = read.integer("max_position_embeddings", 40960)
+        windows = read.windows(layers)
         config = cls(
             hidden_size=hidden,
             num_hidden_layers=layers,
-            intermediate_size=fields.integer("intermediate_size"),
+            intermediate_size=read.integer("intermediate_size"),
             num_attention_heads=heads,
-            num_key_value_heads=fields.integer("num_key_value_heads", heads),
-            head_dim=fields.integer("head_dim", hidden // heads),
-            vocab_size=fields.integer("vocab_size"),
-            block_size=fields.integer("block_size", minimum=2),
-            mask_token_id=fields.integer("mask_token_id", minimum=0),
-            target_layer_ids=fields.target_layers(layers),
-            num_target_layers=fields.target_depth(),
+            num_key_value_heads=read.integer("num_key_value_heads", heads, divides=heads),
+            head_dim=read.integer("head_dim", max(hidden // heads, 1)),
+            vocab_size=vocabulary,
+            block_size=read.integer("block_size", minimum=2),
+            mask_token_id=read.integer("mask_token_id", minimum=0, below=vocabulary),
+            target_layer_ids=read.target_layers(layers),
+            num_target_layers=read.target_depth(),
             windows=windows,
-            causal=fields.causality(windows),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_position_embeddings=fields.integer("max_position_embeddings", 40960),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            attention_bias=fields.boolean("attention_bias", False),
+            causal=read.causality(windows),
+            rope_theta=read.rope_theta(),
+            rope_scaling=read.rope_scaling(positions),
+            max_position_embeddings=positions,
+            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+            attention_bias=read.boolean("attention_bias"),
+            tie_word_embeddings=read.boolean("tie_word_embeddings"),
+            input_embedding_scale=read.number("input_embedding_scale", 1.0),
+            output_multiplier=read.number("output_multiplier", 1.0),
+            final_logit_softcapping=read.optional_number("final_logit_softcapping"),
+            **(read.dflash2(hidden, vocabulary) if architecture == DFLASH2 else {}),
+            quantization=read.quantization(),
+            sources=read.sources,
         )
-        if config.num_attention_heads % config.num_key_value_heads:
-            raise fields.error("num_key_value_heads", "must divide num_attention_heads")
-        if config.mask_token_id >= config.vocab_size:
-            raise fields.error("mask_token_id", f"must be less than {config.vocab_size}")
         if config.head_dim % 2:
-            raise fields.error("head_dim", "must be even for rotary positions")
+            raise read.error("head_dim", "must be even for rotary positions")
+        read.check_all_read()
         return config
+
+    def describe(self) -> list[Decision]:
+        """Every resolved field with the place it came from, for people to check."""
+        names = [item.name for item in fields(self) if item.name != "sources"]
+        return [
+            Decision(name, getattr(self, name), self.sources.get(name, "default")) for name in names
+        ]
 
     def check_fits(self, hidden_size: int, vocab_size: int, num_layers: int) -> None:
         """Raise `IncompatibleDrafterError` unless a target of this shape is the drafter's own."""
@@ -115,60 +168,110 @@ class DraftConfig:
             )
 
 
-class _Fields:
-    """Typed look-ups in a raw config: `dflash_config` first, then the root."""
+class _Reader:
+    """Typed look-ups in a raw config, `dflash_config` first and then the root.
+
+    `sources` collects the place each field was read from.
+    """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        nested = raw.get("dflash_config") or {}
-        if not isinstance(nested, Mapping):
-            raise ConfigError(f"{where}: dflash_config must be an object.")
-        unknown = sorted(set(nested) - _NESTED_FIELDS)
-        if unknown:
-            raise ConfigError(
-                f"{where}: dflash_config.{unknown[0]} is not understood by this version."
-            )
-        self.raw, self.nested, self.where = raw, nested, where
+        self.raw, self.where = raw, where
+        self.sources: dict[str, str] = {}
+        self.nested: Mapping[str, Any] = {}
+        self.nested = self.mapping("dflash_config")
 
     def error(self, name: str, problem: str) -> ConfigError:
         place = f"dflash_config.{name}" if name in self.nested else name
         return ConfigError(f"{self.where}: {place} {problem}.")
 
     def get(self, name: str) -> Any:
-        value = self.nested.get(name)
-        return self.raw.get(name) if value is None else value
+        for prefix, values in (("dflash_config.", self.nested), ("", self.raw)):
+            if values.get(name) is not None:
+                self.sources[name] = prefix + name
+                return values[name]
+        self.sources.setdefault(name, "default")
+        return None
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        value = self.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self.error(name, "must be an object")
+        return value
+
+    def integer(
+        self,
+        name: str,
+        default: int | None = None,
+        minimum: int = 1,
+        below: int | None = None,
+        divides: int | None = None,
+    ) -> int:
         value = self.get(name)
-        if value is None and default is not None:
-            return default
+        if value is None:
+            value = default
         if value is None:
             raise self.error(name, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if type(value) is not int or value < minimum:
             raise self.error(name, f"must be a whole number of at least {minimum}, not {value!r}")
+        if below is not None and value >= below:
+            raise self.error(name, f"must be below {below}, not {value}")
+        if divides is not None and divides % value:
+            raise self.error(name, f"must divide {divides}, {value} does not")
         return value
 
     def number(self, name: str, default: float) -> float:
+        value = self.optional_number(name)
+        return default if value is None else value
+
+    def optional_number(self, name: str) -> float | None:
         value = self.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if value is not None and not _is_positive(value):
             raise self.error(name, f"must be a positive number, not {value!r}")
-        return float(value)
+        return None if value is None else float(value)
 
-    def boolean(self, name: str, default: bool) -> bool:
+    def boolean(self, name: str) -> bool:
         value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
+        if value is not None and not isinstance(value, bool):
             raise self.error(name, f"must be true or false, not {value!r}")
-        return value
+        return bool(value)
 
-    def check_architecture(self) -> None:
-        names = self.raw.get("architectures") or ["DFlashDraftModel"]
-        if names != ["DFlashDraftModel"]:
-            raise self.error("architectures", f"{names} is not a DFlash drafter of this version")
-        if self.raw.get("hidden_act", "silu") != "silu":
-            raise self.error("hidden_act", f"must be silu, not {self.raw['hidden_act']!r}")
+    def architecture(self) -> str:
+        names = self.get("architectures") or [DFLASH]
+        if names not in ([DFLASH], [DFLASH2]):
+            raise self.error("architectures", f"{names} is not a DFlash or DFlash2 drafter")
+        return str(names[0])
+
+    def check_fixed(self, more: Mapping[str, Any]) -> None:
+        """Refuse what would need another network: fields that are there with another value."""
+        for name, expected in {**_FIXED, **more}.items():
+            value = self.get(name)
+            if value is not None and value != expected:
+                raise self.error(name, f"must be {expected!r}, not {value!r}")
+
+    def check_all_read(self) -> None:
+        """Refuse a nested field that nothing has asked for: it would be ignored silently."""
+        for name, value in self.nested.items():
+            if value is not None and name not in self.sources:
+                raise self.error(name, "is not understood by this version")
+
+    def dflash2(self, hidden: int, vocabulary: int) -> dict[str, int]:
+        """The sizes of DFlash2's convolutions and of its candidate selector."""
+        return {
+            "conv_kernel_size": self.integer("conv_kernel_size"),
+            "conv_group_size": self.integer("conv_group_size", divides=hidden),
+            "selector_rank": self.integer("selector_rank"),
+            "selector_top_k": self.integer("selector_top_k", below=vocabulary + 1),
+        }
+
+    def quantization(self) -> Mapping[str, Any] | None:
+        """How mlx-lm quantized the stored weights (its converters write both spellings)."""
+        name = "quantization" if self.get("quantization") else "quantization_config"
+        stored = self.mapping(name)
+        sizes = [type(stored.get(size)) is int for size in ("bits", "group_size")]
+        if stored and ("quant_method" in stored or not all(sizes)):
+            raise self.error(name, "is not one of mlx-lm's, with bits and group_size")
+        self.sources["quantization"] = name if stored else "default"
+        return stored or None
 
     def target_depth(self) -> int | None:
         depth = self.get("num_target_layers")
@@ -180,46 +283,90 @@ class _Fields:
         if taps is None:
             if depth is None:
                 raise self.error("target_layer_ids", "is missing, and num_target_layers too")
-            if layers == 1:
-                return (depth // 2,)
-            return tuple(round(1 + i * (depth - 4) / (layers - 1)) for i in range(layers))
-        whole = isinstance(taps, list) and taps and all(type(t) is int and t >= 0 for t in taps)
-        if not whole:
+            self.sources["target_layer_ids"] = "derived from num_target_layers, num_hidden_layers"
+            steps = max(layers - 1, 1)
+            spread = [round(1 + i * (depth - 4) / steps) for i in range(layers)]
+            taps = spread if layers > 1 else [depth // 2]
+        if not (isinstance(taps, list) and taps and all(type(t) is int and t >= 0 for t in taps)):
             raise self.error("target_layer_ids", f"must be a list of layer numbers, not {taps!r}")
         if depth is not None and max(taps) >= depth:
             raise self.error("target_layer_ids", f"names layer {max(taps)} of {depth}")
         return tuple(taps)
 
     def windows(self, layers: int) -> tuple[int | None, ...]:
-        kinds = self.get("layer_types") or [FULL] * layers
+        """Each layer's window, from `layer_types` or, in older files, `use_sliding_window`."""
+        kinds = self.get("layer_types")
+        source = self.sources["layer_types"]
+        if kinds is None:
+            kinds = [FULL] * layers
+            if self.boolean("use_sliding_window"):
+                # Transformers' own rule for Qwen3 files without a list.
+                first = self.integer("max_window_layers", minimum=0)
+                kinds = [SLIDING if layer >= first else FULL for layer in range(layers)]
+                source = "derived from use_sliding_window, max_window_layers"
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise self.error("layer_types", f"must name the kind of each of the {layers} layers")
         for kind in kinds:
             if kind not in (FULL, SLIDING):
                 raise self.error("layer_types", f"has the unknown kind {kind!r}")
         window = self.integer("sliding_window") if SLIDING in kinds else None
+        self.sources["windows"] = source if window is None else f"{source}, sliding_window"
         return tuple(window if kind == SLIDING else None for kind in kinds)
 
     def causality(self, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
         """An explicit flag rules every layer; without one, sliding layers are causal."""
-        for name in ("causal", "is_causal"):
-            if self.get(name) is not None:
-                return (self.boolean(name, False),) * len(windows)
+        for values in (self.nested, self.raw):
+            flags = [name for name in ("causal", "is_causal") if values.get(name) is not None]
+            if flags:
+                causal = [self.boolean(name) for name in flags]
+                if causal[0] != causal[-1]:
+                    raise self.error("is_causal", "contradicts causal")
+                self.sources["causal"] = self.sources[flags[0]]
+                return (causal[0],) * len(windows)
+        self.sources["causal"] = "rule: sliding layers are causal, full ones are not"
         return tuple(window is not None for window in windows)
 
-    def rope(self) -> tuple[float, Mapping[str, Any] | None]:
-        """The rope base and its scaling (None for the default kind)."""
-        parameters = self.get("rope_parameters") or {}
-        scaling = self.get("rope_scaling") or parameters
-        if not isinstance(parameters, Mapping) or not isinstance(scaling, Mapping):
-            raise self.error("rope_parameters", "must be an object")
-        theta = parameters.get("rope_theta", self.get("rope_theta"))
-        theta = 10000.0 if theta is None else theta
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-            raise self.error("rope_theta", f"must be a positive number, not {theta!r}")
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind not in ("default", "linear", "yarn"):
-            raise self.error("rope_scaling", f"has the unknown kind {kind!r}")
-        if kind != "default" and not isinstance(scaling.get("factor"), int | float):
-            raise self.error("rope_scaling", "has no numeric factor")
-        return float(theta), (None if kind == "default" else dict(scaling))
+    def rope_theta(self) -> float:
+        """The base of the rotary frequencies; `rope_parameters` wins over the root."""
+        theta = self.number("rope_theta", 10000.0)
+        for name in ("rope_scaling", "rope_parameters"):
+            value = self.mapping(name).get("rope_theta")
+            if value is not None and not _is_positive(value):
+                raise self.error(f"{name}.rope_theta", f"must be a positive number, not {value!r}")
+            if value is not None:
+                theta = float(value)
+                self.sources["rope_theta"] = f"{name}.rope_theta"
+        return theta
+
+    def rope_scaling(self, positions: int) -> Mapping[str, Any] | None:
+        """How the rotary frequencies are stretched, None for the default kind."""
+        place = "rope_scaling" if self.mapping("rope_scaling") else "rope_parameters"
+        values = {key: value for key, value in self.mapping(place).items() if value is not None}
+        kind = values.pop("type", "default")
+        kind = values.pop("rope_type", kind)
+        if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
+            raise self.error(f"{place}.rope_type", f"has the unknown kind {kind!r}")
+        values.pop("rope_theta", None)
+        if values.pop("partial_rotary_factor", 1) != 1:
+            raise self.error(f"{place}.partial_rotary_factor", "must be 1")
+        required, optional = _ROPE_FIELDS[kind]
+        for name in required:
+            if name not in values:
+                raise self.error(f"{place}.{name}", "is missing")
+        for name, value in values.items():
+            if name not in required + optional:
+                raise self.error(f"{place}.{name}", f"is not understood for {kind} rope")
+            if name == "truncate":
+                if not isinstance(value, bool):
+                    raise self.error(f"{place}.{name}", f"must be true or false, not {value!r}")
+            elif not _is_positive(value) and not (value == 0 and name.startswith("mscale")):
+                raise self.error(f"{place}.{name}", f"must be a positive number, not {value!r}")
+        self.sources["rope_scaling"] = "default" if kind == "default" else place
+        if kind == "yarn":
+            values.setdefault(_ORIGINAL, positions)
+        return None if kind == "default" else {"rope_type": kind, **values}
+
+
+def _is_positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0
