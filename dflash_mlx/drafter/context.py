@@ -32,6 +32,13 @@ class ContextCache:
             return int(self._full.offset)
         return 0 if self._recent is None else self._recent[0].shape[2]
 
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """The arrays that hold the rows, to be evaluated together."""
+        if self.window is not None:
+            return self._recent or ()
+        return tuple(self._full.state) if self._full.offset else ()
+
     def update(self, keys: mx.array, values: mx.array, block: int) -> tuple[mx.array, mx.array]:
         """Append new context rows and, behind them, the rows of a block, which are not kept.
 

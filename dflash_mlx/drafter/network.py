@@ -11,20 +11,25 @@ Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.rope_utils import initialize_rope
 
 from ..config import DraftConfig
 from .context import ContextCache
+from .rope import make_rope
 from .session import DraftSession
 
 if TYPE_CHECKING:
     from ..sampling import Sampler
     from ..target import Target
+
+
+Sublayer = Callable[[mx.array], mx.array]
 
 
 class Attention(nn.Module):
@@ -42,13 +47,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * head_dim, hidden, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        self.rope = initialize_rope(
-            head_dim,
-            base=config.rope_theta,
-            traditional=False,
-            scaling_config=config.rope_scaling,
-            max_position_embeddings=config.max_position_embeddings,
-        )
+        self.rope = make_rope(config)
 
     def queries(self, x: mx.array, offset: int | mx.array) -> mx.array:
         """Rotated queries [N, H, L, head_dim] of x [N, L, D], whose first row is at `offset`.
@@ -118,27 +117,53 @@ class DraftLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def attend_then_mlp(self, x: mx.array, attended: mx.array) -> mx.array:
-        """The layer's output [N, L, D] from its input x and the heads' outputs [N, H, L, hd]."""
-        x = x + self.self_attn.o_proj(attended.transpose(0, 2, 1, 3).flatten(2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def around_attention(self, x: mx.array, attention: Sublayer) -> mx.array:
+        """The attention's share of the residual stream, from the normed input x [N, L, D]."""
+        return attention(x)
 
-    def __call__(self, x: mx.array, context: mx.array, cache: ContextCache) -> mx.array:
-        attended = self.self_attn(self.input_layernorm(x), context, cache)
-        return self.attend_then_mlp(x, attended)
+    def around_mlp(self, x: mx.array, mlp: Sublayer) -> mx.array:
+        """The MLP's share of the residual stream, from the normed input x [N, L, D]."""
+        return mlp(x)
+
+    def __call__(self, x: mx.array, attend: Sublayer) -> mx.array:
+        """The layer's output [N, L, D] from its input x [N, L, D].
+
+        `attend` makes the heads' outputs [N, H, L, head_dim] of the input of the attention: what
+        there is to see is its caller's affair (a cache when drafting, whole texts in training).
+        """
+
+        def attention(inputs: mx.array) -> mx.array:
+            return self.self_attn.o_proj(attend(inputs).transpose(0, 2, 1, 3).flatten(2))
+
+        x = x + self.around_attention(self.input_layernorm(x), attention)
+        return x + self.around_mlp(self.post_attention_layernorm(x), self.mlp)
 
 
 class DFlash(nn.Module):
-    """The drafter's weights, shared by all requests; a request's state is in its cache."""
+    """The drafter's weights, shared by all requests; a request's state is in its cache.
 
-    def __init__(self, config: DraftConfig) -> None:
+    Args:
+        config: the resolved config.
+        own_embedding, own_head: whether the checkpoint brings `embed_tokens` and `lm_head`
+            instead of borrowing the target's.
+    """
+
+    layer_class: type[DraftLayer] = DraftLayer
+
+    def __init__(
+        self, config: DraftConfig, own_embedding: bool = False, own_head: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
-        fused = len(config.target_layer_ids) * config.hidden_size
-        self.fc = nn.Linear(fused, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.layers = [self.layer_class(config, i) for i in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        if own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        if own_head:
+            self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -170,7 +195,7 @@ class DFlash(nn.Module):
         context = self.fuse(taps) if taps.shape[1] else taps
         x = block_embeddings
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer(x, context, layer_cache)
+            x = layer(x, partial(layer.self_attn, context=context, cache=layer_cache))
         return self.norm(x)
 
     def extend(self, taps: mx.array, cache: list[ContextCache]) -> None:
@@ -180,6 +205,36 @@ class DFlash(nn.Module):
         context = self.fuse(taps)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             layer_cache.update(*layer.self_attn.keys_values(context, layer_cache.offset), block=0)
+
+    def embed(self, tokens: mx.array, target: Target) -> mx.array:
+        """Embeddings [N, L, D] of a block's token ids [N, L], the drafter's own or the target's."""
+        embeddings = self.embed_tokens(tokens) if "embed_tokens" in self else target.embed(tokens)
+        scale = self.config.input_embedding_scale
+        return embeddings if scale == 1 else embeddings * scale
+
+    def logits(self, hidden: mx.array, target: Target) -> mx.array:
+        """Logits [N, L, V] of hidden states [N, L, D], through its own head or the target's.
+
+        The target's soft cap is not applied: drafters are trained on the bare head, and name a
+        multiplier or a cap of their own in their config.
+        """
+        if "lm_head" in self:
+            logits = self.lm_head(hidden)
+        elif "embed_tokens" in self and self.config.tie_word_embeddings:
+            logits = self.embed_tokens.as_linear(hidden)
+        else:
+            logits = target.head(hidden)
+        multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        if multiplier != 1 or cap is not None:
+            logits = logits.astype(mx.float32) * multiplier  # a cap leaves few bits between tokens
+        return logits if cap is None else cap * mx.tanh(logits / cap)
+
+    def draft(self, hidden: mx.array, anchor: mx.array, target: Target) -> mx.array:
+        """The drafted tokens [L] that follow `anchor`, from their slots' hidden states [1, L, D].
+
+        On the device, like everything before it: nothing waits.
+        """
+        return self.logits(hidden, target)[0].argmax(axis=-1)
 
     def start(self, target: Target, sampler: Sampler) -> DraftSession:
         """Begin one request over `target`. Raises `IncompatibleDrafterError`."""

@@ -27,10 +27,11 @@ class DraftSession:
 
     def extend(self, taps: mx.array) -> None:
         """Take in the features [1, S, K*D] of S newly committed tokens, in order."""
-        if (
-            self._pending is not None
-        ):  # a further chunk of the prompt, or a round that drafted nothing
+        if self._pending is not None:
+            # A further chunk of the prompt, or a round that drafted nothing. Evaluating now lets
+            # the chunk's features go: a long prompt's never lie in memory together.
             self._drafter.extend(self._pending, self._cache)
+            mx.async_eval([layer.state for layer in self._cache])
         self._pending = taps if taps.shape[1] else None
 
     def propose(self, anchor: int, width: int) -> Proposal:
@@ -44,7 +45,8 @@ class DraftSession:
         if taps is None:
             taps = mx.zeros((1, 0, len(config.target_layer_ids) * config.hidden_size))
         self._pending = None
-        hidden = self._drafter(self._target.embed(block), taps, self._cache)
-        # The anchor's row predicts nothing, so the head does not see it.
-        drafts = self._target.head(hidden[:, 1:]).argmax(axis=-1)
-        return Proposal(mx.concatenate([block[0, :1], drafts[0].astype(block.dtype)]))
+        drafter, target = self._drafter, self._target
+        hidden = drafter(drafter.embed(block, target), taps, self._cache)
+        # The anchor's row predicts nothing, so neither the head nor the selector sees it.
+        drafts = drafter.draft(hidden[:, 1:], block[0, 0], target)
+        return Proposal(mx.concatenate([block[0, :1], drafts.astype(block.dtype)]))

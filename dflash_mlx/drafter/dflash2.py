@@ -1,0 +1,153 @@
+"""DFlash2: DFlash with convolutions inside the block and a selector that walks over candidates.
+
+A DFlash block is drafted in one pass, so its rows know little of each other. DFlash2 (z-lab, August
+2026) mends that twice, at next to no cost:
+
+- around every attention and every MLP, a causal convolution along the block, whose kernels are
+  made of each row's own hidden state (*dynamic*) and shared by groups of channels (*grouped*);
+- a *candidate selector*: the top-k tokens of every slot are scored against the candidates of the
+  slot before, so the drafted chain is chosen as a chain and not slot by slot.
+
+Parameter names are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..config import DraftConfig
+from .network import DFlash, DraftLayer, Sublayer
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+_CHUNK = 512  # vocabulary entries per chunk of the top-k search
+
+
+class DynamicConv(nn.Module):
+    """Grouped dynamic causal convolutions of a sub-layer's input and of its output."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        hidden, kernel = config.hidden_size, config.conv_kernel_size
+        self.groups = hidden // config.conv_group_size
+        # An untrained drafter is a plain DFlash: every row passes through unchanged.
+        self.base_kernel = mx.zeros((2, kernel, hidden))
+        self.base_kernel[:, 0] = 1
+        self.kernel_projection = nn.Linear(hidden, 2 * kernel * self.groups, bias=False)
+        self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
+
+    def __call__(self, x: mx.array, sublayer: Sublayer) -> mx.array:
+        """x [N, L, D] -> convolve -> sub-layer -> convolve; both kernels are made of x."""
+        sides, kernel, hidden = self.base_kernel.shape
+        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], sides, kernel, self.groups, 1)
+        static = self.base_kernel.reshape(sides, kernel, self.groups, -1)
+        kernels = (static + dynamic).flatten(-2)  # [N, L, 2, kernel, D]
+        return convolve(sublayer(convolve(x, kernels[:, :, 0])), kernels[:, :, 1])
+
+
+def convolve(x: mx.array, kernels: mx.array) -> mx.array:
+    """out[i] = sum_t kernels[i, t] * x[i - t], zero before the block's first row.
+
+    x is [N, L, D]; kernels [N, L, K, D] hold a kernel per row and channel.
+    """
+    length = x.shape[1]
+    out = kernels[:, :, 0] * x
+    for back in range(1, min(kernels.shape[2], length)):
+        earlier = mx.pad(x[:, : length - back], [(0, 0), (back, 0), (0, 0)])
+        out = out + kernels[:, :, back] * earlier
+    return out
+
+
+class DFlash2Layer(DraftLayer):
+    """A DFlash layer with a convolution around each of its halves."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.attention_conv = DynamicConv(config)
+        self.mlp_conv = DynamicConv(config)
+
+    def around_attention(self, x: mx.array, attention: Sublayer) -> mx.array:
+        return self.attention_conv(x, attention)
+
+    def around_mlp(self, x: mx.array, mlp: Sublayer) -> mx.array:
+        return self.mlp_conv(x, mlp)
+
+
+class CandidateSelector(nn.Module):
+    """Scores how well a candidate token follows a predecessor, given the slot's hidden state."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        codebook = (config.vocab_size, config.selector_rank)
+        self.top_k = config.selector_top_k
+        # One side starts at zero and the other does not: no opinion yet, and still a gradient.
+        self.predecessor_codebook = mx.random.normal(codebook)
+        self.successor_codebook = mx.zeros(codebook)
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def scores(self, hidden: mx.array, predecessors: mx.array, candidates: mx.array) -> mx.array:
+        """<predecessor * projected hidden state, successor> for every pair of a slot.
+
+        hidden is [..., D], predecessors token ids [..., P], candidates token ids [..., C];
+        the scores are [..., P, C] in f32.
+        """
+        state = self.hidden_projection(hidden)[..., None, :]
+        before = self.predecessor_codebook[predecessors] * state
+        after = self.successor_codebook[candidates]
+        return (before @ after.swapaxes(-1, -2)).astype(mx.float32)
+
+    def walk(self, hidden: mx.array, logits: mx.array, anchor: mx.array) -> mx.array:
+        """Choose a chain of tokens [L] from logits [L, V] and hidden [L, D], the anchor before it.
+
+        The best successor of *every* candidate is found in one pass; what is left to do slot by
+        slot is to follow the pointers, a gather each, and the host never waits.
+        """
+        candidates = top_candidates(logits, self.top_k)
+        # How good a candidate is whatever came before it. Noise that the target's choice at this
+        # position will contain would be added here, to [L, k] entries and not to [L, V].
+        own = mx.take_along_axis(logits, candidates, axis=-1).astype(mx.float32)
+        # The first slot's only predecessor is the anchor, repeated to fill the row.
+        first = mx.broadcast_to(anchor.astype(candidates.dtype), (1, candidates.shape[1]))
+        predecessors = mx.concatenate([first, candidates[:-1]])
+        best = (own[:, None] + self.scores(hidden, predecessors, candidates)).argmax(axis=-1)
+        path = [best[0, 0]]
+        for successors in best[1:]:
+            path.append(successors[path[-1]])
+        return mx.take_along_axis(candidates, mx.stack(path)[:, None], axis=-1)[:, 0]
+
+
+def top_candidates(logits: mx.array, k: int) -> mx.array:
+    """The k highest entries of each row of logits [L, V], as indices [L, k] in no order.
+
+    They lie in the k chunks with the highest maxima, so the expensive partition sees k chunks and
+    not the vocabulary: 2 ms instead of 17 for 7 rows of 248,320 entries on a CPU core.
+    """
+    rows, vocabulary = logits.shape
+    if vocabulary <= k * _CHUNK:
+        return mx.argpartition(-logits, k - 1, axis=-1)[:, :k]
+    padding = [(0, 0), (0, -vocabulary % _CHUNK)]
+    chunks = mx.pad(logits, padding, constant_values=-mx.inf).reshape(rows, -1, _CHUNK)
+    best = mx.argpartition(-chunks.max(axis=-1), k - 1, axis=-1)[:, :k]
+    kept = mx.take_along_axis(chunks, best[..., None], axis=1).reshape(rows, -1)
+    found = mx.argpartition(-kept, k - 1, axis=-1)[:, :k]
+    return mx.take_along_axis(best, found // _CHUNK, axis=1) * _CHUNK + found % _CHUNK
+
+
+class DFlash2(DFlash):
+    """The DFlash2 drafter: used, cached and fed exactly as a DFlash one."""
+
+    layer_class = DFlash2Layer
+
+    def __init__(
+        self, config: DraftConfig, own_embedding: bool = False, own_head: bool = False
+    ) -> None:
+        super().__init__(config, own_embedding, own_head)
+        self.candidate_selector = CandidateSelector(config)
+
+    def draft(self, hidden: mx.array, anchor: mx.array, target: Target) -> mx.array:
+        """The selector's chain [L] after `anchor`, from the slots' hidden states [1, L, D]."""
+        return self.candidate_selector.walk(hidden[0], self.logits(hidden, target)[0], anchor)
