@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from .config import DraftConfig
+from .drafter.checkpoint import read_drafter
 from .drafter.network import DFlash
 from .errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
 from .registry import drafter_for
@@ -76,21 +76,14 @@ def load_target(path: str, bits: int | None = None) -> Target:
 
 
 def load_drafter(path: str, bits: int | None = None) -> DFlash:
-    """Load a drafter alone. Raises: `ModelNotFoundError`, `ConfigError`, `WeightsError`."""
+    """Load a drafter alone, DFlash or DFlash2, as its config says.
+
+    Raises: `ModelNotFoundError`, `ConfigError`, `WeightsError`, `SettingsError`.
+    """
     _check_bits(bits)
-    folder = _folder(path, "drafter")
-    drafter = DFlash(DraftConfig.from_file(folder / "config.json"))
-    weights: dict[str, mx.array] = {}
-    try:
-        for file in check_safetensors(folder):
-            weights.update(cast(dict[str, mx.array], mx.load(str(file))))
-        drafter.load_weights(list(weights.items()))
-    except RuntimeError as error:  # from mx.load
-        raise WeightsError(f"{path}: the weights cannot be read ({_one_line(error)}).") from error
-    except ValueError as error:
-        raise WeightsError(
-            f"{path}: the weights do not fit the config ({_one_line(error)})."
-        ) from error
+    drafter = read_drafter(_folder(path, "drafter"))
+    if bits is not None and drafter.config.quantization is not None:
+        raise SettingsError(f"{path} is quantized already: leave out the bits to use it as it is.")
     _settle(drafter, bits, None)
     return drafter
 

@@ -1,0 +1,87 @@
+"""A drafter's folder -> the network that its config and its tensors call for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..config import Decision, DraftConfig
+from ..errors import WeightsError
+from ..weights import check_safetensors
+from .dflash2 import DFlash2
+from .network import DFlash
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def read_drafter(folder: Path) -> DFlash:
+    """The drafter of a folder, its weights as they are stored and still on disk.
+
+    Raises: `ConfigError`, `WeightsError`.
+    """
+    config = DraftConfig.from_file(folder / "config.json")
+    weights = _tensors(folder)
+    network = DFlash2 if config.is_dflash2 else DFlash
+    drafter = network(config, own_embedding=EMBEDDING in weights, own_head=HEAD in weights)
+    if config.quantization is not None:
+        _quantize_as_stored(drafter, config, weights)
+    try:
+        drafter.load_weights(list(weights.items()))
+    except ValueError as error:
+        problem = (str(error).strip() or "?").splitlines()[0][:200].rstrip(".")
+        raise WeightsError(f"{folder}: the weights do not fit the config ({problem}).") from error
+    return drafter
+
+
+def inspect_drafter(path: Path) -> list[Decision]:
+    """Every decision taken on a drafter, and where it came from: its config's, then its tensors'.
+
+    `path` is a drafter's folder, or a config.json alone, whose tensors then go unmentioned.
+    Raises: `ConfigError`, `WeightsError`.
+    """
+    if path.is_file():
+        return DraftConfig.from_file(path).describe()
+    config = DraftConfig.from_file(path / "config.json")
+    weights = _tensors(path)
+    tied = config.tie_word_embeddings and EMBEDDING in weights
+    head = "its own embedding" if tied else "the target's"
+    return [
+        Decision("network", "DFlash2" if config.is_dflash2 else "DFlash", "architectures"),
+        *config.describe(),
+        Decision("embedding", *_owner(EMBEDDING, weights, "the target's")),
+        Decision("head", *_owner(HEAD, weights, head)),
+    ]
+
+
+def _owner(tensor: str, weights: dict[str, mx.array], borrowed: str) -> tuple[str, str]:
+    if tensor in weights:
+        return "its own", f"tensor {tensor}"
+    return borrowed, f"no tensor {tensor}"
+
+
+def _tensors(folder: Path) -> dict[str, mx.array]:
+    """Every tensor of a folder by name; nothing but headers is read yet."""
+    weights: dict[str, mx.array] = {}
+    for file in check_safetensors(folder):
+        weights.update(cast(dict[str, mx.array], mx.load(str(file))))
+    return weights
+
+
+def _quantize_as_stored(drafter: DFlash, config: DraftConfig, weights: dict[str, mx.array]) -> None:
+    """Give the layers that were stored quantized the shape their tensors have."""
+    stored = dict(config.quantization or {})
+
+    def predicate(name: str, module: nn.Module) -> bool | dict[str, object]:
+        # A layer may have an entry of its own, as in mlx-lm's mixed quantizations.
+        return f"{name}.scales" in weights and stored.get(name, True)
+
+    nn.quantize(
+        drafter,
+        group_size=stored["group_size"],
+        bits=stored["bits"],
+        mode=stored.get("mode", "affine"),
+        class_predicate=predicate,
+    )
