@@ -7,6 +7,7 @@ from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..config import Decision, DraftConfig
 from ..errors import WeightsError
@@ -28,11 +29,8 @@ def read_drafter(folder: Path) -> DFlash:
     drafter = network(config, own_embedding=EMBEDDING in weights, own_head=HEAD in weights)
     if config.quantization is not None:
         _quantize_as_stored(drafter, config, weights)
-    try:
-        drafter.load_weights(list(weights.items()))
-    except ValueError as error:
-        problem = (str(error).strip() or "?").splitlines()[0][:200].rstrip(".")
-        raise WeightsError(f"{folder}: the weights do not fit the config ({problem}).") from error
+    _check_tensors(drafter, weights, folder)
+    drafter.load_weights(list(weights.items()))
     return drafter
 
 
@@ -68,6 +66,20 @@ def _tensors(folder: Path) -> dict[str, mx.array]:
     for file in check_safetensors(folder):
         weights.update(cast(dict[str, mx.array], mx.load(str(file))))
     return weights
+
+
+def _check_tensors(drafter: DFlash, weights: dict[str, mx.array], folder: Path) -> None:
+    """Raise `WeightsError`, naming the tensor, unless the config calls for these tensors."""
+    expected = dict(tree_flatten(drafter.parameters()))
+    for name in sorted(expected.keys() ^ weights.keys()):
+        problem = "is missing" if name in expected else "has no place in this drafter"
+        raise WeightsError(f"{folder}: the tensor {name} {problem}.")
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            raise WeightsError(
+                f"{folder}: the tensor {name} is {tensor.shape}, its config says "
+                f"{expected[name].shape}."
+            )
 
 
 def _quantize_as_stored(drafter: DFlash, config: DraftConfig, weights: dict[str, mx.array]) -> None:
