@@ -39,7 +39,7 @@ class Attention(nn.Module):
         super().__init__()
         hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.scale = head_dim**-0.5
+        self.head_dim, self.scale = head_dim, head_dim**-0.5
         self.window, self.causal = config.windows[layer], config.causal[layer]
         self.q_proj = nn.Linear(hidden, self.heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
@@ -54,13 +54,13 @@ class Attention(nn.Module):
 
         `offset` is a position, or one per batch row as an integer array [N].
         """
-        queries = self.q_proj(x).reshape(*x.shape[:2], self.heads, -1)
+        queries = self.q_proj(x).reshape(*x.shape[:2], self.heads, self.head_dim)
         return self.rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=offset)
 
     def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """Rotated keys and values, each [N, KV, L, head_dim], of x [N, L, D] at `offset`."""
-        keys = self.k_proj(x).reshape(*x.shape[:2], self.kv_heads, -1)
-        values = self.v_proj(x).reshape(*x.shape[:2], self.kv_heads, -1)
+        keys = self.k_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
+        values = self.v_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
         keys = self.rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=offset)
         return keys, values.transpose(0, 2, 1, 3)
 
