@@ -1,0 +1,53 @@
+"""Long contexts: sliding layers stay bounded, and a prompt's features are never held together."""
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_dflash2 import build, distance, make_target, raw_config
+
+WINDOW, CHUNK = 64, 512
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
+    drafter, slow = build(raw_config(**SLIDING, is_causal=causal))
+    context = mx.random.normal((1, 5000 + 40, 64))
+    cache = drafter.make_cache()
+    for start in range(0, 5000, CHUNK):
+        stop = min(start + CHUNK, 5000)
+        drafter.extend(context[:, start:stop], cache)
+        assert cache[0].size < WINDOW and cache[1].size == stop
+    known = 5000
+    for step, rows in zip((0, 1, 5, 34), (6, 3, 6, 6), strict=True):
+        taps, known = context[:, known : known + step], known + step
+        block = mx.random.normal((1, rows, 32))
+        hidden = drafter(block, taps, cache)
+        expected = slow.hidden(np.array(context[0, :known]), np.array(block[0]))
+        assert distance(hidden[0], expected) < 1e-4
+        held = [array.shape[2] for array in cache[0].state]
+        assert max(held) <= WINDOW + step + rows and cache[0].offset == known
+
+
+def test_prefilling_32k_tokens_never_holds_their_features_together():
+    """The peak stays that of a few chunks, which is what a sliding drafter needs at any length."""
+    rows, features, chunk = 32768, 8 * 64, 2048
+    layers = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 1024}
+    wide = {"hidden_size": 64, "num_target_layers": 12}
+    config = raw_config(**layers, **wide, nested={"target_layer_ids": list(range(8))})
+    drafter, _ = build(config)
+    session = drafter.start(make_target(config), None)
+    mx.eval(drafter.parameters())
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(rows // chunk):
+        taps = mx.random.normal((1, chunk, features))
+        mx.eval(taps)  # as the target's prefill does
+        session.extend(taps)
+    mx.eval(session.propose(1, 6).tokens)
+    peak, chunk_bytes = mx.get_peak_memory() - before, chunk * features * 4
+    print(f"peak {peak:,} bytes; a chunk's features {chunk_bytes:,}, all {rows * features * 4:,}")
+    assert peak < 4 * chunk_bytes
