@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from ..config import Decision, DraftConfig
 from ..errors import WeightsError
 from ..weights import check_safetensors
-from .dflash2 import DFlash2
+from .dflash2 import network_for
 from .network import DFlash
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -25,8 +25,9 @@ def read_drafter(folder: Path) -> DFlash:
     """
     config = DraftConfig.from_file(folder / "config.json")
     weights = _tensors(folder)
-    network = DFlash2 if config.is_dflash2 else DFlash
-    drafter = network(config, own_embedding=EMBEDDING in weights, own_head=HEAD in weights)
+    drafter = network_for(config)(
+        config, own_embedding=EMBEDDING in weights, own_head=HEAD in weights
+    )
     if config.quantization is not None:
         _quantize_as_stored(drafter, config, weights)
     _check_tensors(drafter, weights, folder)
@@ -47,7 +48,7 @@ def inspect_drafter(path: Path) -> list[Decision]:
     tied = config.tie_word_embeddings and EMBEDDING in weights
     head = "its own embedding" if tied else "the target's"
     return [
-        Decision("network", "DFlash2" if config.is_dflash2 else "DFlash", "architectures"),
+        Decision("network", network_for(config).__name__, "architectures"),
         *config.describe(),
         Decision("embedding", *_owner(EMBEDDING, weights, "the target's")),
         Decision("head", *_owner(HEAD, weights, head)),

@@ -151,3 +151,8 @@ class DFlash2(DFlash):
     def draft(self, hidden: mx.array, anchor: mx.array, target: Target) -> mx.array:
         """The selector's chain [L] after `anchor`, from the slots' hidden states [1, L, D]."""
         return self.candidate_selector.walk(hidden[0], self.logits(hidden, target)[0], anchor)
+
+
+def network_for(config: DraftConfig) -> type[DFlash]:
+    """The class of the network that a config calls for."""
+    return DFlash2 if config.is_dflash2 else DFlash
