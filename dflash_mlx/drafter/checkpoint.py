@@ -65,7 +65,11 @@ def _tensors(folder: Path) -> dict[str, mx.array]:
     """Every tensor of a folder by name; nothing but headers is read yet."""
     weights: dict[str, mx.array] = {}
     for file in check_safetensors(folder):
-        weights.update(cast(dict[str, mx.array], mx.load(str(file))))
+        try:
+            weights.update(cast(dict[str, mx.array], mx.load(str(file))))
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0][:200].rstrip(".")
+            raise WeightsError(f"{file}: the weights cannot be read ({problem}).") from error
     return weights
 
 
