@@ -75,16 +75,14 @@ def _tensors(folder: Path) -> dict[str, mx.array]:
 
 def _check_tensors(drafter: DFlash, weights: dict[str, mx.array], folder: Path) -> None:
     """Raise `WeightsError`, naming the tensor, unless the config calls for these tensors."""
+    wrong = f"{folder}: the weights do not fit the config, the tensor"
     expected = dict(tree_flatten(drafter.parameters()))
     for name in sorted(expected.keys() ^ weights.keys()):
         problem = "is missing" if name in expected else "has no place in this drafter"
-        raise WeightsError(f"{folder}: the tensor {name} {problem}.")
+        raise WeightsError(f"{wrong} {name} {problem}.")
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:
-            raise WeightsError(
-                f"{folder}: the tensor {name} is {tensor.shape}, its config says "
-                f"{expected[name].shape}."
-            )
+            raise WeightsError(f"{wrong} {name} is {tensor.shape} and not {expected[name].shape}.")
 
 
 def _quantize_as_stored(drafter: DFlash, config: DraftConfig, weights: dict[str, mx.array]) -> None:
