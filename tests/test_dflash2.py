@@ -12,8 +12,9 @@ from slow_drafter import SlowDrafter
 
 import dflash_mlx as dm
 from dflash_mlx.config import DraftConfig
-from dflash_mlx.drafter.checkpoint import inspect_drafter, read_drafter
+from dflash_mlx.drafter.checkpoint import read_drafter
 from dflash_mlx.drafter.dflash2 import DFlash2, convolve, top_candidates
+from dflash_mlx.drafter.inspect import inspect_drafter
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.errors import SettingsError, WeightsError
 

@@ -9,13 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..config import Decision, DraftConfig
+from ..config import DraftConfig
 from ..errors import WeightsError
 from ..weights import check_safetensors
 from .dflash2 import network_for
+from .inspect import EMBEDDING, HEAD
 from .network import DFlash
-
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def read_drafter(folder: Path) -> DFlash:
@@ -33,32 +32,6 @@ def read_drafter(folder: Path) -> DFlash:
     _check_tensors(drafter, weights, folder)
     drafter.load_weights(list(weights.items()))
     return drafter
-
-
-def inspect_drafter(path: Path) -> list[Decision]:
-    """Every decision taken on a drafter, and where it came from: its config's, then its tensors'.
-
-    `path` is a drafter's folder, or a config.json alone, whose tensors then go unmentioned.
-    Raises: `ConfigError`, `WeightsError`.
-    """
-    if path.is_file():
-        return DraftConfig.from_file(path).describe()
-    config = DraftConfig.from_file(path / "config.json")
-    weights = _tensors(path)
-    tied = config.tie_word_embeddings and EMBEDDING in weights
-    head = "its own embedding" if tied else "the target's"
-    return [
-        Decision("network", network_for(config).__name__, "architectures"),
-        *config.describe(),
-        Decision("embedding", *_owner(EMBEDDING, weights, "the target's")),
-        Decision("head", *_owner(HEAD, weights, head)),
-    ]
-
-
-def _owner(tensor: str, weights: dict[str, mx.array], borrowed: str) -> tuple[str, str]:
-    if tensor in weights:
-        return "its own", f"tensor {tensor}"
-    return borrowed, f"no tensor {tensor}"
 
 
 def _tensors(folder: Path) -> dict[str, mx.array]:
