@@ -1,4 +1,4 @@
-"""The DFlash drafter from its paper, in numpy and float64: slow, without a cache, on its own."""
+"""DFlash and DFlash2 from their papers, in numpy and float64: slow, no cache, on their own."""
 
 import math
 
@@ -26,12 +26,55 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
         }
         normed = rms_norm(x, own["input_layernorm.weight"], eps)
         seen = visible(start, len(block), config["windows"][layer], config["causal"][layer])
-        x = x + attention(config, own, normed, context, seen)
+        kernels = conv_kernels(config, own, "attention_conv", normed)
+        attended = attention(config, own, convolve(normed, kernels, 0), context, seen)
+        x = x + convolve(attended, kernels, 1)
         normed = rms_norm(x, own["post_attention_layernorm.weight"], eps)
-        gate = normed @ own["mlp.gate_proj.weight"].T
-        up = normed @ own["mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down_proj.weight"].T
+        kernels = conv_kernels(config, own, "mlp_conv", normed)
+        rows = convolve(normed, kernels, 0)
+        gate, up = rows @ own["mlp.gate_proj.weight"].T, rows @ own["mlp.up_proj.weight"].T
+        out = (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down_proj.weight"].T
+        x = x + convolve(out, kernels, 1)
     return rms_norm(x, weights["norm.weight"], eps)
+
+
+def conv_kernels(config: dict, weights: dict, name: str, rows: np.ndarray) -> np.ndarray | None:
+    """DFlash2's kernels [B, 2, K, D], of a sub-layer's input and output; None for DFlash."""
+    if f"{name}.base_kernel" not in weights:
+        return None
+    base = weights[f"{name}.base_kernel"]
+    dynamic = rows @ weights[f"{name}.kernel_projection.weight"].T
+    dynamic = dynamic.reshape(len(rows), 2, base.shape[1], -1)
+    return base + np.repeat(dynamic, config["conv_group_size"], axis=-1)
+
+
+def convolve(rows: np.ndarray, kernels: np.ndarray | None, side: int) -> np.ndarray:
+    """Each row from itself and the rows before it in the block, one product at a time."""
+    if kernels is None:
+        return rows
+    out = np.zeros_like(rows)
+    for row in range(len(rows)):
+        for back in range(min(kernels.shape[2], row + 1)):
+            out[row] += kernels[row, side, back] * rows[row - back]
+    return out
+
+
+def walk(
+    config: dict, weights: dict, hidden: np.ndarray, logits: np.ndarray, anchor: int
+) -> list[int]:
+    """The chain after `anchor` that DFlash2's selector chooses greedily, slot after slot."""
+    selector = {
+        name.removeprefix("candidate_selector."): np.asarray(value, np.float64)
+        for name, value in weights.items()
+        if name.startswith("candidate_selector.")
+    }
+    chain = [anchor]
+    for state, row in zip(hidden @ selector["hidden_projection.weight"].T, logits, strict=True):
+        candidates = np.argsort(-row)[: config["selector_top_k"]]
+        pull = selector["predecessor_codebook"][chain[-1]] * state
+        scores = row[candidates] + selector["successor_codebook"][candidates] @ pull
+        chain.append(int(candidates[scores.argmax()]))
+    return chain[1:]
 
 
 def visible(start: int, block: int, window: int | None, causal: bool) -> np.ndarray:
@@ -112,7 +155,13 @@ def rope_frequencies(config: dict) -> tuple[np.ndarray, float]:
         length = scaling["original_max_position_embeddings"]
         return dims * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_that_turns(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(pair_that_turns(scaling.get("beta_slow", 1))), dims - 1)
+    low, high = (
+        pair_that_turns(scaling.get("beta_fast", 32)),
+        pair_that_turns(scaling.get("beta_slow", 1)),
+    )
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
     slow = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
-    return frequencies * (1 - slow) + frequencies / factor * slow, 0.1 * math.log(factor) + 1
+    magnitude = scaling.get("attention_factor", 0.1 * math.log(factor) + 1)
+    return frequencies * (1 - slow) + frequencies / factor * slow, magnitude

@@ -1,5 +1,6 @@
 """DFlash2 and what every drafter shares with it, against golden cases and a slow second writing."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,8 +8,8 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from mlx.utils import tree_flatten, tree_map_with_path
-from slow_drafter import SlowDrafter
 
 import dflash_mlx as dm
 from dflash_mlx.config import DraftConfig
@@ -55,13 +56,20 @@ def random_weight(name, old):
     return noise if "codebook" in name else noise / old.shape[-1] ** 0.5
 
 
+def expected_hidden(drafter, context, block, weights=None):
+    """What the slow reference makes of the context [1, S, K*D] and a block [1, B, D]."""
+    config = dataclasses.asdict(drafter.config)
+    weights = weights or dict(tree_flatten(drafter.parameters()))
+    return reference.forward(config, weights, np.array(context[0]), np.array(block[0]))
+
+
 def build(config, seed=0, **own):
-    """A drafter with random weights, and the slow one with the same."""
+    """A drafter with random weights."""
     mx.random.seed(seed)
     resolved = DraftConfig.from_dict(config)
     drafter = (DFlash2 if resolved.is_dflash2 else DFlash)(resolved, **own)
     drafter.update(tree_map_with_path(random_weight, drafter.parameters()))
-    return drafter, SlowDrafter(dict(tree_flatten(drafter.parameters())), config)
+    return drafter
 
 
 def make_target(config, seed=9):
@@ -138,43 +146,45 @@ CASES = {
 
 @pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
 def test_equals_the_slow_drafter_in_ragged_steps(config):
-    drafter, slow = build(config)
+    drafter = build(config)
     context = mx.random.normal((1, 40, 2 * 32))
     cache, known = drafter.make_cache(), 0
     for step, rows in zip((1, 6, 0, 11, 2, 20), (6, 6, 4, 2, 6, 6), strict=True):
         taps, known = context[:, known : known + step], known + step
         block = mx.random.normal((1, rows, 32))
-        expected = slow.hidden(np.array(context[0, :known]), np.array(block[0]))
+        expected = expected_hidden(drafter, context[:, :known], block)
         assert distance(drafter(block, taps, cache)[0], expected) < 2e-5
 
 
 def test_prompt_chunks_leave_the_same_cache_as_one_pass():
-    drafter, slow = build(CASES["everything"])
+    drafter = build(CASES["everything"])
     context, block = mx.random.normal((1, 30, 64)), mx.random.normal((1, 6, 32))
     cache = drafter.make_cache()
     for start, stop in ((0, 9), (9, 10), (10, 30)):
         drafter.extend(context[:, start:stop], cache)
     hidden = drafter(block, context[:, :0], cache)
-    assert distance(hidden[0], slow.hidden(np.array(context[0]), np.array(block[0]))) < 2e-5
+    assert distance(hidden[0], expected_hidden(drafter, context, block)) < 2e-5
 
 
 @pytest.mark.parametrize("top", [1, 5, 67])
 def test_the_selector_walks_like_the_slow_one(top):
     config = raw_config(nested={"selector_top_k": top})
-    drafter, slow = build(config)
-    target = make_target(config)
+    drafter = build(config)
+    target, fields = make_target(config), dataclasses.asdict(drafter.config)
+    weights = dict(tree_flatten(drafter.parameters()))
     for seed in range(20):
         mx.random.seed(seed)
         hidden = mx.random.normal((1, 5, 32)) / 4
         logits = np.array(drafter.logits(hidden, target)[0], np.float64)
-        expected = slow.walk(np.array(hidden[0], np.float64), logits, seed)
+        states = np.array(hidden[0], np.float64)
+        expected = reference.walk(fields, weights, states, logits, seed)
         assert drafter.draft(hidden, mx.array(seed), target).tolist() == expected
 
 
 def test_drafting_never_waits_for_the_device():
     """Evaluating anything while a function is traced is an error, so tracing is the proof."""
     config = raw_config()
-    drafter, _ = build(config)
+    drafter = build(config)
     target = make_target(config)
     mx.eval(drafter.parameters())
 
@@ -228,7 +238,7 @@ def test_scales_multiplier_and_soft_cap_surround_the_network():
         "final_logit_softcapping": 2.0,
     }
     config = raw_config(nested=fields)
-    drafter, _ = build(config)
+    drafter = build(config)
     target, tokens = make_target(config), mx.array([[1, 2]])
     assert mx.allclose(drafter.embed(tokens, target), 3 * target.embed(tokens))
     hidden = mx.random.normal((1, 2, 32))
@@ -252,7 +262,7 @@ def decided(folder):
 @pytest.mark.parametrize("tied", [False, True])
 def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, own, tied):
     config = raw_config(tie_word_embeddings=tied)
-    written, _ = build(config, **own)
+    written = build(config, **own)
     drafter = dm.load_drafter(save(tmp_path, written, config))
     target, tokens = make_target(config), mx.array([[3, 4]])
     brings, head = "own_embedding" in own, target.head
@@ -276,7 +286,7 @@ def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, own, t
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):
     config = raw_config()
-    drafter, _ = build(config)
+    drafter = build(config)
     drafter.d2t = mx.zeros((67,))
     with pytest.raises(WeightsError, match="d2t has no place"):
         dm.load_drafter(save(tmp_path, drafter, config))
@@ -293,25 +303,24 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_drafter_computes_what_its_rounded_weights_say(tmp_path, bits):
     config = raw_config(**WIDE, **SLIDING)
-    written, slow = build(config)
+    written = build(config)
     drafter = dm.load_drafter(save(tmp_path, written, config), bits=bits)
-    rounded = dict(slow.weights)
+    whole = dict(tree_flatten(written.parameters()))
+    rounded = dict(whole)
     for name, module in drafter.named_modules():
         if "scales" in module:
-            rounded[f"{name}.weight"] = np.array(
-                mx.dequantize(module.weight, module.scales, module.biases, 64, bits), np.float64
-            )
+            stored = module.weight, module.scales, module.biases
+            rounded[f"{name}.weight"] = mx.dequantize(*stored, group_size=64, bits=bits)
     context, block = mx.random.normal((1, 12, 256)), mx.random.normal((1, 6, 128))
     hidden = drafter(block, context, drafter.make_cache())[0]
-    inputs = np.array(context[0]), np.array(block[0])
-    assert distance(hidden, SlowDrafter(rounded, config).hidden(*inputs)) < 1e-4
-    assert distance(hidden, slow.hidden(*inputs)) > 1e-3
+    assert distance(hidden, expected_hidden(drafter, context, block, rounded)) < 1e-4
+    assert distance(hidden, expected_hidden(drafter, context, block, whole)) > 1e-3
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_drafter_stored_quantized_loads_as_it_is(tmp_path, bits):
     config = raw_config(**WIDE)
-    written, _ = build(config)
+    written = build(config)
     (tmp_path / "plain").mkdir()
     (tmp_path / "stored").mkdir()
     quantized = dm.load_drafter(save(tmp_path / "plain", written, config), bits=bits)
