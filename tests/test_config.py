@@ -86,7 +86,7 @@ LAYOUTS = {
     ),
     "yarn in rope_parameters": (
         {"rope_parameters": YARN | {"rope_theta": 1e7}},
-        {"rope_theta": 1e7, "rope_scaling": YARN | {"rope_theta": 1e7}},
+        {"rope_theta": 1e7, "rope_scaling": YARN},
     ),
     "one draft layer taps the middle": (
         {"num_hidden_layers": 1},
@@ -166,14 +166,14 @@ WRONG = {
     "dflash_config.causal": {"dflash_config": {"causal": 1}},
     "rms_norm_eps": {"rms_norm_eps": 0},
     "rope_theta": {"rope_theta": -1.0},
-    "rope_theta must": {"rope_parameters": {"rope_theta": "1e6"}},
+    "rope_parameters.rope_theta must": {"rope_parameters": {"rope_theta": "1e6"}},
     "rope_parameters": {"rope_parameters": [1]},
     "rope_scaling": {"rope_scaling": {"rope_type": "spiral"}},
-    "rope_scaling has": {"rope_scaling": {"type": "yarn"}},
+    "rope_scaling.factor is missing": {"rope_scaling": {"type": "yarn"}},
     "max_position_embeddings": {"max_position_embeddings": 2.5},
     "attention_bias": {"attention_bias": "false"},
     "hidden_act": {"hidden_act": "gelu"},
-    "architectures": {"architectures": ["DFlash2DraftModel"]},
+    "architectures": {"architectures": ["Eagle3DraftModel"]},
     "dflash_config": {"dflash_config": [8]},
     "dflash_config.conv_kernel_size": {"dflash_config": {"conv_kernel_size": 2}},
 }

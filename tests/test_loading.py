@@ -352,7 +352,7 @@ def test_a_drafter_without_config(drafter):
 
 
 def test_a_drafter_of_a_later_version(drafter):
-    rewrite(drafter, architectures=["DFlash2DraftModel"])
+    rewrite(drafter, architectures=["DFlash3DraftModel"])
     assert "architectures" in message_of(ConfigError, load_drafter, drafter)
 
 
