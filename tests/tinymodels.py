@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.dflash2 import network_for
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.loading import load_target
 from dflash_mlx.target import Target
@@ -166,9 +167,10 @@ def drafter_config(**overrides: Any) -> dict[str, Any]:
 
 
 def random_drafter(seed: int = 0, **overrides: Any) -> DFlash:
-    """A `DFlash` network with random weights, wrong nearly always."""
+    """A drafter of either network with random weights, wrong nearly always."""
+    config = DraftConfig.from_dict(drafter_config(**overrides))
     mx.random.seed(seed)
-    drafter = DFlash(DraftConfig.from_dict(drafter_config(**overrides)))
+    drafter = network_for(config)(config)
     mx.eval(drafter.parameters())
     return drafter
 

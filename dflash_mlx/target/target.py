@@ -61,11 +61,16 @@ class Target:
             rollback_for(cache)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Embeddings [N, S, D] of token ids [N, S], through the model's own module."""
-        return self._backbone.embed_tokens(tokens)
+        """Embeddings [N, S, D] of token ids [N, S], as the model feeds them to its first layer."""
+        embeddings = self._backbone.embed_tokens(tokens)
+        scale = getattr(self._backbone, "embed_scale", None)  # Gemma's, sqrt(D)
+        return embeddings if scale is None else embeddings * scale
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Logits [N, S, V] of normed hidden states [N, S, D], through the model's own module."""
+        """Logits [N, S, V] of normed hidden states [N, S, D], through the model's own module.
+
+        A soft cap of the model's is left out: drafters are trained on the bare head.
+        """
         if self._head is not None:
             return self._head(hidden)
         return self._backbone.embed_tokens.as_linear(hidden)
