@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -87,3 +88,12 @@ Stop = Annotated[
     ),
 ]
 Json = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]
+Inspect = Annotated[
+    Path | None,
+    typer.Option(
+        "--inspect",
+        metavar="PATH",
+        help="Show how a drafter's folder or config.json is understood, field by field.",
+        rich_help_panel=OUTPUT,
+    ),
+]

@@ -86,7 +86,8 @@ def test_help(arguments):
 
 def test_help_and_models_do_without_mlx():
     code = f"{NO_MLX} from dflash_mlx.cli.app import app;"
-    for arguments in (["generate", "--help"], ["models"], ["--version"]):
+    inspect = ["models", "--inspect", str(HERE / "data" / "golden" / "dflash2")]
+    for arguments in (["generate", "--help"], ["models"], inspect, ["--version"]):
         command = [sys.executable, "-c", f"{code} app({arguments})"]
         assert subprocess.run(command, stdout=subprocess.DEVNULL, cwd=HERE).returncode == 0
 
@@ -137,6 +138,20 @@ def test_models():
     assert listed["embedded"] == "tiny" and all(one["targets"] for one in listed["pairs"])
     shown = in_process("models").stdout
     assert all(name in shown for one in listed["pairs"] for name in one["targets"])
+
+
+def test_inspecting_a_drafter(pair):
+    folder = pair[3]
+    shown = run("models", "--inspect", folder)
+    assert shown.returncode == 0
+    assert re.search(r"^block_size +16 +block_size$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^head +the target's +no tensor lm_head.weight$", shown.stdout, re.MULTILINE)
+    printed = in_process("models", "--json", "--inspect", f"{folder}/config.json").stdout
+    found = {decision["field"]: decision for decision in json.loads(printed)["decisions"]}
+    assert found["target_layer_ids"]["value"] == [0, 2]
+    assert found["target_layer_ids"]["source"].endswith("target_layer_ids")
+    missing = run("models", "--inspect", "/no/such/folder")
+    assert missing.returncode == 1 and missing.stderr.count("\n") == 1
 
 
 def test_generate(pair, answer):
