@@ -71,9 +71,11 @@ class DFlash2Layer(DraftLayer):
         self.mlp_conv = DynamicConv(config)
 
     def around_attention(self, x: mx.array, attention: Sublayer) -> mx.array:
+        """The attention between its two convolutions."""
         return self.attention_conv(x, attention)
 
     def around_mlp(self, x: mx.array, mlp: Sublayer) -> mx.array:
+        """The MLP between its two convolutions."""
         return self.mlp_conv(x, mlp)
 
 

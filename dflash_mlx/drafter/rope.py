@@ -32,6 +32,7 @@ class YarnRope(nn.Module):
         self.magnitude = scaling.get("attention_factor") or _magnitude(factor, scaling)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """Rotate x [N, H, L, dims], whose first row is at `offset` (one for all, or [N])."""
         return mx.fast.rope(
             x * self.magnitude,
             self.dims,
