@@ -17,7 +17,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from dflash_mlx.config import DraftConfig
-from dflash_mlx.errors import IncompatibleDrafterError, SettingsError, WeightsError
+from dflash_mlx.errors import (
+    ConfigError,
+    IncompatibleDrafterError,
+    SettingsError,
+    WeightsError,
+)
 from dflash_mlx.loading import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.target import Target
@@ -253,6 +258,11 @@ def test_a_drafter_that_does_not_fit_is_refused(target: Target) -> None:
     other = replace(DRAFTER, hidden_size=64)
     with pytest.raises(IncompatibleDrafterError):
         train_drafter(target, other, sample_texts, SETTINGS)
+
+
+def test_a_dflash2_drafter_is_refused(target: Target) -> None:
+    with pytest.raises(ConfigError, match="DFlash2"):
+        train_drafter(target, replace(DRAFTER, conv_kernel_size=2), sample_texts, SETTINGS)
 
 
 def test_from_a_chat_file_to_a_drafter_on_disk(tmp_path: Path, target: Target) -> None:

@@ -9,6 +9,8 @@ this equals the inference network fed the same context through its cache.
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 
 from ..drafter.network import Attention, DFlash
@@ -83,6 +85,5 @@ def draft_hidden(
     """
     context, x = drafter.fuse(taps), embeddings
     for layer in drafter.layers:
-        attended = attend(layer.self_attn, layer.input_layernorm(x), context, anchors)
-        x = layer.attend_then_mlp(x, attended)
+        x = layer(x, partial(attend, layer.self_attn, context=context, anchors=anchors))
     return drafter.norm(x)

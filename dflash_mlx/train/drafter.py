@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 
 from ..config import DraftConfig
 from ..drafter.network import DFlash
+from ..errors import ConfigError
 from ..target import Target
 from .batches import Arrays, BatchStream, bucket_length, group
 from .blocks import draft_hidden
@@ -67,7 +68,12 @@ def default_gamma(block_size: int) -> float:
 
 
 def new_drafter(config: DraftConfig, seed: int) -> DFlash:
-    """A drafter with normal weights scaled by fan-in, residual branches by depth as well."""
+    """A drafter with normal weights scaled by fan-in, residual branches by depth as well.
+
+    Raises `ConfigError` for a DFlash2 config: only DFlash drafters are trained so far.
+    """
+    if config.is_dflash2:
+        raise ConfigError("DFlash2 drafters cannot be trained yet: give a DFlash config.")
     drafter = DFlash(config)
     mx.random.seed(seed)
     depth = math.sqrt(2 * config.num_hidden_layers)
