@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.train import corpus, passages, problems
 from dflash_mlx.train.problems import Turn
 
@@ -59,6 +60,11 @@ def test_held_out_prompts_cover_every_category_and_differ(held_out) -> None:
     for category in corpus.CATEGORIES:
         chosen = [c for c in held_out if c.category == category]
         assert len({tuple(t.prompt for t in c.turns) for c in chosen}) == len(chosen) == 40
+
+
+def test_asking_for_more_than_there_is_ends() -> None:
+    with pytest.raises(SettingsError, match="not 60"):
+        corpus.held_out(60)
 
 
 def test_the_same_problem_is_on_the_same_side_however_it_is_asked() -> None:

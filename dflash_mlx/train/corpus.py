@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
+from ..errors import SettingsError
 from . import passages, problems
 from .problems import Turn
 
@@ -94,15 +95,18 @@ def conversations(seed: int) -> Iterator[Conversation]:
 
 
 def held_out(per_category: int, seed: int = 0) -> list[Conversation]:
-    """`per_category` held-out conversations of every category, without repeated prompts."""
+    """`per_category` held-out conversations of every category, without repeated prompts.
+
+    Raises `SettingsError` where a category has not so many (the smallest, qa, has about 45).
+    """
     rng = Random(seed)
     chosen: dict[str, dict[str, Conversation]] = {category: {} for category in CATEGORIES}
-    while any(len(found) < per_category for found in chosen.values()):
-        turn = draw(rng, held_out=True)
-        chats = len(chosen["chat"]) < per_category
-        talk = draw_chat(rng, held_out=True) if chats else Conversation(turn.category, (turn,))
-        for conversation in (talk, Conversation(turn.category, (turn,))):
+    for _ in range(100 * per_category):
+        turn, chat = draw(rng, held_out=True), draw_chat(rng, held_out=True)
+        for conversation in (Conversation(turn.category, (turn,)), chat):
             found = chosen[conversation.category]
             if len(found) < per_category:
                 found.setdefault("\n".join(t.prompt for t in conversation.turns), conversation)
-    return [c for category in CATEGORIES for c in chosen[category].values()]
+        if all(len(found) == per_category for found in chosen.values()):
+            return [c for category in CATEGORIES for c in chosen[category].values()]
+    raise SettingsError(f"There are not {per_category} held-out prompts in every category.")

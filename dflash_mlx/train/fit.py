@@ -152,7 +152,10 @@ def compiled_update(
         mean, _ = optim.clip_grad_norm(mean, clip)
         values = [value for value, _ in results]
         loss, metric = (mean_of(parts) for parts in zip(*values, strict=True))
-        return optimizer.apply_gradients(mean, parameters), loss, metric
+        updated = dict(tree_flatten(optimizer.apply_gradients(mean, parameters)))
+        # MultiOptimizer returns them in an order of its own, and a norm rounds by the order, too.
+        ordered = [(name, updated[name]) for name, _ in tree_flatten(parameters)]
+        return tree_unflatten(ordered), loss, metric
 
     return update
 

@@ -72,12 +72,12 @@ EPOCH = 4096  # conversations that are generated, tokenized and sorted at once
 SUITE_SIZE = 16  # held-out prompts per category in prompts.jsonl
 SCORED = 40  # held-out prompts per category behind the model card's scores
 
-TARGET_STEPS = 1400
+TARGET_STEPS = 1500
 TARGET_TOKENS = 1536  # of a micro-batch; two make a step
 TARGET_RATE = 0.02  # Muon's
 TARGET_SEED = 100_000
 
-DRAFTER_STEPS = 1400
+DRAFTER_STEPS = 1150
 DRAFTER_SEED = 500_000
 
 
