@@ -3,11 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.train.blocks import draft_hidden
-from dflash_mlx.train.drafter import new_drafter, slot_weights
+from dflash_mlx.train.drafter import new_drafter, selector_loss, slot_weights
 
 BLOCK, LENGTH, ANCHORS = 4, 20, (0, 5, 6, 16)
 
@@ -26,10 +28,24 @@ def make_drafter(**changes: object) -> DFlash:
         "num_target_layers": 4,
         "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
     }
-    return new_drafter(DraftConfig.from_dict({**config, **changes}), seed=0)
+    drafter = new_drafter(DraftConfig.from_dict({**config, **changes}), seed=0)
+    if isinstance(drafter, DFlash2):  # whose convolutions and selector start without an effect
+        mx.random.seed(3)
+        parts = ("_conv.", "codebook")
+        for name, weight in tree_flatten(drafter.parameters()):
+            if any(part in name for part in parts):
+                drafter.load_weights([(name, mx.random.normal(weight.shape))], strict=False)
+    return drafter
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"],
+    "conv_kernel_size": 3,
+    "conv_group_size": 4,
+    "selector_rank": 8,
+    "selector_top_k": 5,
+}
 CASES = {
     "full": {},
     "sliding, causal": SLIDING,
@@ -37,6 +53,7 @@ CASES = {
     "window shorter than the block": {**SLIDING, "sliding_window": 2, "is_causal": False},
     "causal everywhere": {"is_causal": True},
     "one head of keys, biases": {"num_key_value_heads": 1, "attention_bias": True},
+    "DFlash2": DFLASH2,
 }
 
 
@@ -118,6 +135,39 @@ def test_gradients_are_those_of_the_block_by_block_network() -> None:
     expected, got = mx.grad(apart)(weight), mx.grad(weighted)(weight)
     assert mx.abs(expected).max() > 1e-3
     assert mx.allclose(expected, got, rtol=1e-3, atol=1e-3 * mx.abs(expected).max().item())
+
+
+def test_the_selector_learns_to_pick_among_the_candidates() -> None:
+    """Entropy and choice of every slot, one at a time, from the selector's definition."""
+    drafter = make_drafter(**DFLASH2)
+    hidden, logits = mx.random.normal((2, 3, 16)), mx.random.normal((2, 3, 32))
+    before, labels = mx.array([[4, 5, 6], [7, 8, 9]]), mx.argmax(logits, axis=-1)
+    labels[1, 2] = mx.argmin(logits[1, 2])  # not among the candidates
+    entropy, chosen = selector_loss(drafter, hidden, logits, before, labels)
+    selector = drafter.candidate_selector
+    for row, slot in np.ndindex(2, 3):
+        found = np.argsort(-np.array(logits[row, slot]))[:5]
+        pull = selector.predecessor_codebook[before[row, slot]]
+        pull = pull * selector.hidden_projection(hidden[row, slot])
+        scores = np.array(logits[row, slot])[found]
+        scores = scores + np.array(selector.successor_codebook[mx.array(found)] @ pull)
+        assert chosen[row, slot].item() == found[scores.argmax()]
+        label, expected = labels[row, slot].item(), 0.0
+        if label in found:
+            right = scores[np.flatnonzero(found == label)[0]]
+            expected = np.log(np.exp(scores - scores.max()).sum()) + scores.max() - right
+        assert abs(entropy[row, slot].item() - expected) < 1e-4
+    assert entropy[1, 2].item() == 0
+
+
+def test_what_the_selector_chooses_is_what_it_walks() -> None:
+    """With every choice right so far, the teacher-forced choices are the walk's."""
+    drafter = make_drafter(**DFLASH2)
+    hidden, logits = mx.random.normal((1, 3, 16)), mx.random.normal((1, 3, 32))
+    path = drafter.candidate_selector.walk(hidden[0], logits[0], mx.array(4))
+    before = mx.concatenate([mx.array([4]), path[:-1].astype(mx.int32)])[None]
+    _, chosen = selector_loss(drafter, hidden, logits, before, path[None])
+    assert chosen[0].tolist() == path.tolist()
 
 
 def test_slot_weights_stop_at_the_first_disagreement() -> None:

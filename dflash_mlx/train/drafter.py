@@ -22,8 +22,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..config import DraftConfig
+from ..drafter.dflash2 import DFlash2, network_for
 from ..drafter.network import DFlash
-from ..errors import ConfigError
 from ..target import Target
 from .batches import Arrays, BatchStream, bucket_length, group
 from .blocks import draft_hidden
@@ -68,18 +68,14 @@ def default_gamma(block_size: int) -> float:
 
 
 def new_drafter(config: DraftConfig, seed: int) -> DFlash:
-    """A drafter with normal weights scaled by fan-in, residual branches by depth as well.
-
-    Raises `ConfigError` for a DFlash2 config: only DFlash drafters are trained so far.
-    """
-    if config.is_dflash2:
-        raise ConfigError("DFlash2 drafters cannot be trained yet: give a DFlash config.")
-    drafter = DFlash(config)
+    """A drafter with normal weights scaled by fan-in, residual branches by depth as well."""
+    drafter = network_for(config)(config)
     mx.random.seed(seed)
     depth = math.sqrt(2 * config.num_hidden_layers)
     weights = []
     for name, weight in tree_flatten(drafter.parameters()):
-        if weight.ndim == 2:
+        # The convolutions and the selector of a DFlash2 start with values of their own.
+        if weight.ndim == 2 and not any(part in name for part in ("_conv.", "codebook")):
             scale = weight.shape[1] ** -0.5
             if "o_proj" in name or "down_proj" in name:
                 scale /= depth
@@ -148,7 +144,7 @@ def draft_loss(drafter: DFlash, target: Target, gamma: float) -> Loss:
         masks = mx.full((n, a, block - 1), config.mask_token_id, dtype=ids.dtype)
         tokens = mx.take_along_axis(ids, anchors, axis=1)[..., None]
         blocks = mx.concatenate([tokens, masks], axis=-1).reshape(n * a, block)
-        embeddings = target.embed(blocks)
+        embeddings = drafter.embed(blocks, target)
         hidden = draft_hidden(
             drafter,
             embeddings.astype(mx.float32),
@@ -156,7 +152,8 @@ def draft_loss(drafter: DFlash, target: Target, gamma: float) -> Loss:
             anchors,
         )
         # The anchor's row predicts nothing; the head computes in the target's own precision.
-        drafts = target.head(hidden[:, 1:].astype(embeddings.dtype)).astype(mx.float32)
+        hidden = hidden[:, 1:]
+        drafts = drafter.logits(hidden.astype(embeddings.dtype), target).astype(mx.float32)
 
         slots = anchors[..., None] + mx.arange(1, block)
         inside = slots < ends[..., None]
@@ -165,14 +162,45 @@ def draft_loss(drafter: DFlash, target: Target, gamma: float) -> Loss:
         labels = mx.take_along_axis(choices, flat - 1, axis=1).reshape(slots.shape)
         weights = slot_weights(labels, text, inside, gamma)
 
-        entropy = nn.losses.cross_entropy(drafts, labels.reshape(n * a, block - 1))
+        rows = labels.reshape(n * a, block - 1)
+        entropy = nn.losses.cross_entropy(drafts, rows)
+        chosen = mx.argmax(mx.stop_gradient(drafts), axis=-1)
+        if isinstance(drafter, DFlash2):
+            # Slots after the first wrong one have no weight, so the true predecessor is the text's.
+            before = mx.concatenate([blocks[:, :1], text.reshape(rows.shape)[:, :-1]], axis=1)
+            extra, chosen = selector_loss(drafter, hidden, drafts, before, rows)
+            entropy = entropy + extra
         value = (entropy.reshape(weights.shape) * weights).sum() / mx.maximum(weights.sum(), 1e-6)
-        right = mx.argmax(mx.stop_gradient(drafts), axis=-1).reshape(labels.shape) == labels
+        right = chosen.reshape(labels.shape) == labels
         accepted = mx.cumprod(right & (weights > 0), axis=-1).sum(axis=-1)
         used = inside.any(axis=-1)
         return value, 1 + (accepted * used).sum() / mx.maximum(used.sum(), 1)
 
     return loss
+
+
+def selector_loss(
+    drafter: DFlash2, hidden: mx.array, logits: mx.array, before: mx.array, labels: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The candidate selector's cross entropy over its top-k, given the true predecessors.
+
+    Args:
+        hidden, logits: of the slots, [N, L, D] and [N, L, V].
+        before, labels: the token before each slot and the right one for it, [N, L].
+
+    Returns:
+        The entropies [N, L], 0 where the right token is no candidate, and the selector's choices.
+    """
+    selector = drafter.candidate_selector
+    order = mx.argpartition(-mx.stop_gradient(logits), selector.top_k - 1, axis=-1)
+    candidates = order[..., : selector.top_k]
+    scores = mx.take_along_axis(logits, candidates, axis=-1)
+    scores = scores + selector.scores(hidden, before[..., None], candidates)[..., 0, :]
+    hit = candidates == labels[..., None]
+    entropy = mx.logsumexp(scores, axis=-1) - (scores * hit).sum(axis=-1)
+    best = mx.argmax(mx.stop_gradient(scores), axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(candidates, best, axis=-1)[..., 0]
+    return mx.where(hit.any(axis=-1), entropy, 0), chosen
 
 
 def train_drafter(

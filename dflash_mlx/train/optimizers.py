@@ -37,8 +37,9 @@ def muon(learning_rate: float, steps: int, adam_share: float = 0.15) -> optim.Op
 
 
 def is_hidden_matrix(name: str, weight: mx.array) -> bool:
-    """Whether Muon applies: a matrix that is neither an embedding nor a head."""
-    return weight.ndim == 2 and "embed" not in name and "lm_head" not in name
+    """Whether Muon applies: a matrix that is neither an embedding, a codebook nor a head."""
+    tables = ("embed", "codebook", "lm_head")
+    return weight.ndim == 2 and not any(table in name for table in tables)
 
 
 def by_name(name: str, learning_rate: float, steps: int) -> optim.Optimizer:
