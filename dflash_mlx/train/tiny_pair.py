@@ -68,6 +68,17 @@ DRAFTER_CONFIG: dict[str, Any] = {
     "is_causal": False,
     "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 3, 5]},
 }
+DFLASH2_CONFIG: dict[str, Any] = {
+    **DRAFTER_CONFIG,
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        **DRAFTER_CONFIG["dflash_config"],
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 32,
+        "selector_top_k": 8,
+    },
+}
 EPOCH = 4096  # conversations that are generated, tokenized and sorted at once
 SUITE_SIZE = 16  # held-out prompts per category in prompts.jsonl
 SCORED = 40  # held-out prompts per category behind the model card's scores
@@ -116,12 +127,12 @@ def train_target(out: Path, work: Path) -> None:
     save_model(model, TARGET_CONFIG, out / "target")
 
 
-def train_draft(out: Path, work: Path) -> None:
-    """Stage 3: the drafter, for the target as it was saved."""
+def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> None:
+    """Stage 3: a drafter, for the target as it was saved."""
     target = load_target(str(out / "target"))
     drafter = train_drafter(
         target,
-        DraftConfig.from_dict(DRAFTER_CONFIG),
+        DraftConfig.from_dict(config),
         epochs(target.tokenizer, DRAFTER_SEED),
         DrafterSettings(
             steps=DRAFTER_STEPS,
@@ -132,10 +143,10 @@ def train_draft(out: Path, work: Path) -> None:
             seed=DRAFTER_SEED,
             save_every=100,
         ),
-        checkpoint=work / "drafter.safetensors",
-        progress=Printer("drafter", "tau"),
+        checkpoint=work / f"{name}.safetensors",
+        progress=Printer(name, "tau"),
     )
-    save_drafter(drafter, DRAFTER_CONFIG, out / "drafter")
+    save_drafter(drafter, config, out / name)
 
 
 def record(conversation: corpus.Conversation) -> dict[str, Any]:
@@ -151,9 +162,9 @@ def write_suite(out: Path) -> None:
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def score(out: Path) -> str:
-    """Stage 5: a Markdown table of the pair's scores on held-out prompts."""
-    target, drafter = load_target(str(out / "target")), load_drafter(str(out / "drafter"))
+def score(out: Path, name: str) -> str:
+    """Stage 5: a Markdown table of a drafter's scores on held-out prompts."""
+    target, drafter = load_target(str(out / "target")), load_drafter(str(out / name))
     prompts = [record(c) for c in corpus.held_out(SCORED, seed=1)]
     scores = evaluate(target, drafter, prompts)
     rows = ["| category | prompts | acceptance length | exact answers | drafted = plain |"]
@@ -198,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded pair from nothing.")
     parser.add_argument("out", type=Path, help="folder of the pair")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoints")
+    parser.add_argument("--dflash2", action="store_true", help="a DFlash2 drafter instead")
     options = parser.parse_args()
     out, work = options.out, options.work
     work.mkdir(parents=True, exist_ok=True)
@@ -205,10 +217,11 @@ def main() -> None:
         make_tokenizer(out)
     if not (out / "target" / "model.safetensors").exists():
         train_target(out, work)
-    if not (out / "drafter" / "model.safetensors").exists():
-        train_draft(out, work)
+    name, config = ("dflash2", DFLASH2_CONFIG) if options.dflash2 else ("drafter", DRAFTER_CONFIG)
+    if not (out / name / "model.safetensors").exists():
+        train_draft(out, work, name, config)
     write_suite(out)
-    print(score(out))
+    print(score(out, name))
 
 
 if __name__ == "__main__":
