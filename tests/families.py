@@ -1,0 +1,85 @@
+"""Tiny random models of every target family, and the text that mlx-lm itself makes of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import _get_classes
+
+from dflash_mlx.target import Target
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    row["family"].partition("(")[0]: row["config"]
+    for row in json.loads((Path(__file__).parent / "data" / "tiny_configs.json").read_text())
+}
+FAMILIES = tuple(CONFIGS)
+
+
+def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random f32 model of a family, its weights scaled so that greedy text is varied.
+
+    `changes` replaces fields of the config (of its text_config, where it has one).
+    """
+    config = copy.deepcopy(CONFIGS[family])
+    config.get("text_config", config).update(changes)
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    tied = not any("lm_head" in path for path, _ in tree_flatten(model.parameters()))
+    key = mx.random.key(1000 * seed + FAMILIES.index(family))
+    keys = iter(mx.random.split(key, len(tree_flatten(model.parameters()))))
+
+    def randomize(path: str, value: mx.array) -> mx.array:
+        noise = mx.random.normal(value.shape, key=next(keys))
+        if path.endswith(("A_log", "layer_scalar")):
+            return value  # these have values that make sense
+        if value.ndim == 1:  # norms, biases, sinks
+            return value + 0.1 * noise
+        if "embed_tokens" in path:  # small, so that the next token is not the same token again
+            return noise * (0.1 if tied else 0.02)
+        if path.endswith("conv1d.weight"):
+            return noise / math.sqrt(value.shape[1])
+        return noise * 1.5 / math.sqrt(value.shape[-1])
+
+    model.update(tree_map_with_path(randomize, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+class Letters:
+    """A tokenizer of one printable character per token, with no EOS: texts never end early."""
+
+    bos_token = None
+    eos_token_ids: frozenset[int] = frozenset()
+    has_chat_template = False
+
+    @property
+    def detokenizer(self) -> Any:
+        letters = SimpleNamespace(last_segment="", finalize=lambda: None)
+        letters.add_token = lambda token: setattr(letters, "last_segment", chr(0x4E00 + token))
+        return letters
+
+
+def target_of(model: Any, family: str) -> Target:
+    """The `Target` of a random model."""
+    return Target(model, Letters(), copy.deepcopy(CONFIGS[family]), name=family)
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Token ids of a prompt."""
+    return [random.Random(seed * 7919 + i).randrange(256) for i in range(length)]
+
+
+def plain_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What mlx-lm's own one-token loop generates greedily."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=count)
+    return [int(token) for token, _ in steps]
