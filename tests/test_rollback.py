@@ -1,52 +1,167 @@
-"""Rejected rows leave the caches: exactly, or the cache is refused."""
+"""Rejected rows leave each kind of cache; what that costs does not grow with the context."""
+
+from threading import Lock
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from mlx_lm.models import cache as caches
+from families import random_model, random_prompt, target_of
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
+import dflash_mlx as dm
 from dflash_mlx.errors import UnsupportedCacheError
+from dflash_mlx.target.overrides import Overrides
 from dflash_mlx.target.rollback import rollback_for
 
 
-def rows(start: int, count: int) -> mx.array:
-    return mx.broadcast_to(mx.arange(start, start + count)[:, None], (1, 2, count, 4)).astype(
-        mx.float32
-    )
+def rows(start, count):
+    """Keys of `count` tokens from position `start`; each row holds its position."""
+    return mx.broadcast_to(mx.arange(start, start + count)[None, None, :, None], (1, 1, count, 32))
+
+
+def fill(cache, steps, rollback=None):
+    """Append steps of (rows, kept) and roll back what is not kept; returns the position."""
+    at = 0
+    for count, kept in steps:
+        keys = rows(at, count).astype(mx.float32)
+        rollback.begin()
+        cache.update_and_fetch(keys, keys)
+        rollback.keep(kept, count - kept)
+        at += kept
+    return at
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(3, 1)],
+        [(5, 5), (4, 2)],  # reaches the window, no row has left it
+        [(6, 4), (6, 1), (1, 1), (1, 1), (5, 3)],  # wraps, a ring in between
+        [(20, 20), (6, 1), (6, 6), (1, 1), (6, 2)],  # starts beyond the window
+        [(8, 8), (8, 1), (8, 1), (8, 7), (1, 1), (1, 1)],
+    ],
+)
+def test_a_rotating_cache_shows_the_next_row_its_whole_window(steps):
+    cache = RotatingKVCache(max_size=8)
+    at = fill(cache, steps, rollback_for(cache, nn.Module(), Overrides(Lock())))
+    assert cache.offset == at
+    keys, _ = cache.update_and_fetch(rows(at, 1) * 1.0, rows(at, 1) * 1.0)
+    seen = sorted(keys[0, 0, :, 0].tolist())
+    assert seen == list(range(max(0, at + 1 - 8), at + 1))
 
 
 @pytest.mark.parametrize("rejected", [1, 5, 15])
 @pytest.mark.parametrize("before", [0, 3, 250, 256])  # a KVCache grows in steps of 256
 def test_a_plain_cache_forgets_the_last_rows(before, rejected):
-    cache = caches.KVCache()
+    cache = KVCache()
+    rollback = rollback_for(cache, nn.Module(), Overrides(Lock()))
     if before:
         cache.update_and_fetch(rows(0, before), rows(0, before))
     cache.update_and_fetch(rows(1000, 16), rows(1000, 16))
-    rollback_for(cache)(cache, rejected)
+    rollback.keep(16 - rejected, rejected)
     kept = [*range(before), *range(1000, 1016 - rejected)]
     assert cache.offset == len(kept)
     for held in cache.keys_and_values():
         assert held[0, 0, :, 0].tolist() == kept
     keys, _ = cache.update_and_fetch(rows(7, 2), rows(7, 2))
-    assert keys[0, 1, :, 3].tolist() == [*kept, 7, 8]
+    assert keys[0, 0, :, 3].tolist() == [*kept, 7, 8]
 
 
-class OddCache(caches.KVCache):
-    """A subclass may store its rows in another way."""
+def test_a_quantized_cache_forgets_the_last_rows():
+    cache = QuantizedKVCache(32, 8)
+    at = fill(cache, [(5, 5), (4, 1), (3, 2)], rollback_for(cache, nn.Module(), Overrides(Lock())))
+    assert cache.offset == at == 8
+
+
+def test_a_cache_list_forgets_in_every_part():
+    cache = CacheList(KVCache(), KVCache())
+    rollback = rollback_for(cache, nn.Module(), Overrides(Lock()))
+    for part in cache.caches:
+        part.update_and_fetch(rows(0, 6), rows(0, 6))
+    rollback.keep(2, 4)
+    assert [part.offset for part in cache.caches] == [2, 2]
+
+
+class OwnCache(KVCache):
+    """What a fork might store differently."""
 
 
 @pytest.mark.parametrize(
     "cache",
-    [
-        OddCache(),
-        caches.RotatingKVCache(max_size=8),
-        caches.QuantizedKVCache(),
-        caches.ArraysCache(2),
-        caches.CacheList(caches.KVCache()),
-        caches.ChunkedKVCache(8),
-        None,
-    ],
-    ids=lambda cache: type(cache).__name__,
+    [OwnCache(), ChunkedKVCache(8), ArraysCache(2), CacheList(KVCache(), RotatingKVCache(8)), None],
 )
-def test_other_caches_are_refused_by_name(cache):
-    with pytest.raises(UnsupportedCacheError, match=type(cache).__name__):
-        rollback_for(cache)
+def test_an_unknown_cache_is_refused_at_load(cache):
+    model = random_model("qwen3")
+    model.make_cache = lambda: [KVCache(), cache, KVCache(), KVCache()]
+    with pytest.raises(UnsupportedCacheError, match=type(cache).__name__) as caught:
+        target_of(model, "qwen3")
+    assert "\n" not in str(caught.value)
+
+
+def arrays_of(tree) -> dict[int, mx.array]:
+    """Every array in it, by identity."""
+    leaves = [leaf for _, leaf in tree_flatten(tree)]
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, mx.array)}
+
+
+def commit_bytes(family: str, context: int) -> tuple[int, int]:
+    """Bytes of the arrays that a commit of 7 of 16 rows reads, and of those it makes."""
+    session = target_of(random_model(family), family).start()
+    for _ in session.prefill(random_prompt(context, 0)):
+        pass
+    session.verify(dm.Proposal(random_prompt(16, 1)))
+    read = arrays_of([vars(rollback) for rollback in session._rollback])
+    before = arrays_of([cache.state for cache in session._cache])
+    session.commit(range(7))
+    after = arrays_of([cache.state for cache in session._cache])
+    made = [array for name, array in after.items() if name not in before]
+    return sum(a.nbytes for a in read.values()), sum(a.nbytes for a in made)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_5", "qwen3_next", "gpt_oss", "deepseek_v3", "glm_moe_dsa"]
+)
+def test_the_bytes_of_a_commit_do_not_grow_with_the_context(family):
+    bytes_read, bytes_made = commit_bytes(family, 100)
+    assert commit_bytes(family, 1600) == (bytes_read, bytes_made)
+    if family in ("qwen3", "deepseek_v3", "glm_moe_dsa"):
+        assert (bytes_read, bytes_made) == (0, 0), "the offset moves, nothing else"
+
+
+def test_only_views_grow_with_the_context_of_deepseek_v41():
+    """It shortens the compressed history by a slice, which shares the memory it is cut from."""
+    short, long = commit_bytes("deepseek_v41", 100), commit_bytes("deepseek_v41", 1600)
+    assert long[0] == short[0]
+    entry = (64 + 32) * 4  # one latent and one index key in f32; one layer pools, 4 rows in each
+    assert long[1] - short[1] == (1600 - 100) // 4 * entry
+
+
+def test_a_commit_runs_no_projection_and_copies_no_state():
+    """The tape of a 16-row verify is a fraction of what 16 states would take."""
+    target = target_of(random_model("qwen3_5"), "qwen3_5")
+    session = target.start()
+    list(session.prefill(random_prompt(40, 0)))
+    states = [cache[1] for cache in session._cache[:3]]
+    logits, _ = session.verify(dm.Proposal(random_prompt(16, 1)))
+    mx.eval(logits)
+    for tape, state in zip(session._rollback[:3], states, strict=True):
+        assert tape._state is state, "held by reference"
+        held = sum(array.nbytes for array in (tape._inputs, tape._mixed, *tape._gates.values()))
+        assert held < 16 * state.nbytes / 4
+    called = []
+    overrides = Overrides(Lock())
+    for module in target.model.modules():
+        if isinstance(module, nn.Linear | nn.Conv1d):
+            overrides.watch(module, lambda *_: called.append(1))
+    with overrides.installed():
+        session.commit(range(5))
+        mx.eval([cache.state for cache in session._cache])
+    assert not called

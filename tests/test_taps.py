@@ -8,9 +8,17 @@ import pytest
 from mlx.utils import tree_flatten
 from tinymodels import SUPPORTED, model_config, random_model, target
 
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.target.overrides import Overrides
 from dflash_mlx.target.taps import Taps
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
+
+
+def tapped(layers, indices) -> tuple[Taps, Overrides]:
+    """Taps of these layers, and what installs them."""
+    overrides = Overrides(Lock())
+    return Taps(layers, indices, overrides), overrides
 
 
 def layer_outputs(model: nn.Module, tokens: mx.array) -> list[mx.array]:
@@ -29,7 +37,7 @@ def names(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("family", SUPPORTED)
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("layers", [(0,), (2,), (0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("layers", [(0,), (2,), (0, 2), (2, 0, 1), (1, 1)])
 def test_they_are_the_layers_outputs_in_the_order_asked(family, bits, layers):
     model = target(family, bits)
     logits, taps = model.features(TOKENS, layers)
@@ -45,11 +53,11 @@ def test_no_taps_have_no_columns():
 
 def test_they_survive_quantization_of_the_tapped_model():
     model = random_model(model_config("qwen3"))
-    taps = Taps(model.model.layers, [1], Lock())
-    with taps.recording():
+    taps, overrides = tapped(model.model.layers, [1])
+    with overrides.installed():
         before = model(TOKENS)
     nn.quantize(model, group_size=64, bits=8)
-    with taps.recording():
+    with overrides.installed():
         after = model(TOKENS)
     recorded = taps.take(6)
     assert mx.array_equal(recorded, layer_outputs(model, TOKENS)[1])
@@ -58,10 +66,10 @@ def test_they_survive_quantization_of_the_tapped_model():
 
 def test_the_model_is_touched_during_a_forward_only():
     model, other = random_model(model_config("qwen3")), random_model(model_config("qwen3"))
-    taps = Taps(model.model.layers, [1], Lock())
+    _, overrides = tapped(model.model.layers, [1])
     cls, before = type(model.model.layers[1]), names(model)
     assert {type(layer) for layer in model.model.layers} == {cls}
-    with taps.recording():
+    with overrides.installed():
         assert type(model.model.layers[1]) is not cls
         assert names(model) == before
         assert {type(layer) for layer in other.model.layers} == {cls}
@@ -75,21 +83,54 @@ def test_the_model_is_touched_during_a_forward_only():
 def test_the_model_is_restored_after_any_error(error):
     model = random_model(model_config("llama"))
     classes = [type(layer) for layer in model.model.layers]
-    with pytest.raises(error), Taps(model.model.layers, [0, 2], Lock()).recording():
+    _, overrides = tapped(model.model.layers, [0, 2])
+    with pytest.raises(error), overrides.installed():
         raise error
     assert [type(layer) for layer in model.model.layers] == classes
 
 
 def test_two_sets_of_taps_do_not_meet():
     model = random_model(model_config("qwen3"))
-    first, second = (Taps(model.model.layers, layers, Lock()) for layers in ([0, 1], [1]))
+    (first, one), (second, two) = (tapped(model.model.layers, ids) for ids in ([0, 1], [1]))
     outputs = layer_outputs(model, TOKENS)
-    with first.recording():
+    with one.installed():
         model(TOKENS)
-    with second.recording():
+    with two.installed():
         model(TOKENS[:, :2])
     assert mx.array_equal(first.take(6), mx.concatenate(outputs[:2], axis=-1))
     assert second.take(2).shape == (1, 2, 64)
+
+
+def test_two_requests_with_different_taps_do_not_meet():
+    model = target()
+    first, second = model.start([0]), model.start([2, 1])
+    list(first.prefill(TOKENS[0].tolist())), list(second.prefill(TOKENS[0].tolist()))
+    _, a = first.verify(Proposal([7, 8]))
+    _, b = second.verify(Proposal([7, 8]))
+    outputs = layer_outputs(model.model, mx.array([[*TOKENS[0].tolist(), 7, 8]]))
+    assert mx.allclose(a, outputs[0][:, -2:], atol=1e-5)
+    assert mx.allclose(b, mx.concatenate([outputs[2], outputs[1]], -1)[:, -2:], atol=1e-5)
+
+
+def test_an_abandoned_request_leaves_nothing_behind():
+    hybrid = target("qwen3_next", num_hidden_layers=4)  # recurrences are taped, layers tapped
+    before = [type(module) for module in hybrid.model.modules()]
+    hybrid.start([0, 2]).verify(Proposal([4, 5]))
+    assert [type(module) for module in hybrid.model.modules()] == before
+
+
+class StreamsLayer(nn.Module):
+    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        return mx.stack([x, 10 * x], axis=2), mx.array([0.5, 2.0]) * mx.ones((1, 3, 1))
+
+
+def test_layers_with_several_streams_give_what_the_next_one_reads():
+    """DeepSeek-V4.1's: streams [N, S, hc, D] and the mix of them [N, S, hc]."""
+    layers = [StreamsLayer()]
+    taps, overrides = tapped(layers, [0])
+    with overrides.installed():
+        layers[0](mx.ones((1, 3, 4)))
+    assert mx.array_equal(taps.take(3), 20.5 * mx.ones((1, 3, 4)))
 
 
 class TupleLayer(nn.Module):
@@ -100,8 +141,8 @@ class TupleLayer(nn.Module):
 def test_layers_that_return_tuples():
     """Gemma 4's do; the hidden states come first."""
     layers = [TupleLayer()]
-    taps = Taps(layers, [0], Lock())
-    with taps.recording():
+    taps, overrides = tapped(layers, [0])
+    with overrides.installed():
         result = layers[0](mx.zeros((1, 3, 4)))
     assert result[1] == "something else"
     assert mx.array_equal(taps.take(3), mx.ones((1, 3, 4)))

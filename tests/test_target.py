@@ -11,14 +11,13 @@ from tinymodels import (
     SUPPORTED,
     greedy,
     model_config,
-    random_model,
     save_target,
     target,
     tokenizer,
     wrapped,
 )
 
-from dflash_mlx.errors import SettingsError, UnsupportedCacheError
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading import load_target
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.target import Target
@@ -29,11 +28,6 @@ VOCABULARY = len(tokenizer())
 # "the same" is to the bit. Elsewhere kernels change with the number of rows.
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7, 7, 100]])
-REFUSED = {
-    "sliding llama": "RotatingKVCache",
-    "gpt_oss": "RotatingKVCache",
-    "qwen3_next": "ArraysCache",
-}
 
 
 def same(a: mx.array, b: mx.array) -> bool:
@@ -61,13 +55,6 @@ def test_its_shape():
 def test_a_layer_it_lacks_cannot_be_tapped(layers):
     with pytest.raises(SettingsError, match=f"Layer {layers[-1]} .* has 3"):
         target().start(layers)
-
-
-@pytest.mark.parametrize(("family", "cache"), REFUSED.items())
-def test_caches_it_cannot_roll_back_are_refused_at_once(family, cache):
-    config = model_config(family)
-    with pytest.raises(UnsupportedCacheError, match=cache):
-        Target(random_model(config), wrapped(), config, "some target")
 
 
 def test_trees_are_refused():

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import ConfigError, SettingsError
 from ..proposal import Proposal
+from .kv_bits import make_cache
+from .mla import absorb
+from .overrides import Overrides
 from .rollback import rollback_for
 from .taps import Taps
 
@@ -34,31 +36,32 @@ class Target:
         name: what it was loaded as.
         num_layers, hidden_size, vocab_size, context_length: its shape.
 
-    Raises `ConfigError` for a family of another build, `UnsupportedCacheError` when its caches
-    cannot be rolled back.
+    Raises `UnsupportedCacheError` when its caches cannot be rolled back, and `ConfigError` when
+    its parts are not where mlx-lm's models have them.
     """
 
     def __init__(
         self, model: nn.Module, tokenizer: TokenizerWrapper, config: dict[str, Any], name: str
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        text = getattr(model, "language_model", model)
-        backbone = getattr(text, "model", None)
-        if not (hasattr(backbone, "embed_tokens") and hasattr(backbone, "layers")):
-            raise ConfigError(
-                f"{name}: models of type {config.get('model_type')!r} are built in a way that this "
-                "version does not know."
-            )
-        self._backbone: nn.Module = text.model
-        self._forwards = threading.Lock()
-        self._head: nn.Module | None = getattr(text, "lm_head", None)
-        shape = config.get("text_config") or config
+        self._text: Any = getattr(
+            model, "language_model", model
+        )  # of a model that also sees images
+        self._backbone = cast(Any, getattr(self._text, "model", None))
+        for part in ("embed_tokens", "layers", "norm"):
+            if not hasattr(self._backbone, part):
+                raise ConfigError(
+                    f"{name}: model_type {config.get('model_type')!r} is a model without "
+                    f"model.{part}, which this version cannot draft for."
+                )
         self.num_layers = len(self._backbone.layers)
-        self.hidden_size: int = shape["hidden_size"]
-        self.vocab_size: int = shape["vocab_size"]
+        self.hidden_size: int = self._backbone.norm.weight.shape[0]
+        self.vocab_size: int = self._backbone.embed_tokens.weight.shape[0]
+        shape = config.get("text_config") or config
         self.context_length: int = shape.get("max_position_embeddings", 2**31)
-        for cache in make_prompt_cache(model):
-            rollback_for(cache)
+        self._forwards = threading.Lock()
+        for cache, layer in zip(make_cache(model), self._backbone.layers, strict=False):
+            rollback_for(cache, layer, self.overrides())
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings [N, S, D] of token ids [N, S], as the model feeds them to its first layer."""
@@ -71,45 +74,66 @@ class Target:
 
         A soft cap of the model's is left out: drafters are trained on the bare head.
         """
-        if self._head is not None:
-            return self._head(hidden)
-        return self._backbone.embed_tokens.as_linear(hidden)
-
-    def tap(self, layers: Sequence[int]) -> Taps:
-        """A recorder of these layers' outputs. Raises `SettingsError` for a layer it lacks."""
-        for layer in layers:
-            if not 0 <= layer < self.num_layers:
-                raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
-        return Taps(self._backbone.layers, layers, self._forwards)
+        head = getattr(self._text, "lm_head", None)
+        return head(hidden) if head else self._backbone.embed_tokens.as_linear(hidden)
 
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
-        taps = self.tap(layers)
-        with taps.recording():
+        overrides = self.overrides()
+        taps = self.tap(layers, overrides)
+        with overrides.installed():
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
 
-    def start(self, tap_layers: Sequence[int] = ()) -> TargetSession:
-        """Begin one request whose drafter reads the outputs of `tap_layers`."""
-        return TargetSession(self, tap_layers)
+    def overrides(self) -> Overrides:
+        """An empty set of overrides of this model's modules; two never run at the same time."""
+        return Overrides(self._forwards)
+
+    def tap(self, layers: Sequence[int], overrides: Overrides) -> Taps:
+        """A recorder of these layers' outputs, which works while `overrides` is installed.
+
+        Raises `SettingsError` for a layer the model lacks.
+        """
+        for layer in layers:
+            if not 0 <= layer < self.num_layers:
+                raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
+        return Taps(self._backbone.layers, layers, overrides)
+
+    def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
+        """Begin one request whose drafter reads the outputs of `tap_layers`.
+
+        Args:
+            tap_layers: the layers to read.
+            kv_bits: 8 or 4 keeps keys and values quantized; None keeps them as they are.
+
+        Raises `SettingsError` when the model's caches cannot be quantized.
+        """
+        return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
 
 
 class TargetSession:
     """One request's caches: prefill, then verify and commit in turn."""
 
-    def __init__(self, target: Target, tap_layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        layers: list[nn.Module],
+        tap_layers: Sequence[int],
+        kv_bits: int | None,
+    ) -> None:
         self._model = target.model
-        self._taps = target.tap(tap_layers)
-        self._cache = make_prompt_cache(target.model)
-        self._rollback = [rollback_for(cache) for cache in self._cache]
+        self._prefill, self._verify = target.overrides(), target.overrides()
+        self._prefill_taps = target.tap(tap_layers, self._prefill)
+        self._verify_taps = target.tap(tap_layers, self._verify)
+        self._cache = make_cache(target.model, layers, kv_bits)
+        # Layers that share an earlier layer's keys and values come last and have no cache.
+        self._rollback = [
+            rollback_for(cache, layer, self._verify)
+            for cache, layer in zip(self._cache, layers, strict=False)
+        ]
+        absorb(layers, self._verify)
         self._unsettled = 0  # rows of the last verify that commit has not decided about
         self.position = 0  # committed tokens in the caches
-
-    def _forward(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Logits [1, N, V] and taps [1, N, K*D] of tokens [N] that follow what is cached."""
-        with self._taps.recording():
-            logits = self._model(tokens[None], cache=self._cache)
-        return logits, self._taps.take(len(tokens))
 
     def prefill(self, tokens: Sequence[int]) -> Iterator[mx.array]:
         """Read the prompt in chunks and yield each chunk's taps, [1, S, K*D].
@@ -118,7 +142,9 @@ class TargetSession:
         """
         for start in range(0, len(tokens), PREFILL_STEP):
             chunk = mx.array(list(tokens[start : start + PREFILL_STEP]))
-            _, taps = self._forward(chunk)
+            with self._prefill.installed():
+                self._model(chunk[None], cache=self._cache)
+            taps = self._prefill_taps.take(len(chunk))
             mx.eval(taps, [cache.state for cache in self._cache])
             self.position += len(chunk)
             yield taps
@@ -133,16 +159,17 @@ class TargetSession:
             raise SettingsError("Draft trees are not supported yet: propose a chain.")
         self._unsettled = len(proposal)
         tokens = proposal.tokens
-        logits, taps = self._forward(
-            tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
-        )
-        return logits[0], taps
+        if not isinstance(tokens, mx.array):
+            tokens = mx.array(list(tokens))
+        for rollback in self._rollback:
+            rollback.begin()
+        with self._verify.installed():
+            logits = self._model(tokens[None], cache=self._cache)
+        return logits[0], self._verify_taps.take(len(proposal))
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
-        rejected = self._unsettled - len(kept)
-        if rejected:
-            for cache, rollback in zip(self._cache, self._rollback, strict=True):
-                rollback(cache, rejected)
+        for rollback in self._rollback:
+            rollback.keep(len(kept), self._unsettled - len(kept))
         self.position += len(kept)
         self._unsettled = 0

@@ -1,0 +1,83 @@
+"""Taking rejected rows out of DeepSeek-V4.1's cache.
+
+Its layers keep a sliding window of keys, and some of them also pool every `ratio` rows into one
+compressed entry; rows of the group that is still open wait with their gates. A rejected row may
+have closed a group or pushed an old row out of the window, so the fields before the verify are
+held by reference (each update makes new arrays), what entered them is recorded, and the commit
+puts the kept rows behind the old ones: no layer runs again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.deepseek_v41 import LayerCache
+
+from .overrides import Overrides
+
+
+class CompressedTape:
+    """What one verify put into a DeepSeek-V4.1 layer's cache, for one request.
+
+    Args:
+        cache: the layer's cache.
+        layer: its `DecoderLayer`.
+        overrides: where the recorders are added.
+    """
+
+    def __init__(self, cache: LayerCache, layer: nn.Module, overrides: Overrides) -> None:
+        self._cache = cache
+        self._record_window(cache)
+        compressor: Any = getattr(layer.self_attn, "compressor", None)
+        # With a ratio of 1 every row is its own group, and none is ever open.
+        self._ratio = compressor.ratio if compressor is not None else 0
+        self._pending: dict[str, mx.array] = {}
+        if self._ratio > 1:
+            overrides.watch(compressor.kv_proj, lambda _, rows: self._pending.update(kv=rows))
+            overrides.watch(compressor.gate_proj, lambda _, rows: self._pending.update(gate=rows))
+
+    def begin(self) -> None:
+        """Hold on to the fields that a verify is about to replace."""
+        cache = self._cache
+        self._window, self._offset = cache.window, cache.offset
+        self._open_kv, self._open_gate = cache.pending_kv, cache.pending_gate
+
+    def keep(self, kept: int, rejected: int) -> None:
+        """Set the cache to what it is after the first `kept` rows of the verify."""
+        if not rejected:
+            return
+        cache = self._cache
+        cache.window = _behind(self._window, self._rows[:, :kept])[:, -cache.window_size :]
+        cache.offset = self._offset + kept
+        if self._ratio == 1:
+            self._keep_groups(cache.offset)
+        elif self._ratio:
+            kv = _behind(self._open_kv, self._pending["kv"][:, :kept])
+            gate = _behind(self._open_gate, self._pending["gate"][:, :kept])
+            closed = kv.shape[1] - kv.shape[1] % self._ratio
+            cache.pending_kv, cache.pending_gate = kv[:, closed:], gate[:, closed:]
+            self._keep_groups(cache.offset // self._ratio)
+
+    def _record_window(self, cache: LayerCache) -> None:
+        """Have this request's cache object also hand its new window rows [1, S, D] to the tape."""
+        update_window = cache.update_window
+
+        def update_and_record(rows: mx.array) -> mx.array:
+            self._rows = rows
+            return update_window(rows)
+
+        cache.update_window = update_and_record
+
+    def _keep_groups(self, groups: int) -> None:
+        """Forget the compressed entries after the first `groups`."""
+        for name in ("compress_kv", "index_k"):
+            entries: Any = getattr(self._cache, name)
+            if entries is not None:
+                setattr(self._cache, name, entries[:, :groups] if groups else None)
+
+
+def _behind(held: mx.array | None, new: mx.array) -> mx.array:
+    """Rows [1, S, D] appended to those held, if any."""
+    return new if held is None else mx.concatenate([held, new], axis=1)

@@ -1,0 +1,59 @@
+"""A request's caches, and keeping keys and values in 8 or 4 bits where the model can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
+
+from ..errors import SettingsError
+from .mla import is_mla
+
+GROUP_SIZES = (64, 32)  # of mlx's quantization, the first that divides the head size is taken
+
+
+def make_cache(
+    model: nn.Module, layers: Sequence[nn.Module] = (), kv_bits: int | None = None
+) -> list[Any]:
+    """The model's empty caches, one per layer (fewer where layers share them).
+
+    Raises `SettingsError` when `kv_bits` is not 8, 4 or None, or for a model one of whose layers
+    cannot read quantized keys and values.
+    """
+    caches: list[Any] = make_prompt_cache(model)
+    if kv_bits is None:
+        return caches
+    if kv_bits not in (8, 4):
+        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {kv_bits}.")
+    return [_quantized(cache, layer, kv_bits) for cache, layer in zip(caches, layers, strict=False)]
+
+
+def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:
+    """The quantized form of a layer's cache; a recurrent layer has no keys and keeps its own."""
+    if type(cache) is ArraysCache:
+        return cache
+    attention = getattr(layer, "self_attn", None)
+    if type(cache) is not KVCache or is_mla(layer):
+        what = "MLA latents" if is_mla(layer) else f"a {type(cache).__name__}"
+        raise SettingsError(f"kv_bits: this target keeps {what}, which cannot be quantized.")
+    if attention is None or "sinks" in attention:
+        raise SettingsError("kv_bits: this target's attention sinks need unquantized keys.")
+    head_size = _head_size(attention)
+    for group_size in GROUP_SIZES:
+        if head_size % group_size == 0:
+            return QuantizedKVCache(group_size=group_size, bits=bits)
+    raise SettingsError(
+        f"kv_bits: this target's head size {head_size} is no multiple of {GROUP_SIZES[-1]}."
+    )
+
+
+def _head_size(attention: nn.Module) -> int:
+    """Numbers in one head's key; every family spells it differently, the projections agree."""
+    heads = next(
+        getattr(attention, name)
+        for name in ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
+        if hasattr(attention, name)
+    )
+    return int(attention.k_proj.weight.shape[0]) // int(heads)

@@ -1,0 +1,100 @@
+"""Multi-head latent attention (MLA) for a few rows, the same way as for one.
+
+mlx-lm computes one row in the *absorbed* form (queries are brought into the latent space, where
+all heads share one row of keys) and several rows in the *expanded* form (the whole latent cache is
+multiplied out into keys and values per head). The two differ in their rounding, so a drafted text
+could leave the plain one, and expanding the cache for every verify costs more the longer the
+context is. Verify forwards, of one row or many, therefore use the absorbed form; for one row it is
+what mlx-lm computes, bit for bit. Prefill keeps mlx-lm's expanded form, which suits many rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
+from mlx_lm.models.deepseek_v32 import DeepseekV32Attention
+
+from .overrides import Overrides
+
+
+def absorb(layers: list[nn.Module], overrides: Overrides) -> None:
+    """Have the MLA layers of a model compute all rows in the absorbed form."""
+    for layer in layers:
+        attention = getattr(layer, "self_attn", None)
+        if type(attention) is DeepseekV3Attention:
+            overrides.replace(attention, _dense)
+        elif type(attention) is DeepseekV32Attention:
+            overrides.replace(attention, _sparse)
+
+
+def is_mla(layer: nn.Module) -> bool:
+    """Whether a decoder layer's cache holds latents, which only MLA can read."""
+    return hasattr(getattr(layer, "self_attn", None), "kv_lora_rank")
+
+
+def _dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+    """DeepSeek-V3's attention: x [1, L, D] -> [1, L, D]."""
+    if self.q_lora_rank is None:
+        queries = self.q_proj(x)
+    else:
+        queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+    q, q_pe, latent, k_pe = _project(self, x, queries, cache)
+    scores = _rotary_scores(self, q_pe, k_pe, mask)
+    output = scaled_dot_product_attention(
+        self.embed_q(q), latent, latent, cache=cache, scale=self.scale, mask=scores
+    )
+    return _heads_to_output(self, self.unembed_out(output))
+
+
+def _sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+    """DeepSeek-V3.2's attention: past `index_topk` rows, each query sees those it picks."""
+    residual = self.q_a_layernorm(self.q_a_proj(x))
+    q, q_pe, latent, k_pe = _project(self, x, self.q_b_proj(residual), cache[0])
+    picked = self.indexer(x, residual, mask, cache=cache[1])
+    # As in mlx-lm: the indexer's cache is evaluated even while every row is still picked.
+    cache[0].keys = mx.depends(cache[0].keys, (cache[1].keys, cache[1].values))
+    if picked is not None:
+        # Each query has its own keys, so the queries become a batch of one-row steps.
+        picked = picked[0, 0]  # [L, topk]
+        q, q_pe = q.transpose(2, 1, 0, 3), q_pe.transpose(2, 1, 0, 3)
+        latent, k_pe = latent[0, 0][picked][:, None], k_pe[0, 0][picked][:, None]
+        if mask is not None:
+            mask = mx.take_along_axis(mask, picked, axis=-1)[:, None, None]
+    scores = _rotary_scores(self, q_pe, k_pe, mask)
+    output = scaled_dot_product_attention(
+        self.embed_q(q), latent, latent, cache=cache, scale=self.scale, mask=scores
+    )
+    output = self.unembed_out(output)
+    return _heads_to_output(self, output if picked is None else output.transpose(2, 1, 0, 3))
+
+
+def _project(
+    self: Any, x: mx.array, queries: mx.array, cache: Any
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Queries and rotated queries per head [1, H, L, .]; all latents, rotated keys [1, 1, K, .]."""
+    rows = x.shape[1]
+    queries = queries.reshape(1, rows, self.num_heads, self.q_head_dim).transpose(0, 2, 1, 3)
+    q, q_pe = mx.split(queries, [self.qk_nope_head_dim], axis=-1)
+    latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
+    k_pe = k_pe.reshape(1, rows, 1, self.qk_rope_head_dim).transpose(0, 2, 1, 3)
+    offset = cache.offset
+    q_pe, k_pe = self.rope(q_pe, offset), self.rope(k_pe, offset)
+    latent, k_pe = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], k_pe)
+    return q, q_pe, latent, k_pe
+
+
+def _rotary_scores(self: Any, q_pe: mx.array, k_pe: mx.array, mask: mx.array | None) -> mx.array:
+    """The rotary part of the attention scores, which also carries the mask."""
+    scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
+    if mask is None:
+        return scores
+    return mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+
+
+def _heads_to_output(self: Any, output: mx.array) -> mx.array:
+    """The output projection of [1, H, L, v_head_dim]."""
+    return self.o_proj(output.transpose(0, 2, 1, 3).flatten(2))

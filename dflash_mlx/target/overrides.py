@@ -1,0 +1,60 @@
+"""Giving chosen module *instances* another `__call__` while a forward runs.
+
+Each instance gets a subclass of its own class for the length of the forward, and its own class
+back afterwards. Nothing is installed between forwards, so an abandoned request leaves no trace,
+two requests never meet, and parameter names, quantization and other models of the same class are
+untouched. (Wrapping the modules instead would change parameter paths; patching a class would
+reach every model.) A lock of the target's keeps the forwards of two threads apart; it is never
+held between forwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class Overrides:
+    """A set of module instances of one target, and what is called in their place.
+
+    Args:
+        lock: the target's, held while the set is installed.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._entries: list[tuple[nn.Module, type]] = []
+
+    def replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Have `call(module, *args, **kwargs)` run instead of the module's own `__call__`."""
+        cls = type(module)
+        self._entries.append((module, type(cls.__name__, (cls,), {"__call__": call})))
+
+    def watch(self, module: nn.Module, seen: Callable[[Any, Any], None]) -> None:
+        """Have `seen(first argument, result)` run after each call of the module."""
+        own = type(module).__call__
+
+        def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+            result = own(self, x, *args, **kwargs)
+            seen(x, result)
+            return result
+
+        self.replace(module, call)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install the subclasses for the forwards run inside, and take them away afterwards."""
+        with self._lock:
+            originals = [type(module) for module, _ in self._entries]
+            try:
+                for module, subclass in self._entries:
+                    module.__class__ = subclass
+                yield
+            finally:
+                for (module, _), original in zip(self._entries, originals, strict=True):
+                    module.__class__ = original
