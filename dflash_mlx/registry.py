@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,30 +14,64 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# How conversions are named: Qwen3-8B-4bit, Qwen3-8B-MLX-8bit, Qwen3-8B-4bit-DWQ,
+# gpt-oss-20b-MXFP4-Q8.
+_CONVERSION = re.compile(
+    r"(-(mlx|bf16|fp16|\d(\.\d+)?[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq(-\d{6})?|optiq|gs\d+))*"
+)
+
 
 @dataclass(frozen=True)
 class Pair:
-    """A drafter and every name its target is published under, the original first."""
+    """A drafter and its target.
+
+    Attributes:
+        drafter: the drafter's repository.
+        targets: the repositories of the target's original weights, the usual one first.
+        billions: the target's parameters, as its name or its card counts them; None if unknown.
+        supported: False for a kind of drafter that this version cannot run.
+    """
 
     drafter: str
     targets: tuple[str, ...]
+    billions: float | None = None
+    supported: bool = True
+
+    def matches(self, name: str) -> bool:
+        """Whether a repository or folder of this name is the target, or a conversion of it.
+
+        The owner does not matter: mlx-community and others keep the name of what they convert.
+        """
+        last = _last(name)
+        for target in map(_last, self.targets):
+            if last.startswith(target) and _CONVERSION.fullmatch(last, len(target)):
+                return True
+        return False
 
 
 def pairs() -> list[Pair]:
     """All pairs of the registry."""
     text = files("dflash_mlx").joinpath("registry.toml").read_text(encoding="utf-8")
-    return [Pair(row["drafter"], tuple(row["targets"])) for row in tomllib.loads(text)["pair"]]
+    return [Pair(**row | {"targets": tuple(row["targets"])}) for row in tomllib.loads(text)["pair"]]
 
 
 def drafter_for(name: str) -> str:
     """The drafter of a target, found by its repository or by the name of its local folder.
 
-    Raises `ModelNotFoundError` when the registry has none.
+    Raises `ModelNotFoundError` when the registry has none that this version can run.
     """
-    last = name.rstrip("/").rpartition("/")[2].lower()
-    for pair in pairs():
-        if any(target.rpartition("/")[2].lower() == last for target in pair.targets):
-            return pair.drafter
-    raise ModelNotFoundError(
-        f"No drafter is known for {name}: name one with draft= (--draft on the command line)."
-    )
+    pair = next((pair for pair in pairs() if pair.matches(name)), None)
+    if pair is None:
+        raise ModelNotFoundError(
+            f"No drafter is known for {name}: name one with draft= (--draft on the command line)."
+        )
+    if not pair.supported:
+        raise ModelNotFoundError(
+            f"{name} is drafted by {pair.drafter}, a kind that this version does not run yet: name "
+            "another with draft= (--draft on the command line)."
+        )
+    return pair.drafter
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
