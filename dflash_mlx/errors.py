@@ -5,7 +5,9 @@
     ├── SettingsError              a setting out of range or not supported; also a ValueError
     ├── PromptError                a prompt that cannot be used: empty, too long for the context
     ├── ModelNotFoundError         no model under this name or path
+    ├── DownloadError              the hub cannot be reached, refuses, or the disk is full
     ├── WeightsError               weight files missing, truncated or not matching their config
+    ├── NotEnoughMemoryError       the weights do not fit into this machine
     ├── ConfigError                a config.json with a field that is missing or not understood
     ├── IncompatibleDrafterError   a drafter that was made for another target
     ├── UnsupportedCacheError      a cache kind that cannot be rolled back
@@ -36,8 +38,16 @@ class ModelNotFoundError(DFlashError):
     """No model under this name or path."""
 
 
+class DownloadError(DFlashError):
+    """A model cannot be fetched: no network, no access, no room on the disk."""
+
+
 class WeightsError(DFlashError):
     """Weight files are missing, truncated or do not match their config."""
+
+
+class NotEnoughMemoryError(DFlashError):
+    """The weights do not fit into this machine's memory."""
 
 
 class ConfigError(DFlashError):

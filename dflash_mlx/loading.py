@@ -8,24 +8,23 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
 from .drafter.checkpoint import read_drafter
 from .drafter.network import DFlash
 from .errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
+from .hub import Hub
+from .quantization import Quantization
 from .registry import drafter_for
 from .target import Target
-from .weights import check_safetensors
+from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
 EMBEDDED = "tiny"
-GROUP_SIZE = 64  # of weights quantized on load, as mlx-lm's own default
 
 
 def load(
@@ -33,6 +32,10 @@ def load(
     draft: str | None = None,
     target_bits: int | None = None,
     draft_bits: int | None = None,
+    *,
+    mode: str = "affine",
+    group_size: int | None = None,
+    hub: Hub | None = None,
 ) -> tuple[Target, DFlash]:
     """Load a target and the drafter made for it.
 
@@ -40,69 +43,140 @@ def load(
         name: "tiny" (the embedded pair), a folder, or a hub repository.
         draft: the drafter's folder or repository; None finds it in the registry.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them.
+        mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
+        group_size: weights that share a scale; None is the mode's default.
+        hub: where repositories are fetched from; None is the public hub.
 
     Raises:
-        ModelNotFoundError, ConfigError, WeightsError, SettingsError, IncompatibleDrafterError,
-        UnsupportedCacheError.
+        ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
+        SettingsError, IncompatibleDrafterError, UnsupportedCacheError.
     """
     if draft is None:
         draft = EMBEDDED if name == EMBEDDED else drafter_for(name)
-    target, drafter = load_target(name, target_bits), load_drafter(draft, draft_bits)
+    quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
+    hub = hub or Hub()
+    folder = _folder(name, "target", hub)
+    draft_folder = _folder(draft, "drafter", hub)  # a download may fail: before anything is loaded
+    reserved = memory_needed(check_safetensors(draft_folder), draft_quantization, _float_bytes())
+    target = _open_target(name, folder, quantization, reserved)
+    drafter = _open_drafter(draft, draft_folder, draft_quantization)
     drafter.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     return target, drafter
 
 
-def load_target(path: str, bits: int | None = None) -> Target:
+def load_target(
+    path: str,
+    bits: int | None = None,
+    *,
+    mode: str = "affine",
+    group_size: int | None = None,
+    hub: Hub | None = None,
+) -> Target:
     """Load a target alone: any folder or repository that mlx-lm itself can load.
 
-    Raises: `ModelNotFoundError`, `ConfigError`, `WeightsError`, `SettingsError`,
-        `UnsupportedCacheError`.
+    Args as of `load`. Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`,
+        `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
     """
-    _check_bits(bits)
-    folder = _folder(path, "target")
-    check_safetensors(folder)
+    [quantization] = _quantizations(mode, group_size, bits)
+    return _open_target(path, _folder(path, "target", hub or Hub()), quantization)
+
+
+def load_drafter(
+    path: str,
+    bits: int | None = None,
+    *,
+    mode: str = "affine",
+    group_size: int | None = None,
+    hub: Hub | None = None,
+) -> DFlash:
+    """Load a drafter alone. Args as of `load`.
+
+    Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`, `WeightsError`,
+        `NotEnoughMemoryError`, `SettingsError`.
+    """
+    [quantization] = _quantizations(mode, group_size, bits)
+    return _open_drafter(path, _folder(path, "drafter", hub or Hub()), quantization)
+
+
+def _quantizations(
+    mode: str, group_size: int | None, *widths: int | None
+) -> list[Quantization | None]:
+    """What the settings ask for, one for each of the widths. Raises `SettingsError`."""
+    if widths == (None,) * len(widths) and (mode != "affine" or group_size is not None):
+        raise SettingsError("mode and group_size say how to quantize: give the bits too.")
+    return [Quantization.of(bits, mode, group_size) for bits in widths]
+
+
+def _open_target(
+    name: str, folder: Path, quantization: Quantization | None, reserved: int = 0
+) -> Target:
+    """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
+    weights = check_safetensors(folder)
     config = _read_json(folder / "config.json")
-    if bits is not None and ("quantization" in config or "quantization_config" in config):
-        raise SettingsError(f"{path} is quantized already: leave out the bits to use it as it is.")
+    quantized = "quantization" in config or "quantization_config" in config
+    if quantization is not None and quantized:
+        raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
+    _check_memory(name, weights, quantization, reserved, quantized)
     try:
         model, config = load_model(folder, lazy=True)
     except (ValueError, KeyError, TypeError) as error:
         # mlx-lm's ways to say: unknown model_type, a config field missing, weights that don't fit
-        raise ConfigError(f"{path}: mlx-lm cannot load it ({_one_line(error)}).") from error
+        raise ConfigError(
+            f"{folder / 'config.json'}: mlx-lm cannot load it ({_one_line(error)})."
+        ) from error
     except RuntimeError as error:  # from mx.load
-        raise WeightsError(f"{path}: the weights cannot be read ({_one_line(error)}).") from error
-    _settle(model, bits, getattr(model, "quant_predicate", None))
-    return Target(model, _tokenizer(folder, config), config, name=path)
+        raise WeightsError(f"{name}: the weights cannot be read ({_one_line(error)}).") from error
+    _settle(model, quantization)
+    return Target(model, _tokenizer(folder, config), config, name=name)
 
 
-def load_drafter(path: str, bits: int | None = None) -> DFlash:
-    """Load a drafter alone, DFlash or DFlash2, as its config says.
-
-    Raises: `ModelNotFoundError`, `ConfigError`, `WeightsError`, `SettingsError`.
-    """
-    _check_bits(bits)
-    drafter = read_drafter(_folder(path, "drafter"))
-    if bits is not None and drafter.config.quantization is not None:
-        raise SettingsError(f"{path} is quantized already: leave out the bits to use it as it is.")
-    _settle(drafter, bits, None)
+def _open_drafter(name: str, folder: Path, quantization: Quantization | None) -> DFlash:
+    """Load the drafter in a folder, DFlash or DFlash2, as its config says."""
+    _check_memory(name, check_safetensors(folder), quantization)
+    drafter = read_drafter(folder)
+    if quantization is not None and drafter.config.quantization is not None:
+        raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
+    _settle(drafter, quantization)
     return drafter
 
 
-def _settle(model: nn.Module, bits: int | None, predicate: Any) -> None:
+def _on_cpu() -> bool:
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def _float_bytes() -> int | None:
+    """The width that weights are cast to: f32 on the CPU, their own elsewhere."""
+    return 4 if _on_cpu() else None
+
+
+def _check_memory(
+    name: str,
+    weights: list[Path],
+    quantization: Quantization | None,
+    reserved: int = 0,
+    quantized: bool = False,
+) -> None:
+    """Raise `NotEnoughMemoryError` when weights do not fit, before any of them is read."""
+
+    def needed(choice: Quantization | None) -> int:
+        return memory_needed(weights, choice, _float_bytes()) + reserved
+
+    fewer: list[tuple[str, int]] = []
+    if not quantized:
+        widths = [bits for bits in (8, 4) if quantization is None or bits < quantization.bits]
+        options = [Quantization.of(bits) for bits in widths]
+        fewer = [(f"quantized to {q.bits} bits", needed(q)) for q in options if q]
+    check_memory(name, needed(quantization), machine_memory(), fewer)
+
+
+def _settle(model: nn.Module, quantization: Quantization | None) -> None:
     """Give the weights the form they compute in, and read them into memory."""
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if on_cpu:
+    if _on_cpu():
         # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
         model.set_dtype(mx.float32)
-    if bits is not None:
-
-        def quantizable(name: str, module: nn.Module) -> bool | dict[str, Any]:
-            if not hasattr(module, "to_quantized") or module.weight.shape[-1] % GROUP_SIZE:
-                return False
-            return predicate is None or cast("bool | dict[str, Any]", predicate(name, module))
-
-        nn.quantize(model, group_size=GROUP_SIZE, bits=bits, class_predicate=quantizable)
-    if on_cpu:
+    if quantization is not None:
+        quantization.apply(model)
+    if _on_cpu():
         _lay_out_by_column(model)
     model.eval()
     mx.eval([value for _, value in tree_flatten(model.parameters())])
@@ -120,7 +194,7 @@ def _lay_out_by_column(model: nn.Module) -> None:
             module.weight = mx.contiguous(module.weight.T).T
 
 
-def _folder(name: str, part: str) -> Path:
+def _folder(name: str, part: str, hub: Hub) -> Path:
     """The local folder of a model: embedded, given, or fetched from the hub."""
     if name == EMBEDDED:
         return Path(str(files("dflash_mlx.tiny"))) / part
@@ -133,15 +207,7 @@ def _folder(name: str, part: str) -> Path:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a hub repository (owner/name), or {EMBEDDED!r}."
         )
-    try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except LocalEntryNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{name} is neither a folder nor downloaded, and the hub cannot be reached."
-        ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise ModelNotFoundError(f"{name}: {_one_line(error)}") from error
+    return hub.fetch(name)
 
 
 def _tokenizer(folder: Path, config: dict[str, Any]) -> Any:
@@ -165,11 +231,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: a JSON object is expected.")
     return content
-
-
-def _check_bits(bits: int | None) -> None:
-    if bits not in (None, 4, 8):
-        raise SettingsError(f"Weights are quantized to 4 or 8 bits, not {bits}.")
 
 
 def _one_line(error: Exception) -> str:

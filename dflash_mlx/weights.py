@@ -1,11 +1,19 @@
-"""Safetensors files checked by their headers, before any of their gigabytes is read."""
+"""Safetensors files judged by their headers, before any of their gigabytes is read."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from .errors import WeightsError
+from .errors import NotEnoughMemoryError, WeightsError
+from .quantization import Quantization
+
+GB = 1e9
+_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def check_safetensors(folder: Path) -> list[Path]:
@@ -27,22 +35,77 @@ def check_safetensors(folder: Path) -> list[Path]:
     if not found:
         raise WeightsError(f"{folder}: there is no model.safetensors, the weights are missing.")
     for file in found:
-        _check_whole(file)
+        _read_header(file)
     return found
 
 
-def _check_whole(file: Path) -> None:
-    """Compare a file's size with what its header promises."""
+def memory_needed(
+    files: Iterable[Path], quantization: Quantization | None = None, float_bytes: int | None = None
+) -> int:
+    """Bytes that the weights of safetensors files take once loaded, from the headers alone.
+
+    Args:
+        files: the weight files.
+        quantization: what happens to the matrices on load, None for nothing.
+        float_bytes: the width that floating-point weights are cast to, None for their own.
+    """
+    total = 0.0
+    for file in files:
+        for tensor in _read_header(file).values():
+            start, end = tensor["data_offsets"]
+            stored = _FLOAT_BYTES.get(tensor["dtype"])
+            if stored is None:
+                total += end - start
+                continue
+            weights, shape = (end - start) // stored, tensor["shape"]
+            if quantization and len(shape) > 1 and shape[-1] % quantization.group_size == 0:
+                total += quantization.bytes_of(weights)
+            else:
+                total += weights * (float_bytes or stored)
+    return math.ceil(total)
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(name: str, needed: int, limit: int, smaller: Sequence[tuple[str, int]]) -> None:
+    """Raise `NotEnoughMemoryError` unless weights of `needed` bytes fit into `limit`.
+
+    Args:
+        name: the model, for the message.
+        smaller: what could be done instead and the bytes it needs, the largest first.
+    """
+    if needed <= limit:
+        return
+    fits = next((advice for advice in smaller if advice[1] <= limit), None)
+    if fits is not None:
+        remedy = f"{fits[0]} they would take {fits[1] / GB:.1f} GB"
+    elif smaller:
+        remedy = f"even {smaller[-1][0]} they would take {smaller[-1][1] / GB:.1f} GB"
+    else:
+        remedy = "choose a smaller model or one in fewer bits"
+    raise NotEnoughMemoryError(
+        f"{name}: the weights take {needed / GB:.1f} GB, this machine has {limit / GB:.1f} GB; "
+        f"{remedy}."
+    )
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """A file's tensors (dtype, shape, data_offsets), after comparing its size with them."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > size - 8:
             raise WeightsError(f"{file}: truncated, its header is not whole. Download it again.")
         try:
-            tensors = json.loads(stream.read(length))
-            ends = [t["data_offsets"][1] for n, t in tensors.items() if n != "__metadata__"]
+            tensors: dict[str, Any] = json.loads(stream.read(length))
+            tensors.pop("__metadata__", None)
+            ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{file}: not a safetensors file, its header is broken.") from error
     expected = 8 + length + max(ends, default=0)
     if size < expected:
         raise WeightsError(f"{file}: truncated, {size:,} bytes of {expected:,}. Download it again.")
+    return tensors

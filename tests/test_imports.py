@@ -11,7 +11,9 @@ PACKAGE = ROOT / "dflash_mlx"
 # From the bottom up. A module may import the levels below its own, and its own package.
 LEVELS = [
     {"errors"},
+    {"quantization"},
     {"blas", "config", "events", "metal", "registry", "tiny", "weights"},
+    {"hub"},
     {"kernels"},
     {"proposal", "sampling"},
     {"accept"},

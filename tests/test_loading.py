@@ -1,6 +1,7 @@
 """Loading: folders and names, bits, and every way a model can be unusable, in one line each."""
 
 import json
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,12 +26,14 @@ from tinymodels import (
 from dflash_mlx.errors import (
     ConfigError,
     DFlashError,
+    DownloadError,
     IncompatibleDrafterError,
     ModelNotFoundError,
     SettingsError,
     UnsupportedCacheError,
     WeightsError,
 )
+from dflash_mlx.hub import Hub
 from dflash_mlx.loading import load, load_drafter, load_target
 from dflash_mlx.loop import generate
 
@@ -209,21 +212,22 @@ def test_what_the_hub_answers_is_one_line(kind, monkeypatch):
     def fail(*arguments, **options):
         raise hub_error(kind, "404 Client Error.\n\nRepository Not Found for url\nmore")
 
-    monkeypatch.setattr("dflash_mlx.loading.snapshot_download", fail)
-    assert "owner/name" in message_of(ModelNotFoundError, load_target, "owner/name")
+    monkeypatch.setattr("dflash_mlx.hub.snapshot_download", fail)
+    offline = partial(load_target, hub=Hub(offline=True))
+    assert "owner/name" in message_of((ModelNotFoundError, DownloadError), offline, "owner/name")
 
 
-def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path, monkeypatch):
+def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
     folder = tmp_path / "Qwen3-8B"
     folder.symlink_to(pair[0])
     asked = []
 
-    def download(name, allow_patterns):
-        asked.append(name)
-        return str(pair[1])
+    class OtherHub(Hub):
+        def fetch(self, name):
+            asked.append(name)
+            return pair[1]
 
-    monkeypatch.setattr("dflash_mlx.loading.snapshot_download", download)
-    _, drafter = load(str(folder))
+    _, drafter = load(str(folder), hub=OtherHub())
     assert asked == ["z-lab/Qwen3-8B-DFlash-b16"] and drafter.config.block_size == 16
 
 

@@ -1,0 +1,133 @@
+"""Models from the Hugging Face hub, through huggingface-hub's own client and cache.
+
+The client shows progress on stderr, takes up a broken connection where it broke, keeps the files
+that are whole, and falls back to a downloaded copy without a network. This file asks for what a
+model needs and no more, looks at the disk before gigabytes are on their way, and says what went
+wrong in one line.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import filter_repo_objects
+
+from .errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
+from .weights import GB, check_safetensors
+
+# What mlx-lm reads of a repository; the original weights in other formats stay where they are.
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+# The parents of `HfHubHTTPError` are what its HTTP library raises; it has had more than one.
+FAILURES = cast(
+    tuple[type[Exception], ...], (OSError, HFValidationError, *HfHubHTTPError.__bases__)
+)
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where models come from.
+
+    Attributes:
+        endpoint: the hub's address, None for the public one.
+        cache: the folder of downloads, None for huggingface-hub's own.
+        offline: use downloaded copies alone.
+    """
+
+    endpoint: str | None = None
+    cache: Path | None = None
+    offline: bool = False
+
+    def fetch(self, name: str) -> Path:
+        """The local folder of a repository (owner/name), downloaded unless it is there already.
+
+        Raises:
+            ModelNotFoundError: the hub has no such repository.
+            DownloadError: no network and no copy, no access, or no room on the disk.
+        """
+        try:
+            if not self.offline:
+                self._check_room(name)
+            return self._snapshot(name, self.offline)
+        except FAILURES as error:
+            raise self._explain(name, error) from error
+
+    def downloaded(self, name: str) -> int | None:
+        """Bytes of a repository's copy on this disk, None when there is no whole one."""
+        try:
+            folder = self._snapshot(name, offline=True)
+            check_safetensors(folder)
+        except WeightsError:
+            return None
+        except FAILURES:
+            return None
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+    def _snapshot(self, name: str, offline: bool) -> Path:
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=WANTED,
+                endpoint=self.endpoint,
+                cache_dir=self.cache,
+                local_files_only=offline,
+            )
+        )
+
+    def _check_room(self, name: str) -> None:
+        """Raise `DownloadError` when what is missing of a repository cannot fit on the disk."""
+        try:
+            listed = HfApi(endpoint=self.endpoint).model_info(name, files_metadata=True, timeout=10)
+        except RepositoryNotFoundError:
+            raise
+        except FAILURES:
+            return  # no network, or a hub in trouble: a downloaded copy may do
+        sizes = {file.rfilename: file.size or 0 for file in listed.siblings or []}
+        missing = [
+            file
+            for file in filter_repo_objects(sizes, allow_patterns=WANTED)
+            if not isinstance(try_to_load_from_cache(name, file, self.cache, listed.sha), str)
+        ]
+        needed = sum(sizes[file] for file in missing)
+        folder = (self.cache or Path(constants.HF_HUB_CACHE)).expanduser().absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if needed > free:
+            raise DownloadError(
+                f"{name}: {needed / GB:.1f} GB are to be downloaded and {folder} has room for "
+                f"{free / GB:.1f}: free some of the disk."
+            )
+
+    def _explain(self, name: str, error: Exception) -> DFlashError:
+        """What a failed download means for a person, in one line."""
+        hub = self.endpoint or "the hub"
+        if isinstance(error, GatedRepoError):
+            return DownloadError(
+                f"{name} is gated: accept its terms on its page, then log in with 'hf auth login'."
+            )
+        if isinstance(error, RepositoryNotFoundError):
+            return ModelNotFoundError(
+                f"{name}: {hub} has no such repository, or it is private and needs 'hf auth login'."
+            )
+        if isinstance(error, HFValidationError):
+            return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
+        if isinstance(error, LocalEntryNotFoundError):
+            where = "and offline mode is on" if self.offline else f"and {hub} cannot be reached"
+            return DownloadError(f"{name} is not downloaded, or not wholly, {where}.")
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        return DownloadError(
+            f"{name}: the download broke off ({reason}); run this again, what is there is kept."
+        )

@@ -1,0 +1,67 @@
+"""Quantizing weights on load: which widths, groups and modes there are, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import SettingsError
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+# Per mode: its widths, its group sizes (the default first), and the bytes that a group adds.
+_MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "affine": ((4, 8), (64, 32, 128), 4),  # a scale and a bias in half precision
+    "mxfp4": ((4,), (32,), 1),
+    "mxfp8": ((8,), (32,), 1),
+    "nvfp4": ((4,), (16,), 1),
+}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How weights are quantized on load, in the terms of MLX (`mx.quantize`)."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    @classmethod
+    def of(
+        cls, bits: int | None, mode: str = "affine", group_size: int | None = None
+    ) -> Quantization | None:
+        """Check the settings; None when `bits` is None. Raises `SettingsError`."""
+        if bits is None:
+            return None
+        if mode not in _MODES:
+            raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {mode!r}.")
+        widths, groups, _ = _MODES[mode]
+        if bits not in (4, 8):
+            raise SettingsError(f"Weights are quantized to 4 or 8 bits, not {bits}.")
+        if bits not in widths:
+            raise SettingsError(f"Mode {mode} has {widths[0]} bits, not {bits}.")
+        if group_size is not None and group_size not in groups:
+            allowed = " or ".join(map(str, sorted(groups)))
+            raise SettingsError(f"Mode {mode} has groups of {allowed} weights, not {group_size}.")
+        return cls(bits, group_size or groups[0], mode)
+
+    def apply(self, model: nn.Module) -> None:
+        """Quantize a model in place, lazily, leaving what its own `quant_predicate` leaves."""
+        import mlx.nn as nn
+
+        own = getattr(model, "quant_predicate", None)
+
+        def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
+            if not hasattr(module, "to_quantized"):
+                return False
+            chosen = True if own is None else own(path, module)
+            group = chosen.get("group_size") if isinstance(chosen, dict) else self.group_size
+            # A matrix whose rows are no whole number of groups stays as it is.
+            return chosen if module.weight.shape[-1] % (group or self.group_size) == 0 else False
+
+        nn.quantize(model, self.group_size, self.bits, mode=self.mode, class_predicate=choose)
+
+    def bytes_of(self, weights: int) -> float:
+        """The memory that so many quantized weights take."""
+        return weights * (self.bits / 8 + _MODES[self.mode][2] / self.group_size)

@@ -1,0 +1,148 @@
+"""Downloads, against a server on the loopback that speaks the hub's HTTP API."""
+
+import errno
+import socket
+
+import mlx.core as mx
+import pytest
+from hubserver import HubServer
+from tinymodels import save_drafter, save_target
+
+from dflash_mlx.errors import DownloadError, ModelNotFoundError
+from dflash_mlx.hub import Hub
+from dflash_mlx.loading import load, load_target
+from dflash_mlx.loop import generate
+
+TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    hub = HubServer()
+    hub.repositories[TARGET] = save_target(folder / "target")
+    hub.repositories[DRAFTER] = save_drafter(folder / "drafter")
+    (hub.repositories[TARGET] / "pytorch_model.bin").write_bytes(b"weights in another format")
+    hub.gated.add("meta-llama/Llama-3.1-8B-Instruct")
+    with hub.running():
+        yield hub
+
+
+@pytest.fixture
+def hub(server, tmp_path):
+    """A client with an empty cache, and a server that remembers nothing."""
+    server.requests.clear()
+    server.sizes.clear()
+    return Hub(server.url, tmp_path / "cache")
+
+
+@pytest.fixture
+def unreachable(hub):
+    """The same cache when nobody listens any more."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return Hub(f"http://127.0.0.1:{free.getsockname()[1]}", hub.cache)
+
+
+def refusal(error, hub, name) -> str:
+    """The one line of the error that fetching must raise."""
+    with pytest.raises(error) as caught:
+        hub.fetch(name)
+    message = str(caught.value)
+    assert name in message and "\n" not in message and len(message) < 300
+    return message
+
+
+def test_a_pair_is_fetched_by_the_targets_name(hub, server):
+    """The drafter is found in the registry, both are downloaded, and they decode."""
+    target, drafter = load(TARGET, hub=hub)
+    assert len(generate(target, drafter, [5, 6, 7], max_tokens=6).tokens) == 6
+    local = load_target(str(server.repositories[TARGET]))
+    tokens = mx.array([[5, 9, 2]])
+    assert mx.array_equal(target.model(tokens), local.model(tokens))
+
+
+def test_only_what_is_needed_is_fetched_and_only_once(hub, server):
+    hub.fetch(TARGET)
+    first = server.fetched()
+    assert first["model.safetensors"] == first["config.json"] == first["tokenizer.json"] == 1
+    assert "pytorch_model.bin" not in first
+    hub.fetch(TARGET)
+    assert server.fetched() == first
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(hub, server, tmp_path):
+    size, chunk = 24 << 20, 10 << 20  # huggingface-hub writes 10 MiB at a time
+    folder = tmp_path / "large"
+    folder.mkdir()
+    content = bytes(range(256)) * (size // 256)
+    (folder / "model.safetensors").write_bytes(content)
+    server.repositories["somebody/large"] = folder
+    server.cut["model.safetensors"] = 21 << 20
+    fetched = hub.fetch("somebody/large") / "model.safetensors"
+    assert fetched.read_bytes() == content
+    ranges = [asked for method, path, asked in server.requests if method == "GET" and asked]
+    assert ranges == [f"bytes={2 * chunk}-"]
+
+
+def test_a_repository_that_is_not_there(hub):
+    message = refusal(ModelNotFoundError, hub, "somebody/nothing")
+    assert "no such repository" in message
+
+
+def test_a_gated_repository(hub):
+    message = refusal(DownloadError, hub, "meta-llama/Llama-3.1-8B-Instruct")
+    assert "gated" in message and "hf auth login" in message
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_fetched(hub, server):
+    server.sizes["model.safetensors"] = 10**16
+    message = refusal(DownloadError, hub, TARGET)
+    assert "10000000.0 GB" in message and str(hub.cache) in message
+    assert not server.fetched()
+
+
+def test_a_disk_that_fills_up_on_the_way(hub, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dflash_mlx.hub.snapshot_download", fail)
+    assert "disk is full" in refusal(DownloadError, hub, TARGET)
+
+
+def test_no_network_and_no_copy(unreachable):
+    message = refusal(DownloadError, unreachable, TARGET)
+    assert "cannot be reached" in message and "not downloaded" in message
+
+
+def test_no_network_and_a_copy(hub, unreachable):
+    folder = hub.fetch(TARGET)
+    assert unreachable.fetch(TARGET) == folder
+
+
+def test_no_network_and_half_a_copy(hub, unreachable):
+    (hub.fetch(TARGET) / "model.safetensors").unlink()
+    assert "not wholly" in refusal(DownloadError, unreachable, TARGET)
+
+
+def test_offline_mode_asks_nobody(hub, server):
+    offline = Hub(hub.endpoint, hub.cache, offline=True)
+    assert "offline" in refusal(DownloadError, offline, TARGET)
+    folder = hub.fetch(TARGET)
+    server.requests.clear()
+    assert offline.fetch(TARGET) == folder
+    assert not server.requests
+
+
+def test_what_is_downloaded_and_its_size(hub, server):
+    assert hub.downloaded(TARGET) is None
+    folder = hub.fetch(TARGET)
+    wanted = [file for file in server.repositories[TARGET].iterdir() if file.suffix != ".bin"]
+    assert hub.downloaded(TARGET) == sum(file.stat().st_size for file in wanted)
+    (folder / "model.safetensors").unlink()
+    assert hub.downloaded(TARGET) is None
+
+
+@pytest.mark.parametrize("name", ["some body/model", "a/-b", "a/b..c"])
+def test_names_no_repository_can_have(hub, name):
+    refusal(ModelNotFoundError, hub, name)

@@ -1,0 +1,85 @@
+"""What safetensors headers say: whole or not, and whether the weights fit the machine."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from tinymodels import save_drafter, save_target
+
+from dflash_mlx.errors import NotEnoughMemoryError
+from dflash_mlx.loading import load, load_target
+from dflash_mlx.quantization import Quantization
+from dflash_mlx.weights import machine_memory, memory_needed
+
+
+def claim(folder, gigabytes: float) -> None:
+    """Make a weight file of this size out of a header and a hole in the disk."""
+    columns = 1024
+    rows = int(gigabytes * 1e9 / 2 / columns)
+    size = rows * columns * 2
+    tensor = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, size]}
+    header = json.dumps({"model.embed_tokens.weight": tensor}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+
+
+def refusal(loader, *arguments, **options) -> str:
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        loader(*map(str, arguments), **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_headers_tell_the_memory(tmp_path):
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        "a": mx.zeros((10, 64), mx.bfloat16),
+        "b": mx.zeros((10, 65), mx.float16),
+        "c": mx.zeros((7,), mx.float32),
+        "d": mx.zeros((9, 8), mx.uint32),
+    }
+    mx.save_safetensors(str(file), tensors)
+    a, b, c, d = 640, 650, 7, 72
+    assert memory_needed([file]) == 2 * a + 2 * b + 4 * c + 4 * d
+    assert memory_needed([file], float_bytes=4) == 4 * (a + b + c + d)
+    quantized = a * 4.5 / 8 + 2 * b + 4 * c + 4 * d  # the rows of b are no whole groups
+    assert memory_needed([file], Quantization(4, 64)) == quantized
+    assert memory_needed([file, file]) == 2 * memory_needed([file])
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path):
+    """The file is a hole of many gigabytes: reading it would take minutes, or the machine."""
+    folder = save_target(tmp_path)
+    memory = machine_memory() / 1e9
+    claim(folder, memory * 20)
+    message = refusal(load_target, folder)
+    assert str(folder) in message and f"this machine has {memory:.1f} GB" in message
+    assert "even quantized to 4 bits they would take" in message
+
+
+def test_what_would_fit_is_said(tmp_path):
+    folder = save_target(tmp_path)
+    memory = machine_memory() / 1e9
+    claim(folder, memory * 2.5)  # in 8 bits 1.3 times the memory, in 4 bits 0.7 times
+    assert "; quantized to 4 bits they would take" in refusal(load_target, folder)
+    assert "quantized to 4 bits" in refusal(load_target, folder, bits=8)
+
+
+def test_nothing_smaller_is_promised_of_a_quantized_model(tmp_path):
+    folder = save_target(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] = {"bits": 4, "group_size": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    claim(folder, machine_memory() / 1e9 * 2)
+    assert "choose a smaller model" in refusal(load_target, folder)
+
+
+def test_a_pair_has_to_fit_together(tmp_path):
+    target, drafter = save_target(tmp_path / "t"), save_drafter(tmp_path / "d")
+    memory = machine_memory() / 1e9
+    width = 2 if mx.default_device() == mx.Device(mx.cpu) else 1  # the CPU computes in f32
+    claim(target, memory * 0.6 / width)
+    claim(drafter, memory * 0.6 / width)
+    refusal(load, target, draft=str(drafter))

@@ -1,0 +1,107 @@
+"""Quantizing on load: every mode and width, and that drafted text stays plain text."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import plain_tokens, random_model, random_prompt, target_of
+from oracle import Oracle
+from tinymodels import save_drafter, save_target
+
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.loading import load, load_drafter, load_target
+from dflash_mlx.loop import generate
+from dflash_mlx.quantization import Quantization
+
+MODES = [("affine", 4, None), ("affine", 8, 32), ("affine", 4, 128)]
+MODES += [("mxfp4", 4, None), ("mxfp8", 8, None), ("nvfp4", 4, None)]
+KINDS = ["qwen3", "qwen3_moe", "qwen3_5", "deepseek_v3"]  # dense, experts, hybrid, MLA
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return str(save_target(folder / "target")), str(save_drafter(folder / "drafter"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("family", KINDS)
+def test_drafted_text_is_the_quantized_models_plain_text(family, bits):
+    """Against our own loop without a drafter, and against mlx-lm's."""
+    model, prompt = random_model(family), random_prompt(40, 4)
+    Quantization(bits, 32).apply(model)
+    assert any(isinstance(module, nn.QuantizedLinear) for module in model.modules())
+    target, answer = target_of(model, family), plain_tokens(model, prompt, 96)
+    assert generate(target, None, prompt, max_tokens=96).tokens == answer
+    for p, block in ((0, 5), (0.5, 8), (0.85, 16), (1, 16)):
+        oracle = Oracle(prompt, answer, 256, p=p)
+        assert generate(target, oracle, prompt, max_tokens=96, block_size=block).tokens == answer
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), MODES)
+def test_modes_and_groups(mode, bits, group_size, pair):
+    options = {"mode": mode, "group_size": group_size}
+    target, drafter = load(*pair, target_bits=bits, draft_bits=bits, **options)
+    for module in (target.model, drafter):
+        kinds = {
+            (part.mode, part.bits, part.group_size)
+            for part in module.modules()
+            if isinstance(part, nn.QuantizedLinear)
+        }
+        expected = group_size or {"affine": 64, "nvfp4": 16}.get(mode, 32)
+        assert kinds == {(mode, bits, expected)}
+    prompt = [5, 6, 7]
+    plain = generate(target, None, prompt, max_tokens=24).tokens
+    assert generate(target, drafter, prompt, max_tokens=24).tokens == plain
+
+
+def test_the_models_own_choices_are_respected():
+    """Experts' routers keep 8 bits whatever the rest gets."""
+    model = random_model("qwen3_moe")
+    Quantization(4, 32).apply(model)
+    layer = model.model.layers[0]
+    assert (layer.mlp.gate.bits, layer.mlp.gate.group_size) == (8, 64)
+    assert layer.self_attn.q_proj.bits == layer.mlp.switch_mlp.up_proj.bits == 4
+
+
+def test_a_drafter_reads_a_quantized_targets_own_modules(pair):
+    target = load_target(pair[0], bits=4)
+    tokens = mx.array([[5, 9, 2]])
+    assert isinstance(target.model.model.embed_tokens, nn.QuantizedEmbedding)
+    assert mx.array_equal(target.embed(tokens), target.model.model.embed_tokens(tokens))
+    hidden = target.model.model(tokens)
+    assert mx.array_equal(target.head(hidden), target.model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("bits", "mode", "group_size", "words"),
+    [
+        (3, "affine", None, "4 or 8 bits, not 3"),
+        (4, "int4", None, "affine, mxfp4, mxfp8, nvfp4, not 'int4'"),
+        (8, "mxfp4", None, "mxfp4 has 4 bits, not 8"),
+        (4, "mxfp8", None, "mxfp8 has 8 bits, not 4"),
+        (4, "affine", 48, "groups of 32 or 64 or 128 weights, not 48"),
+        (4, "nvfp4", 32, "groups of 16 weights, not 32"),
+        (None, "mxfp4", None, "give the bits too"),
+        (None, "affine", 32, "give the bits too"),
+    ],
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_settings_that_do_not_go_together(bits, mode, group_size, words, which, pair):
+    loader = (load_target, load_drafter)[which]
+    with pytest.raises(SettingsError, match=words) as caught:
+        loader(pair[which], bits, mode=mode, group_size=group_size)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(SettingsError, match=words):
+        load(*pair, target_bits=bits, mode=mode, group_size=group_size)
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), MODES[:2] + MODES[3:])
+def test_the_memory_it_reckons_is_the_memory_it_takes(mode, bits, group_size):
+    quantization = Quantization.of(bits, mode, group_size)
+    linear = nn.Linear(256, 512, bias=False)
+    linear.set_dtype(mx.bfloat16)
+    packed = nn.Sequential(linear)
+    quantization.apply(packed)
+    [layer] = packed.layers
+    taken = sum(layer[name].nbytes for name in ("weight", "scales", "biases") if name in layer)
+    assert quantization.bytes_of(256 * 512) == taken
