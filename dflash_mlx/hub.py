@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    scan_cache_dir,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
+    CacheNotFound,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -25,6 +32,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from .errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
+from .registry import Pair, pairs
 from .weights import GB, check_safetensors
 
 # What mlx-lm reads of a repository; the original weights in other formats stay where they are.
@@ -73,6 +81,16 @@ class Hub:
         except FAILURES:
             return None
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+    def copies(self) -> dict[str, int]:
+        """Every model that has a whole copy on this disk, and the bytes of it."""
+        try:
+            cached = scan_cache_dir(self.cache).repos
+        except CacheNotFound:
+            return {}
+        names = sorted(repo.repo_id for repo in cached if repo.repo_type == "model")
+        sizes = {name: self.downloaded(name) for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def _snapshot(self, name: str, offline: bool) -> Path:
         return Path(
@@ -131,3 +149,31 @@ class Hub:
         return DownloadError(
             f"{name}: the download broke off ({reason}); run this again, what is there is kept."
         )
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A pair of the registry and what of it is on this disk.
+
+    Attributes:
+        pair: the drafter and its target.
+        copies: downloaded repositories of the target and their bytes, its conversions included.
+        drafter_bytes: the size of the downloaded drafter, None without one.
+    """
+
+    pair: Pair
+    copies: dict[str, int]
+    drafter_bytes: int | None
+
+
+def listings(hub: Hub | None = None) -> list[Listing]:
+    """Every pair of the registry with what is downloaded; reads this disk alone."""
+    found = (hub or Hub()).copies()
+    return [
+        Listing(
+            pair=pair,
+            copies={name: size for name, size in found.items() if pair.matches(name)},
+            drafter_bytes=found.get(pair.drafter),
+        )
+        for pair in pairs()
+    ]

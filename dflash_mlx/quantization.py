@@ -62,6 +62,6 @@ class Quantization:
 
         nn.quantize(model, self.group_size, self.bits, mode=self.mode, class_predicate=choose)
 
-    def bytes_of(self, weights: int) -> float:
+    def bytes_of(self, weights: float) -> float:
         """The memory that so many quantized weights take."""
         return weights * (self.bits / 8 + _MODES[self.mode][2] / self.group_size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from .errors import ModelNotFoundError
+from .quantization import Quantization
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +37,14 @@ class Pair:
     targets: tuple[str, ...]
     billions: float | None = None
     supported: bool = True
+
+    def gigabytes(self, bits: int) -> float | None:
+        """Roughly what the target's weights take: in 4 or 8 bits, or in 16 as published."""
+        if self.billions is None:
+            return None
+        if bits == 16:
+            return self.billions * 2
+        return Quantization(bits, 64).bytes_of(1) * self.billions
 
     def matches(self, name: str) -> bool:
         """Whether a repository or folder of this name is the target, or a conversion of it.
