@@ -68,6 +68,7 @@ def stream_generate(
     seed: int | None = None,
     block_size: int | None = None,
     tree_budget: int | None = None,
+    kv_bits: int | None = None,
     stop: str | Sequence[str] = (),
 ) -> Iterator[Event]:
     """Generate text and yield it as it becomes certain, an event a round.
@@ -82,6 +83,8 @@ def stream_generate(
         temperature, top_p, top_k, min_p, seed: see `Sampler`; only greedy decoding so far.
         block_size: rows verified per round, the anchor included; None is the drafter's own.
         tree_budget: not supported yet, must be None.
+        kv_bits: 8 or 4 keeps the target's keys and values quantized, None as they are. The text is
+            then that of plain decoding with the same `kv_bits`.
         stop: strings that end the text; they are not part of it.
 
     Returns:
@@ -106,7 +109,7 @@ def stream_generate(
     size = _block_size(drafter, block_size)
     drafter = NoDrafter() if drafter is None else drafter
     request = _Request(
-        target=target.start(drafter.tap_layers),
+        target=target.start(drafter.tap_layers, kv_bits),
         drafter=drafter.start(target, sampler),
         prompt=ids,
         sampler=sampler,

@@ -1,0 +1,68 @@
+"""Keys and values in 8 or 4 bits: drafted text stays plain text, and who cannot says so."""
+
+import pytest
+from families import FAMILIES, random_model, random_prompt, target_of
+from oracle import Oracle
+
+import dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
+
+CAN = ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "llama"]
+CAN += ["minimax_m2", "glm4_moe"]
+REASONS = {
+    "gpt_oss": "RotatingKVCache",
+    "gemma4_dense": "RotatingKVCache",
+    "gemma4_moe": "RotatingKVCache",
+    "gemma4_E4B-like": "RotatingKVCache",
+    "kimi_k25": "MLA latents",
+    "deepseek_v3": "MLA latents",
+    "glm_moe_dsa": "MLA latents",
+    "deepseek_v32": "MLA latents",
+    "deepseek_v41": "LayerCache",
+}
+
+
+def test_every_family_either_can_or_says_why_not():
+    assert set(CAN) | set(REASONS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", CAN)
+def test_drafted_text_is_plain_text_with_the_same_bits(family):
+    target, prompt = target_of(random_model(family), family), random_prompt(40, 4)
+    for bits in (8, 4):
+        plain = dm.generate(target, None, prompt, max_tokens=60, kv_bits=bits).tokens
+        oracle = Oracle(prompt, plain, 256, p=0.6)
+        drafted = dm.generate(target, oracle, prompt, max_tokens=60, block_size=8, kv_bits=bits)
+        assert drafted.tokens == plain
+
+
+@pytest.mark.parametrize("family", REASONS)
+def test_a_model_that_cannot_is_refused_at_once(family):
+    target = target_of(random_model(family), family)
+    with pytest.raises(SettingsError, match=REASONS[family]) as caught:
+        dm.stream_generate(target, None, [1, 2, 3], kv_bits=8)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [0, 2, 16, "8"])
+def test_other_widths_are_refused(bits):
+    target = target_of(random_model("qwen3"), "qwen3")
+    with pytest.raises(SettingsError, match="8 or 4 bits"):
+        dm.stream_generate(target, None, [1, 2, 3], kv_bits=bits)
+
+
+def test_heads_that_are_no_whole_groups_are_refused():
+    target = target_of(random_model("qwen3", head_dim=48), "qwen3")
+    with pytest.raises(SettingsError, match="head size 48"):
+        dm.stream_generate(target, None, [1, 2, 3], kv_bits=8)
+
+
+def test_8_bits_take_less_memory():
+    sizes = {}
+    for bits in (None, 8, 4):
+        session = target_of(random_model("qwen3"), "qwen3").start(kv_bits=bits)
+        list(session.prefill(random_prompt(500, 1)))
+        sizes[bits] = sum(cache.nbytes for cache in session._cache)
+    # f32 against 8 or 4 bits and, per 32 of them, a scale and a bias in f32
+    assert sizes[8] / sizes[None] == pytest.approx((8 + 2) / 32, rel=0.01)
+    assert sizes[4] / sizes[None] == pytest.approx((4 + 2) / 32, rel=0.01)
