@@ -32,6 +32,9 @@ def bench(
     draft: options.Draft = None,
     target_bits: options.TargetBits = None,
     draft_bits: options.DraftBits = None,
+    quant_mode: options.Quantize = options.QuantMode.affine,
+    group_size: options.GroupSize = None,
+    offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
     max_tokens: options.MaxTokens = 256,
     block_size: options.BlockSize = None,
@@ -54,7 +57,17 @@ def bench(
     chosen = embedded_prompts() if prompts is None else read_prompts(prompts)
     if limit is not None:
         chosen = limit_per_category(chosen, limit)
-    choice = Choice(model, draft, False, target_bits, draft_bits, block_size, stock_blas)
+    choice = Choice(
+        model=model,
+        draft=draft,
+        target_bits=target_bits,
+        draft_bits=draft_bits,
+        quant_mode=quant_mode,
+        group_size=group_size,
+        offline=offline,
+        stock_blas=stock_blas,
+        block_size=block_size,
+    )
     pair = open_pair(choice)
     measured = _measure_all(pair, chosen, max_tokens, repeats)
     _report(pair, measured, repeats, json)

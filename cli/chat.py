@@ -25,17 +25,38 @@ def chat(
     no_draft: options.NoDraft = False,
     target_bits: options.TargetBits = None,
     draft_bits: options.DraftBits = None,
+    quant_mode: options.Quantize = options.QuantMode.affine,
+    group_size: options.GroupSize = None,
+    offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
     max_tokens: options.MaxTokens = 1024,
     block_size: options.BlockSize = None,
+    kv_bits: options.KvBits = None,
     stop: options.Stop = None,
 ) -> None:
     """Talk with a model. In a pipe every line is a turn, and stdout holds the answers alone."""
-    choice = Choice(model, draft, no_draft, target_bits, draft_bits, block_size, stock_blas)
+    choice = Choice(
+        model=model,
+        draft=draft,
+        no_draft=no_draft,
+        target_bits=target_bits,
+        draft_bits=draft_bits,
+        quant_mode=quant_mode,
+        group_size=group_size,
+        offline=offline,
+        stock_blas=stock_blas,
+        block_size=block_size,
+        kv_bits=kv_bits,
+    )
     pair = open_pair(choice)
     if not pair.target.tokenizer.has_chat_template:
         raise PromptError(f"{pair.target.name} has no chat template: it cannot chat.")
-    settings = {"max_tokens": max_tokens, "block_size": pair.block_size, "stop": stop or ()}
+    settings = {
+        "max_tokens": max_tokens,
+        "block_size": pair.block_size,
+        "kv_bits": pair.kv_bits,
+        "stop": stop or (),
+    }
     Conversation(pair, settings).run()
 
 

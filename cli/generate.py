@@ -35,9 +35,13 @@ def generate(
     no_draft: options.NoDraft = False,
     target_bits: options.TargetBits = None,
     draft_bits: options.DraftBits = None,
+    quant_mode: options.Quantize = options.QuantMode.affine,
+    group_size: options.GroupSize = None,
+    offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
     max_tokens: options.MaxTokens = 256,
     block_size: options.BlockSize = None,
+    kv_bits: options.KvBits = None,
     stop: options.Stop = None,
     raw: Annotated[
         bool,
@@ -55,7 +59,19 @@ def generate(
 ) -> None:
     """Answer one prompt: the text on stdout, what drafting did for it on stderr."""
     text = _read_prompt(prompt)
-    choice = Choice(model, draft, no_draft, target_bits, draft_bits, block_size, stock_blas)
+    choice = Choice(
+        model=model,
+        draft=draft,
+        no_draft=no_draft,
+        target_bits=target_bits,
+        draft_bits=draft_bits,
+        quant_mode=quant_mode,
+        group_size=group_size,
+        offline=offline,
+        stock_blas=stock_blas,
+        block_size=block_size,
+        kv_bits=kv_bits,
+    )
     pair = open_pair(choice)
     comparison = _comparison(pair, text, raw, max_tokens, stop or [])
     result = _stream(comparison, quiet=json)
@@ -91,7 +107,9 @@ def _comparison(pair: Pair, text: str, raw: bool, max_tokens: int, stop: list[st
         raise PromptError(f"{pair.target.name} has no chat template: add --raw.")
     prompt = text if raw else [{"role": "user", "content": text}]
     ids = encode_prompt(pair.target, prompt)
-    return Comparison(pair.target, pair.drafter, ids, max_tokens, pair.block_size, stop)
+    return Comparison(
+        pair.target, pair.drafter, ids, max_tokens, pair.block_size, stop, kv_bits=pair.kv_bits
+    )
 
 
 def _stream(comparison: Comparison, quiet: bool) -> Result:
@@ -104,6 +122,7 @@ def _stream(comparison: Comparison, quiet: bool) -> Result:
             comparison.prompt,
             max_tokens=comparison.max_tokens,
             block_size=comparison.block_size,
+            kv_bits=comparison.kv_bits,
             stop=comparison.stop,
         ),
         events,

@@ -1,17 +1,21 @@
-"""`dflash-mlx models`: which targets have a drafter, and how a drafter's config is understood."""
+"""`dflash-mlx models`: which targets have a drafter, what is on this disk, what a config says."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
 from dflash_mlx.drafter.inspect import inspect_drafter
-from dflash_mlx.registry import pairs
+from dflash_mlx.hub import Listing, listings
 
 from . import options
 from .screen import print_json, stdout
+
+WIDTHS = (4, 8, 16)  # bits a weight
+GB = 1e9
 
 
 def models(json: options.Json = False, inspect: options.Inspect = None) -> None:
@@ -19,17 +23,42 @@ def models(json: options.Json = False, inspect: options.Inspect = None) -> None:
     if inspect is not None:
         show_decisions(inspect, json)
         return
-    known = pairs()
+    rows = listings()
     if json:
-        listed = [{"drafter": pair.drafter, "targets": list(pair.targets)} for pair in known]
-        print_json({"embedded": "tiny", "pairs": listed})
+        print_json({"embedded": "tiny", "pairs": [_as_json(row) for row in rows]})
         return
     lines = [Text.assemble(("tiny", "bold"), "  embedded, with its drafter")]
-    for pair in known:
-        original, *others = pair.targets
-        lines.append(Text.assemble((original, "bold"), "  drafted by ", (pair.drafter, "green")))
-        lines += [Text(f"  {name}", "dim") for name in others]
+    for row in rows:
+        lines += _lines(row)
+    lines.append(Text("Conversions are known by their name: Qwen3-8B-4bit, Qwen3-8B-mxfp4, ..."))
     stdout().print(*lines, sep="\n", soft_wrap=True)
+
+
+def _lines(row: Listing) -> list[Text]:
+    """What a person sees of one pair."""
+    pair = row.pair
+    original, *others = pair.targets
+    first = Text.assemble((original, "bold"), "  drafted by ", (pair.drafter, "green"))
+    lines = [first, *(Text(f"  also {name}", "dim") for name in others)]
+    if pair.billions is not None:
+        weights = ", ".join(f"{pair.gigabytes(bits):.0f} GB in {bits} bits" for bits in WIDTHS)
+        lines.append(Text(f"  about {weights}", "dim"))
+    there = dict(row.copies)
+    if row.drafter_bytes is not None:
+        there[pair.drafter] = row.drafter_bytes
+    lines += [Text(f"  downloaded: {name}, {size / GB:.1f} GB") for name, size in there.items()]
+    return lines
+
+
+def _as_json(row: Listing) -> dict[str, Any]:
+    pair = row.pair
+    return {
+        "drafter": pair.drafter,
+        "targets": list(pair.targets),
+        "gigabytes": {str(bits): pair.gigabytes(bits) for bits in WIDTHS},
+        "downloaded": row.copies,
+        "drafter_bytes": row.drafter_bytes,
+    }
 
 
 def show_decisions(path: Path, json: bool) -> None:

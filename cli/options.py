@@ -18,6 +18,15 @@ class Bits(str, Enum):
     eight = "8"
 
 
+class QuantMode(str, Enum):
+    """Ways to quantize weights, see `mx.quantize`."""
+
+    affine = "affine"
+    mxfp4 = "mxfp4"
+    mxfp8 = "mxfp8"
+    nvfp4 = "nvfp4"
+
+
 def flag(name: str, help: str, group: str) -> Any:
     """A switch; Typer would show it with a value to be given."""
     return typer.Option(name, metavar="", help=help, rich_help_panel=group)
@@ -60,6 +69,25 @@ DraftBits = Annotated[
         "--draft-bits", metavar="4|8", help="Quantize the drafter's weights on load.", group=MODEL
     ),
 ]
+Quantize = Annotated[
+    QuantMode,
+    _value(
+        "--quant-mode",
+        metavar="MODE",
+        help="How --target-bits and --draft-bits quantize: affine, mxfp4, mxfp8 or nvfp4.",
+        group=MODEL,
+    ),
+]
+GroupSize = Annotated[
+    int | None,
+    _value(
+        "--group-size",
+        metavar="N",
+        help="Weights that share a scale; by default as many as is usual for the mode.",
+        group=MODEL,
+    ),
+]
+Offline = Annotated[bool, flag("--offline", "Use what is downloaded, ask no network.", MODEL)]
 StockBlas = Annotated[
     bool, flag("--stock-blas", "On Linux: keep the slow BLAS that comes with MLX.", MODEL)
 ]
@@ -76,6 +104,15 @@ BlockSize = Annotated[
         help="Tokens verified at once; by default as many as the drafter was trained for.",
         group=DECODING,
         min=1,
+    ),
+]
+KvBits = Annotated[
+    Bits | None,
+    _value(
+        "--kv-bits",
+        metavar="4|8",
+        help="Keep the model's keys and values in fewer bits, where it can.",
+        group=DECODING,
     ),
 ]
 Stop = Annotated[

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import dflash_mlx
 from dflash_mlx.blas import BlasInfo
+from dflash_mlx.hub import Hub
 
-from .options import Bits
+from .options import Bits, QuantMode
 from .screen import note, waiting
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Choice:
     draft_bits: Bits | None = None
     block_size: int | None = None
     stock_blas: bool = False
+    quant_mode: QuantMode = QuantMode.affine
+    group_size: int | None = None
+    offline: bool = False
+    kv_bits: Bits | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Pair:
     drafter: DFlash | None
     block_size: int | None
     blas: BlasInfo
+    kv_bits: int | None = None
 
     @property
     def rows(self) -> int:
@@ -78,12 +84,18 @@ def open_pair(choice: Choice) -> Pair:
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = _number(choice.target_bits), _number(choice.draft_bits)
     drafter: DFlash | None = None
+    settings: dict[str, Any] = {
+        "mode": choice.quant_mode.value,
+        "group_size": choice.group_size,
+        "hub": Hub(offline=choice.offline),
+    }
     with waiting(f"Loading {choice.model}", quiet=_is_remote(choice)):
         if choice.no_draft:
-            target = load_target(choice.model, target_bits)
+            target = load_target(choice.model, target_bits, **settings)
         else:
-            target, drafter = load(choice.model, choice.draft, target_bits, draft_bits)
-    pair = Pair(target, drafter, _block_size(choice, drafter, blas), blas)
+            target, drafter = load(choice.model, choice.draft, target_bits, draft_bits, **settings)
+    kv_bits = _number(choice.kv_bits)
+    pair = Pair(target, drafter, _block_size(choice, drafter, blas), blas, kv_bits)
     with waiting("Warming up"):
         from dflash_mlx.bench.measure import warm_up
 

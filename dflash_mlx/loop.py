@@ -78,13 +78,11 @@ def stream_generate(
         drafter: a `DFlash` network, anything of the same shape (`tap_layers`, `start`), or None
             for plain decoding.
         prompt: text, token ids, or chat messages (then the target's chat template is applied).
-        max_tokens: the most tokens to generate, an EOS token included; 0 generates nothing. The
-            target's context length limits it too.
+        max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
         temperature, top_p, top_k, min_p, seed: see `Sampler`; only greedy decoding so far.
         block_size: rows verified per round, the anchor included; None is the drafter's own.
         tree_budget: not supported yet, must be None.
-        kv_bits: 8 or 4 keeps the target's keys and values quantized, None as they are. The text is
-            then that of plain decoding with the same `kv_bits`.
+        kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
         stop: strings that end the text; they are not part of it.
 
     Returns:

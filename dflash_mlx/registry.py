@@ -30,13 +30,11 @@ class Pair:
         drafter: the drafter's repository.
         targets: the repositories of the target's original weights, the usual one first.
         billions: the target's parameters, as its name or its card counts them; None if unknown.
-        supported: False for a kind of drafter that this version cannot run.
     """
 
     drafter: str
     targets: tuple[str, ...]
     billions: float | None = None
-    supported: bool = True
 
     def gigabytes(self, bits: int) -> float | None:
         """Roughly what the target's weights take: in 4 or 8 bits, or in 16 as published."""
@@ -67,17 +65,12 @@ def pairs() -> list[Pair]:
 def drafter_for(name: str) -> str:
     """The drafter of a target, found by its repository or by the name of its local folder.
 
-    Raises `ModelNotFoundError` when the registry has none that this version can run.
+    Raises `ModelNotFoundError` when the registry has none.
     """
     pair = next((pair for pair in pairs() if pair.matches(name)), None)
     if pair is None:
         raise ModelNotFoundError(
             f"No drafter is known for {name}: name one with draft= (--draft on the command line)."
-        )
-    if not pair.supported:
-        raise ModelNotFoundError(
-            f"{name} is drafted by {pair.drafter}, a kind that this version does not run yet: name "
-            "another with draft= (--draft on the command line)."
         )
     return pair.drafter
 

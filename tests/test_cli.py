@@ -138,6 +138,25 @@ def test_models():
     assert listed["embedded"] == "tiny" and all(one["targets"] for one in listed["pairs"])
     shown = in_process("models").stdout
     assert all(name in shown for one in listed["pairs"] for name in one["targets"])
+    sizes = {one["targets"][0]: one["gigabytes"] for one in listed["pairs"]}
+    assert sizes["Qwen/Qwen3-8B"] == {"4": 4.5, "8": 8.5, "16": 16}
+    assert "about 5 GB in 4 bits, 10 GB in 8 bits, 18 GB in 16 bits" in shown
+
+
+def test_models_says_what_is_downloaded(monkeypatch):
+    copies = {"mlx-community/Qwen3-8B-4bit": 4_612_000_000, "z-lab/Qwen3-8B-DFlash-b16": 10**9}
+    monkeypatch.setattr("dflash_mlx.hub.Hub.copies", lambda _: copies)
+    shown = in_process("models").stdout
+    assert shown.count("downloaded:") == 2
+    assert "downloaded: mlx-community/Qwen3-8B-4bit, 4.6 GB" in shown
+    assert "downloaded: z-lab/Qwen3-8B-DFlash-b16, 1.0 GB" in shown
+    [row] = [
+        row
+        for row in json.loads(in_process("models", "--json").stdout)["pairs"]
+        if row["downloaded"]
+    ]
+    assert row["drafter_bytes"] == 10**9
+    assert row["downloaded"] == {"mlx-community/Qwen3-8B-4bit": 4_612_000_000}
 
 
 def test_inspecting_a_drafter(pair):

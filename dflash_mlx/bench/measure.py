@@ -35,7 +35,7 @@ class Comparison:
     Attributes:
         target, drafter: what runs; see `stream_generate`.
         prompt: token ids.
-        max_tokens, block_size, stop: see `stream_generate`.
+        max_tokens, block_size, stop, kv_bits: see `stream_generate`.
         plain, drafted, mlx_lm: the runs so far; at least one of each of the first two is needed
             before the properties can be read.
     """
@@ -46,6 +46,7 @@ class Comparison:
     max_tokens: int = 256
     block_size: int | None = None
     stop: Sequence[str] = ()
+    kv_bits: int | None = None
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
     mlx_lm: list[Baseline] = field(default_factory=list)
@@ -78,6 +79,7 @@ class Comparison:
             self.prompt,
             max_tokens=self.max_tokens,
             block_size=block_size,
+            kv_bits=self.kv_bits,
             stop=self.stop,
         )
 
