@@ -6,13 +6,26 @@ place of dflash_mlx/ that imports mlx_lm, and then at the pinned range in pyproj
 
 import inspect
 
+import families
 import mlx.core as mx
 import pytest
 from mlx_lm import utils
 from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.models.deepseek_v41 import LayerCache
+from mlx_lm.models.qwen3_5 import GatedDeltaNet
+from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 from tinymodels import END, SUPPORTED, model_config, random_model, save_target, tokenizer, wrapped
+
+from dflash_mlx.proposal import Proposal
 
 
 def parameters(function) -> list[str]:
@@ -33,6 +46,43 @@ def test_a_kv_cache_is_its_three_fields():
     keys, _ = cache.update_and_fetch(rows[:, :, :1] + 9, rows[:, :, :1])
     assert keys.reshape(-1).tolist() == [0, 1, 2, 9]
     assert [type(part) for part in cache.state] == [mx.array, mx.array, int]
+
+
+def test_a_rotating_cache_after_several_rows():
+    """`rollback.py` cuts its end: temporal order, `max_size - 1` older rows, no more."""
+    cache = RotatingKVCache(max_size=4)
+    rows = mx.arange(9, dtype=mx.float32).reshape(1, 1, 9, 1)
+    for start, count in ((0, 1), (1, 1), (2, 4), (6, 3)):
+        keys, _ = cache.update_and_fetch(*[rows[:, :, start : start + count]] * 2)
+    assert keys.reshape(-1).tolist() == [3, 4, 5, 6, 7, 8]
+    assert cache._idx == keys.shape[2] == 6 and cache.offset == 9
+    fields = {"keep", "keys", "values", "offset", "max_size", "_idx"}
+    assert set(vars(cache)) == fields
+
+
+def test_the_other_caches_are_their_fields():
+    """What `rollback.py`, `recurrent.py`, `compressed.py` and `kv_bits.py` read and write."""
+    assert set(vars(ArraysCache(2))) == {"cache", "left_padding", "lengths"}
+    assert set(vars(CacheList(KVCache()))) == {"caches"}
+    assert set(vars(QuantizedKVCache(32, 8))) == {"keys", "values", "offset", "group_size", "bits"}
+    compressed = ["compress_kv", "index_k", "pending_kv", "pending_gate"]
+    assert set(vars(LayerCache(8))) == {"window_size", "offset", "window", *compressed}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_a_recurrence_is_what_enters_it(family):
+    """`recurrent.py` replays it from the convolution's output and the gates, bit for bit."""
+    model = families.random_model(family)
+    layer = getattr(model, "language_model", model).model.layers[0]
+    tokens = families.random_prompt(12, 1)
+    short, whole = (families.target_of(model, family).start() for _ in range(2))
+    for session, rows in ((short, 7), (whole, 12)):
+        list(session.prefill([1, 2, 3]))
+        session.verify(Proposal(tokens[:rows]))
+        session.commit(range(7))
+    assert type(layer.linear_attn) in (GatedDeltaNet, Qwen3NextGatedDeltaNet)
+    for one, other in zip(short._cache[0].cache, whole._cache[0].cache, strict=True):
+        assert mx.array_equal(one, other)
 
 
 @pytest.mark.parametrize("family", SUPPORTED)

@@ -37,6 +37,41 @@ def test_a_drafter_is_found_by_repository_and_by_folder(name):
     assert drafter_for(name) == "z-lab/Qwen3-8B-DFlash-b16"
 
 
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        ("mlx-community/Qwen3-8B-4bit-DWQ-053125", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("lmstudio-community/Qwen3-Coder-Next-MLX-4bit", "z-lab/Qwen3-Coder-Next-DFlash"),
+        ("mlx-community/Qwen3.5-35B-A3B-mxfp4", "z-lab/Qwen3.5-35B-A3B-DFlash"),
+        ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
+        ("mlx-community/gemma-4-31b-it-8bit", "z-lab/gemma-4-31B-it-DFlash"),
+        (
+            "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
+            "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        ),
+        ("mlx-community/Kimi-K2.5-3bit", "z-lab/Kimi-K2.5-DFlash"),
+        ("mlx-community/MiniMax-M2.7-nvfp4", "z-lab/MiniMax-M2.7-DFlash"),
+        ("zai-org/GLM-5.1-FP8", "z-lab/GLM-5.1-FP8-DFlash"),
+    ],
+)
+def test_conversions_are_known_by_their_name(name, drafter):
+    assert drafter_for(name) == drafter
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B-Thinking-4bit", "x/Qwen3-8B-4bit-lora"]
+)
+def test_another_model_of_a_similar_name_is_not_taken_for_it(name):
+    with pytest.raises(ModelNotFoundError, match="No drafter is known"):
+        drafter_for(name)
+
+
+def test_a_drafter_of_another_kind_is_named():
+    with pytest.raises(ModelNotFoundError, match="Qwen3.8-27B-DFlash2, a kind") as caught:
+        drafter_for("mlx-community/Qwen3.8-27B-4bit")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8", "Qwen3-8B-Base", "", "/"])
 def test_an_unknown_target_asks_for_its_drafter(name):
     with pytest.raises(ModelNotFoundError, match="draft="):
