@@ -79,7 +79,7 @@ def _packages() -> Iterator[Check]:
     except PackageNotFoundError:  # run from a source tree that nobody installed
         wanted = [Requirement("mlx"), Requirement("mlx-lm")]
     for name in ("mlx", "mlx-lm"):
-        needed = next(one for one in wanted if one.name == name)
+        needed = next(one for one in wanted if one.name == name and _applies(one))
         found = installed(name)
         if found is None:
             yield Check(name, "fail", "not installed", INSTALL)
@@ -87,6 +87,11 @@ def _packages() -> Iterator[Check]:
             yield Check(name, "warn", f"{found}, made for {needed.specifier}", INSTALL)
         else:
             yield Check(name, "ok", found)
+
+
+def _applies(requirement: Requirement) -> bool:
+    """Whether it is for this Python and system: each has a range of its own."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": "mlx"})
 
 
 def _device() -> Check:

@@ -51,6 +51,7 @@ def load(
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError, UnsupportedCacheError.
     """
+    _check_name(name)  # a mistyped name is not a target without a drafter
     if draft is None:
         draft = EMBEDDED if name == EMBEDDED else drafter_for(name)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
@@ -198,16 +199,22 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     """The local folder of a model: embedded, given, or fetched from the hub."""
     if name == EMBEDDED:
         return Path(str(files("dflash_mlx.tiny"))) / part
+    _check_name(name)
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
+    return folder if folder.is_dir() else hub.fetch(name)
+
+
+def _check_name(name: str) -> None:
+    """Raise `ModelNotFoundError` unless it is "tiny", a folder, or may be a hub repository."""
+    folder = Path(name).expanduser()
+    if name == EMBEDDED or folder.is_dir():
+        return
     if folder.exists():
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a hub repository (owner/name), or {EMBEDDED!r}."
         )
-    return hub.fetch(name)
 
 
 def _tokenizer(folder: Path, config: dict[str, Any]) -> Any:

@@ -177,9 +177,9 @@ def test_every_eos_token_of_the_configs_ends_the_text(where, folder):
 @pytest.mark.parametrize(
     "name", ["nothing-here", "/nothing/here", "./nothing", "~/nothing", "a/b/c"]
 )
-@pytest.mark.parametrize("loader", [load_target, load_drafter])
+@pytest.mark.parametrize("loader", [load, load_target, load_drafter])
 def test_unknown_names(name, loader):
-    assert name in message_of(ModelNotFoundError, loader, name)
+    assert f"No model '{name}'" in message_of(ModelNotFoundError, loader, name)
 
 
 def test_a_file_is_no_model(pair):
