@@ -25,6 +25,7 @@ class Stats:
     decode_seconds: float = 0.0
     peak_bytes: int = 0  # MLX's peak memory during the request
     block_size: int = 1  # the widest round allowed; 1 is plain decoding
+    seed: int | None = None  # of the sampling noise; None for greedy decoding
     accepted_per_round: list[int] = field(default_factory=list)
 
     def count_round(self, drafted: int, accepted: int, emitted: int) -> None:

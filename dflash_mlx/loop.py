@@ -21,7 +21,7 @@ from .errors import ProposalError, SettingsError
 from .events import Event, FinishReason, Result, Stats
 from .prompt import Prompt, encode_prompt
 from .proposal import Proposal
-from .sampling import Sampler
+from .sampling import Sampler, Sampling
 from .stream import TextStream
 from .target import Target, TargetSession
 
@@ -70,6 +70,7 @@ def stream_generate(
     tree_budget: int | None = None,
     kv_bits: int | None = None,
     stop: str | Sequence[str] = (),
+    **sampling: Any,
 ) -> Iterator[Event]:
     """Generate text and yield it as it becomes certain, an event a round.
 
@@ -79,7 +80,9 @@ def stream_generate(
             for plain decoding.
         prompt: text, token ids, or chat messages (then the target's chat template is applied).
         max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
-        temperature, top_p, top_k, min_p, seed: see `Sampler`; only greedy decoding so far.
+        temperature, top_p, top_k, min_p, seed, and any other setting of `Sampling` (penalties,
+            logit bias, processors): how tokens are chosen. A seed's text is the same with and
+            without a drafter, and whatever the block size.
         block_size: rows verified per round, the anchor included; None is the drafter's own.
         tree_budget: not supported yet, must be None.
         kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
@@ -93,7 +96,9 @@ def stream_generate(
         SettingsError, PromptError, IncompatibleDrafterError: at once, before any work.
         ProposalError: later, when the drafter's proposal is not a draft from the anchor.
     """
-    sampler = Sampler(temperature, top_p, top_k, min_p, seed)
+    settings = Sampling.of(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **sampling
+    )
     if tree_budget is not None:
         raise SettingsError("tree_budget is not supported yet: leave it at None.")
     if not isinstance(max_tokens, int) or max_tokens < 0:
@@ -102,6 +107,7 @@ def stream_generate(
     if any(not isinstance(text, str) or not text for text in stop):
         raise SettingsError("stop must be one or more strings that are not empty.")
     ids = encode_prompt(target, prompt)
+    sampler = Sampler(settings, target.vocab_size, ids)
     tokens = min(max_tokens, target.context_length - len(ids))
     tokenizer = target.tokenizer
     size = _block_size(drafter, block_size)
@@ -112,7 +118,7 @@ def stream_generate(
         prompt=ids,
         sampler=sampler,
         text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, stop, tokens),
-        stats=Stats(prompt_tokens=len(ids), block_size=size),
+        stats=Stats(prompt_tokens=len(ids), block_size=size, seed=sampler.seed),
     )
     return _decode(request)
 
@@ -133,7 +139,8 @@ def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> R
 
 def _decode(request: _Request) -> Iterator[Event]:
     """The rounds of one request."""
-    target, drafter, text, stats = request.target, request.drafter, request.text, request.stats
+    target, drafter, sampler = request.target, request.drafter, request.sampler
+    text, stats = request.text, request.stats
     if text.finish_reason is not None:  # max_tokens=0: no forward is needed to emit nothing
         yield Event("", [], 0, 0, text.finish_reason, stats)
         return
@@ -154,33 +161,26 @@ def _decode(request: _Request) -> Iterator[Event]:
 
         # verify: one forward over all rows, and the round's only wait for the device
         logits, taps = target.verify(proposal)
-        tokens, choices = _read(proposal, request.sampler.choose(logits))
+        tokens, choices = sampler.choose(proposal, logits)
 
         # accept
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
         kept, anchor = accept(tokens, proposal.parents, choices)
+        certain = [*(tokens[row] for row in kept[1:]), anchor]
 
         # commit
         target.commit(kept)
         drafter.extend(taps[:, : len(kept)])
+        sampler.commit(certain)
 
         # emit
-        piece = text.add([*(tokens[row] for row in kept[1:]), anchor])
+        piece = text.add(certain)
         drafted, accepted = len(proposal) - 1, len(kept) - 1
         stats.count_round(drafted, accepted, len(piece.tokens))
         stats.peak_bytes = mx.get_peak_memory()
         stats.decode_seconds += time.perf_counter() - clock
         yield Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)
-
-
-def _read(proposal: Proposal, choices: mx.array) -> tuple[list[int], list[int]]:
-    """Bring the drafted tokens and the target's choices to the host in one go."""
-    tokens = proposal.tokens
-    if not isinstance(tokens, mx.array):
-        tokens = mx.array(list(tokens))
-    both: Any = mx.concatenate([tokens, choices.astype(tokens.dtype)]).tolist()
-    return both[: len(proposal)], both[len(proposal) :]
 
 
 def _block_size(drafter: Any, requested: int | None) -> int:

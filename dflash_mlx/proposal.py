@@ -46,6 +46,21 @@ class Proposal:
         return len(self.parents)
 
     @property
+    def depths(self) -> tuple[int, ...]:
+        """How far each node is from the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if depths else 0)
+        return tuple(depths)
+
+    def paths(self) -> list[list[int]]:
+        """The rows on each node's path from the root, the root left out and the node included."""
+        paths: list[list[int]] = [[]]
+        for row, parent in enumerate(self.parents[1:], start=1):
+            paths.append([*paths[parent], row])
+        return paths
+
+    @property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the one before it."""
         return all(parent == row - 1 for row, parent in enumerate(self.parents))

@@ -1,44 +1,337 @@
-"""From logits to the target's choice at each position; the drafter and the target share it."""
+"""From logits to the token at each position, by one function that drafter and target share.
+
+The token at absolute position i is argmax(log p + G(seed, i)): p is the processed distribution,
+and G is Gumbel noise over the vocabulary, made of the seed and the position alone. That is a sample
+of p, and a fixed function of the logits. So for a given seed the text is the same whether anything
+drafts or not, and a draft is accepted when it equals the target's choice, as in greedy decoding.
+Because the drafter knows the noise too, it mostly draws what the target will draw.
+
+The settings mean what they mean in mlx-lm, in mlx-lm's order: logit bias, penalties, other
+processors, top-p, min-p, top-k, temperature. Processors that look at the history cost: they are
+called row by row, each row with the history of its own path, and drafts are chosen one after the
+other, each with those before it in its history. Nothing waits for the device unless the processor
+itself does, as one that reads token ids on the host has to.
+"""
 
 from __future__ import annotations
 
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors
 
 from .errors import SettingsError
+from .proposal import Proposal
+from .sharpness import Sharpness, Trials
 
-if TYPE_CHECKING:
-    import mlx.core as mx
+# (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
+# these two: histories that will be rejected are seen as well, and one may be seen again.
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+# (scores [L, V], the weight of one nat of the drafter's opinion in them) -> tokens [L]
+Pick = Callable[[mx.array, float], mx.array]
+
+SEED_BITS = 32
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """How a request chooses tokens. Greedy for now: other settings are refused, not ignored.
+class Sampling:
+    """How a request chooses tokens. Raises `SettingsError` for a value that makes no sense.
 
-    Raises `SettingsError` for values that are out of range or not supported yet.
+    Attributes:
+        temperature: 0 is greedy: no noise, and top_p, top_k, min_p change nothing.
+        top_p: keep the most probable tokens that together have this probability.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        min_p: keep tokens with at least this share of the most probable one's probability.
+        seed: of the noise, 0 to 2**32 - 1; None draws a fresh one.
+        logit_bias: token id -> what is added to its logit.
+        repetition_penalty: above 1 makes tokens of the recent history less likely; 1 is off.
+        presence_penalty, frequency_penalty: what a token's logit loses once, or for each time it
+            occurs in the recent history; 0 is off.
+        repetition_context_size, presence_context_size, frequency_context_size: how many tokens
+            the recent history is.
+        logits_processors: further processors, called in this order after the penalties.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int | None = None  # greedy choices do not depend on it
+    seed: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    logits_processors: Sequence[LogitsProcessor] = ()
+
+    @classmethod
+    def of(cls, **settings: Any) -> Sampling:
+        """The settings of these names. Raises `SettingsError` for a name that there is not."""
+        for name in settings:
+            if name not in cls.__dataclass_fields__:
+                raise SettingsError(f"There is no setting {name!r}.")
+        return cls(**settings)
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise SettingsError(f"temperature must be 0 or more, not {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise SettingsError(f"top_p must be above 0 and at most 1, not {self.top_p}.")
-        if self.top_k < 0:
-            raise SettingsError(f"top_k must be 0 (off) or more, not {self.top_k}.")
-        if not 0 <= self.min_p <= 1:
-            raise SettingsError(f"min_p must be from 0 to 1, not {self.min_p}.")
-        if self.temperature > 0 or self.top_p < 1 or self.top_k > 0 or self.min_p > 0:
+        self._check("temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or more")
+        self._check("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1")
+        self._check("top_k", lambda k: k >= 0, "0 (off) or more", whole=True)
+        self._check("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
+        if self.seed is not None:
+            self._check("seed", lambda s: 0 <= s < 2**SEED_BITS, "from 0 to 2**32 - 1", whole=True)
+        self._check("repetition_penalty", lambda p: 0 < p < math.inf, "above 0 (1 is off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(name, math.isfinite, "finite (0 is off)")
+        for name in ("repetition", "presence", "frequency"):
+            self._check(f"{name}_context_size", lambda n: n >= 1, "1 or more", whole=True)
+        if isinstance(self.logits_processors, str) or not all(
+            callable(one) for one in _items("logits_processors", self.logits_processors)
+        ):
             raise SettingsError(
-                "Sampling is not supported yet: leave temperature at 0 (greedy) "
-                "and top_p, top_k, min_p at their defaults."
+                "logits_processors must be functions of (tokens, logits), "
+                f"not {self.logits_processors!r}."
             )
+        if self.logit_bias is not None:
+            _check_bias(self.logit_bias)
 
-    def choose(self, logits: mx.array) -> mx.array:
-        """The target's token for each row: logits [N, V] -> integers [N]."""
-        return logits.argmax(axis=-1)
+    def _check(
+        self, name: str, allowed: Callable[[Any], bool], range_: str, whole: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, int if whole else Real) and not isinstance(value, bool)
+        if not number or not allowed(value):
+            raise SettingsError(f"{name} must be {range_}, not {value!r}.")
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise `SettingsError` for a token that a vocabulary of this size does not have."""
+        if self.top_k > size:
+            raise SettingsError(f"top_k {self.top_k} is more than the vocabulary's {size} tokens.")
+        for token in self.logit_bias or ():
+            if not 0 <= token < size:
+                raise SettingsError(f"logit_bias: the vocabulary of {size} has no token {token}.")
+
+    def processors(self) -> list[LogitsProcessor]:
+        """The processors that look at the history, the penalties' first."""
+        penalty = self.repetition_penalty
+        penalties: list[LogitsProcessor] = make_logits_processors(
+            None,
+            None if penalty == 1 else penalty,
+            self.repetition_context_size,
+            self.presence_penalty,
+            self.presence_context_size,
+            self.frequency_penalty,
+            self.frequency_context_size,
+        )
+        return [*penalties, *self.logits_processors]
+
+
+class Sampler:
+    """One request's choices: the settings, the seed, and the text so far.
+
+    Args:
+        settings: how to choose.
+        vocab_size: V, the target's.
+        prompt: its token ids.
+        sharpness: what was learnt about the drafter so far; None starts anew.
+
+    Attributes:
+        settings: as given.
+        temperature: theirs.
+        seed: the noise's; None when nothing is random.
+
+    Raises `SettingsError` for settings that do not fit the vocabulary.
+    """
+
+    def __init__(
+        self,
+        settings: Sampling,
+        vocab_size: int,
+        prompt: Sequence[int] = (),
+        sharpness: Sharpness | None = None,
+    ) -> None:
+        settings.check_vocabulary(vocab_size)
+        self.settings, self.temperature = settings, settings.temperature
+        self.seed: int | None = None
+        if settings.temperature > 0:
+            self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
+        self.sharpness = sharpness or Sharpness()
+        self._trials = Trials(self.sharpness)
+        self._vocab_size = vocab_size
+        self._processors = settings.processors()
+        self._bias = _dense(settings.logit_bias, vocab_size) if settings.logit_bias else None
+        self._position = len(prompt)  # of the next token
+        self._history = mx.array(list(prompt), mx.int32) if self._processors else None
+        self._noise = mx.zeros((0, vocab_size))
+        self._noise_start = 0  # the position of its first row
+        self._blocks: mx.array | None = None  # what each s would have drafted in this round
+
+    def choose(self, proposal: Proposal, logits: mx.array) -> tuple[list[int], list[int]]:
+        """The proposal's tokens [N] and the target's choice after each, from its logits [N, V].
+
+        This is the round's only wait for the device; the drafter's part is read along.
+        """
+        tokens = proposal.tokens
+        if not isinstance(tokens, mx.array):
+            tokens = mx.array(list(tokens))
+        tokens = tokens.astype(mx.int32)
+        paths = proposal.paths() if self._processors else []
+        chosen = self._log_probs(self._processed(logits, tokens, paths))
+        if self.temperature > 0:
+            rows = self._noise_rows(max(proposal.depths) + 1)
+            chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
+        parts = [tokens, chosen.argmax(axis=-1).astype(mx.int32)]
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None:
+            parts.append(blocks.flatten().astype(mx.int32))
+        read: Any = mx.concatenate(parts).tolist()
+        count = len(proposal)
+        if blocks is not None:
+            width = blocks.shape[1]
+            rest = read[2 * count :]
+            self._trials.add([rest[at : at + width] for at in range(0, len(rest), width)])
+        return read[:count], read[count : 2 * count]
+
+    def draft(self, logits: mx.array, pick: Pick | None = None) -> mx.array:
+        """Draft the next L tokens [L] from the drafter's logits [L, V]; nothing waits.
+
+        `pick` makes tokens of scores; None takes the best of each row.
+        """
+        pick = pick or _best
+        if self.temperature == 0:
+            return pick(self._drafter_log_probs(logits, None, 1.0), 1.0)
+        noise = self._noise_rows(len(logits))
+        grid, best = self.sharpness.grid, self.sharpness.best
+        log_probs = self._drafter_log_probs(logits, noise, grid[best])
+        blocks = [pick(s * log_probs + noise, s / self.temperature) for s in grid]
+        self._blocks = mx.stack(blocks) if len(grid) > 1 else None
+        return blocks[best]
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """The text goes on by these tokens, the next anchor last."""
+        self._position += len(tokens)
+        if self._history is not None:
+            self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
+        if self.temperature > 0:
+            self._trials.commit(tokens)
+
+    def _log_probs(self, logits: mx.array) -> mx.array:
+        """The log-probabilities [N, V] of processed logits; at temperature 0 the logits will do."""
+        settings = self.settings
+        if self.temperature == 0:
+            return logits
+        scores = logits.astype(mx.float32)
+        if settings.top_p < 1:
+            scores = keep_top_p(scores, settings.top_p)
+        if settings.min_p > 0:
+            scores = keep_min_p(scores, settings.min_p)
+        if 0 < settings.top_k < scores.shape[-1]:
+            scores = keep_top_k(scores, settings.top_k)
+        scores = scores / self.temperature
+        return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+
+    def _processed(
+        self, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]
+    ) -> mx.array:
+        """Logits [N, V] after bias and processors; `paths` are each row's rows after the anchor."""
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self._history is None:
+            return logits
+        rows = []
+        for row, path in enumerate(paths):
+            seen = mx.concatenate([self._history, tokens[mx.array(path)]]) if path else None
+            rows.append(self._apply(self._history if seen is None else seen, logits[row : row + 1]))
+        return mx.concatenate(rows)
+
+    def _apply(self, history: mx.array, logits: mx.array) -> mx.array:
+        for processor in self._processors:
+            logits = processor(history, logits)
+        return logits
+
+    def _drafter_log_probs(self, logits: mx.array, noise: mx.array | None, s: float) -> mx.array:
+        """The drafter's log-probabilities [L, V], each row after the drafts of those before it."""
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self._history is None:
+            return self._log_probs(logits)
+        history, rows = self._history, []
+        for slot in range(len(logits)):
+            row = self._log_probs(self._apply(history, logits[slot : slot + 1]))
+            rows.append(row)
+            token = (row if noise is None else s * row + noise[slot]).argmax(axis=-1)
+            history = mx.concatenate([history, token.astype(mx.int32)])
+        return mx.concatenate(rows)
+
+    def _noise_rows(self, rows: int) -> mx.array:
+        """The noise [rows, V] of the next positions. What a round has made, the next ones reuse."""
+        kept = self._noise[self._position - self._noise_start :]
+        missing = rows - len(kept)
+        if missing > 0:
+            assert self.seed is not None
+            more = gumbel(self.seed, self._position + len(kept), missing, self._vocab_size)
+            kept = mx.concatenate([kept, more]) if len(kept) else more
+        self._noise, self._noise_start = kept, self._position
+        return kept[:rows]
+
+
+def gumbel(seed: int, first: int, rows: int, vocab_size: int) -> mx.array:
+    """Gumbel(0, 1) noise [rows, V] in f32 for positions first, first + 1, ...
+
+    Each row's Threefry key is the pair (seed, position), so a row does not depend on its company.
+    """
+    positions = mx.arange(first, first + rows).astype(mx.uint32)
+    keys = mx.stack([mx.full((rows,), seed, mx.uint32), positions], axis=1)
+    return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
+
+
+def keep_top_p(logits: mx.array, top_p: float) -> mx.array:
+    """Set to -inf what lies outside of the most probable tokens that together have `top_p`."""
+    ascending = mx.sort(logits, axis=-1)
+    above = mx.cumsum(mx.softmax(ascending, axis=-1), axis=-1, reverse=True, inclusive=False)
+    # The most probable token has nothing above it, so at least one stays.
+    dropped = (above >= top_p).sum(axis=-1, keepdims=True)
+    return mx.where(logits < mx.take_along_axis(ascending, dropped, axis=-1), -mx.inf, logits)
+
+
+def keep_min_p(logits: mx.array, min_p: float) -> mx.array:
+    """Set to -inf what has less than `min_p` times the probability of the most probable token."""
+    least = logits.max(axis=-1, keepdims=True) + math.log(min_p)
+    return mx.where(logits < least, -mx.inf, logits)
+
+
+def keep_top_k(logits: mx.array, top_k: int) -> mx.array:
+    """Set to -inf all but the `top_k` largest of each row, fewer than the row has."""
+    others = mx.argpartition(-logits, top_k - 1, axis=-1)[:, top_k:]
+    return mx.put_along_axis(logits, others, mx.array(-mx.inf, logits.dtype), axis=-1)
+
+
+def _best(scores: mx.array, weight: float) -> mx.array:
+    return scores.argmax(axis=-1)
+
+
+def _items(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, Sequence):
+        raise SettingsError(f"{name} must be a list, not {value!r}.")
+    return value
+
+
+def _check_bias(bias: Any) -> None:
+    """Raise `SettingsError` unless these are finite numbers by token id."""
+    whole = isinstance(bias, Mapping) and all(isinstance(token, int) for token in bias)
+    if not whole or not all(isinstance(b, Real) and math.isfinite(b) for b in bias.values()):
+        raise SettingsError(f"logit_bias must map token ids to finite numbers, not {bias!r}.")
+
+
+def _dense(bias: Mapping[int, float], vocab_size: int) -> mx.array:
+    """The bias of every token, [V]."""
+    row = [0.0] * vocab_size
+    for token, value in bias.items():
+        row[token] = float(value)
+    return mx.array(row)

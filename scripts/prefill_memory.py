@@ -19,7 +19,6 @@ import mlx.core as mx  # noqa: E402  after the BLAS
 
 from dflash_mlx.config import DraftConfig  # noqa: E402
 from dflash_mlx.drafter.network import DFlash  # noqa: E402
-from dflash_mlx.sampling import Sampler  # noqa: E402
 from dflash_mlx.target.target import PREFILL_STEP  # noqa: E402
 
 
@@ -34,7 +33,7 @@ def peak_bytes(drafter: DFlash, tokens: int) -> int:
         vocab_size=config.vocab_size,
         num_layers=config.num_target_layers,
     )
-    session, before = drafter.start(target, Sampler()), mx.get_active_memory()
+    session, before = drafter.start(target), mx.get_active_memory()
     mx.reset_peak_memory()
     for start in range(0, tokens, PREFILL_STEP):
         taps = mx.random.normal((1, min(PREFILL_STEP, tokens - start), features))

@@ -18,9 +18,11 @@ from dflash_mlx.drafter.dflash2 import DFlash2, convolve, top_candidates
 from dflash_mlx.drafter.inspect import inspect_drafter
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.errors import SettingsError, WeightsError
+from dflash_mlx.sampling import Sampler, Sampling
 
 GOLDEN = Path(__file__).parent / "data" / "golden" / "dflash2"
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
+GREEDY = Sampler(Sampling(), vocab_size=67)
 SHAPE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -178,7 +180,7 @@ def test_the_selector_walks_like_the_slow_one(top):
         logits = np.array(drafter.logits(hidden, target)[0], np.float64)
         states = np.array(hidden[0], np.float64)
         expected = reference.walk(fields, weights, states, logits, seed)
-        assert drafter.draft(hidden, mx.array(seed), target).tolist() == expected
+        assert drafter.draft(hidden, mx.array(seed), target, GREEDY).tolist() == expected
 
 
 def test_drafting_never_waits_for_the_device():
@@ -226,8 +228,8 @@ def test_an_untrained_dflash2_drafts_what_its_dflash_does():
     assert mx.allclose(hidden[0], hidden[1], atol=1e-6)
     anchor = mx.array(5)
     assert mx.array_equal(
-        first.draft(hidden[0][:, 1:], anchor, target),
-        second.draft(hidden[1][:, 1:], anchor, target),
+        first.draft(hidden[0][:, 1:], anchor, target, GREEDY),
+        second.draft(hidden[1][:, 1:], anchor, target, GREEDY),
     )
 
 

@@ -1,37 +1,252 @@
-"""Greedy choices, and settings that are refused instead of ignored."""
+"""The processed distribution, the noise, and settings that are refused instead of ignored."""
+
+import math
 
 import mlx.core as mx
+import mlx_lm.sample_utils as mlx_lm
+import numpy as np
 import pytest
+from bigrams import BigramDrafter, BigramTarget, softmax
 
+import dflash_mlx as dm
 from dflash_mlx.errors import DFlashError, SettingsError
-from dflash_mlx.sampling import Sampler
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.sampling import Sampler, Sampling, gumbel, keep_min_p, keep_top_k, keep_top_p
+
+VOCABULARIES = [16, 50, 200]
+
+
+def surprise(observed, expected):
+    """How many standard deviations a chi-square statistic is too large (Wilson and Hilferty).
+
+    Cells that expect fewer than five are put together. p > 1e-3 is a value below 3.09.
+    """
+    observed, expected = np.ravel(observed), np.ravel(expected)
+    rare = expected < 5
+    observed = np.append(observed[~rare], observed[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    possible = expected > 0
+    assert observed[~possible].sum() == 0, "a token that has no probability was sampled"
+    observed, expected = observed[possible], expected[possible]
+    assert math.isclose(observed.sum(), expected.sum(), rel_tol=1e-5)
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    scale = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - scale)) / scale**0.5
+
+
+def processed(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
+    """The distribution one after the other, in numpy: what mlx-lm's samplers sample from."""
+    p = softmax(logits)
+    order = np.argsort(-p, kind="stable")
+    if top_p < 1:
+        p[order[1:][np.cumsum(p[order])[:-1] >= top_p]] = 0
+    p[p < min_p * p.max()] = 0
+    if top_k:
+        p[order[top_k:]] = 0
+    p = p ** (1 / temperature)
+    return p / p.sum()
+
+
+def choices(settings, logits, rows=1, seed=0):
+    """The choices at positions 0..rows-1 of a chain whose rows all have these logits [V]."""
+    sampler = Sampler(Sampling(seed=seed, **settings), len(logits))
+    table = mx.broadcast_to(mx.array(logits, mx.float32), (rows, len(logits)))
+    return sampler.choose(Proposal([0] * rows), table)[1]
+
+
+FILTERS = [{}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.05}]
+FILTERS.append({"top_p": 0.95, "top_k": 12, "min_p": 0.01})
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.3])
+def test_next_tokens_follow_the_processed_distribution(vocabulary, filters, temperature):
+    logits = 2 * np.random.default_rng(vocabulary).normal(size=vocabulary)
+    rows = 5000
+    chosen = choices({"temperature": temperature, **filters}, logits, rows, seed=vocabulary)
+    expected = rows * processed(logits, temperature, **filters)
+    assert surprise(np.bincount(chosen, minlength=vocabulary), expected) < 3.09
+
+
+def test_next_tokens_of_different_seeds_follow_it_too():
+    logits = np.random.default_rng(1).normal(size=16)
+    seeds = 3000
+    chosen = [choices({"temperature": 0.7}, logits, seed=seed)[0] for seed in range(seeds)]
+    assert surprise(np.bincount(chosen, minlength=16), seeds * processed(logits, 0.7)) < 3.09
+
+
+@pytest.mark.parametrize("vocabulary", [16, 64])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
+    """Through the whole loop: what is drafted must not bend what is chosen."""
+    table = 2 * np.random.default_rng(vocabulary).normal(size=(vocabulary, vocabulary))
+    target, drafter = BigramTarget(table), BigramDrafter(table) if drafts else None
+    settings = {"temperature": 0.9, "top_k": 8, "max_tokens": 2, "block_size": 3}
+    counts, seeds = np.zeros((vocabulary, vocabulary)), 3000
+    accepted = 0
+    for seed in range(seeds):
+        result = dm.generate(target, drafter, [0], seed=seed, **settings)
+        counts[tuple(result.tokens)] += 1
+        accepted += result.stats.accepted_tokens
+    rows = np.stack([processed(row, 0.9, top_k=8) for row in table])
+    assert surprise(counts, seeds * rows[0][:, None] * rows) < 3.09
+    assert (accepted > seeds / 3) == drafts
+
+
+def test_drafting_is_the_same_text_and_accepts_more_than_chance():
+    table = 2 * np.random.default_rng(3).normal(size=(64, 64))
+    target, drafter = BigramTarget(table), BigramDrafter(table)
+    settings = {"temperature": 1.0, "seed": 5, "max_tokens": 400}
+    plain = dm.generate(target, None, [0], **settings)
+    drafted = dm.generate(target, drafter, [0], block_size=4, **settings)
+    assert drafted.tokens == plain.tokens and drafted.stats.seed == 5
+    # The first slot's q is the target's p, so it is right nearly always; chance is 1 in 10.
+    assert drafted.stats.acceptance_length > 1.8
+
+
+def test_noise_is_independent_across_positions_and_seeds():
+    rows, vocabulary = 64, 2000
+    of = {seed: np.array(gumbel(seed, 0, rows, vocabulary)) for seed in (0, 1, 2, 40)}
+    limit = 4.5 / vocabulary**0.5
+    for noise in of.values():
+        between = np.corrcoef(noise)[~np.eye(rows, dtype=bool)]
+        assert np.abs(between).max() < limit
+        along = [np.corrcoef(row[:-lag], row[lag:])[0, 1] for row in noise for lag in (1, 2)]
+        assert np.abs(along).max() < limit
+    # Other seeds, and position and seed exchanged.
+    across = [np.corrcoef(of[0][i], of[1][j])[0, 1] for i in range(9) for j in range(9)]
+    across += [np.corrcoef(of[2][40], of[40][2])[0, 1]]
+    assert np.abs(across).max() < limit
+
+
+def test_noise_is_gumbel():
+    noise = np.array(gumbel(9, 0, 100, 2000)).astype(np.float64)
+    uniform = np.sort(np.exp(-np.exp(-noise)), axis=None)
+    steps = np.arange(1, len(uniform) + 1) / len(uniform)
+    assert np.abs(uniform - steps).max() < 1.95 / len(uniform) ** 0.5  # Kolmogorov, p > 1e-3
+
+
+@pytest.mark.parametrize("vocabulary", [17, 192, 1000])
+def test_noise_of_a_position_does_not_depend_on_what_is_made_with_it(vocabulary):
+    together = gumbel(3, 100, 16, vocabulary)
+    for row in (0, 7, 15):
+        assert mx.array_equal(together[row : row + 1], gumbel(3, 100 + row, 1, vocabulary))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda x: keep_top_p(x, 0.7), lambda x: mlx_lm.apply_top_p(x, 0.7)),
+        (lambda x: keep_min_p(x, 0.1), lambda x: mlx_lm.apply_min_p(x, 0.1)),
+        (lambda x: keep_top_k(x, 9), lambda x: mlx_lm.apply_top_k(x, 9)),
+    ],
+    ids=["top_p", "min_p", "top_k"],
+)
+def test_filters_keep_what_mlx_lm_keeps(ours, theirs):
+    mx.random.seed(0)
+    logits = 2 * mx.random.normal((40, 150))
+    log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    kept = theirs(log_probs)
+    assert mx.array_equal(mx.isinf(ours(log_probs)), mx.isinf(kept))
+    assert mx.array_equal(ours(log_probs[3:4]), ours(log_probs)[3:4])
+    assert mx.array_equal(mx.isinf(ours(logits)), mx.isinf(kept)), "normalizing must not matter"
 
 
 def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
     logits = mx.array([[0.0, 2.0, 1.0], [5.0, 5.0, -1.0], [-3.0, -2.0, -1.0]])
-    assert Sampler().choose(logits).tolist() == [1, 0, 2]
-    assert Sampler(seed=7).choose(logits).tolist() == [1, 0, 2]
+    for settings in (Sampling(), Sampling(seed=7), Sampling(top_p=0.1, top_k=2, min_p=0.5)):
+        sampler = Sampler(settings, 3)
+        assert sampler.choose(Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2])
+        assert sampler.seed is None and sampler.draft(logits).tolist() == [1, 0, 2]
+
+
+def test_without_a_seed_a_fresh_one_is_drawn_and_told():
+    first, second = (Sampler(Sampling(temperature=1.0), 8) for _ in range(2))
+    assert first.seed != second.seed
+    assert Sampler(Sampling(temperature=1.0, seed=0), 8).seed == 0
+
+
+def test_processors_see_the_history_of_each_path():
+    seen = []
+
+    def spy(tokens, logits):
+        seen.append(tokens.tolist())
+        return logits
+
+    sampler = Sampler(Sampling(logits_processors=[spy]), 10, prompt=[7, 8])
+    sampler.choose(Proposal([8, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), mx.zeros((5, 10)))
+    assert seen == [[7, 8], [7, 8, 1], [7, 8, 2], [7, 8, 1, 3], [7, 8, 2, 4]]
+    sampler.commit([1, 3, 9])
+    del seen[:]
+    sampler.draft(mx.eye(10)[:3])
+    assert seen == [[7, 8, 1, 3, 9], [7, 8, 1, 3, 9, 0], [7, 8, 1, 3, 9, 0, 1]]
+
+
+def test_penalties_and_bias_are_those_of_mlx_lm():
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
+    bias = {3: 1.5, 8: -2.0}
+    mx.random.seed(2)
+    history, logits = [4, 4, 9, 3, 4], mx.random.normal((1, 12))
+    expected = logits
+    for processor in mlx_lm.make_logits_processors(logit_bias=bias, **penalties):
+        expected = processor(mx.array(history), expected)
+    spied = []
+
+    def spy(tokens, logits):
+        spied.append(logits)
+        return logits
+
+    settings = Sampling(logit_bias=bias, logits_processors=[spy], **penalties)
+    Sampler(settings, 12, history).choose(Proposal([4]), logits)
+    assert mx.array_equal(spied[0], expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2, "top_p": 0.9}], ids=str)
+def test_drafting_never_waits_for_the_device(settings):
+    """Evaluating anything while a function is traced is an error, so tracing is the proof."""
+    settings = Sampling(temperature=0.8, seed=1, **settings)
+
+    def draft(logits):
+        return Sampler(settings, 20, [1, 2, 3]).draft(logits)
+
+    logits = mx.random.normal((5, 20))
+    assert mx.compile(draft)(logits).tolist() == draft(logits).tolist()
 
 
 @pytest.mark.parametrize(
-    ("settings", "field"),
+    "settings",
     [
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"min_p": -0.1}, "min_p"),
-        ({"min_p": 1.5}, "min_p"),
-        # in range, and not supported by this version
-        ({"temperature": 0.7}, "temperature"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 40}, "top_k"),
-        ({"min_p": 0.05}, "min_p"),
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": "hot"},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"top_k": 2.5},
+        {"top_k": 193},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": math.nan},
+        {"frequency_penalty": "some"},
+        {"repetition_context_size": 0},
+        {"logit_bias": {192: 1.0}},
+        {"logit_bias": {"a": 1.0}},
+        {"logit_bias": {1: math.inf}},
+        {"logits_processors": ["json"]},
+        {"logits_processors": "json"},
+        {"logits_processors": print},
+        {"xtc_probability": 0.1},
     ],
     ids=str,
 )
-def test_settings_are_never_ignored(settings, field):
-    with pytest.raises(SettingsError, match=field) as caught:
-        Sampler(**settings)
+def test_settings_are_never_ignored(settings):
+    target = BigramTarget(np.zeros((192, 192)))
+    with pytest.raises(SettingsError, match=next(iter(settings))) as caught:
+        dm.generate(target, None, [1], max_tokens=1, **settings)
     assert isinstance(caught.value, DFlashError) and isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)

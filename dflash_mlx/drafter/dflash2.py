@@ -13,6 +13,7 @@ Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from ..config import DraftConfig
 from .network import DFlash, DraftLayer, Sublayer
 
 if TYPE_CHECKING:
+    from ..sampling import Sampler
     from ..target import Target
 
 _CHUNK = 512  # vocabulary entries per chunk of the top-k search
@@ -102,20 +104,23 @@ class CandidateSelector(nn.Module):
         after = self.successor_codebook[candidates]
         return (before @ after.swapaxes(-1, -2)).astype(mx.float32)
 
-    def walk(self, hidden: mx.array, logits: mx.array, anchor: mx.array) -> mx.array:
-        """Choose a chain of tokens [L] from logits [L, V] and hidden [L, D], the anchor before it.
+    def walk(self, own: mx.array, weight: float, hidden: mx.array, anchor: mx.array) -> mx.array:
+        """Choose a chain of tokens [L] from their own scores [L, V] and hidden [L, D].
+
+        `own` is how good a token is whatever comes before it, with the noise that the target's
+        choice at its position will contain; `weight` is what one unit of logit counts in it;
+        `anchor` is the token before the chain.
 
         The best successor of *every* candidate is found in one pass; what is left to do slot by
         slot is to follow the pointers, a gather each, and the host never waits.
         """
-        candidates = top_candidates(logits, self.top_k)
-        # How good a candidate is whatever came before it. Noise that the target's choice at this
-        # position will contain would be added here, to [L, k] entries and not to [L, V].
-        own = mx.take_along_axis(logits, candidates, axis=-1).astype(mx.float32)
+        candidates = top_candidates(own, self.top_k)
+        own = mx.take_along_axis(own, candidates, axis=-1).astype(mx.float32)
         # The first slot's only predecessor is the anchor, repeated to fill the row.
         first = mx.broadcast_to(anchor.astype(candidates.dtype), (1, candidates.shape[1]))
         predecessors = mx.concatenate([first, candidates[:-1]])
-        best = (own[:, None] + self.scores(hidden, predecessors, candidates)).argmax(axis=-1)
+        pairs = self.scores(hidden, predecessors, candidates)
+        best = (own[:, None] + weight * pairs).argmax(axis=-1)
         path = [best[0, 0]]
         for successors in best[1:]:
             path.append(successors[path[-1]])
@@ -150,9 +155,12 @@ class DFlash2(DFlash):
         super().__init__(config, own_embedding, own_head)
         self.candidate_selector = CandidateSelector(config)
 
-    def draft(self, hidden: mx.array, anchor: mx.array, target: Target) -> mx.array:
+    def draft(
+        self, hidden: mx.array, anchor: mx.array, target: Target, sampler: Sampler
+    ) -> mx.array:
         """The selector's chain [L] after `anchor`, from the slots' hidden states [1, L, D]."""
-        return self.candidate_selector.walk(hidden[0], self.logits(hidden, target)[0], anchor)
+        walk = partial(self.candidate_selector.walk, hidden=hidden[0], anchor=anchor)
+        return sampler.draft(self.logits(hidden, target)[0], walk)
 
 
 def network_for(config: DraftConfig) -> type[DFlash]:

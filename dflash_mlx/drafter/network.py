@@ -20,12 +20,12 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ..config import DraftConfig
+from ..sampling import Sampler, Sampling
 from .context import ContextCache
 from .rope import make_rope
 from .session import DraftSession
 
 if TYPE_CHECKING:
-    from ..sampling import Sampler
     from ..target import Target
 
 
@@ -229,14 +229,19 @@ class DFlash(nn.Module):
             logits = logits.astype(mx.float32) * multiplier  # a cap leaves few bits between tokens
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
-    def draft(self, hidden: mx.array, anchor: mx.array, target: Target) -> mx.array:
+    def draft(
+        self, hidden: mx.array, anchor: mx.array, target: Target, sampler: Sampler
+    ) -> mx.array:
         """The drafted tokens [L] that follow `anchor`, from their slots' hidden states [1, L, D].
 
         On the device, like everything before it: nothing waits.
         """
-        return self.logits(hidden, target)[0].argmax(axis=-1)
+        return sampler.draft(self.logits(hidden, target)[0])
 
-    def start(self, target: Target, sampler: Sampler) -> DraftSession:
-        """Begin one request over `target`. Raises `IncompatibleDrafterError`."""
+    def start(self, target: Target, sampler: Sampler | None = None) -> DraftSession:
+        """Begin one request over `target`; without a sampler it drafts greedily.
+
+        Raises `IncompatibleDrafterError`.
+        """
         self.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
-        return DraftSession(self, target)
+        return DraftSession(self, target, sampler or Sampler(Sampling(), target.vocab_size))

@@ -9,6 +9,7 @@ import mlx.core as mx
 from ..proposal import Proposal
 
 if TYPE_CHECKING:
+    from ..sampling import Sampler
     from ..target import Target
     from .network import DFlash
 
@@ -20,8 +21,8 @@ class DraftSession:
     the same products as the block's own.
     """
 
-    def __init__(self, drafter: DFlash, target: Target) -> None:
-        self._drafter, self._target = drafter, target
+    def __init__(self, drafter: DFlash, target: Target, sampler: Sampler) -> None:
+        self._drafter, self._target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
         self._pending: mx.array | None = None
 
@@ -48,5 +49,5 @@ class DraftSession:
         drafter, target = self._drafter, self._target
         hidden = drafter(drafter.embed(block, target), taps, self._cache)
         # The anchor's row predicts nothing, so neither the head nor the selector sees it.
-        drafts = drafter.draft(hidden[:, 1:], block[0, 0], target)
+        drafts = drafter.draft(hidden[:, 1:], block[0, 0], target, self._sampler)
         return Proposal(mx.concatenate([block[0, :1], drafts.astype(block.dtype)]))

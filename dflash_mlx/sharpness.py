@@ -1,0 +1,76 @@
+"""How far drafts follow the drafter's own opinion, and how far the noise of the target's choice.
+
+Candidates are ranked by s * log q + G, where G is the noise that the target's choice will contain.
+s = 1 is right for a drafter whose q is the target's p. One that is less sure than it should be
+wants a larger s, which trusts its favourites more; the best s differs by pair and temperature.
+
+The text does not depend on what is drafted. So once it has gone on, every s can be scored on the
+block it *would* have drafted, and the best is known without ever having to try the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+GRID = (1.0, 1.5, 2.0, 3.0, 5.0, 100.0)  # the last is the drafter's favourite, noise or not
+FIRST = 3.0  # where learning starts: good on the pairs we have measured
+MEMORY = 0.98  # a block's weight against the next one's: the last 50 or so count
+PRIOR = 0.5  # accepted tokens that `FIRST` is ahead by at the start
+
+
+class Sharpness:
+    """The s of one drafter at one temperature; keep it, and the next request starts with it.
+
+    Args:
+        grid: the values to choose from; a single one pins it.
+    """
+
+    def __init__(self, grid: Sequence[float] = GRID) -> None:
+        self.grid = tuple(grid)
+        self._scores = [PRIOR if s == FIRST else 0.0 for s in self.grid]
+
+    @property
+    def best(self) -> int:
+        """The index in `grid` of the s to draft with now, the first among equals."""
+        return self._scores.index(max(self._scores))
+
+    @property
+    def value(self) -> float:
+        """The s to draft with now."""
+        return self.grid[self.best]
+
+    def learn(self, lengths: Sequence[int]) -> None:
+        """Take in how many tokens of one block each s of the grid would have had accepted."""
+        pairs = zip(self._scores, lengths, strict=True)
+        self._scores = [MEMORY * score + length for score, length in pairs]
+
+
+class Trials:
+    """The blocks of one request that still wait for the text to reach their end."""
+
+    def __init__(self, sharpness: Sharpness) -> None:
+        self._sharpness = sharpness
+        self._text: list[int] = []  # generated so far
+        self._waiting: deque[tuple[int, list[list[int]]]] = deque()
+
+    def add(self, blocks: list[list[int]]) -> None:
+        """Note what each s of the grid would have drafted for the places that come next."""
+        self._waiting.append((len(self._text), blocks))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """The text went on by these tokens: score the blocks it has passed."""
+        self._text += tokens
+        while self._waiting:
+            start, blocks = self._waiting[0]
+            truth = self._text[start : start + len(blocks[0])]
+            if len(truth) < len(blocks[0]):
+                return
+            self._sharpness.learn([matching(block, truth) for block in blocks])
+            self._waiting.popleft()
+
+
+def matching(block: Sequence[int], truth: Sequence[int]) -> int:
+    """How many tokens of a block are right before the first wrong one."""
+    pairs = zip(block, truth, strict=True)
+    return next((place for place, (b, t) in enumerate(pairs) if b != t), len(block))

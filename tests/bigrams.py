@@ -1,0 +1,66 @@
+"""A target and a drafter whose next token depends on the last one alone: every probability known.
+
+They take the place of models where a test counts thousands of samples.
+"""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.proposal import Proposal
+
+
+class BigramTarget:
+    """Logits are a row of a table [V, V]; there is nothing to cache and nothing to roll back."""
+
+    name, context_length = "bigrams", 2**31
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table, self.vocab_size = mx.array(table.astype(np.float32)), len(table)
+        silent = SimpleNamespace(add_token=lambda token: None, finalize=lambda: None)
+        silent.last_segment = ""
+        self.tokenizer = SimpleNamespace(detokenizer=silent, eos_token_ids=())
+
+    def start(self, tap_layers):
+        return self
+
+    def prefill(self, tokens):
+        return [mx.zeros((1, len(tokens), 0))] if tokens else []
+
+    def verify(self, proposal):
+        tokens = mx.array(proposal.tokens)
+        return self.table[tokens], mx.zeros((1, len(proposal), 0))
+
+    def commit(self, kept):
+        pass
+
+
+class BigramDrafter:
+    """Drafts slot j from the table's j-th power of the anchor: it never knows the slot before."""
+
+    tap_layers = ()
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.probabilities = softmax(table)
+
+    def start(self, target, sampler):
+        self.sampler = sampler
+        return self
+
+    def extend(self, taps):
+        pass
+
+    def propose(self, anchor, width):
+        if width == 1:
+            return Proposal([anchor])
+        row = np.eye(len(self.probabilities))[anchor]
+        rows = [row := row @ self.probabilities for _ in range(width - 1)]
+        drafts = self.sampler.draft(mx.log(mx.array(np.array(rows, np.float32))))
+        return Proposal(mx.concatenate([mx.array([anchor]), drafts.astype(mx.int32)]))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Probabilities along the last axis, in float64."""
+    weights = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)

@@ -1,0 +1,74 @@
+"""Learning how far to trust the drafter, from the text alone."""
+
+import numpy as np
+import pytest
+from bigrams import BigramDrafter, BigramTarget
+
+import dflash_mlx as dm
+from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.sharpness import FIRST, GRID, Sharpness, Trials
+
+
+def test_it_starts_at_its_prior_and_follows_the_evidence():
+    sharpness = Sharpness()
+    assert sharpness.value == FIRST
+    for _ in range(3):
+        sharpness.learn([4] + [2] * (len(GRID) - 1))
+    assert sharpness.value == GRID[0]
+    for _ in range(200):  # the text changed: old blocks are forgotten
+        sharpness.learn([2] * (len(GRID) - 1) + [3])
+    assert sharpness.value == GRID[-1]
+
+
+def test_a_block_is_scored_when_the_text_has_passed_its_end():
+    learnt = []
+    sharpness = Sharpness((1.0, 2.0))
+    sharpness.learn = learnt.append
+    trials = Trials(sharpness)
+    trials.add([[1, 2, 3], [1, 9, 3]])
+    trials.commit([1, 2])
+    trials.add([[3, 4], [0, 4]])
+    assert learnt == []
+    trials.commit([3])
+    assert learnt == [[3, 1]]
+    trials.commit([4, 5])
+    assert learnt == [[3, 1], [2, 0]]
+
+
+class Unsure(BigramDrafter):
+    """A drafter whose opinion is right and three times too weak."""
+
+    def __init__(self, table, doubt):
+        super().__init__(table / doubt)
+
+
+@pytest.mark.parametrize("doubt", [1.0, 3.0])
+def test_the_learnt_one_is_as_good_as_the_best_fixed_one(doubt):
+    table = 3 * np.random.default_rng(5).normal(size=(32, 32))
+    target, drafter, lengths = BigramTarget(table), Unsure(table, doubt), {}
+    for grid in [GRID, *((s,) for s in GRID)]:
+        sampler_of = Sharpness(grid)
+        session = Learning(drafter, sampler_of)
+        settings = {"temperature": 1.0, "seed": 8, "max_tokens": 600, "block_size": 2}
+        lengths[grid] = dm.generate(target, session, [0], **settings).stats.acceptance_length
+    assert lengths[GRID] >= 0.97 * max(lengths.values())
+    assert max(lengths.values()) > 1.05 * min(lengths.values()), "every s is as good: no test"
+
+
+class Learning:
+    """A drafter with a sampler of its own, which has the sharpness that a test wants."""
+
+    tap_layers = ()
+
+    def __init__(self, drafter, sharpness):
+        self.drafter, self.sharpness = drafter, sharpness
+
+    def start(self, target, sampler):
+        sampler.sharpness = self.sharpness
+        sampler._trials = Trials(self.sharpness)
+        return self.drafter.start(target, sampler)
+
+
+def test_a_pinned_one_drafts_one_block_only():
+    sampler = Sampler(Sampling(temperature=1.0, seed=1), 4, sharpness=Sharpness((2.0,)))
+    assert sampler.sharpness.value == 2.0 and sampler.sharpness.best == 0
