@@ -19,7 +19,7 @@ LEVELS = [
     {"accept", "sampling"},
     {"target"},
     {"drafter"},
-    {"policy", "prompt", "stream"},
+    {"policy", "prompt", "stream", "structured"},
     {"loading", "loop"},
     {"dflash_mlx"},  # the public names, which come from all of the above
     {"bench", "train"},

@@ -1,0 +1,80 @@
+"""Answers that fit a JSON schema: a grammar as one more logits processor.
+
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    dm.generate(target, drafter, "What is 37 + 48?", logits_processors=[JsonSchema(target, schema)])
+
+The grammar is llguidance's (the `structured` extra). A processor sees every row of a draft with its
+own path, so the drafter's tokens fit the schema as well and are accepted as often as any others.
+It reads token ids on the host, so drafting waits for the device once a token instead of never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from .errors import MissingDependencyError, SettingsError
+
+if TYPE_CHECKING:
+    from .target import Target
+
+
+class JsonSchema:
+    """A logits processor that leaves only the tokens with which an answer still fits a schema.
+
+    It serves one request. The first history it is shown is that request's prompt.
+
+    Args:
+        target: whose tokens these are.
+        schema: a JSON schema, as parsed.
+
+    Raises:
+        MissingDependencyError: llguidance is not installed.
+        SettingsError: the schema is not one, or says what llguidance does not support.
+    """
+
+    def __init__(self, target: Target, schema: Mapping[str, Any]) -> None:
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ModuleNotFoundError as error:
+            raise MissingDependencyError(
+                'llguidance is not installed: pip install -e ".[structured]"'
+            ) from error
+        self._eos_ids = frozenset(target.tokenizer.eos_token_ids)
+        tokenizer = LLTokenizer(
+            target.tokenizer.backend_tokenizer.to_str(),
+            n_vocab=target.vocab_size,
+            eos_token=sorted(self._eos_ids),
+        )
+        grammar = LLMatcher.grammar_from_json_schema(dict(schema))
+        problem = LLMatcher.validate_grammar(grammar, tokenizer)
+        if problem:
+            raise SettingsError(f"The JSON schema cannot be used: {problem.splitlines()[0]}")
+        self._matcher = LLMatcher(tokenizer, grammar)
+        self._prompt: int | None = None
+        self._read: list[int] = []  # tokens of an answer that the matcher has taken in
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits [1, V] with -inf where the schema allows no token after the history [H]."""
+        if self._prompt is None:
+            self._prompt = len(tokens)
+        answer: Any = tokens[self._prompt :].tolist()
+        if not self._move_to(answer):
+            return logits  # a draft that does not fit, whose row will be rejected
+        allowed = mx.array(np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)) > 0
+        return mx.where(allowed, logits, -mx.inf)
+
+    def _move_to(self, answer: list[int]) -> bool:
+        """Bring the matcher to the end of an answer; False if the grammar does not lead there."""
+        if not self._eos_ids.isdisjoint(answer):
+            return False
+        same = 0
+        while same < min(len(answer), len(self._read)) and answer[same] == self._read[same]:
+            same += 1
+        self._matcher.rollback(len(self._read) - same)
+        taken = self._matcher.try_consume_tokens(answer[same:])
+        self._read = answer[: same + taken]
+        return len(self._read) == len(answer)

@@ -1,0 +1,76 @@
+"""Structured output: answers fit their schema, and are the same with and without drafting."""
+
+import json
+
+import pytest
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from oracle import Oracle
+from tinymodels import model_config, random_drafter, random_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.target import Target
+
+pytest.importorskip("llguidance")
+from dflash_mlx.structured import JsonSchema  # noqa: E402
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "sum": {"type": "integer", "minimum": 0, "maximum": 999},
+        "unit": {"enum": ["km", "kg"]},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["sum", "unit", "exact"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # or a random model writes little else
+}
+END = "<|end|>"
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A random model whose tokens can spell any text."""
+    bytes_ = Tokenizer(models.BPE())
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    bytes_.train_from_iterator(['{"sum": 12, "unit": "km", "exact": true}'] * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token=END)
+    wrapped = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer)
+    config = model_config("qwen3", vocab_size=len(tokenizer))
+    return Target(random_model(config), wrapped, config, "random")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.2])
+def test_answers_fit_the_schema_and_drafting_does_not_change_them(target, temperature):
+    prompt = [5, 6, 7]
+    for seed in range(4):
+
+        def decode(drafter, seed=seed):
+            settings = {"temperature": temperature, "seed": seed, "max_tokens": 120}
+            processor = JsonSchema(target, SCHEMA)
+            return dm.generate(target, drafter, prompt, logits_processors=[processor], **settings)
+
+        plain = decode(None)
+        answer = json.loads(plain.text)
+        assert plain.finish_reason == "stop"
+        assert 0 <= answer["sum"] <= 999 and answer["unit"] in ("km", "kg")
+        assert isinstance(answer["exact"], bool) and len(answer) == 3
+        for p in (1.0, 0.6, 0.0):
+            assert decode(Oracle(prompt, plain.tokens, target.vocab_size, p)).tokens == plain.tokens
+        drafter = random_drafter(vocab_size=target.vocab_size)
+        drafted = decode(drafter)
+        assert drafted.tokens == plain.tokens
+        # Some tokens are forced, so even a drafter that knows nothing is right now and then.
+        assert drafted.stats.acceptance_length > 1.3
+
+
+def test_a_schema_that_is_none_is_refused(target):
+    with pytest.raises(SettingsError, match="schema"):
+        JsonSchema(target, {"type": "no such type"})
