@@ -10,6 +10,21 @@ WINDOW, CHUNK = 64, 512
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 
+def test_rounds_without_a_draft_lose_no_feature():
+    """A parked drafter is handed features row by row, many more than it lets wait."""
+    config = raw_config()
+    drafter, _ = build(config)
+    target, taps = make_target(config), mx.random.normal((1, 700, 64))
+    at_once, parked = drafter.start(target), drafter.start(target)
+    at_once.extend(taps)
+    for row in range(700):
+        parked.extend(taps[:, row : row + 1])
+        if row in (5, 300):
+            parked.propose(3, 1 if row == 5 else 4)
+    tokens = at_once.propose(3, 6).tokens
+    assert len(parked._pending) < 400 and mx.array_equal(parked.propose(3, 6).tokens, tokens)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
     drafter = build(raw_config(**SLIDING, is_causal=causal))

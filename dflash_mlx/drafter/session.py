@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .network import DFlash
 
 
+MOST_WAITING = 256  # rows of features that wait for a block: one by one they would cost more
+
+
 class DraftSession:
     """Drafts chains for one request with a `DFlash` network over its target.
 
@@ -24,16 +27,25 @@ class DraftSession:
     def __init__(self, drafter: DFlash, target: Target, sampler: Sampler) -> None:
         self._drafter, self._target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
-        self._pending: mx.array | None = None
+        self._pending: list[mx.array] = []
 
     def extend(self, taps: mx.array) -> None:
         """Take in the features [1, S, K*D] of S newly committed tokens, in order."""
-        if self._pending is not None:
-            # A further chunk of the prompt, or a round that drafted nothing. Evaluating now lets
-            # the chunk's features go: a long prompt's never lie in memory together.
-            self._drafter.extend(self._pending, self._cache)
+        if sum(waiting.shape[1] for waiting in self._pending) >= MOST_WAITING:
+            # A further chunk of the prompt, or many rounds that drafted nothing. Evaluating now
+            # lets the features go: a long prompt's never lie in memory together.
+            self._drafter.extend(self._take_pending(), self._cache)
             mx.async_eval([layer.state for layer in self._cache])
-        self._pending = taps if taps.shape[1] else None
+        if taps.shape[1]:
+            self._pending.append(taps)
+
+    def _take_pending(self) -> mx.array:
+        """The features that wait, [1, S, K*D]; S may be 0."""
+        config, pending = self._drafter.config, self._pending
+        self._pending = []
+        if not pending:
+            return mx.zeros((1, 0, len(config.target_layer_ids) * config.hidden_size))
+        return pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=1)
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """Draft a chain of at most `width` rows, the anchor first; nothing waits for the device."""
@@ -42,12 +54,8 @@ class DraftSession:
         if rows == 1:
             return Proposal([anchor])
         block = mx.array([[anchor] + [config.mask_token_id] * (rows - 1)])
-        taps = self._pending
-        if taps is None:
-            taps = mx.zeros((1, 0, len(config.target_layer_ids) * config.hidden_size))
-        self._pending = None
         drafter, target = self._drafter, self._target
-        hidden = drafter(drafter.embed(block, target), taps, self._cache)
+        hidden = drafter(drafter.embed(block, target), self._take_pending(), self._cache)
         # The anchor's row predicts nothing, so neither the head nor the selector sees it.
         drafts = drafter.draft(hidden[:, 1:], block[0, 0], target, self._sampler)
         return Proposal(mx.concatenate([block[0, :1], drafts.astype(block.dtype)]))
