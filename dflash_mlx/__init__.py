@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .events import Event, Result, Stats
     from .loading import load, load_drafter, load_target
     from .loop import generate, stream_generate
+    from .policy import Policy
     from .proposal import Proposal
     from .target import Target
 
@@ -33,6 +34,7 @@ __all__ = [
     "DFlashError",
     "DraftConfig",
     "Event",
+    "Policy",
     "Proposal",
     "Result",
     "Stats",
@@ -48,6 +50,7 @@ __all__ = [
 _HOME = {
     "DFlash": ".drafter.network",
     "Event": ".events",
+    "Policy": ".policy",
     "Proposal": ".proposal",
     "Result": ".events",
     "Stats": ".events",

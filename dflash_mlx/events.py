@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,6 +28,7 @@ class Stats:
     block_size: int = 1  # the widest round allowed; 1 is plain decoding
     seed: int | None = None  # of the sampling noise; None for greedy decoding
     accepted_per_round: list[int] = field(default_factory=list)
+    widths: Counter[int] = field(default_factory=Counter)  # rows of a round -> such rounds
 
     def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
         """Add one verify forward that kept `accepted` of `drafted` and emitted tokens."""
@@ -34,6 +36,7 @@ class Stats:
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         self.accepted_per_round.append(accepted)
+        self.widths[drafted + 1] += 1
         self.output_tokens += emitted
 
     @property

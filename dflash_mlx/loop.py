@@ -19,6 +19,7 @@ import mlx.core as mx
 from .accept import accept
 from .errors import ProposalError, SettingsError
 from .events import Event, FinishReason, Result, Stats
+from .policy import FixedWidth, Policy
 from .prompt import Prompt, encode_prompt
 from .proposal import Proposal
 from .sampling import Sampler, Sampling
@@ -51,6 +52,7 @@ class _Request:
     drafter: Any
     prompt: list[int]
     sampler: Sampler
+    policy: Policy | FixedWidth
     text: TextStream
     stats: Stats
 
@@ -67,6 +69,7 @@ def stream_generate(
     min_p: float = 0.0,
     seed: int | None = None,
     block_size: int | None = None,
+    policy: Policy | None = None,
     tree_budget: int | None = None,
     kv_bits: int | None = None,
     stop: str | Sequence[str] = (),
@@ -83,7 +86,10 @@ def stream_generate(
         temperature, top_p, top_k, min_p, seed, and any other setting of `Sampling` (penalties,
             logit bias, processors): how tokens are chosen. A seed's text is the same with and
             without a drafter, and whatever the block size.
-        block_size: rows verified per round, the anchor included; None is the drafter's own.
+        block_size: rows verified per round, the anchor included; None is the drafter's own, or
+            what the policy says.
+        policy: decides the width of every round, unless block_size does, and keeps what it has
+            learnt about the pair for the next request; None drafts whole blocks.
         tree_budget: not supported yet, must be None.
         kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
         stop: strings that end the text; they are not part of it.
@@ -103,22 +109,22 @@ def stream_generate(
         raise SettingsError("tree_budget is not supported yet: leave it at None.")
     if not isinstance(max_tokens, int) or max_tokens < 0:
         raise SettingsError(f"max_tokens must be a whole number, 0 or more, not {max_tokens}.")
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if any(not isinstance(text, str) or not text for text in stop):
-        raise SettingsError("stop must be one or more strings that are not empty.")
+    widest = _block_size(drafter, block_size)
+    strings = _stop_strings(stop)
     ids = encode_prompt(target, prompt)
-    sampler = Sampler(settings, target.vocab_size, ids)
+    sharpness = (policy or FixedWidth()).sharpness(temperature)
+    sampler = Sampler(settings, target.vocab_size, ids, sharpness)
     tokens = min(max_tokens, target.context_length - len(ids))
     tokenizer = target.tokenizer
-    size = _block_size(drafter, block_size)
     drafter = NoDrafter() if drafter is None else drafter
     request = _Request(
         target=target.start(drafter.tap_layers, kv_bits),
         drafter=drafter.start(target, sampler),
         prompt=ids,
         sampler=sampler,
-        text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, stop, tokens),
-        stats=Stats(prompt_tokens=len(ids), block_size=size, seed=sampler.seed),
+        policy=policy if policy and block_size is None else FixedWidth(),
+        text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
+        stats=Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed),
     )
     return _decode(request)
 
@@ -139,8 +145,8 @@ def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> R
 
 def _decode(request: _Request) -> Iterator[Event]:
     """The rounds of one request."""
-    target, drafter, sampler = request.target, request.drafter, request.sampler
-    text, stats = request.text, request.stats
+    target, drafter, text, stats = request.target, request.drafter, request.text, request.stats
+    sampler, policy = request.sampler, request.policy
     if text.finish_reason is not None:  # max_tokens=0: no forward is needed to emit nothing
         yield Event("", [], 0, 0, text.finish_reason, stats)
         return
@@ -154,7 +160,7 @@ def _decode(request: _Request) -> Iterator[Event]:
     while text.finish_reason is None:
         clock = time.perf_counter()
         # propose: a round that accepts everything still adds a token of the target's own
-        width = min(stats.block_size, text.remaining)
+        width = policy.width(target.position, min(stats.block_size, text.remaining))
         proposal = drafter.propose(anchor, width)
         if len(proposal) > width:
             raise ProposalError(f"A proposal has {len(proposal)} rows, at most {width} were asked.")
@@ -177,10 +183,19 @@ def _decode(request: _Request) -> Iterator[Event]:
         # emit
         piece = text.add(certain)
         drafted, accepted = len(proposal) - 1, len(kept) - 1
+        policy.observe(drafted, accepted)
         stats.count_round(drafted, accepted, len(piece.tokens))
         stats.peak_bytes = mx.get_peak_memory()
         stats.decode_seconds += time.perf_counter() - clock
         yield Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """One string or several as a tuple. Raises `SettingsError`."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if any(not isinstance(text, str) or not text for text in strings):
+        raise SettingsError("stop must be one or more strings that are not empty.")
+    return strings
 
 
 def _block_size(drafter: Any, requested: int | None) -> int:

@@ -14,7 +14,7 @@ from dflash_mlx.proposal import Proposal
 class BigramTarget:
     """Logits are a row of a table [V, V]; there is nothing to cache and nothing to roll back."""
 
-    name, context_length = "bigrams", 2**31
+    name, context_length, position = "bigrams", 2**31, 0
 
     def __init__(self, table: np.ndarray) -> None:
         self.table, self.vocab_size = mx.array(table.astype(np.float32)), len(table)
@@ -23,6 +23,7 @@ class BigramTarget:
         self.tokenizer = SimpleNamespace(detokenizer=silent, eos_token_ids=())
 
     def start(self, tap_layers):
+        self.position = 0
         return self
 
     def prefill(self, tokens):
@@ -33,7 +34,7 @@ class BigramTarget:
         return self.table[tokens], mx.zeros((1, len(proposal), 0))
 
     def commit(self, kept):
-        pass
+        self.position += len(kept)
 
 
 class BigramDrafter:

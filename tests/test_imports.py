@@ -18,7 +18,7 @@ LEVELS = [
     {"proposal"},
     {"accept", "sampling"},
     {"target"},
-    {"drafter"},
+    {"costs", "drafter"},
     {"policy", "prompt", "stream", "structured"},
     {"loading", "loop"},
     {"dflash_mlx"},  # the public names, which come from all of the above

@@ -1,0 +1,200 @@
+"""What a round costs on this machine: measured before decoding, kept in the user's cache folder.
+
+How many rows to verify at once depends on what rows cost, and that is a matter of the machine, the
+model, its quantization and the version of MLX: from nearly nothing to nearly another forward each.
+Nothing is timed while text is generated, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .proposal import Proposal
+
+if TYPE_CHECKING:
+    from .target import Target
+
+ROWS = (1, 2, 4, 8, 12, 16)
+DEPTHS = (64, 1024)  # tokens of context; attention is linear in between and beyond
+REPEATS = 5  # of which the quickest counts: other programs only ever add time
+FORMAT = 1  # of the cached file
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a pair's forwards: context -> rows -> seconds.
+
+    Attributes:
+        verify: of the target over so many rows.
+        draft: of the drafter, for a draft of so many rows (the anchor counts).
+    """
+
+    verify: Mapping[int, Mapping[int, float]]
+    draft: Mapping[int, Mapping[int, float]]
+
+    def rounds(self, context: int, widest: int) -> list[float]:
+        """Seconds of a round of 1, 2, ... `widest` rows at this depth, never falling.
+
+        A round of one row is plain decoding: it drafts nothing.
+        """
+        verify = curve(self.verify, context, widest)
+        draft = curve(self.draft, context, widest)
+        return [verify[0], *(v + d for v, d in zip(verify[1:], draft[1:], strict=True))]
+
+
+def curve(points: Mapping[int, Mapping[int, float]], context: int, widest: int) -> list[float]:
+    """The cost of 1..`widest` rows at a depth, from what was measured at one or two depths."""
+    depths = sorted(points)
+    fitted = [_fit(points[depth], widest) for depth in depths]
+    if len(depths) == 1:
+        return fitted[0]
+    (near, far), span = fitted, depths[1] - depths[0]
+    # A deeper context is never cheaper; where it was measured so, that was chance.
+    slopes = [max(0.0, (b - a) / span) for a, b in zip(near, far, strict=True)]
+    return monotone([a + s * (context - depths[0]) for a, s in zip(near, slopes, strict=True)])
+
+
+def _fit(points: Mapping[int, float], widest: int) -> list[float]:
+    rows = sorted(points)
+    seconds = monotone([points[row] for row in rows])
+    return [_interpolate(rows, seconds, row) for row in range(1, widest + 1)]
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """The closest sequence that never falls (least squares; pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pool = (value, 1)
+        while pools and pools[-1][0] > pool[0]:
+            (mean, count), (last, size) = pools.pop(), pool
+            pool = ((mean * count + last * size) / (count + size), count + size)
+        pools.append(pool)
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
+    """The line through the neighbours of x, continued at the ends."""
+    if len(xs) == 1:
+        return ys[0]
+    right = next((at for at in range(1, len(xs)) if xs[at] >= x), len(xs) - 1)
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
+
+def pair_costs(target: Target, drafter: Any, widest: int) -> Costs:
+    """The costs of rounds of up to `widest` rows: from the cache folder, or measured now.
+
+    Only the costs of networks are cached: what else drafts has nothing to be recognized by.
+    """
+    if not hasattr(drafter, "parameters"):
+        return measure(target, drafter, widest)
+    path = _cache_folder() / f"{_fingerprint(target, drafter, widest)}.json"
+    try:
+        return _read(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # not measured yet, or not readable: measuring mends both
+    costs = measure(target, drafter, widest)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"verify": costs.verify, "draft": costs.draft}))
+    except OSError:
+        pass  # a folder that cannot be written costs the next start some seconds
+    return costs
+
+
+def measure(target: Target, drafter: Any, widest: int) -> Costs:
+    """Time the forwards of a pair. The drafter drafts for a text of one token, repeated."""
+    rows = sorted({row for row in ROWS if row < widest} | {1, widest})
+    deepest = target.context_length - widest - len(rows) * (REPEATS + 1)
+    verify, draft = {}, {}
+    for depth in sorted({max(2, min(depth, deepest)) for depth in DEPTHS}):
+        verify[depth], draft[depth] = _measure_at(target, drafter, depth, rows)
+    return Costs(verify, draft)
+
+
+def _measure_at(
+    target: Target, drafter: Any, depth: int, rows: list[int]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """The quickest verify and draft of each number of rows, the numbers taking turns."""
+    import mlx.core as mx
+
+    from .sampling import Sampler, Sampling
+
+    token = 1
+    session, sampler = target.start(drafter.tap_layers), Sampler(Sampling(), target.vocab_size)
+    drafting = drafter.start(target, sampler)
+    for taps in session.prefill([token] * depth):
+        drafting.extend(taps)
+    verify, draft = dict.fromkeys(rows, float("inf")), dict.fromkeys(rows, float("inf"))
+    for repeat in range(REPEATS + 1):
+        for row in rows:
+            clock = time.perf_counter()
+            tokens = drafting.propose(token, row).tokens
+            if isinstance(tokens, mx.array):
+                mx.eval(tokens)
+            drafted = time.perf_counter() - clock
+            clock = time.perf_counter()
+            proposal = Proposal([token] * row)
+            logits, taps = session.verify(proposal)
+            sampler.choose(proposal, logits)
+            session.commit([0])
+            verified = time.perf_counter() - clock
+            drafting.extend(taps[:, :1])
+            if repeat:  # the first one warms up
+                draft[row], verify[row] = min(draft[row], drafted), min(verify[row], verified)
+    draft[1] = 0.0
+    return verify, draft
+
+
+def _read(path: Path) -> Costs:
+    content = json.loads(path.read_text())
+    tables = [
+        {
+            int(depth): {int(row): float(seconds) for row, seconds in points.items()}
+            for depth, points in content[part].items()
+        }
+        for part in ("verify", "draft")
+    ]
+    return Costs(*tables)
+
+
+def _fingerprint(target: Target, drafter: Any, widest: int) -> str:
+    """A name for everything that the costs depend on."""
+    import mlx.core as mx
+
+    chip = str(mx.device_info().get("device_name", ""))
+    parts = [FORMAT, widest, platform.machine(), chip, str(mx.default_device()), _blas()]
+    parts += [version("mlx"), version("mlx-lm"), target.name, target.num_layers]
+    # The bytes of the weights tell every quantization from the others.
+    parts += [_bytes(target.model), type(drafter).__name__, _bytes(drafter)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _bytes(module: Any) -> int:
+    from mlx.utils import tree_flatten
+
+    return sum(value.nbytes for _, value in tree_flatten(module.parameters()))
+
+
+def _blas() -> str:
+    """Whether a BLAS was put under MLX: then its entry point is visible to the whole process."""
+    return "own" if hasattr(ctypes.CDLL(None), "cblas_sgemm") else "stock"
+
+
+def _cache_folder() -> Path:
+    """Where this platform keeps what can be made again."""
+    cache = Path("Library") / "Caches" if sys.platform == "darwin" else Path(".cache")
+    try:
+        return Path.home() / cache / "dflash-mlx" / "costs"
+    except RuntimeError:  # a user without a home
+        return Path("/nonexistent")

@@ -1,0 +1,66 @@
+"""Cost curves: the fit, the depth, the cached file, and a real measurement."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinymodels import random_drafter, target
+
+from dflash_mlx import costs
+from dflash_mlx.costs import Costs, curve, measure, monotone, pair_costs
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
+def test_a_fit_never_falls_and_keeps_the_sum(values):
+    fitted = monotone(values)
+    assert len(fitted) == len(values) and fitted == sorted(fitted)
+    assert sum(fitted) == pytest.approx(sum(values), abs=1e-6)
+    assert monotone(fitted) == pytest.approx(fitted)
+
+
+def test_curves_are_linear_between_points_and_in_depth():
+    points = {100: {1: 1.0, 2: 2.0, 8: 5.0}, 1100: {1: 2.0, 2: 3.0, 8: 8.0}}
+    assert curve(points, 100, 8) == pytest.approx([1, 2, 2.5, 3, 3.5, 4, 4.5, 5])
+    assert curve(points, 600, 8)[0] == pytest.approx(1.5)
+    assert curve(points, 2100, 8)[-1] == pytest.approx(11)
+    # Deeper and cheaper is chance; wider than measured goes on as the last two points do.
+    assert curve({10: {1: 2.0}, 20: {1: 1.0}}, 1000, 3) == [2.0, 2.0, 2.0]
+    assert curve({10: {1: 1.0, 2: 2.0}}, 10, 4) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_plain_round_drafts_nothing():
+    points = {64: {1: 1.0, 4: 1.3}}
+    assert Costs(points, {64: {1: 0.0, 4: 0.5}}).rounds(64, 4)[0] == 1.0
+    assert Costs(points, {64: {1: 0.0, 4: 0.5}}).rounds(64, 4)[-1] == pytest.approx(1.8)
+
+
+def test_measuring_a_pair():
+    measured = measure(target("qwen3"), random_drafter(), 16)
+    for table in (measured.verify, measured.draft):
+        assert list(table) == list(costs.DEPTHS)
+        assert all(list(points) == list(costs.ROWS) for points in table.values())
+    rounds = measured.rounds(300, 16)
+    assert len(rounds) == 16 and rounds == sorted(rounds) and 0 < rounds[0] < 1
+
+
+def test_measured_once_and_read_afterwards(tmp_path, monkeypatch):
+    pair, made = (target("qwen3"), random_drafter()), []
+
+    def fake(*arguments):
+        made.append(arguments)
+        return Costs({64: {1: 1.0, 16: 2.0}}, {64: {1: 0.0, 16: 0.5}})
+
+    monkeypatch.setattr(costs, "measure", fake)
+    monkeypatch.setattr(costs, "_cache_folder", lambda: tmp_path / "new")
+    first, second = pair_costs(*pair, 16), pair_costs(*pair, 16)
+    assert first == second and len(made) == 1
+    assert pair_costs(*pair, 8) == first and len(made) == 2, "another width is another curve"
+    assert pair_costs(target("llama"), pair[1], 16) == first and len(made) == 3
+    files = list((tmp_path / "new").iterdir())
+    for file in files:
+        file.write_text(json.dumps({"verify": 3}))
+    assert pair_costs(*pair, 16) == first and len(made) == 4, "a bad file is measured anew"
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(costs, "_cache_folder", lambda: tmp_path / "a file")
+    assert pair_costs(*pair, 16) == first and len(made) == 5, "a folder that cannot be is no error"

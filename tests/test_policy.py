@@ -1,0 +1,144 @@
+"""Never slower: widths from costs and acceptance, parking, and the account that limits losses."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from bigrams import BigramDrafter, BigramTarget
+
+import dflash_mlx as dm
+from dflash_mlx.costs import Costs
+from dflash_mlx.policy import ALLOWANCE, CREDIT, FixedWidth, Policy
+
+WIDEST = 16
+
+
+def costs(last_row, draft):
+    """A pair whose 16-row forward costs `last_row` plain ones and whose drafts cost `draft`."""
+    rows = (1, 2, 4, 8, 12, 16)
+    verify = {row: 1 + (last_row - 1) * (row - 1) / 15 for row in rows}
+    return Costs({64: verify}, {64: dict.fromkeys(rows, draft) | {1: 0.0}})
+
+
+@dataclass
+class Fixed(FixedWidth):
+    rows: int
+
+    def width(self, context, limit):
+        return min(self.rows, limit)
+
+
+def run(policy, costs, accuracy, tokens, seed=0):
+    """Tokens per unit of time when slot j is right with probability accuracy(j)."""
+    luck, done, spent, widths = random.Random(seed), 0, 0.0, []
+    seconds = costs.rounds(64, WIDEST)
+    while done < tokens:
+        width = policy.width(64, min(WIDEST, tokens - done))
+        accepted = 0
+        while accepted < width - 1 and luck.random() < accuracy(accepted):
+            accepted += 1
+        policy.observe(width - 1, accepted)
+        done, spent = done + accepted + 1, spent + seconds[width - 1]
+        widths.append(width)
+    return done / spent, widths
+
+
+DRAFTERS = {
+    "always wrong": lambda slot: 0.0,
+    "right at 0.3": lambda slot: 0.3,
+    "right at 0.6": lambda slot: 0.6,
+    "trained": lambda slot: 0.93 - 0.02 * slot,
+    "always right": lambda slot: 1.0,
+}
+
+
+@pytest.mark.parametrize("tokens", [200, 1000])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("draft", [0.02, 0.4, 5.0])
+@pytest.mark.parametrize("last_row", [1.8, 4.6])
+def test_it_is_as_good_as_plain_and_as_the_best_width(last_row, draft, drafter, tokens):
+    if (last_row, draft, drafter) == (4.6, 5.0, "always right"):
+        pytest.skip("a round of ten plain ones is more than a first try may cost")
+    pair, accuracy, seeds = costs(last_row, draft), DRAFTERS[drafter], range(20)
+
+    def mean(policy_of):
+        speeds = [run(policy_of(), pair, accuracy, tokens, seed)[0] for seed in seeds]
+        return sum(speeds) / len(speeds)
+
+    best = max(mean(lambda rows=rows: Fixed(rows)) for rows in (1, 2, 3, 4, 6, 8, 12, 16))
+    assert best >= 1.0
+    assert mean(lambda: Policy(pair, WIDEST)) >= 0.95 * best
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("draft", [0.1, 1.0, 4.0])
+def test_the_account_limits_what_can_be_lost(draft, seed):
+    """A drafter that is perfect until it is trusted, and useless from then on."""
+    pair, tokens = costs(1.8, draft), 600
+    turn = random.Random(seed).randrange(40)
+    rounds = iter(range(10**6))
+
+    def accuracy(slot):
+        return 1.0 if next(rounds) < turn else 0.0
+
+    speed, _ = run(Policy(pair, WIDEST), pair, accuracy, tokens)
+    assert tokens / speed <= tokens + CREDIT + ALLOWANCE * tokens + 1
+
+
+def test_it_parks_and_tries_again_ever_more_rarely():
+    _, widths = run(Policy(costs(1.8, 0.4), WIDEST), costs(1.8, 0.4), DRAFTERS["always wrong"], 999)
+    drafted = [place for place, width in enumerate(widths) if width > 1]
+    gaps = [gap for a, b in zip(drafted, drafted[1:], strict=False) if (gap := b - a) > 16]
+    assert len(gaps) >= 3 and gaps == sorted(gaps) and gaps[-1] > 2 * gaps[0]
+
+
+def test_it_comes_back_when_drafts_become_good():
+    pair = costs(1.8, 0.4)
+    policy = Policy(pair, WIDEST)
+    run(policy, pair, DRAFTERS["always wrong"], 300)
+    speed, widths = run(policy, pair, DRAFTERS["trained"], 1500)
+    assert speed > 2 and max(widths) > 8
+
+
+def test_what_was_learnt_stays_in_the_policy():
+    pair = costs(1.8, 0.4)
+    policy = Policy(pair, WIDEST)
+    run(policy, pair, DRAFTERS["always wrong"], 1000)
+    _, widths = run(policy, pair, DRAFTERS["always wrong"], 100)
+    assert sum(width > 1 for width in widths) <= 2
+
+
+def test_the_same_costs_and_tokens_make_the_same_widths():
+    pair = costs(1.8, 0.4)
+    runs = [run(Policy(pair, WIDEST), pair, DRAFTERS["right at 0.6"], 500)[1] for _ in range(2)]
+    assert runs[0] == runs[1] and len(set(runs[0])) > 1
+
+
+def test_costs_are_looked_up_again_when_the_context_has_doubled():
+    asked = []
+
+    class Spy(Costs):
+        def rounds(self, context, widest):
+            asked.append(context)
+            return super().rounds(context, widest)
+
+    policy = Policy(Spy(costs(1.8, 0.4).verify, costs(1.8, 0.4).draft), WIDEST)
+    for context in (5, 6, 7, 8, 15, 16, 17, 100, 130, 40):
+        policy.width(context, WIDEST)
+    assert asked == [4, 8, 16, 64, 128, 32]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_loop_follows_the_policy_and_the_text_does_not(temperature):
+    table = 3 * np.random.default_rng(0).normal(size=(40, 40))
+    target, drafter = BigramTarget(table), BigramDrafter(table)
+    settings = {"temperature": temperature, "seed": 3, "max_tokens": 300}
+    plain = dm.generate(target, None, [0], **settings)
+    policy = Policy(costs(1.8, 0.4), WIDEST)
+    free = dm.generate(target, drafter, [0], policy=policy, **settings)
+    pinned = dm.generate(target, drafter, [0], policy=policy, block_size=5, **settings)
+    assert free.tokens == pinned.tokens == plain.tokens
+    assert free.stats.widths.total() == free.stats.rounds and len(free.stats.widths) > 1
+    assert max(pinned.stats.widths) == 5 and pinned.stats.widths[5] > 0.9 * pinned.stats.rounds
+    assert any("rows" in line for line in policy.describe())
