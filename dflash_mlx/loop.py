@@ -69,7 +69,7 @@ def stream_generate(
     min_p: float = 0.0,
     seed: int | None = None,
     block_size: int | None = None,
-    policy: Policy | None = None,
+    policy: Policy | FixedWidth | None = None,
     tree_budget: int | None = None,
     kv_bits: int | None = None,
     stop: str | Sequence[str] = (),
@@ -112,8 +112,8 @@ def stream_generate(
     widest = _block_size(drafter, block_size)
     strings = _stop_strings(stop)
     ids = encode_prompt(target, prompt)
-    sharpness = (policy or FixedWidth()).sharpness(temperature)
-    sampler = Sampler(settings, target.vocab_size, ids, sharpness)
+    policy = policy if policy and drafter is not None else FixedWidth()
+    sampler = Sampler(settings, target.vocab_size, ids, policy.sharpness(temperature))
     tokens = min(max_tokens, target.context_length - len(ids))
     tokenizer = target.tokenizer
     drafter = NoDrafter() if drafter is None else drafter
@@ -122,7 +122,7 @@ def stream_generate(
         drafter=drafter.start(target, sampler),
         prompt=ids,
         sampler=sampler,
-        policy=policy if policy and block_size is None else FixedWidth(),
+        policy=policy if block_size is None else FixedWidth(),
         text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
         stats=Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed),
     )

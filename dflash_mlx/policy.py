@@ -35,7 +35,14 @@ FIRST_PARK, LONGEST_PARK = 32, 512  # rounds
 
 
 class FixedWidth:
-    """Every round as wide as allowed."""
+    """Every round as wide as allowed.
+
+    Args:
+        sharpness: how drafts are ranked at any temperature; None learns it anew in each request.
+    """
+
+    def __init__(self, sharpness: Sharpness | None = None) -> None:
+        self._sharpness = sharpness
 
     def width(self, context: int, limit: int) -> int:
         return limit
@@ -44,7 +51,7 @@ class FixedWidth:
         pass
 
     def sharpness(self, temperature: float) -> Sharpness:
-        return Sharpness()
+        return self._sharpness or Sharpness()
 
 
 class Policy:

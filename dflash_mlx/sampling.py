@@ -182,7 +182,7 @@ class Sampler:
             tokens = mx.array(list(tokens))
         tokens = tokens.astype(mx.int32)
         paths = proposal.paths() if self._processors else []
-        chosen = self._log_probs(self._processed(logits, tokens, paths))
+        chosen = self.log_probs(self._processed(logits, tokens, paths))
         if self.temperature > 0:
             rows = self._noise_rows(max(proposal.depths) + 1)
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
@@ -221,8 +221,11 @@ class Sampler:
         if self.temperature > 0:
             self._trials.commit(tokens)
 
-    def _log_probs(self, logits: mx.array) -> mx.array:
-        """The log-probabilities [N, V] of processed logits; at temperature 0 the logits will do."""
+    def log_probs(self, logits: mx.array) -> mx.array:
+        """Log-probabilities [N, V] in f32 of logits [N, V] that the processors have seen.
+
+        At temperature 0 nothing but their order matters, and the logits are returned as they are.
+        """
         settings = self.settings
         if self.temperature == 0:
             return logits
@@ -260,10 +263,10 @@ class Sampler:
         if self._bias is not None:
             logits = logits + self._bias
         if self._history is None:
-            return self._log_probs(logits)
+            return self.log_probs(logits)
         history, rows = self._history, []
         for slot in range(len(logits)):
-            row = self._log_probs(self._apply(history, logits[slot : slot + 1]))
+            row = self.log_probs(self._apply(history, logits[slot : slot + 1]))
             rows.append(row)
             token = (row if noise is None else s * row + noise[slot]).argmax(axis=-1)
             history = mx.concatenate([history, token.astype(mx.int32)])

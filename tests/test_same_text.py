@@ -3,9 +3,11 @@
 import mlx.core as mx
 import pytest
 from oracle import Oracle
-from tinymodels import random_drafter, target
+from tinymodels import drafter_config, random_drafter, target
 
 import dflash_mlx as dm
+from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.dflash2 import DFlash2
 
 PROMPT = list(range(20, 40))
 TOKENS = 48
@@ -57,6 +59,16 @@ def test_at_every_width(block_size):
     oracle = Oracle(PROMPT, plain.tokens, model.vocab_size, 0.8, seed=block_size)
     drafted = dm.generate(model, oracle, PROMPT, block_size=block_size, **settings)
     assert drafted.tokens == plain.tokens and set(oracle.widths) <= set(range(1, block_size + 1))
+
+
+def test_dflash2_drafts_with_the_noise_too():
+    selector = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8}
+    config = drafter_config(architectures=["DFlash2DraftModel"], selector_top_k=5, **selector)
+    mx.random.seed(0)
+    drafter = DFlash2(DraftConfig.from_dict(config))
+    model, settings = target("qwen3"), {"temperature": 1.0, "seed": 2, "max_tokens": TOKENS}
+    plain = dm.generate(model, None, PROMPT, **settings)
+    assert dm.generate(model, drafter, PROMPT, **settings).tokens == plain.tokens
 
 
 def test_the_seed_and_nothing_else_decides():

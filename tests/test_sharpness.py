@@ -5,6 +5,7 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
+from dflash_mlx.policy import FixedWidth
 from dflash_mlx.sampling import Sampler, Sampling
 from dflash_mlx.sharpness import FIRST, GRID, Sharpness, Trials
 
@@ -47,26 +48,11 @@ def test_the_learnt_one_is_as_good_as_the_best_fixed_one(doubt):
     table = 3 * np.random.default_rng(5).normal(size=(32, 32))
     target, drafter, lengths = BigramTarget(table), Unsure(table, doubt), {}
     for grid in [GRID, *((s,) for s in GRID)]:
-        sampler_of = Sharpness(grid)
-        session = Learning(drafter, sampler_of)
         settings = {"temperature": 1.0, "seed": 8, "max_tokens": 600, "block_size": 2}
-        lengths[grid] = dm.generate(target, session, [0], **settings).stats.acceptance_length
+        settings["policy"] = FixedWidth(Sharpness(grid))
+        lengths[grid] = dm.generate(target, drafter, [0], **settings).stats.acceptance_length
     assert lengths[GRID] >= 0.97 * max(lengths.values())
     assert max(lengths.values()) > 1.05 * min(lengths.values()), "every s is as good: no test"
-
-
-class Learning:
-    """A drafter with a sampler of its own, which has the sharpness that a test wants."""
-
-    tap_layers = ()
-
-    def __init__(self, drafter, sharpness):
-        self.drafter, self.sharpness = drafter, sharpness
-
-    def start(self, target, sampler):
-        sampler.sharpness = self.sharpness
-        sampler._trials = Trials(self.sharpness)
-        return self.drafter.start(target, sampler)
 
 
 def test_a_pinned_one_drafts_one_block_only():
