@@ -128,10 +128,10 @@ def _measure_at(
     """The quickest verify and draft of each number of rows, the numbers taking turns."""
     import mlx.core as mx
 
-    from .sampling import Sampler, Sampling
+    from .sampling import Sampler
 
     token = 1
-    session, sampler = target.start(drafter.tap_layers), Sampler(Sampling(), target.vocab_size)
+    session, sampler = target.start(drafter.tap_layers), Sampler()
     drafting = drafter.start(target, sampler)
     for taps in session.prefill([token] * depth):
         drafting.extend(taps)

@@ -111,9 +111,10 @@ def stream_generate(
         raise SettingsError(f"max_tokens must be a whole number, 0 or more, not {max_tokens}.")
     widest = _block_size(drafter, block_size)
     strings = _stop_strings(stop)
+    settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
     policy = policy if policy and drafter is not None else FixedWidth()
-    sampler = Sampler(settings, target.vocab_size, ids, policy.sharpness(temperature))
+    sampler = Sampler(settings, ids, policy.sharpness(temperature))
     tokens = min(max_tokens, target.context_length - len(ids))
     tokenizer = target.tokenizer
     drafter = NoDrafter() if drafter is None else drafter

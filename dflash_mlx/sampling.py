@@ -136,8 +136,7 @@ class Sampler:
     """One request's choices: the settings, the seed, and the text so far.
 
     Args:
-        settings: how to choose.
-        vocab_size: V, the target's.
+        settings: how to choose; None is greedy.
         prompt: its token ids.
         sharpness: what was learnt about the drafter so far; None starts anew.
 
@@ -145,31 +144,26 @@ class Sampler:
         settings: as given.
         temperature: theirs.
         seed: the noise's; None when nothing is random.
-
-    Raises `SettingsError` for settings that do not fit the vocabulary.
     """
 
     def __init__(
         self,
-        settings: Sampling,
-        vocab_size: int,
+        settings: Sampling | None = None,
         prompt: Sequence[int] = (),
         sharpness: Sharpness | None = None,
     ) -> None:
-        settings.check_vocabulary(vocab_size)
+        settings = settings or Sampling()
         self.settings, self.temperature = settings, settings.temperature
         self.seed: int | None = None
         if settings.temperature > 0:
             self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
         self.sharpness = sharpness or Sharpness()
         self._trials = Trials(self.sharpness)
-        self._vocab_size = vocab_size
         self._processors = settings.processors()
-        self._bias = _dense(settings.logit_bias, vocab_size) if settings.logit_bias else None
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
-        self._noise = mx.zeros((0, vocab_size))
-        self._noise_start = 0  # the position of its first row
+        self._noise: mx.array | None = None  # of the positions from `_noise_start` on
+        self._noise_start = 0
         self._blocks: mx.array | None = None  # what each s would have drafted in this round
 
     def choose(self, proposal: Proposal, logits: mx.array) -> tuple[list[int], list[int]]:
@@ -184,7 +178,7 @@ class Sampler:
         paths = proposal.paths() if self._processors else []
         chosen = self.log_probs(self._processed(logits, tokens, paths))
         if self.temperature > 0:
-            rows = self._noise_rows(max(proposal.depths) + 1)
+            rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         parts = [tokens, chosen.argmax(axis=-1).astype(mx.int32)]
         blocks, self._blocks = self._blocks, None
@@ -206,7 +200,8 @@ class Sampler:
         pick = pick or _best
         if self.temperature == 0:
             return pick(self._drafter_log_probs(logits, None, 1.0), 1.0)
-        noise = self._noise_rows(len(logits))
+        # One row more than there are drafts: the target chooses after the last of them, too.
+        noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
         grid, best = self.sharpness.grid, self.sharpness.best
         log_probs = self._drafter_log_probs(logits, noise, grid[best])
         blocks = [pick(s * log_probs + noise, s / self.temperature) for s in grid]
@@ -243,8 +238,7 @@ class Sampler:
         self, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]
     ) -> mx.array:
         """Logits [N, V] after bias and processors; `paths` are each row's rows after the anchor."""
-        if self._bias is not None:
-            logits = logits + self._bias
+        logits = self._biased(logits)
         if self._history is None:
             return logits
         rows = []
@@ -253,6 +247,12 @@ class Sampler:
             rows.append(self._apply(self._history if seen is None else seen, logits[row : row + 1]))
         return mx.concatenate(rows)
 
+    def _biased(self, logits: mx.array) -> mx.array:
+        bias = self.settings.logit_bias
+        if not bias:
+            return logits
+        return logits.at[:, mx.array(list(bias))].add(mx.array(list(bias.values()), logits.dtype))
+
     def _apply(self, history: mx.array, logits: mx.array) -> mx.array:
         for processor in self._processors:
             logits = processor(history, logits)
@@ -260,8 +260,7 @@ class Sampler:
 
     def _drafter_log_probs(self, logits: mx.array, noise: mx.array | None, s: float) -> mx.array:
         """The drafter's log-probabilities [L, V], each row after the drafts of those before it."""
-        if self._bias is not None:
-            logits = logits + self._bias
+        logits = self._biased(logits)
         if self._history is None:
             return self.log_probs(logits)
         history, rows = self._history, []
@@ -272,16 +271,17 @@ class Sampler:
             history = mx.concatenate([history, token.astype(mx.int32)])
         return mx.concatenate(rows)
 
-    def _noise_rows(self, rows: int) -> mx.array:
+    def _noise_rows(self, rows: int, vocab_size: int) -> mx.array:
         """The noise [rows, V] of the next positions. What a round has made, the next ones reuse."""
-        kept = self._noise[self._position - self._noise_start :]
-        missing = rows - len(kept)
-        if missing > 0:
-            assert self.seed is not None
-            more = gumbel(self.seed, self._position + len(kept), missing, self._vocab_size)
-            kept = mx.concatenate([kept, more]) if len(kept) else more
-        self._noise, self._noise_start = kept, self._position
-        return kept[:rows]
+        assert self.seed is not None
+        passed = self._position - self._noise_start
+        made = 0 if self._noise is None else max(0, len(self._noise) - passed)
+        parts = [] if self._noise is None or not made else [self._noise[passed:]]
+        if made < rows:
+            parts.append(gumbel(self.seed, self._position + made, rows - made, vocab_size))
+        noise = mx.concatenate(parts) if len(parts) > 1 else parts[0]
+        self._noise, self._noise_start = noise, self._position
+        return noise[:rows]
 
 
 def gumbel(seed: int, first: int, rows: int, vocab_size: int) -> mx.array:
@@ -330,11 +330,3 @@ def _check_bias(bias: Any) -> None:
     whole = isinstance(bias, Mapping) and all(isinstance(token, int) for token in bias)
     if not whole or not all(isinstance(b, Real) and math.isfinite(b) for b in bias.values()):
         raise SettingsError(f"logit_bias must map token ids to finite numbers, not {bias!r}.")
-
-
-def _dense(bias: Mapping[int, float], vocab_size: int) -> mx.array:
-    """The bias of every token, [V]."""
-    row = [0.0] * vocab_size
-    for token, value in bias.items():
-        row[token] = float(value)
-    return mx.array(row)

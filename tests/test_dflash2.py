@@ -18,11 +18,11 @@ from dflash_mlx.drafter.dflash2 import DFlash2, convolve, top_candidates
 from dflash_mlx.drafter.inspect import inspect_drafter
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.errors import SettingsError, WeightsError
-from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.sampling import Sampler
 
 GOLDEN = Path(__file__).parent / "data" / "golden" / "dflash2"
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
-GREEDY = Sampler(Sampling(), vocab_size=67)
+GREEDY = Sampler()
 SHAPE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,

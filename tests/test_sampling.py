@@ -49,7 +49,7 @@ def processed(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
 
 def choices(settings, logits, rows=1, seed=0):
     """The choices at positions 0..rows-1 of a chain whose rows all have these logits [V]."""
-    sampler = Sampler(Sampling(seed=seed, **settings), len(logits))
+    sampler = Sampler(Sampling(seed=seed, **settings))
     table = mx.broadcast_to(mx.array(logits, mx.float32), (rows, len(logits)))
     return sampler.choose(Proposal([0] * rows), table)[1]
 
@@ -156,15 +156,15 @@ def test_filters_keep_what_mlx_lm_keeps(ours, theirs):
 def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
     logits = mx.array([[0.0, 2.0, 1.0], [5.0, 5.0, -1.0], [-3.0, -2.0, -1.0]])
     for settings in (Sampling(), Sampling(seed=7), Sampling(top_p=0.1, top_k=2, min_p=0.5)):
-        sampler = Sampler(settings, 3)
+        sampler = Sampler(settings)
         assert sampler.choose(Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2])
         assert sampler.seed is None and sampler.draft(logits).tolist() == [1, 0, 2]
 
 
 def test_without_a_seed_a_fresh_one_is_drawn_and_told():
-    first, second = (Sampler(Sampling(temperature=1.0), 8) for _ in range(2))
+    first, second = (Sampler(Sampling(temperature=1.0)) for _ in range(2))
     assert first.seed != second.seed
-    assert Sampler(Sampling(temperature=1.0, seed=0), 8).seed == 0
+    assert Sampler(Sampling(temperature=1.0, seed=0)).seed == 0
 
 
 def test_processors_see_the_history_of_each_path():
@@ -174,7 +174,7 @@ def test_processors_see_the_history_of_each_path():
         seen.append(tokens.tolist())
         return logits
 
-    sampler = Sampler(Sampling(logits_processors=[spy]), 10, prompt=[7, 8])
+    sampler = Sampler(Sampling(logits_processors=[spy]), prompt=[7, 8])
     sampler.choose(Proposal([8, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), mx.zeros((5, 10)))
     assert seen == [[7, 8], [7, 8, 1], [7, 8, 2], [7, 8, 1, 3], [7, 8, 2, 4]]
     sampler.commit([1, 3, 9])
@@ -198,7 +198,7 @@ def test_penalties_and_bias_are_those_of_mlx_lm():
         return logits
 
     settings = Sampling(logit_bias=bias, logits_processors=[spy], **penalties)
-    Sampler(settings, 12, history).choose(Proposal([4]), logits)
+    Sampler(settings, history).choose(Proposal([4]), logits)
     assert mx.array_equal(spied[0], expected)
 
 
@@ -208,7 +208,7 @@ def test_drafting_never_waits_for_the_device(settings):
     settings = Sampling(temperature=0.8, seed=1, **settings)
 
     def draft(logits):
-        return Sampler(settings, 20, [1, 2, 3]).draft(logits)
+        return Sampler(settings, [1, 2, 3]).draft(logits)
 
     logits = mx.random.normal((5, 20))
     assert mx.compile(draft)(logits).tolist() == draft(logits).tolist()

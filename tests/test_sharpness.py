@@ -56,5 +56,5 @@ def test_the_learnt_one_is_as_good_as_the_best_fixed_one(doubt):
 
 
 def test_a_pinned_one_drafts_one_block_only():
-    sampler = Sampler(Sampling(temperature=1.0, seed=1), 4, sharpness=Sharpness((2.0,)))
+    sampler = Sampler(Sampling(temperature=1.0, seed=1), sharpness=Sharpness((2.0,)))
     assert sampler.sharpness.value == 2.0 and sampler.sharpness.best == 0

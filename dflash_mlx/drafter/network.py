@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from ..config import DraftConfig
-from ..sampling import Sampler, Sampling
+from ..sampling import Sampler
 from .context import ContextCache
 from .rope import make_rope
 from .session import DraftSession
@@ -244,4 +244,4 @@ class DFlash(nn.Module):
         Raises `IncompatibleDrafterError`.
         """
         self.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
-        return DraftSession(self, target, sampler or Sampler(Sampling(), target.vocab_size))
+        return DraftSession(self, target, sampler or Sampler())
