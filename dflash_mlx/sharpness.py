@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-GRID = (1.0, 1.5, 2.0, 3.0, 5.0, 100.0)  # the last is the drafter's favourite, noise or not
-FIRST = 3.0  # where learning starts: good on the pairs we have measured
-MEMORY = 0.98  # a block's weight against the next one's: the last 50 or so count
+GRID = (1.0, 2.0, 3.0, 5.0, 10.0, 100.0)  # the last is the drafter's favourite, noise or not
+FIRST = 10.0  # where learning starts: large ones were best on the pairs measured so far
+MEMORY = 0.99  # a block's weight against the next one's: the last 100 or so count
 PRIOR = 0.5  # accepted tokens that `FIRST` is ahead by at the start
 
 
