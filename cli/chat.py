@@ -9,7 +9,7 @@ import dflash_mlx
 from dflash_mlx.errors import PromptError
 
 from . import options
-from .pair import Choice, Pair, open_pair
+from .pair import Choice, Pair, explain, open_pair
 from .screen import error_line, note, show_text
 
 if TYPE_CHECKING:
@@ -30,9 +30,16 @@ def chat(
     offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
     max_tokens: options.MaxTokens = 1024,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
     block_size: options.BlockSize = None,
     kv_bits: options.KvBits = None,
+    no_policy: options.NoPolicy = False,
     stop: options.Stop = None,
+    verbose: options.Verbose = False,
 ) -> None:
     """Talk with a model. In a pipe every line is a turn, and stdout holds the answers alone."""
     choice = Choice(
@@ -47,24 +54,27 @@ def chat(
         stock_blas=stock_blas,
         block_size=block_size,
         kv_bits=kv_bits,
+        policy=not no_policy,
     )
     pair = open_pair(choice)
     if not pair.target.tokenizer.has_chat_template:
         raise PromptError(f"{pair.target.name} has no chat template: it cannot chat.")
-    settings = {
+    settings = options.sampling(temperature, top_p, top_k, min_p, seed)
+    settings |= {
         "max_tokens": max_tokens,
         "block_size": pair.block_size,
         "kv_bits": pair.kv_bits,
+        "policy": pair.policy,
         "stop": stop or (),
     }
-    Conversation(pair, settings).run()
+    Conversation(pair, settings, verbose).run()
 
 
 class Conversation:
     """The messages so far, and the loop that adds to them."""
 
-    def __init__(self, pair: Pair, settings: dict[str, Any]) -> None:
-        self.pair, self.settings = pair, settings
+    def __init__(self, pair: Pair, settings: dict[str, Any], verbose: bool = False) -> None:
+        self.pair, self.settings, self.verbose = pair, settings, verbose
         self.messages: list[dict[str, str]] = []
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -133,6 +143,8 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(e.text for e in events)})
         if events:
             note(_status(self.pair, events[-1], stopped))
+            if self.verbose:
+                explain(self.pair, events[-1].stats)
 
 
 def _status(pair: Pair, last: Event, stopped: bool) -> str:

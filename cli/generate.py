@@ -14,7 +14,7 @@ import dflash_mlx
 from dflash_mlx.errors import PromptError
 
 from . import options
-from .pair import Choice, Pair, open_pair
+from .pair import Choice, Pair, explain, open_pair
 from .screen import panel, print_json, show_text, speeds, stderr, waiting
 
 if TYPE_CHECKING:
@@ -40,8 +40,14 @@ def generate(
     offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
     max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
     block_size: options.BlockSize = None,
     kv_bits: options.KvBits = None,
+    no_policy: options.NoPolicy = False,
     stop: options.Stop = None,
     raw: Annotated[
         bool,
@@ -55,6 +61,7 @@ def generate(
             options.OUTPUT,
         ),
     ] = True,
+    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> None:
     """Answer one prompt: the text on stdout, what drafting did for it on stderr."""
@@ -71,9 +78,11 @@ def generate(
         stock_blas=stock_blas,
         block_size=block_size,
         kv_bits=kv_bits,
+        policy=not no_policy,
     )
     pair = open_pair(choice)
     comparison = _comparison(pair, text, raw, max_tokens, stop or [])
+    comparison.sampling = options.sampling(temperature, top_p, top_k, min_p, seed)
     result = _stream(comparison, quiet=json)
     if compare and pair.drafter is not None and result.tokens:
         with waiting("Decoding plainly, to compare (--no-compare skips this)"):
@@ -82,6 +91,8 @@ def generate(
         print_json(_as_json(pair, comparison, result))
     else:
         stderr().print(panel(pair.title, _summary(pair, comparison, result)))
+    if verbose:
+        explain(pair, result.stats)
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -108,7 +119,14 @@ def _comparison(pair: Pair, text: str, raw: bool, max_tokens: int, stop: list[st
     prompt = text if raw else [{"role": "user", "content": text}]
     ids = encode_prompt(pair.target, prompt)
     return Comparison(
-        pair.target, pair.drafter, ids, max_tokens, pair.block_size, stop, kv_bits=pair.kv_bits
+        pair.target,
+        pair.drafter,
+        ids,
+        max_tokens,
+        pair.block_size,
+        stop,
+        kv_bits=pair.kv_bits,
+        policy=pair.policy,
     )
 
 
@@ -124,6 +142,8 @@ def _stream(comparison: Comparison, quiet: bool) -> Result:
             block_size=comparison.block_size,
             kv_bits=comparison.kv_bits,
             stop=comparison.stop,
+            policy=comparison.policy,
+            **comparison.sampling,
         ),
         events,
         quiet,
@@ -187,6 +207,8 @@ def _as_json(pair: Pair, comparison: Comparison, result: Result) -> dict[str, An
         "output_tokens": stats.output_tokens,
         "rounds": stats.rounds,
         "block_size": stats.block_size,
+        "widths": dict(sorted(stats.widths.items())),
+        "seed": stats.seed,
         "tokens_per_round": stats.acceptance_length,
         "tokens_per_second": runs.drafted_speed,
         "blas": pair.blas.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,6 +116,45 @@ KvBits = Annotated[
         group=DECODING,
     ),
 ]
+NoPolicy = Annotated[
+    bool,
+    flag("--no-policy", "Draft whole blocks always, even where that is slower.", DECODING),
+]
+Temperature = Annotated[
+    float,
+    _value(
+        "--temperature",
+        "-t",
+        metavar="T",
+        help="0 takes the likeliest token; 1 samples as the model was trained.",
+        group=DECODING,
+    ),
+]
+TopP = Annotated[
+    float,
+    _value("--top-p", metavar="P", help="Sample from the likeliest P of all.", group=DECODING),
+]
+TopK = Annotated[
+    int, _value("--top-k", metavar="K", help="Sample from the likeliest K tokens.", group=DECODING)
+]
+MinP = Annotated[
+    float,
+    _value(
+        "--min-p",
+        metavar="P",
+        help="Sample from tokens at least P times as likely as the likeliest.",
+        group=DECODING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    _value(
+        "--seed",
+        metavar="N",
+        help="Of what is random: the same seed is the same text, drafted or not.",
+        group=DECODING,
+    ),
+]
 Stop = Annotated[
     list[str] | None,
     _value(
@@ -123,6 +163,9 @@ Stop = Annotated[
         help="End before this text; can be given several times.",
         group=DECODING,
     ),
+]
+Verbose = Annotated[
+    bool, flag("--verbose", "Say how many rows were verified at once, and why.", OUTPUT)
 ]
 Json = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]
 Inspect = Annotated[
@@ -134,3 +177,18 @@ Inspect = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+
+
+def sampling(
+    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None
+) -> dict[str, Any]:
+    """The settings of `stream_generate` that say how tokens are chosen, with a seed if needed."""
+    if temperature > 0 and seed is None:
+        seed = secrets.randbits(32)  # drawn here, so that plain decoding can have the same
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }

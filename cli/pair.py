@@ -16,7 +16,7 @@ from .options import Bits, QuantMode
 from .screen import note, waiting
 
 if TYPE_CHECKING:
-    from dflash_mlx import DFlash, Stats, Target
+    from dflash_mlx import DFlash, Policy, Stats, Target
 
 # On MLX's own CPU BLAS a round costs nearly as much again for every row. The embedded pair gains
 # 1.37x with 4 rows, 1.50x with 6, 1.56x with 8 and 1.40x with 16 (medians over its prompts, one
@@ -39,6 +39,7 @@ class Choice:
     group_size: int | None = None
     offline: bool = False
     kv_bits: Bits | None = None
+    policy: bool = False  # let it decide the width of each round, unless block_size does
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Pair:
     block_size: int | None
     blas: BlasInfo
     kv_bits: int | None = None
+    policy: Policy | None = None
 
     @property
     def rows(self) -> int:
@@ -62,6 +64,8 @@ class Pair:
     def title(self) -> str:
         """The model and what its speed depends on, in a few words."""
         drafting = "no drafter" if self.drafter is None else f"block size {self.rows}"
+        if self.policy is not None:
+            drafting = f"block size up to {self.policy.widest}"
         return f"{self.target.name} · {drafting} · {self.blas.name}"
 
     def limit_reached(self, stats: Stats) -> str:
@@ -95,13 +99,27 @@ def open_pair(choice: Choice) -> Pair:
             target = load_target(choice.model, target_bits, **settings)
         else:
             target, drafter = load(choice.model, choice.draft, target_bits, draft_bits, **settings)
-    kv_bits = _number(choice.kv_bits)
-    pair = Pair(target, drafter, _block_size(choice, drafter, blas), blas, kv_bits)
+    policy: Policy | None = None
+    if drafter is not None and choice.policy and not choice.block_size:
+        with waiting("Measuring what a round costs, once for this pair and machine"):
+            policy = dflash_mlx.Policy.of(target, drafter)
+    size = choice.block_size if policy else _block_size(choice, drafter, blas)
+    pair = Pair(target, drafter, size, blas, _number(choice.kv_bits), policy)
     with waiting("Warming up"):
         from dflash_mlx.bench.measure import warm_up
 
         warm_up(target, drafter, pair.block_size)
     return pair
+
+
+def explain(pair: Pair, stats: Stats) -> None:
+    """Say how wide the rounds of a generation were, and what made the policy choose so."""
+    widths = ", ".join(f"{count} x {rows}" for rows, count in sorted(stats.widths.items()))
+    note(f"rounds x rows: {widths or 'none'}")
+    if stats.seed is not None:
+        note(f"seed: {stats.seed}")
+    for line in pair.policy.describe() if pair.policy else ():
+        note(line)
 
 
 def _number(bits: Bits | None) -> int | None:

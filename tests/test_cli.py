@@ -204,7 +204,7 @@ def test_generate_plainly_raw_and_stopped(pair):
 @linux
 def test_the_stock_blas_gets_smaller_blocks_and_says_so(pair):
     arguments = ["generate", QUESTION, "-n", "8", "--json", "--no-compare", "--stock-blas", *pair]
-    done = run(*arguments)
+    done = run(*arguments, "--no-policy")
     content = json.loads(done.stdout)
     assert (content["blas"], content["block_size"]) == ("stock", STOCK_BLOCK_SIZE)
     assert f"Block size {STOCK_BLOCK_SIZE} instead of 16" in done.stderr

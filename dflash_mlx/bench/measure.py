@@ -8,7 +8,7 @@ slow baseline of our own would flatter every speedup.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from mlx_lm import stream_generate as mlx_lm_generate
 
 from ..events import Result
 from ..loop import generate
+from ..policy import Policy
 from ..target import Target
 
 
@@ -35,7 +36,8 @@ class Comparison:
     Attributes:
         target, drafter: what runs; see `stream_generate`.
         prompt: token ids.
-        max_tokens, block_size, stop, kv_bits: see `stream_generate`.
+        max_tokens, block_size, stop, kv_bits, policy: see `stream_generate`.
+        sampling: settings of `stream_generate` that say how tokens are chosen, with a seed.
         plain, drafted, mlx_lm: the runs so far; at least one of each of the first two is needed
             before the properties can be read.
     """
@@ -47,6 +49,8 @@ class Comparison:
     block_size: int | None = None
     stop: Sequence[str] = ()
     kv_bits: int | None = None
+    policy: Policy | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
     mlx_lm: list[Baseline] = field(default_factory=list)
@@ -81,6 +85,8 @@ class Comparison:
             block_size=block_size,
             kv_bits=self.kv_bits,
             stop=self.stop,
+            policy=self.policy,
+            **self.sampling,
         )
 
     @property
