@@ -19,7 +19,7 @@ from dflash_mlx.bench.datasets import (
 )
 from dflash_mlx.bench.machine import machine
 
-from . import options
+from . import options, tables
 from .pair import Choice, Pair, open_pair
 from .screen import note, print_json, stderr, stdout
 
@@ -51,6 +51,22 @@ def bench(
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Runs of each prompt in each way.")
     ] = 3,
+    policy: Annotated[
+        bool,
+        options.flag(
+            "--policy",
+            "Instead: is drafting ever slower than not, with four drafters from good to useless?",
+            options.OUTPUT,
+        ),
+    ] = False,
+    sampling: Annotated[
+        bool,
+        options.flag(
+            "--sampling",
+            "Instead: tokens per round at three temperatures, by five ways to draft.",
+            options.OUTPUT,
+        ),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Measure plain decoding, drafting and mlx-lm on the same prompts, in turns."""
@@ -69,6 +85,9 @@ def bench(
         block_size=block_size,
     )
     pair = open_pair(choice)
+    if policy or sampling:
+        tables.draw(pair, chosen, max_tokens, repeats, policy, sampling, json)
+        return
     measured = _measure_all(pair, chosen, max_tokens, repeats)
     _report(pair, measured, repeats, json)
 

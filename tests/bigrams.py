@@ -3,6 +3,7 @@
 They take the place of models where a test counts thousands of samples.
 """
 
+import copy
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -22,9 +23,10 @@ class BigramTarget:
         silent.last_segment = ""
         self.tokenizer = SimpleNamespace(detokenizer=silent, eos_token_ids=())
 
-    def start(self, tap_layers):
-        self.position = 0
-        return self
+    def start(self, tap_layers=()):
+        session = copy.copy(self)
+        session.position = 0
+        return session
 
     def prefill(self, tokens):
         return [mx.zeros((1, len(tokens), 0))] if tokens else []

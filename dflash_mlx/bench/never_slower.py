@@ -1,0 +1,114 @@
+"""Is drafting ever slower than not drafting? The policy against plain decoding and fixed widths.
+
+Four drafters, from one that helps to ones that cannot: the pair's own, one that is right at 0.3,
+one that is always wrong, and the pair's own made as slow as five target forwards. Every
+contestant decodes the same prompts in turns, and a policy starts from nothing at each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ..costs import pair_costs
+from ..loop import generate
+from ..policy import Policy
+from ..target import Target
+from .drafters import Oracle, Slow
+
+WIDTHS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One drafter: medians over the prompts of paired runs.
+
+    Attributes:
+        drafter: what drafted.
+        over_plain: the policy's tokens per second over plain decoding's.
+        over_best: over the best fixed width's, where plain decoding counts as one.
+        best_width: the fixed width with the highest median speed.
+        best_over_plain: its speed over plain decoding's.
+        drafted_rounds: the share of the policy's rounds that drafted.
+        prompts: how many there were.
+    """
+
+    drafter: str
+    over_plain: float
+    over_best: float
+    best_width: int
+    best_over_plain: float
+    drafted_rounds: float
+    prompts: int
+
+
+def long_answers(
+    target: Target, prompts: Sequence[list[int]], tokens: int, at_most: int = 8
+) -> list[tuple[list[int], list[int]]]:
+    """The first prompts that plain decoding answers with so many tokens, and these answers."""
+    found: list[tuple[list[int], list[int]]] = []
+    for prompt in prompts:
+        if len(found) == at_most:
+            break
+        answer = generate(target, None, prompt, max_tokens=tokens).tokens
+        if len(answer) == tokens:
+            found.append((prompt, answer))
+    return found
+
+
+def policy_rows(
+    target: Target, drafter: Any, answers: Sequence[tuple[list[int], list[int]]], repeats: int
+) -> Iterator[PolicyRow]:
+    """A row for each drafter, over prompts and their greedy answers."""
+    size = target.vocab_size
+    yield _row("its own", target, [drafter] * len(answers), answers, repeats)
+    for name, p in (("right at 0.3", 0.3), ("always wrong", 0.0)):
+        oracles = [Oracle([*prompt, *answer], size, p) for prompt, answer in answers]
+        yield _row(name, target, oracles, answers, repeats)
+    slow = [Slow(drafter, forwards=5)] * len(answers)
+    yield _row("slow", target, slow, answers, repeats)
+
+
+def _row(
+    name: str,
+    target: Target,
+    drafters: Sequence[Any],
+    answers: Sequence[tuple[list[int], list[int]]],
+    repeats: int,
+) -> PolicyRow:
+    config = getattr(drafters[0], "config", None)
+    widest = getattr(config, "block_size", max(WIDTHS))
+    costs = pair_costs(target, drafters[0], widest)
+    widths = [width for width in WIDTHS if width <= widest]
+    over_plain, over_width = [], dict[int, list[float]]((width, []) for width in widths)
+    rounds = drafted = 0
+    for drafter, (prompt, answer) in zip(drafters, answers, strict=True):
+        for _ in range(repeats):
+            speeds: dict[int, float] = {}  # by fixed width; 1 is plain
+            for width in (1, *widths):
+                with_drafter = drafter if width > 1 else None
+                fixed = generate(
+                    target, with_drafter, prompt, max_tokens=len(answer), block_size=width
+                )
+                speeds[width] = fixed.stats.tokens_per_second
+            policy = Policy(costs, widest)
+            free = generate(target, drafter, prompt, max_tokens=len(answer), policy=policy)
+            speed = free.stats.tokens_per_second
+            over_plain.append(speed / speeds[1])
+            for width in widths:
+                over_width[width].append(speed / speeds[width])
+            rounds += free.stats.rounds
+            drafted += free.stats.rounds - free.stats.widths[1]
+    medians = {1: median(over_plain), **{w: median(over_width[w]) for w in widths}}
+    best = min(medians, key=lambda width: medians[width])
+    return PolicyRow(
+        drafter=name,
+        over_plain=medians[1],
+        over_best=medians[best],
+        best_width=best,
+        best_over_plain=medians[1] / medians[best],
+        drafted_rounds=drafted / max(1, rounds),
+        prompts=len(answers),
+    )
