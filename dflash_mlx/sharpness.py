@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 GRID = (1.0, 2.0, 3.0, 5.0, 10.0, 100.0)  # the last is the drafter's favourite, noise or not
 FIRST = 10.0  # where learning starts: large ones were best on the pairs measured so far
-MEMORY = 0.99  # a block's weight against the next one's: the last 100 or so count
-PRIOR = 0.5  # accepted tokens that `FIRST` is ahead by at the start
+MEMORY = 0.995  # a block's weight against the next one's: the last 200 or so count
+LEAD = 5.0  # accepted tokens by which another s has to be ahead of `FIRST`
 
 
 class Sharpness:
@@ -28,12 +28,14 @@ class Sharpness:
 
     def __init__(self, grid: Sequence[float] = GRID) -> None:
         self.grid = tuple(grid)
-        self._scores = [PRIOR if s == FIRST else 0.0 for s in self.grid]
+        self._leads = [LEAD if s == FIRST else 0.0 for s in self.grid]
+        self._scores = [0.0] * len(self.grid)  # accepted tokens, old blocks' counting less
 
     @property
     def best(self) -> int:
         """The index in `grid` of the s to draft with now, the first among equals."""
-        return self._scores.index(max(self._scores))
+        scores = [score + lead for score, lead in zip(self._scores, self._leads, strict=True)]
+        return scores.index(max(scores))
 
     @property
     def value(self) -> float:

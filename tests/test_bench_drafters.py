@@ -86,7 +86,7 @@ def test_rows_of_both_tables(pair):
         assert row.identical == row.prompts == 2 and row.output_tokens == 80
         assert min(row.learnt, row.one, row.argmax, row.independent, row.rejection) >= 1
         assert 0 < row.share_of_best <= 1
-    answers = long_answers(target, [[0], [1], [2]], 30, at_most=2)
+    answers = long_answers(target, [[0], [1]], 30)
     assert [prompt for prompt, _ in answers] == [[0], [1]]
     rows = list(policy_rows(target, drafter, answers, 1))
     assert [row.drafter for row in rows] == ["its own", "right at 0.3", "always wrong", "slow"]

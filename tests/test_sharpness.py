@@ -16,7 +16,7 @@ def test_it_starts_at_its_prior_and_follows_the_evidence():
     for _ in range(3):
         sharpness.learn([4] + [2] * (len(GRID) - 1))
     assert sharpness.value == GRID[0]
-    for _ in range(200):  # the text changed: old blocks are forgotten
+    for _ in range(400):  # the text changed: old blocks are forgotten
         sharpness.learn([2] * (len(GRID) - 1) + [3])
     assert sharpness.value == GRID[-1]
 

@@ -45,17 +45,16 @@ class PolicyRow:
 
 
 def long_answers(
-    target: Target, prompts: Sequence[list[int]], tokens: int, at_most: int = 8
+    target: Target, prompts: Sequence[list[int]], tokens: int
 ) -> list[tuple[list[int], list[int]]]:
-    """The first prompts that plain decoding answers with so many tokens, and these answers."""
-    found: list[tuple[list[int], list[int]]] = []
-    for prompt in prompts:
-        if len(found) == at_most:
-            break
-        answer = generate(target, None, prompt, max_tokens=tokens).tokens
-        if len(answer) == tokens:
-            found.append((prompt, answer))
-    return found
+    """The prompts, each with the `tokens` tokens that plain decoding answers if it may not end."""
+    settings: dict[str, Any] = {"max_tokens": tokens, "logit_bias": never_ending(target)}
+    return [(prompt, generate(target, None, prompt, **settings).tokens) for prompt in prompts]
+
+
+def never_ending(target: Target) -> dict[int, float]:
+    """A logit bias under which no text ends before its `max_tokens`."""
+    return dict.fromkeys(target.tokenizer.eos_token_ids, -1e4)
 
 
 def policy_rows(
@@ -84,17 +83,17 @@ def _row(
     widths = [width for width in WIDTHS if width <= widest]
     over_plain, over_width = [], dict[int, list[float]]((width, []) for width in widths)
     rounds = drafted = 0
+    settings: dict[str, Any] = {"logit_bias": never_ending(target)}
     for drafter, (prompt, answer) in zip(drafters, answers, strict=True):
+        settings["max_tokens"] = len(answer)
         for _ in range(repeats):
             speeds: dict[int, float] = {}  # by fixed width; 1 is plain
             for width in (1, *widths):
-                with_drafter = drafter if width > 1 else None
-                fixed = generate(
-                    target, with_drafter, prompt, max_tokens=len(answer), block_size=width
-                )
+                settings["block_size"] = width
+                fixed = generate(target, drafter if width > 1 else None, prompt, **settings)
                 speeds[width] = fixed.stats.tokens_per_second
-            policy = Policy(costs, widest)
-            free = generate(target, drafter, prompt, max_tokens=len(answer), policy=policy)
+            settings |= {"block_size": None, "policy": Policy(costs, widest)}
+            free = generate(target, drafter, prompt, **settings)
             speed = free.stats.tokens_per_second
             over_plain.append(speed / speeds[1])
             for width in widths:
