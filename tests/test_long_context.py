@@ -13,7 +13,7 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 def test_rounds_without_a_draft_lose_no_feature():
     """A parked drafter is handed features row by row, many more than it lets wait."""
     config = raw_config()
-    drafter, _ = build(config)
+    drafter = build(config)
     target, taps = make_target(config), mx.random.normal((1, 700, 64))
     at_once, parked = drafter.start(target), drafter.start(target)
     at_once.extend(taps)

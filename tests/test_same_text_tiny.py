@@ -1,0 +1,53 @@
+"""The promise of sampling on the embedded pair: drafted text is plain text, prompt by prompt."""
+
+from importlib.resources import files
+
+import pytest
+from oracle import Oracle
+
+import dflash_mlx as dm
+from dflash_mlx.bench.datasets import embedded_prompts
+from dflash_mlx.prompt import encode_prompt
+
+PROMPTS, TOKENS = 42, 32
+WAYS = [
+    {},
+    {"top_k": 30, "top_p": 0.95, "min_p": 0.01},
+    {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
+        reason="the embedded pair is not here",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return dm.load("tiny")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["all tokens", "filters", "penalties"])
+@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.3])
+def test_drafted_tokens_are_plain_tokens(pair, temperature, way):
+    target, drafter = pair
+    prompts = embedded_prompts()
+    chosen = prompts[:: len(prompts) // PROMPTS][:PROMPTS]
+    assert len(chosen) >= 40
+    rounds = tokens = 0
+    for seed, prompt in enumerate(chosen):
+        ids = encode_prompt(target, prompt.messages)
+        settings = {"temperature": temperature, "seed": seed, "max_tokens": TOKENS, **way}
+        plain = dm.generate(target, None, ids, **settings)
+        width = 1 + seed % 16  # every fixed width has its turn
+        for p in (0.0, 0.8):
+            oracle = Oracle(ids, plain.tokens, target.vocab_size, p, seed=seed)
+            assert dm.generate(target, oracle, ids, **settings).tokens == plain.tokens
+        pinned = dm.generate(target, drafter, ids, block_size=width, **settings)
+        drafted = dm.generate(target, drafter, ids, **settings)
+        assert drafted.tokens == pinned.tokens == plain.tokens
+        rounds, tokens = rounds + drafted.stats.rounds, tokens + drafted.stats.output_tokens
+    assert tokens > 1.5 * rounds
