@@ -21,7 +21,7 @@ class Stats:
     output_tokens: int = 0  # the EOS token included, when there is one
     rounds: int = 0
     drafted_tokens: int = 0  # rows verified beyond the anchor
-    accepted_tokens: int = 0  # drafted rows that the target kept
+    accepted_tokens: int = 0  # drafted tokens in the output
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     peak_bytes: int = 0  # MLX's peak memory during the request
@@ -65,7 +65,7 @@ class Event:
 
     text: str
     tokens: list[int]
-    accepted: int  # drafted tokens kept in this round
+    accepted: int  # drafted tokens among `tokens`
     drafted: int  # drafted tokens verified in this round
     finish_reason: FinishReason | None  # set on the last event only
     stats: Stats  # the request's counters so far; they go on counting

@@ -72,7 +72,7 @@ def stream_generate(
     policy: Policy | FixedWidth | None = None,
     tree_budget: int | None = None,
     kv_bits: int | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     **sampling: Any,
 ) -> Iterator[Event]:
     """Generate text and yield it as it becomes certain, an event a round.
@@ -183,17 +183,18 @@ def _decode(request: _Request) -> Iterator[Event]:
 
         # emit
         piece = text.add(certain)
-        drafted, accepted = len(proposal) - 1, len(kept) - 1
-        policy.observe(drafted, accepted)
+        drafted, right = len(proposal) - 1, len(kept) - 1
+        policy.observe(drafted, right)
+        accepted = min(right, len(piece.tokens))  # what was right after the end is not text
         stats.count_round(drafted, accepted, len(piece.tokens))
         stats.peak_bytes = mx.get_peak_memory()
         stats.decode_seconds += time.perf_counter() - clock
         yield Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)
 
 
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One string or several as a tuple. Raises `SettingsError`."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """None, one string or several as a tuple. Raises `SettingsError`."""
+    strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
     if any(not isinstance(text, str) or not text for text in strings):
         raise SettingsError("stop must be one or more strings that are not empty.")
     return strings

@@ -153,6 +153,21 @@ def test_eos_as_the_first_token():
     assert (result.text, result.tokens, result.finish_reason) == ("", answer, "stop")
 
 
+def test_drafted_tokens_after_the_end_do_not_count():
+    answer = greedy(target(), PROMPT, LENGTH)
+    place = next(i for i in end_positions(answer) if 0 < i < 15)  # inside the first block
+    model = ending_at(target(), answer[place])
+    (event,) = stream_generate(model, oracle(answer), PROMPT, max_tokens=LENGTH)
+    assert event.tokens == answer[: place + 1] and event.drafted == 15
+    assert event.accepted == event.stats.accepted_tokens == place + 1
+    assert event.stats.accepted_per_round == [place + 1]
+
+
+def test_no_stop_strings_may_be_none():
+    answer = greedy(target(), PROMPT, 8)
+    assert generate(target(), None, PROMPT, max_tokens=8, stop=None).tokens == answer
+
+
 def stop_strings(text: str) -> list[str]:
     """Parts of a text that no earlier part equals, from one to five characters."""
     parts = [text[i : i + n] for n in (1, 2, 3, 5) for i in range(0, len(text) - n, 7)]
