@@ -116,9 +116,14 @@ KvBits = Annotated[
         group=DECODING,
     ),
 ]
-NoPolicy = Annotated[
+Policy = Annotated[
     bool,
-    flag("--no-policy", "Draft whole blocks always, even where that is slower.", DECODING),
+    flag(
+        "--policy",
+        "Choose each round's width from measured costs; experimental, its speed has not been "
+        "shown yet.",
+        DECODING,
+    ),
 ]
 Temperature = Annotated[
     float,
@@ -165,7 +170,10 @@ Stop = Annotated[
     ),
 ]
 Verbose = Annotated[
-    bool, flag("--verbose", "Say how many rows were verified at once, and why.", OUTPUT)
+    bool,
+    flag(
+        "--verbose", "Say how many rows each round had, the seed, and what --policy knows.", OUTPUT
+    ),
 ]
 Json = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]
 Inspect = Annotated[

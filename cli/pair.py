@@ -39,7 +39,7 @@ class Choice:
     group_size: int | None = None
     offline: bool = False
     kv_bits: Bits | None = None
-    policy: bool = False  # let it decide the width of each round, unless block_size does
+    policy: bool = False  # let it decide the width of each round
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ def open_pair(choice: Choice) -> Pair:
         raise typer.BadParameter(
             "goes with neither --draft nor --block-size", param_hint="--no-draft"
         )
+    if choice.policy and (choice.no_draft or choice.block_size):
+        raise typer.BadParameter(
+            "goes with neither --no-draft nor --block-size", param_hint="--policy"
+        )
     blas = dflash_mlx.use_fast_blas(stock=choice.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
@@ -100,10 +104,10 @@ def open_pair(choice: Choice) -> Pair:
         else:
             target, drafter = load(choice.model, choice.draft, target_bits, draft_bits, **settings)
     policy: Policy | None = None
-    if drafter is not None and choice.policy and not choice.block_size:
+    if drafter is not None and choice.policy:
         with waiting("Measuring what a round costs, once for this pair and machine"):
             policy = dflash_mlx.Policy.of(target, drafter)
-    size = choice.block_size if policy else _block_size(choice, drafter, blas)
+    size = None if policy else _block_size(choice, drafter, blas)
     pair = Pair(target, drafter, size, blas, _number(choice.kv_bits), policy)
     with waiting("Warming up"):
         from dflash_mlx.bench.measure import warm_up
@@ -113,7 +117,7 @@ def open_pair(choice: Choice) -> Pair:
 
 
 def explain(pair: Pair, stats: Stats) -> None:
-    """Say how wide the rounds of a generation were, and what made the policy choose so."""
+    """Say how wide the rounds of a generation were, and what made a policy choose so."""
     widths = ", ".join(f"{count} x {rows}" for rows, count in sorted(stats.widths.items()))
     note(f"rounds x rows: {widths or 'none'}")
     if stats.seed is not None:

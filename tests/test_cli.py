@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import tinymodels
+from program import HERE, PROGRAM, run
 from typer.testing import CliRunner
 
 from dflash_mlx.blas import BlasInfo
@@ -23,9 +24,7 @@ from dflash_mlx.cli.chat import Conversation
 from dflash_mlx.cli.pair import STOCK_BLOCK_SIZE, Pair
 from dflash_mlx.loop import generate
 
-PROGRAM = [sys.executable, "-c", "from dflash_mlx.cli.main import main; main()"]
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
-HERE = Path(__file__).parent  # where the program runs: no dflash_mlx lies here to be imported
 COMMANDS = ["generate", "chat", "bench", "models", "doctor"]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 QUESTION = "what is 37 + 48?"
@@ -35,13 +34,6 @@ embedded = pytest.mark.skipif(
     reason="THE EMBEDDED PAIR IS MISSING: train it with scripts/train_tiny.sh",
 )
 linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate elsewhere")
-
-
-def run(*arguments: str | Path, stdin: str = "", **options) -> subprocess.CompletedProcess[str]:
-    """One run of the program, with its output in a pipe."""
-    command = [*PROGRAM, *map(str, arguments)]
-    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": HERE} | options
-    return subprocess.run(command, input=stdin, **options)
 
 
 def popen(command: list[str]) -> subprocess.Popen[bytes]:
@@ -60,15 +52,6 @@ def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 1 and not done.stdout, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
-
-
-@pytest.fixture(scope="session")
-def pair(tmp_path_factory) -> list[str]:
-    """The options that choose a random pair, in folders as the hub has them."""
-    folder = tmp_path_factory.mktemp("pair")
-    target = tinymodels.save_target(folder / "target")
-    drafter = tinymodels.save_drafter(folder / "drafter")
-    return ["--model", str(target), "--draft", str(drafter)]
 
 
 @pytest.fixture(scope="session")
@@ -107,6 +90,8 @@ def test_version():
         ["generate", "hi", "--block-size", "0"],
         ["generate", "hi", "--target-bits", "5"],
         ["generate", "hi", "--no-draft", "--draft", "x"],
+        ["generate", "hi", "--policy", "--no-draft"],
+        ["chat", "--policy", "--block-size", "4"],
         ["bench", "--repeats", "0"],
     ],
 )
@@ -204,7 +189,7 @@ def test_generate_plainly_raw_and_stopped(pair):
 @linux
 def test_the_stock_blas_gets_smaller_blocks_and_says_so(pair):
     arguments = ["generate", QUESTION, "-n", "8", "--json", "--no-compare", "--stock-blas", *pair]
-    done = run(*arguments, "--no-policy")
+    done = run(*arguments)
     content = json.loads(done.stdout)
     assert (content["blas"], content["block_size"]) == ("stock", STOCK_BLOCK_SIZE)
     assert f"Block size {STOCK_BLOCK_SIZE} instead of 16" in done.stderr

@@ -1,0 +1,15 @@
+"""The command line in a process of its own, as its tests run it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = [sys.executable, "-c", "from dflash_mlx.cli.main import main; main()"]
+HERE = Path(__file__).parent  # where the program runs: no dflash_mlx lies here to be imported
+
+
+def run(*arguments: str | Path, stdin: str = "", **options) -> subprocess.CompletedProcess[str]:
+    """One run of the program, with its output in a pipe."""
+    command = [*PROGRAM, *map(str, arguments)]
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": HERE} | options
+    return subprocess.run(command, input=stdin, **options)

@@ -1,0 +1,42 @@
+"""Sampling and the width policy on the command line."""
+
+import json
+
+import tinymodels
+from program import run
+
+from dflash_mlx.loop import generate
+
+QUESTION = "what is 37 + 48?"
+SAMPLED = ["-t", "1.0", "--top-p", "0.9", "--seed", "7"]
+
+
+def test_a_seed_is_the_librarys_own_text(pair):
+    messages = [{"role": "user", "content": QUESTION}]
+    settings = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "max_tokens": 16}
+    expected = generate(tinymodels.target(), None, messages, **settings)
+    content = json.loads(run("generate", QUESTION, "-n", "16", "--json", *SAMPLED, *pair).stdout)
+    assert (content["tokens"], content["seed"]) == (expected.tokens, 7)
+    assert content["identical"] is True
+
+
+def test_without_a_seed_one_is_drawn_and_told(pair):
+    done = run("generate", QUESTION, "-n", "4", "-t", "1.0", "--json", "--verbose", *pair)
+    content = json.loads(done.stdout)
+    assert content["identical"] is True and f"seed: {content['seed']}" in done.stderr
+
+
+def test_the_policy_is_asked_for_and_leaves_the_text_alone(pair):
+    options = ["-n", "16", "--json", "--no-compare", "--verbose", *pair]
+    fixed = run("generate", QUESTION, *options)
+    chosen = run("generate", QUESTION, *options, "--policy")
+    assert "expected" not in fixed.stderr and "tokens expected" in chosen.stderr
+    fixed, chosen = json.loads(fixed.stdout), json.loads(chosen.stdout)
+    assert fixed["tokens"] == chosen["tokens"] and "16" in fixed["widths"]
+
+
+def test_chat_samples(pair):
+    done = run("chat", "-n", "8", "--verbose", *SAMPLED, *pair, stdin=f"{QUESTION}\n")
+    assert done.returncode == 0 and done.stdout and "seed: 7" in done.stderr
+    refused = run("chat", "-t", "-1", *pair, stdin=f"{QUESTION}\n")
+    assert refused.returncode == 1 and refused.stderr.startswith("error: temperature")
