@@ -23,7 +23,7 @@ class BigramTarget:
         silent.last_segment = ""
         self.tokenizer = SimpleNamespace(detokenizer=silent, eos_token_ids=())
 
-    def start(self, tap_layers=()):
+    def start(self, tap_layers=(), kv_bits=None):
         session = copy.copy(self)
         session.position = 0
         return session

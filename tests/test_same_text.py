@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from families import FAMILIES, random_model, random_prompt, target_of
 from oracle import Oracle
 from tinymodels import drafter_config, random_drafter, target
 
@@ -59,6 +60,23 @@ def test_at_every_width(block_size):
     oracle = Oracle(PROMPT, plain.tokens, model.vocab_size, 0.8, seed=block_size)
     drafted = dm.generate(model, oracle, PROMPT, block_size=block_size, **settings)
     assert drafted.tokens == plain.tokens and set(oracle.widths) <= set(range(1, block_size + 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_every_family(family):
+    model, prompt = target_of(random_model(family), family), random_prompt(20, 0)
+    settings = {"temperature": 0.8, "top_k": 40, "seed": 3, "max_tokens": 32}
+    plain = dm.generate(model, None, prompt, **settings).tokens
+    oracle = Oracle(prompt, plain, 256, 0.7)
+    assert dm.generate(model, oracle, prompt, block_size=8, **settings).tokens == plain
+
+
+def test_with_quantized_keys_and_values():
+    model = target("llama")
+    settings = {"temperature": 0.8, "seed": 3, "max_tokens": TOKENS, "kv_bits": 8}
+    plain = dm.generate(model, None, PROMPT, **settings).tokens
+    oracle = Oracle(PROMPT, plain, model.vocab_size, 0.7)
+    assert dm.generate(model, oracle, PROMPT, **settings).tokens == plain
 
 
 def test_dflash2_drafts_with_the_noise_too():
