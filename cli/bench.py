@@ -132,7 +132,7 @@ def _report(pair: Pair, measured: list[Measured], repeats: int, json: bool) -> N
         stdout().print(
             Text(f"not identical from token {one['token'] + 1} on: {one['prompt']}", style="red")
         )
-    note(f"{pair.title}; medians of {repeats} alternating runs of each prompt")
+    note(f"{pair.title}; medians; runs of each prompt in each way, in turns: {repeats}")
     note(", ".join(f"{name} {value}" for name, value in here.items()))
     if overall.overhead_ms_per_round is not None:
         note(
