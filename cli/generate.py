@@ -51,7 +51,7 @@ def generate(
     stop: options.Stop = None,
     raw: Annotated[
         bool,
-        options.flag("--raw", "Continue the prompt without the chat template.", options.DECODING),
+        options.flag("--no-chat-template", "Continue the prompt as it is.", options.DECODING),
     ] = False,
     compare: Annotated[
         bool,
@@ -115,7 +115,7 @@ def _comparison(pair: Pair, text: str, raw: bool, max_tokens: int, stop: list[st
     from dflash_mlx.prompt import encode_prompt
 
     if not raw and not pair.target.tokenizer.has_chat_template:
-        raise PromptError(f"{pair.target.name} has no chat template: add --raw.")
+        raise PromptError(f"{pair.target.name} has no chat template: add --no-chat-template.")
     prompt = text if raw else [{"role": "user", "content": text}]
     ids = encode_prompt(pair.target, prompt)
     return Comparison(

@@ -180,7 +180,17 @@ def test_generate_json(pair, answer):
 def test_generate_plainly_raw_and_stopped(pair):
     text = generate(tinymodels.target(), None, "user", max_tokens=24).text
     stop = text[5:8]
-    options = ["--raw", "--no-draft", "--stop", "~never~", "--stop", stop, "--json", "-n", "24"]
+    options = [
+        "--no-chat-template",
+        "--no-draft",
+        "--stop",
+        "~never~",
+        "--stop",
+        stop,
+        "--json",
+        "-n",
+        "24",
+    ]
     content = json.loads(run("generate", "user", *options, *pair[:2]).stdout)
     assert content["text"] == text[: text.index(stop)] and content["finish_reason"] == "stop"
     assert content["block_size"] == 1 and "speedup" not in content
@@ -232,7 +242,7 @@ def broken(kind: str, folder: Path, pair: list[str]) -> list[str]:
         ("no config", "config.json"),
         ("drafter of another target", "hidden_size"),
         ("prompt too long", "8191"),
-        ("no chat template", "--raw"),
+        ("no chat template", "--no-chat-template"),
     ],
 )
 def test_errors_are_one_line(kind, message, pair, tmp_path):
