@@ -9,7 +9,7 @@ import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.prompt import encode_prompt
 
-PROMPTS, TOKENS = 42, 24
+PROMPTS, TOKENS = 42, 12
 WAYS = [
     {},
     {"top_k": 30, "top_p": 0.95, "min_p": 0.01},
@@ -43,10 +43,10 @@ def test_drafted_tokens_are_plain_tokens(pair, temperature, way):
         settings = {"temperature": temperature, "seed": seed, "max_tokens": TOKENS, **way}
         plain = dm.generate(target, None, ids, **settings)
         width = 1 + seed % 16  # every fixed width has its turn
-        for p in (0.0, 0.8):
-            oracle = Oracle(ids, plain.tokens, target.vocab_size, p, seed=seed)
-            checked = dm.generate(target, oracle, ids, block_size=4, **settings)
-            assert checked.tokens == plain.tokens
+        # Always wrong and mostly right take turns: the two together cost more than they show.
+        oracle = Oracle(ids, plain.tokens, target.vocab_size, (0.0, 0.8)[seed % 2], seed=seed)
+        checked = dm.generate(target, oracle, ids, block_size=4, **settings)
+        assert checked.tokens == plain.tokens
         pinned = dm.generate(target, drafter, ids, block_size=width, **settings)
         drafted = dm.generate(target, drafter, ids, **settings)
         assert drafted.tokens == pinned.tokens == plain.tokens
