@@ -1,0 +1,132 @@
+"""The embedded pair keeps what its model card promises: size, identity, acceptance, right answers.
+
+The work is done by processes of their own (see pair_worker.py), two at a time.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import dflash_mlx as dm
+from dflash_mlx.loop import generate
+
+TINY = Path(str(files("dflash_mlx").joinpath("tiny")))
+WORKER = Path(__file__).with_name("pair_worker.py")
+TASKS = ["identity 0", "identity 8", "identity 4", "quality"]  # 0 bits: as they are
+CATEGORIES = {"arithmetic", "counting", "units", "code", "story", "qa", "chat"}
+PROBLEMS = ["arithmetic", "counting", "units"]  # with one right answer
+CONTESTANTS = 6  # plain, trained, and oracles of four kinds
+
+pytestmark = pytest.mark.skipif(
+    not (TINY / "drafter" / "model.safetensors").is_file(),
+    reason="THE EMBEDDED PAIR IS MISSING: train it with scripts/train_tiny.sh",
+)
+
+
+def work(task: str) -> dict | list:
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(TINY), *task.split()],
+        capture_output=True,
+        text=True,
+        cwd=WORKER.parent,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict:
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(TASKS, pool.map(work, TASKS), strict=True))
+
+
+def prompts() -> list[dict]:
+    lines = (TINY / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_it_is_small():
+    sizes = [path.stat().st_size for path in TINY.rglob("*") if path.is_file()]
+    assert sum(sizes) <= 9_000_000
+
+
+def test_its_prompts():
+    records = prompts()
+    assert {record["category"] for record in records} == CATEGORIES
+    assert all(record["answer"].strip() for record in records)
+    assert all(("prompt" in record) != ("messages" in record) for record in records)
+    assert any(len(record.get("messages", ())) > 1 for record in records)  # turns before the last
+    asked = [json.dumps(record.get("messages") or record["prompt"]) for record in records]
+    assert len(set(asked)) == len(asked) >= 60
+
+
+def test_its_model_card_is_there():
+    card = (TINY / "README.md").read_text(encoding="utf-8")
+    assert all(category in card for category in CATEGORIES)
+
+
+def test_mlx_lm_loads_the_target():
+    from mlx_lm import load as mlx_lm_load
+
+    theirs, tokenizer = mlx_lm_load(str(TINY / "target"))
+    ours = dm.load_target("tiny")
+    theirs.set_dtype(mx.float32)
+    question = [{"role": "user", "content": "What is 47 + 38?"}]
+    tokens = tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    assert tokens == ours.tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    assert tokenizer.eos_token_ids == ours.tokenizer.eos_token_ids
+    logits = [model(mx.array([tokens])) for model in (theirs, ours.model)]
+    assert mx.allclose(*logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [{}, {"target_bits": 8}, {"target_bits": 4, "draft_bits": 4}])
+def test_it_loads_by_name_and_answers(bits):
+    target, drafter = dm.load("tiny", **bits)
+    result = generate(
+        target, drafter, [{"role": "user", "content": "What is 47 + 38?"}], max_tokens=100
+    )
+    assert result.finish_reason == "stop"
+    assert bits or "85" in result.text
+    assert result.stats.acceptance_length > 3
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_every_drafter_gives_mlx_lms_tokens(reports, bits):
+    """With weights as they are, of 8 and of 4 bits; drafted by the pair's own and by oracles."""
+    report = reports[f"identity {bits}"]
+    assert report["prompts"] >= 60
+    assert report["compared"] == report["prompts"] * CONTESTANTS
+    assert not report["wrong"], report["wrong"][:5]
+
+
+def test_whole_drafted_answers_are_the_plain_ones(reports):
+    compared = [answer["as plain"] for answer in reports["quality"] if "as plain" in answer]
+    assert len(compared) >= 60 and all(compared)
+
+
+def acceptance_length(answers: Iterable[dict]) -> float:
+    answers = list(answers)
+    return sum(a["tokens"] for a in answers) / sum(a["rounds"] for a in answers)
+
+
+def test_acceptance_length(reports):
+    assert acceptance_length(reports["quality"]) >= 7.0
+
+
+@pytest.mark.parametrize("category", sorted(CATEGORIES))
+def test_acceptance_length_by_category(reports, category):
+    assert acceptance_length(a for a in reports["quality"] if a["category"] == category) >= 4.0
+
+
+@pytest.mark.parametrize("category", PROBLEMS)
+def test_answers_are_right(reports, category):
+    exact = [a["exact"] for a in reports["quality"] if a["category"] == category]
+    assert len(exact) >= 9 and sum(exact) / len(exact) >= 0.85
