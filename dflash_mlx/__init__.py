@@ -69,11 +69,11 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(_HOME[name], __name__), name)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("mlx", "mlx_lm"):
+        if error.name not in ("mlx", "mlx.core", "mlx_lm"):
             raise
+        package = error.name.partition(".")[0].replace("_", "-")
         raise MissingDependencyError(
-            f'{package.replace("_", "-")} is not installed: pip install -e ".[mlx]"'
+            f'{package} is not installed: pip install -e ".[mlx]"'
         ) from error
 
 

@@ -18,12 +18,9 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from ..errors import UnsupportedCacheError
-from .compressed import CompressedTape
 from .overrides import Overrides
-from .recurrent import RecurrentTape, has_tape
 
 
 class Rollback(Protocol):
@@ -95,11 +92,31 @@ def rollback_for(cache: Any, layer: nn.Module, overrides: Overrides) -> Rollback
         return RowRollback(cache, cut_rotating_rows)
     if kind is CacheList and all(type(part) is KVCache for part in cache.caches):
         return RowRollback(cache, trim_each)
-    if kind is ArraysCache and has_tape(layer):
-        return RecurrentTape(cache, layer.linear_attn, overrides)
-    if kind is LayerCache:
-        return CompressedTape(cache, layer, overrides)
+    tape = _tape(cache, layer, overrides)
+    if tape is not None:
+        return tape
     raise UnsupportedCacheError(
         f"The target keeps a {kind.__name__} for a {type(layer).__name__}, from which this version "
         "cannot remove rejected drafts: choose another target."
     )
+
+
+def _tape(cache: Any, layer: nn.Module, overrides: Overrides) -> Rollback | None:
+    """The tape of a cache whose rows cannot be removed; None where there is none.
+
+    Imported when such a cache turns up: Python 3.10 has mlx-lm 0.31 at most, which serves the
+    other families and lacks what the tapes build on. Raises `UnsupportedCacheError` there.
+    """
+    recurrent = type(cache) is ArraysCache and hasattr(layer, "linear_attn")
+    if not recurrent and type(cache).__module__ != "mlx_lm.models.deepseek_v41":
+        return None
+    try:
+        from .compressed import CompressedTape, LayerCache
+        from .recurrent import RecurrentTape, has_tape
+    except ImportError as error:
+        raise UnsupportedCacheError(
+            f"Drafting for a {type(layer).__name__} needs mlx-lm 0.32 or newer, and so Python 3.11."
+        ) from error
+    if type(cache) is LayerCache:
+        return CompressedTape(cache, layer, overrides)
+    return RecurrentTape(cache, layer.linear_attn, overrides) if has_tape(layer) else None
