@@ -164,7 +164,7 @@ def test_what_the_selector_chooses_is_what_it_walks() -> None:
     """With every choice right so far, the teacher-forced choices are the walk's."""
     drafter = make_drafter(**DFLASH2)
     hidden, logits = mx.random.normal((1, 3, 16)), mx.random.normal((1, 3, 32))
-    path = drafter.candidate_selector.walk(hidden[0], logits[0], mx.array(4))
+    path = drafter.candidate_selector.walk(logits[0], 1.0, hidden[0], mx.array(4))
     before = mx.concatenate([mx.array([4]), path[:-1].astype(mx.int32)])[None]
     _, chosen = selector_loss(drafter, hidden, logits, before, path[None])
     assert chosen[0].tolist() == path.tolist()
