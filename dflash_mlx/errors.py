@@ -12,6 +12,7 @@
     ├── IncompatibleDrafterError   a drafter that was made for another target
     ├── UnsupportedCacheError      a cache kind that cannot be rolled back
     ├── ProposalError              a drafter handed over something that is not a draft
+    ├── KernelError                shapes or dtypes that a Metal kernel does not take
     └── DataError                  a training or benchmark file with a bad line
 
 The command line prints the message and nothing else; a traceback is a bug.
@@ -64,6 +65,10 @@ class UnsupportedCacheError(DFlashError):
 
 class ProposalError(DFlashError):
     """What a drafter proposed is not a draft: wrong anchor, bad parents, too many rows."""
+
+
+class KernelError(DFlashError):
+    """A Metal kernel was called with shapes or dtypes that it does not take."""
 
 
 class DataError(DFlashError):

@@ -1,0 +1,62 @@
+"""The text of the Metal sources, in the one piece that a kernel factory takes as its header.
+
+`mx.fast.metal_kernel` compiles a string: it finds no files, and hands the string over as ASCII. In
+`metal/` the kernels are ordinary files with local includes, as Apple's own compiler takes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import KernelError
+
+# What `mx.fast.metal_kernel` is: with name, input_names, output_names, source and header it gives a
+# function of inputs, template, grid, threadgroup, output_shapes and output_dtypes.
+KernelFactory = Callable[..., Callable[..., list[mx.array]]]
+
+_LOCAL_INCLUDE = re.compile(r'^#include "(?P<name>[^"]+)"$')
+_FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `device`
+
+
+def metal_source(name: str) -> str:
+    """The file `metal/<name>` with every `#include "file"` replaced by that file, once each.
+
+    `#include <...>` lines stay. Raises `KernelError` for a character outside ASCII.
+    """
+    return "".join(_lines(name, set()))
+
+
+def _lines(name: str, seen: set[str]) -> list[str]:
+    """The lines of a file and of what it includes; `seen` gains their names."""
+    seen.add(name)
+    lines = []
+    for line in files("dflash_mlx.metal").joinpath(name).read_text("utf-8").splitlines():
+        include = _LOCAL_INCLUDE.match(line)
+        if not line.isascii():
+            raise KernelError(f"metal/{name} has a character outside ASCII: {line.strip()}")
+        if include and include["name"] not in seen:
+            lines += _lines(include["name"], seen)
+        elif not include and line != "#pragma once":
+            lines.append(line + "\n")
+    return lines
+
+
+def in_device_memory(array: mx.array) -> mx.array:
+    """The array, flat and with zeros up to 8 elements if it has fewer; else as it is.
+
+    MLX hands inputs of fewer elements over as `const constant T*`, which does not convert to the
+    `const device T*` of our functions. Only for inputs whose shape the kernel does not ask for.
+    """
+    if array.size >= _FEWEST:
+        return array
+    return mx.pad(array.reshape(-1), (0, _FEWEST - array.size))
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype of an array for a message: `bfloat16`."""
+    return str(array.dtype).split(".")[-1]

@@ -1,0 +1,36 @@
+"""What the kernel factory is handed: one ASCII text with every local include in it, once."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx.errors import KernelError
+from dflash_mlx.kernels import source
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path) -> Path:
+    """A folder that stands in for metal/."""
+    monkeypatch.setattr(source, "files", lambda package: tmp_path)
+    return tmp_path
+
+
+def test_includes_are_inlined_once(folder):
+    (folder / "a.h").write_text("#pragma once\n#include <metal_stdlib>\nint a;\n")
+    (folder / "b.h").write_text('#pragma once\n#include "a.h"\nint b;\n')
+    (folder / "kernel.metal").write_text('#include "a.h"\n#include "b.h"\nint kernel;\n')
+    text = source.metal_source("kernel.metal")
+    assert text == "#include <metal_stdlib>\nint a;\nint b;\nint kernel;\n"
+
+
+def test_a_character_outside_ascii_is_refused(folder):
+    (folder / "kernel.metal").write_text("// 16 × 8\n", encoding="utf-8")
+    with pytest.raises(KernelError, match="metal/kernel.metal has a character outside ASCII"):
+        source.metal_source("kernel.metal")
+
+
+def test_small_inputs_are_padded_to_what_mlx_leaves_in_device_memory():
+    small, large = mx.array([[1, 2, 3]]), mx.ones((2, 4))
+    assert source.in_device_memory(small).tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert source.in_device_memory(large) is large
