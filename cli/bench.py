@@ -85,8 +85,9 @@ def bench(
         block_size=block_size,
     )
     pair = open_pair(choice)
-    if policy or sampling:
-        tables.draw(pair, chosen, max_tokens, repeats, policy, sampling, json)
+    asked_for = {"policy": policy, "sampling": sampling}  # a row for each of `tables.MODES`
+    if modes := [name for name, wanted in asked_for.items() if wanted]:
+        tables.draw(pair, tables.Asked(chosen, max_tokens, repeats), modes, json)
         return
     measured = _measure_all(pair, chosen, max_tokens, repeats)
     _report(pair, measured, repeats, json)

@@ -1,8 +1,9 @@
-"""What `bench --policy` and `bench --sampling` print."""
+"""What `bench` measures and prints instead of the comparison: `--policy`, `--sampling`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -20,44 +21,50 @@ if TYPE_CHECKING:
 LONG = 200  # tokens of an answer on which the policy is judged
 
 
-def draw(
-    pair: Pair,
-    prompts: list[BenchPrompt],
-    max_tokens: int,
-    repeats: int,
-    policy: bool,
-    sampling: bool,
-    json: bool,
-) -> None:
-    """Measure and print what was asked for."""
-    from dflash_mlx.bench.sampled import sampled_rows
-    from dflash_mlx.prompt import encode_prompt
+@dataclass(frozen=True)
+class Asked:
+    """What a mode measures on: prompts, tokens of an answer, and runs in each way."""
 
-    ids = [encode_prompt(pair.target, prompt.messages) for prompt in prompts]
+    prompts: list[BenchPrompt]
+    max_tokens: int
+    repeats: int
+
+    def token_ids(self, pair: Pair) -> list[list[int]]:
+        """The prompts as the target reads them. Raises `PromptError`."""
+        from dflash_mlx.prompt import encode_prompt
+
+        return [encode_prompt(pair.target, prompt.messages) for prompt in self.prompts]
+
+
+def draw(pair: Pair, asked: Asked, modes: Sequence[str], json: bool) -> None:
+    """Measure and print these of the `MODES`."""
     content: dict[str, Any] = {"model": pair.target.name, "machine": machine(pair.blas)}
-    if policy:
-        with waiting("Four drafters, each at every width"):
-            rows = _policy_rows(pair, ids, repeats)
-        content["policy"] = [asdict(row) for row in rows]
+    for name in modes:
+        content[name], table = MODES[name](pair, asked)
         if not json:
-            stdout().print(_policy_table(rows))
-    if sampling:
-        with waiting("Three temperatures, five ways to draft"):
-            sampled = list(sampled_rows(pair.target, pair.drafter, ids, max_tokens))
-        content["sampling"] = [asdict(row) | {"share": row.share_of_best} for row in sampled]
-        if not json:
-            stdout().print(_sampled_table(sampled))
+            stdout().print(table)
     if json:
         print_json(content)
     else:
         note(", ".join(f"{name} {value}" for name, value in content["machine"].items()))
 
 
-def _policy_rows(pair: Pair, ids: list[list[int]], repeats: int) -> list[PolicyRow]:
+def _policy(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
     from dflash_mlx.bench.never_slower import long_answers, policy_rows
 
-    answers = long_answers(pair.target, ids, LONG)
-    return list(policy_rows(pair.target, pair.drafter, answers, repeats))
+    with waiting("Four drafters, each at every width"):
+        answers = long_answers(pair.target, asked.token_ids(pair), LONG)
+        rows = list(policy_rows(pair.target, pair.drafter, answers, asked.repeats))
+    return [asdict(row) for row in rows], _policy_table(rows)
+
+
+def _sampling(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
+    from dflash_mlx.bench.sampled import sampled_rows
+
+    ids = asked.token_ids(pair)
+    with waiting("Three temperatures, five ways to draft"):
+        rows = list(sampled_rows(pair.target, pair.drafter, ids, asked.max_tokens))
+    return [asdict(row) | {"share": row.share_of_best} for row in rows], _sampled_table(rows)
 
 
 def _policy_table(rows: list[PolicyRow]) -> Table:
@@ -97,3 +104,11 @@ def _new_table(first: str, *titles: str) -> Table:
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     return table
+
+
+# What `bench` can measure instead of the comparison: each is an option of the same name, and gives
+# the rows of --json and the table people see.
+MODES: dict[str, Callable[[Pair, Asked], tuple[list[dict[str, Any]], Table]]] = {
+    "policy": _policy,
+    "sampling": _sampling,
+}
