@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 12, 16)
 DEPTHS = (64, 1024)  # tokens of context; attention is linear in between and beyond
-REPEATS = 5  # of which the quickest counts: other programs only ever add time
-FORMAT = 1  # of the cached file
+REPEATS = 3  # in a row, and twice; the quickest counts: other programs only ever add time
+FORMAT = 2  # of the cached file
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,28 @@ def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
     return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
-def pair_costs(target: Target, drafter: Any, widest: int) -> Costs:
+def pair_costs(
+    target: Target, drafter: Any, widest: int, kv_bits: int | None = None, again: bool = False
+) -> Costs:
     """The costs of rounds of up to `widest` rows: from the cache folder, or measured now.
 
     Only the costs of networks are cached: what else drafts has nothing to be recognized by.
+
+    Args:
+        target, drafter: the pair.
+        widest: the most rows of a round.
+        kv_bits: of the target's keys and values, as in `stream_generate`.
+        again: measure even if the cache knows, and let it know better.
     """
     if not hasattr(drafter, "parameters"):
-        return measure(target, drafter, widest)
-    path = _cache_folder() / f"{_fingerprint(target, drafter, widest)}.json"
+        return measure(target, drafter, widest, kv_bits)
+    path = _cache_folder() / f"{_fingerprint(target, drafter, widest, kv_bits)}.json"
     try:
-        return _read(path)
+        if not again:
+            return _read(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured yet, or not readable: measuring mends both
-    costs = measure(target, drafter, widest)
+    costs = measure(target, drafter, widest, kv_bits)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"verify": costs.verify, "draft": costs.draft}))
@@ -112,32 +121,37 @@ def pair_costs(target: Target, drafter: Any, widest: int) -> Costs:
     return costs
 
 
-def measure(target: Target, drafter: Any, widest: int) -> Costs:
+def measure(target: Target, drafter: Any, widest: int, kv_bits: int | None = None) -> Costs:
     """Time the forwards of a pair. The drafter drafts for a text of one token, repeated."""
     rows = sorted({row for row in ROWS if row < widest} | {1, widest})
-    deepest = target.context_length - widest - len(rows) * (REPEATS + 1)
+    deepest = target.context_length - widest - 2 * len(rows) * (REPEATS + 1)
     verify, draft = {}, {}
     for depth in sorted({max(2, min(depth, deepest)) for depth in DEPTHS}):
-        verify[depth], draft[depth] = _measure_at(target, drafter, depth, rows)
+        verify[depth], draft[depth] = _measure_at(target, drafter, depth, rows, kv_bits)
     return Costs(verify, draft)
 
 
 def _measure_at(
-    target: Target, drafter: Any, depth: int, rows: list[int]
+    target: Target, drafter: Any, depth: int, rows: list[int], kv_bits: int | None
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """The quickest verify and draft of each number of rows, the numbers taking turns."""
+    """The quickest verify and draft of each number of rows.
+
+    Rounds of one width follow each other, as they do in decoding: a width that differs from the
+    last one's is slower by up to a fifth (on a CPU, for a small model). The second time the widths
+    come in the other order, so that a machine that slows down meanwhile favours none.
+    """
     import mlx.core as mx
 
     from .sampling import Sampler
 
     token = 1
-    session, sampler = target.start(drafter.tap_layers), Sampler()
+    session, sampler = target.start(drafter.tap_layers, kv_bits), Sampler()
     drafting = drafter.start(target, sampler)
     for taps in session.prefill([token] * depth):
         drafting.extend(taps)
     verify, draft = dict.fromkeys(rows, float("inf")), dict.fromkeys(rows, float("inf"))
-    for repeat in range(REPEATS + 1):
-        for row in rows:
+    for row in [*rows, *reversed(rows)]:
+        for repeat in range(REPEATS + 1):
             clock = time.perf_counter()
             tokens = drafting.propose(token, row).tokens
             if isinstance(tokens, mx.array):
@@ -168,12 +182,12 @@ def _read(path: Path) -> Costs:
     return Costs(*tables)
 
 
-def _fingerprint(target: Target, drafter: Any, widest: int) -> str:
+def _fingerprint(target: Target, drafter: Any, widest: int, kv_bits: int | None) -> str:
     """A name for everything that the costs depend on."""
     import mlx.core as mx
 
     chip = str(mx.device_info().get("device_name", ""))
-    parts = [FORMAT, widest, platform.machine(), chip, str(mx.default_device()), _blas()]
+    parts = [FORMAT, widest, kv_bits, platform.machine(), chip, str(mx.default_device()), _blas()]
     parts += [version("mlx"), version("mlx-lm"), target.name, target.num_layers]
     # The bytes of the weights tell every quantization from the others.
     parts += [_bytes(target.model), type(drafter).__name__, _bytes(drafter)]

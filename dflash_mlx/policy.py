@@ -72,11 +72,25 @@ class Policy:
         self._sharpness: dict[float, Sharpness] = {}
 
     @classmethod
-    def of(cls, target: Target, drafter: Any, widest: int = 16) -> Policy:
-        """The policy of a pair whose costs are measured now, unless they are in the cache."""
+    def of(
+        cls,
+        target: Target,
+        drafter: Any,
+        widest: int = 16,
+        kv_bits: int | None = None,
+        again: bool = False,
+    ) -> Policy:
+        """The policy of a pair whose costs are measured now, unless they are in the cache.
+
+        Args:
+            target, drafter: the pair.
+            widest: the most rows a round may have; the drafter's block size limits it too.
+            kv_bits: of the target's keys and values, as in `stream_generate`.
+            again: measure even if the cache knows: the machine may have been busy then.
+        """
         config = getattr(drafter, "config", None)
         widest = min(widest, getattr(config, "block_size", widest))
-        return cls(pair_costs(target, drafter, widest), widest)
+        return cls(pair_costs(target, drafter, widest, kv_bits, again), widest)
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter at this temperature, to be gone on with."""

@@ -79,7 +79,7 @@ def _row(
 ) -> PolicyRow:
     config = getattr(drafters[0], "config", None)
     widest = getattr(config, "block_size", max(WIDTHS))
-    costs = pair_costs(target, drafters[0], widest)
+    costs = pair_costs(target, drafters[0], widest, again=True)
     widths = [width for width in WIDTHS if width <= widest]
     over_plain, over_width = [], dict[int, list[float]]((width, []) for width in widths)
     rounds = drafted = 0
