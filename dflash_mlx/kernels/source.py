@@ -17,7 +17,7 @@ from ..errors import KernelError
 
 # What `mx.fast.metal_kernel` is: with name, input_names, output_names, source and header it gives a
 # function of inputs, template, grid, threadgroup, output_shapes and output_dtypes.
-KernelFactory = Callable[..., Callable[..., list[mx.array]]]
+KernelFactory = Callable[..., Any]
 
 _LOCAL_INCLUDE = re.compile(r'^#include "(?P<name>[^"]+)"$')
 _FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `device`

@@ -1,0 +1,144 @@
+"""x w^T for the few rows of a verify, and the gated unit silu(x gate^T) (x up^T) in one pass.
+
+The stock kernels change with the number of rows, and between a vector and a 16-row verify they use
+32-row tiles, half of them empty. `metal/verify_matmul.metal` has tiles of 16 rows and one order of
+sums for every number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .source import KernelFactory, in_device_memory, metal_source
+from .weights import (
+    AffineWeights,
+    Weights,
+    check_product,
+    declaration,
+    dequantized,
+    input_names,
+    inputs,
+    result_dtype,
+    traits,
+)
+
+TILE_ROWS, TILE_COLUMNS, THREADS = 16, 32, 128  # as in metal/matmul_tile.h
+
+# K is split until there are so many tiles, a few for each core of the largest chips ...
+_ENOUGH_TILES = 256
+# ... but no split is shorter than this.
+_SHORTEST_SPLIT = 512
+
+_CALL = """
+    threadgroup float4 scratch[dflash::kScratch];
+    dflash::verify_matmul<T, GATE_UP, SPLIT>(
+        x, left, right, y, x_shape[0], w_shape[0], scratch, threadgroup_position_in_grid,
+        threadgroups_per_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
+"""
+_MERGE = """
+    dflash::merge_splits<GATE_UP>(
+        sums, y, SPLITS, threads_per_grid.x, thread_position_in_grid.x);
+"""
+
+
+def verify_matmul_reference(x: mx.array, w: Weights, up: Weights | None = None) -> mx.array:
+    """What `VerifyMatmul` computes, in plain MLX: dequantized, multiplied in float32, rounded."""
+    rows = x.astype(mx.float32)
+    y = rows @ dequantized(w).T
+    if up is not None:
+        y = nn.silu(y) * (rows @ dequantized(up).T)
+    return y.astype(result_dtype(x, w))
+
+
+def splits_of_k(columns: int, depth: int, gate_up: bool = False) -> int:
+    """In how many parts the sums over K = `depth` are taken: given by the shape of w alone."""
+    tiles = -(-columns // (TILE_COLUMNS // 2 if gate_up else TILE_COLUMNS))
+    return max(1, min(_ENOUGH_TILES // tiles, depth // _SHORTEST_SPLIT))
+
+
+def product_kernels(
+    metal_kernel: KernelFactory, name: str, inputs: list[str], call: str, header: str
+) -> dict[tuple[bool, bool], Callable[..., list[mx.array]]]:
+    """The kernels of a product, keyed by (affine weights, gate and up).
+
+    Their inputs are x, then `inputs`, then w and, with a gate, up. `call` is Metal for the call,
+    where the two weights are `left` and `right`; right is not read, and is w, without a gate.
+    """
+    kernels = {}
+    for affine, gate_up in product((False, True), repeat=2):
+        matrices = ["w", "up"] if gate_up else ["w"]
+        declared = declaration("left", "w", affine) + declaration("right", matrices[-1], affine)
+        kernels[affine, gate_up] = metal_kernel(
+            name=f"{name}_{'affine' if affine else 'plain'}{'_gate_up' * gate_up}",
+            input_names=["x", *inputs, *(n for m in matrices for n in input_names(m, affine))],
+            output_names=["y"],
+            source=declared + call,
+            header=header,
+        )
+    return kernels
+
+
+class VerifyMatmul:
+    """x w^T, or silu(x w^T) (x up^T), row by row the same bits for every number of rows.
+
+    Args:
+        metal_kernel: the factory of the kernels.
+    """
+
+    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+        header = metal_source("verify_matmul.metal")
+        self._products = product_kernels(metal_kernel, "verify_matmul", [], _CALL, header)
+        self._merge = metal_kernel(
+            name="merge_splits",
+            input_names=["sums"],
+            output_names=["y"],
+            source=_MERGE,
+            header=header,
+        )
+
+    def __call__(self, x: mx.array, w: Weights, up: Weights | None = None) -> mx.array:
+        """x [..., K] by w [N, K] -> [..., N], in the dtype MLX gives x @ w.T.
+
+        Any number of rows; w is read once per 16 of them. `up`, if given, is of w's shape and kind,
+        and w is then the gate. Sums are float32. Raises `KernelError`.
+        """
+        weights = [w] if up is None else [w, up]
+        check_product(x, "[N, K]", *weights)
+        dtype, gate_up = result_dtype(x, *weights), up is not None
+        rows, (columns, depth) = prod(x.shape[:-1]), w.shape
+        splits = splits_of_k(columns, depth, gate_up)
+        tiles = -(-columns // (TILE_COLUMNS // len(weights)))
+        shape = (splits, len(weights), rows, columns) if splits > 1 else (rows, columns)
+        (y,) = self._products[isinstance(w, AffineWeights), gate_up](
+            inputs=[x.astype(dtype).reshape(rows, depth), *(a for m in weights for a in inputs(m))],
+            template=[
+                ("T", dtype),
+                *traits(w).items(),
+                ("GATE_UP", gate_up),
+                ("SPLIT", splits > 1),
+            ],
+            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[mx.float32 if splits > 1 else dtype],
+        )
+        if splits > 1:
+            y = self._merged(y, dtype)
+        return y.reshape(*x.shape[:-1], columns)
+
+    def _merged(self, sums: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Sums [splits, 1 or 2, M, N] of the splits -> [M, N]."""
+        splits, parts, rows, columns = sums.shape
+        return self._merge(
+            inputs=[in_device_memory(sums)],
+            template=[("GATE_UP", parts == 2), ("SPLITS", splits)],
+            grid=(rows * columns, 1, 1),
+            threadgroup=(min(rows * columns, 256), 1, 1),
+            output_shapes=[(rows, columns)],
+            output_dtypes=[dtype],
+        )[0]

@@ -1,0 +1,110 @@
+"""The products of a mixture of experts for the few rows of a verify.
+
+At 16 rows and 8 experts a row the stock gathered product runs row by row, and reads an expert's
+weights once for every row that uses it. `metal/verify_matmul_moe.metal` reads them once.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import KernelError
+from .source import KernelFactory, in_device_memory, metal_source
+from .verify_matmul import THREADS, TILE_COLUMNS, product_kernels
+from .weights import (
+    AffineWeights,
+    Weights,
+    check_product,
+    dequantized,
+    inputs,
+    result_dtype,
+    traits,
+)
+
+_CALL = """
+    threadgroup float4 scratch[dflash::kScratch];
+    dflash::verify_matmul_moe<T, GATE_UP>(
+        x, left, right, order, experts, y, x_shape[0], w_shape[1], threadgroups_per_grid.y, scratch,
+        threadgroup_position_in_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
+"""
+
+
+def verify_matmul_moe_reference(
+    x: mx.array, w: Weights, experts: mx.array, up: Weights | None = None
+) -> mx.array:
+    """What `VerifyMatmulMoe` computes, in plain MLX and float32, from the experts in use."""
+    _check_routing(x, experts)
+    rows = x.astype(mx.float32)
+    if x.ndim == experts.ndim:
+        rows = rows[..., None, :]
+    y = _routed(rows, w, experts)
+    if up is not None:
+        y = nn.silu(y) * _routed(rows, up, experts)
+    return y.astype(result_dtype(x, w))
+
+
+def _routed(rows: mx.array, w: Weights, experts: mx.array) -> mx.array:
+    """Rows [..., 1 or k, K] times the weights of their experts [..., k] -> [..., k, N]."""
+    if isinstance(w, AffineWeights):
+        words, scales, biases = w.words[experts], w.scales[experts], w.biases[experts]
+        chosen = dequantized(AffineWeights(words, scales, biases, w.bits, w.group_size))
+    else:
+        chosen = w[experts].astype(mx.float32)
+    return (chosen @ rows[..., None])[..., 0]
+
+
+class VerifyMatmulMoe:
+    """x w[e]^T or silu(x w[e]^T) (x up[e]^T) for the experts e of every row.
+
+    Each row's bits depend on that row, its experts and the shapes alone.
+
+    Args:
+        metal_kernel: the factory of the kernels.
+    """
+
+    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+        header = metal_source("verify_matmul_moe.metal")
+        self._products = product_kernels(
+            metal_kernel, "verify_matmul_moe", ["order", "experts"], _CALL, header
+        )
+
+    def __call__(
+        self, x: mx.array, w: Weights, experts: mx.array, up: Weights | None = None
+    ) -> mx.array:
+        """The products of each row with each of its experts: [..., k, N].
+
+        Args:
+            x: [..., K], a row per token, or [..., k, K], a row per token and expert.
+            w: [E, N, K], the weights of all experts; read once for up to 16 rows of an expert.
+            experts: integers in [0, E), [..., k]: the experts of every token.
+            up: if given, of w's shape and kind; w is then the gate.
+
+        The dtype is MLX's for x @ w.T, sums are float32. Raises `KernelError`.
+        """
+        weights = [w] if up is None else [w, up]
+        check_product(x, "[E, N, K]", *weights)
+        _check_routing(x, experts)
+        dtype, (_, columns, depth) = result_dtype(x, *weights), w.shape
+        pairs = experts.reshape(-1).astype(mx.uint32)
+        order = mx.argsort(pairs)
+        tiles = -(-columns // (TILE_COLUMNS // len(weights)))
+        rows = x.astype(dtype).reshape(prod(x.shape[:-1]), depth)
+        routing = [in_device_memory(order), in_device_memory(pairs[order])]
+        (y,) = self._products[isinstance(w, AffineWeights), up is not None](
+            inputs=[rows, *routing, *(a for m in weights for a in inputs(m))],
+            template=[("T", dtype), *traits(w).items(), ("GATE_UP", up is not None)],
+            grid=(tiles * THREADS, pairs.size, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(pairs.size, columns)],
+            output_dtypes=[dtype],
+        )
+        return y.reshape(*experts.shape, columns)
+
+
+def _check_routing(x: mx.array, experts: mx.array) -> None:
+    """One row of x per token, or per token and expert. Raises `KernelError`."""
+    if x.shape[:-1] not in (experts.shape, experts.shape[:-1]):
+        raise KernelError(f"Rows {x.shape[:-1]} do not belong to experts {experts.shape}.")

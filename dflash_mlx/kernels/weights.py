@@ -1,0 +1,120 @@
+"""Weight matrices as the matrix kernels take them: plain arrays, or MLX's affine quantization.
+
+`metal/matrix_rows.h` has the other half: how a kernel reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import KernelError
+from .source import dtype_name, in_device_memory
+
+FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+
+
+@dataclass(frozen=True)
+class AffineWeights:
+    """What `mx.quantize` gives: value = scale * q + bias, where a group shares scale and bias.
+
+    Args:
+        words: uint32 [..., N, K * bits / 32], the lowest bits first.
+        scales, biases: floating point [..., N, K / group_size].
+        bits: 4 or 8.
+        group_size: 32, 64 or 128.
+    """
+
+    words: mx.array
+    scales: mx.array
+    biases: mx.array
+    bits: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        """Check the fields. Raises `KernelError`."""
+        if self.bits not in (4, 8) or self.group_size not in (32, 64, 128):
+            raise KernelError(
+                "Affine weights have 4 or 8 bits and groups of 32, 64 or 128, not "
+                f"{self.bits} bits and groups of {self.group_size}."
+            )
+        groups = (*self.words.shape[:-1], self.shape[-1] // self.group_size)
+        if self.words.dtype != mx.uint32 or self.scales.dtype not in FLOATS:
+            raise KernelError(
+                "Affine weights are uint32 words and floating-point scales, not "
+                f"{dtype_name(self.words)} and {dtype_name(self.scales)}."
+            )
+        if self.scales.shape != groups or self.biases.shape != groups:
+            raise KernelError(
+                f"Words of shape {self.words.shape} need scales and biases of shape {groups}, not "
+                f"{self.scales.shape} and {self.biases.shape}."
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix they stand for: [..., N, K]."""
+        return (*self.words.shape[:-1], self.words.shape[-1] * 32 // self.bits)
+
+
+Weights = AffineWeights | mx.array
+
+
+def dequantized(w: Weights) -> mx.array:
+    """The values [..., N, K] in float32, without the rounding of a dequantization in half type."""
+    if isinstance(w, mx.array):
+        return w.astype(mx.float32)
+    scales, biases = w.scales.astype(mx.float32), w.biases.astype(mx.float32)
+    return mx.dequantize(w.words, scales, biases, w.group_size, w.bits)
+
+
+def result_dtype(x: mx.array, *weights: Weights) -> mx.Dtype:
+    """The dtype in which MLX itself would multiply these. Raises `KernelError`."""
+    arrays = [w.scales if isinstance(w, AffineWeights) else w for w in weights]
+    for array in (x, *arrays):
+        if array.dtype not in FLOATS:
+            raise KernelError(
+                f"The matrix kernels take float16, bfloat16 and float32, not {dtype_name(array)}."
+            )
+    return mx.result_type(x, *arrays)
+
+
+def check_product(x: mx.array, layout: str, *weights: Weights) -> None:
+    """x [..., K] times weights of one kind, shaped as `layout`, "[N, K]". Raises `KernelError`."""
+    first = weights[0]
+    for w in weights:
+        if len(w.shape) != len(layout.split()):
+            raise KernelError(f"The weights are {layout}, not {w.shape}.")
+        if w.shape != first.shape or traits(w) != traits(first):
+            raise KernelError(f"Gate and up differ: {traits(first)} and {traits(w)}.")
+        if x.shape[-1] != w.shape[-1]:
+            raise KernelError(f"x has {x.shape[-1]} columns, the weights have {w.shape[-1]}.")
+        if min(x.size, inputs(w)[0].size) < 8:
+            raise KernelError("The matrix kernels take no arrays of fewer than 8 elements.")
+
+
+def traits(w: Weights) -> dict[str, Any]:
+    """What a kernel is specialized for, as template arguments."""
+    if isinstance(w, AffineWeights):
+        return {"S": w.scales.dtype, "BITS": w.bits, "GROUP": w.group_size}
+    return {"W": w.dtype}
+
+
+def input_names(name: str, affine: bool) -> list[str]:
+    """What the inputs of a kernel are called that takes the weights `name`."""
+    return [name, f"{name}_scales", f"{name}_biases"] if affine else [name]
+
+
+def inputs(w: Weights) -> list[mx.array]:
+    """The arrays for `input_names`."""
+    if isinstance(w, AffineWeights):
+        return [w.words, in_device_memory(w.scales), in_device_memory(w.biases)]
+    return [w]
+
+
+def declaration(variable: str, name: str, affine: bool) -> str:
+    """Metal: a variable for the weights `name` [..., N, K]; x is [M, K] in the kernel."""
+    arrays = ", ".join(input_names(name, affine))
+    matrix = "AffineWeights<T, S, BITS, GROUP>" if affine else "PlainMatrix<T, W>"
+    return f"const dflash::{matrix} {variable} = {{{arrays}, x_shape[1]}};\n"
