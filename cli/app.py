@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 
-from . import bench, chat, doctor, generate, models
+from . import bench, chat, doctor, generate, models, roofline
 from .screen import error_line
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as a shell reports it
@@ -63,7 +63,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate.generate, chat.chat, bench.bench, models.models, doctor.doctor):
+COMMANDS = (
+    generate.generate,
+    chat.chat,
+    bench.bench,
+    roofline.roofline,
+    models.models,
+    doctor.doctor,
+)
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -71,6 +72,16 @@ class Hub:
         except FAILURES as error:
             raise self._explain(name, error) from error
 
+    def config(self, name: str) -> Path:
+        """The folder of a repository with its config.json, and perhaps nothing else of it.
+
+        Raises as `fetch`.
+        """
+        try:
+            return self._snapshot(name, self.offline, ["config.json"])
+        except FAILURES as error:
+            raise self._explain(name, error) from error
+
     def downloaded(self, name: str) -> int | None:
         """Bytes of a repository's copy on this disk, None when there is no whole one."""
         try:
@@ -92,11 +103,11 @@ class Hub:
         sizes = {name: self.downloaded(name) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
 
-    def _snapshot(self, name: str, offline: bool) -> Path:
+    def _snapshot(self, name: str, offline: bool, wanted: Sequence[str] = WANTED) -> Path:
         return Path(
             snapshot_download(
                 name,
-                allow_patterns=WANTED,
+                allow_patterns=list(wanted),
                 endpoint=self.endpoint,
                 cache_dir=self.cache,
                 local_files_only=offline,

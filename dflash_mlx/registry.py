@@ -30,11 +30,13 @@ class Pair:
         drafter: the drafter's repository.
         targets: the repositories of the target's original weights, the usual one first.
         billions: the target's parameters, as its name or its card counts them; None if unknown.
+        acceptance: output tokens a round of 16 rows, greedy, as published; None if unknown.
     """
 
     drafter: str
     targets: tuple[str, ...]
     billions: float | None = None
+    acceptance: float | None = None
 
     def gigabytes(self, bits: int) -> float | None:
         """Roughly what the target's weights take: in 4 or 8 bits, or in 16 as published."""
@@ -67,12 +69,17 @@ def drafter_for(name: str) -> str:
 
     Raises `ModelNotFoundError` when the registry has none.
     """
-    pair = next((pair for pair in pairs() if pair.matches(name)), None)
+    pair = pair_of(name)
     if pair is None:
         raise ModelNotFoundError(
             f"No drafter is known for {name}: name one with draft= (--draft on the command line)."
         )
     return pair.drafter
+
+
+def pair_of(name: str) -> Pair | None:
+    """The pair of a target, found as in `drafter_for`."""
+    return next((pair for pair in pairs() if pair.matches(name)), None)
 
 
 def _last(name: str) -> str:

@@ -134,6 +134,13 @@ def test_offline_mode_asks_nobody(hub, server):
     assert not server.requests
 
 
+def test_a_config_comes_without_its_weights(hub, server):
+    folder = hub.config(TARGET)
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+    assert hub.downloaded(TARGET) is None
+    assert (hub.fetch(TARGET) / "model.safetensors").is_file()
+
+
 def test_what_is_downloaded_and_its_size(hub, server):
     assert hub.downloaded(TARGET) is None
     folder = hub.fetch(TARGET)

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "dflash_mlx"
 LEVELS = [
     {"errors"},
     {"quantization"},
-    {"blas", "config", "events", "metal", "registry", "sharpness", "tiny", "weights"},
+    {"blas", "chips", "config", "events", "metal", "registry", "sharpness", "tiny", "weights"},
     {"hub"},
     {"kernels"},
     {"proposal"},

@@ -1,0 +1,137 @@
+"""`dflash-mlx roofline`: what a model's rounds would cost at best on a chip, without the chip."""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+import dflash_mlx
+from dflash_mlx.chips import Chip, chip_named, chips, find_chip
+from dflash_mlx.errors import ConfigError, ModelNotFoundError
+from dflash_mlx.hub import Hub
+from dflash_mlx.quantization import Quantization
+from dflash_mlx.registry import pair_of
+
+from . import options
+from .screen import note, print_json, stdout, waiting
+
+if TYPE_CHECKING:
+    from dflash_mlx.bench.roofline import Round
+
+EMBEDDED = "tiny"
+
+
+def roofline(
+    model: options.Model = EMBEDDED,
+    chip: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help='"M1" to "M5 Max"; by default the one of this machine.'),
+    ] = None,
+    target_bits: options.TargetBits = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Tokens a round of 16 rows, as 'bench' measures them; by default as published.",
+        ),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tokens of context that are attended to.")
+    ] = 1024,
+    offline: options.Offline = False,
+    json: options.Json = False,
+) -> None:
+    """Predict a round's milliseconds at 1 to 16 rows, and the highest speedup to hope for."""
+    where = _chip(chip)
+    tokens = _acceptance(model, acceptance)
+    file = _folder(model, Hub(offline=offline)) / "config.json"
+    config = _config(file)
+    quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
+    with waiting("Reading the model's shapes"):
+        from dflash_mlx.bench.roofline import model_of, rounds, shapes_of
+
+        shapes = shapes_of(model_of(config, file, quantization), config, context)
+    rows = rounds(shapes, where, tokens)
+    if json:
+        content: dict[str, Any] = {"prediction": True, "model": model, "chip": asdict(where)}
+        content |= {"acceptance": tokens, "context": context}
+        print_json(content | {"rounds": [asdict(row) for row in rows]})
+        return
+    stdout().print(_table(rows))
+    note(f"A prediction, not a measurement: {model} on {where.name}, {context} tokens of context,")
+    note(f"{tokens:g} tokens a round of 16 rows; the drafter's own time is not in it.")
+    if where.generation == "M5":
+        note("16-row tiles are those of the tensor units: our kernels do not use them, stock runs.")
+
+
+def _chip(name: str | None) -> Chip:
+    """The chip asked for, or this machine's. Raises `SettingsError` for an unknown name."""
+    with waiting("Starting MLX"):
+        _ = dflash_mlx.Target  # raises `MissingDependencyError` where there is no MLX
+        import mlx.core as mx
+    if name is not None:
+        return chip_named(name)
+    here = find_chip(str(mx.device_info().get("device_name", "")))
+    if here is None:
+        names = ", ".join(chip.name for chip in chips())
+        raise typer.BadParameter(f"this machine has none of: {names}", param_hint="--chip")
+    return here
+
+
+def _acceptance(model: str, given: float | None) -> float:
+    """The acceptance given, or the one that is published for the model's drafter."""
+    pair = pair_of(model)
+    known = pair.acceptance if pair else None
+    tokens = given if given is not None else known
+    if tokens is None:
+        raise typer.BadParameter(
+            f"nothing is published for {model}: give what 'dflash-mlx bench' measures, or a guess",
+            param_hint="--acceptance",
+        )
+    return tokens
+
+
+def _folder(name: str, hub: Hub) -> Path:
+    """The folder with the config.json of a model that may not be downloaded."""
+    if name == EMBEDDED:
+        from importlib.resources import files
+
+        return Path(str(files("dflash_mlx.tiny"))) / "target"
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise ModelNotFoundError(
+            f"No model {name!r}: give a folder or a hub repository (owner/name)."
+        )
+    return folder if folder.is_dir() else hub.config(name)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        content = json_format.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"{file.parent}: there is no config.json.") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: a JSON object is expected.")
+    return content
+
+
+def _table(rows: list[Round]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    best = max(max(row.stock_speedup, row.tile_speedup) for row in rows)
+    for title in ("rows", "GB read", "tokens", "stock ms", "speedup", "16-row tiles ms", "speedup"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [f"{row.rows}", f"{row.gigabytes:.2f}", f"{row.tokens:.2f}"]
+        ways = ((row.stock_ms, row.stock_speedup), (row.tile_ms, row.tile_speedup))
+        for milliseconds, speedup in ways:
+            style = "[bold green]" if speedup == best else ""
+            cells += [f"{milliseconds:.2f}", f"{style}{speedup:.2f}x"]
+        table.add_row(*cells)
+    return table

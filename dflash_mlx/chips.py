@@ -1,0 +1,75 @@
+"""Apple's chips, as far as the cost of a forward depends on them; the data is in chips.toml."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+
+from .errors import SettingsError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+BANDWIDTH_SHARE = 0.85  # of the memory's bandwidth that a kernel reads weights with
+TILE_SHARE = 0.65  # of the peak that a 16-row tile computes with
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One chip.
+
+    Attributes:
+        name: as Apple calls it, "M4 Max".
+        generation: "M1" to "M5".
+        bandwidth: bytes per second.
+        flops: half-precision operations per second.
+        stock_share: the part of `flops` that MLX's own 32-row tile reaches.
+    """
+
+    name: str
+    generation: str
+    bandwidth: float
+    flops: float
+    stock_share: float
+
+    def reading(self, size: float) -> float:
+        """Seconds to read so many bytes."""
+        return size / (self.bandwidth * BANDWIDTH_SHARE)
+
+    def multiplying(self, rows: int, weights: float, share: float = TILE_SHARE) -> float:
+        """Seconds of so many rows times so many weights, at a share of the peak."""
+        return 2 * rows * weights / (self.flops * share)
+
+
+def chips() -> list[Chip]:
+    """All chips that are known, the oldest first."""
+    content = tomllib.loads(files("dflash_mlx").joinpath("chips.toml").read_text("utf-8"))
+    return [
+        Chip(
+            name=name,
+            generation=(generation := name.partition(" ")[0]),
+            bandwidth=row["bandwidth"] * 1e9,
+            flops=row["tflops"] * 1e12,
+            stock_share=content["stock_share"][generation],
+        )
+        for name, row in content["chip"].items()
+    ]
+
+
+def find_chip(name: str) -> Chip | None:
+    """The chip of this name, "M4 Max" or as the device calls itself, "Apple M4 Max"."""
+    wanted = name.lower().removeprefix("apple").split()
+    return next((chip for chip in chips() if chip.name.lower().split() == wanted), None)
+
+
+def chip_named(name: str) -> Chip:
+    """As `find_chip`. Raises `SettingsError` for a name that is not known."""
+    chip = find_chip(name)
+    if chip is None:
+        raise SettingsError(
+            f"No chip {name!r} is known: {', '.join(chip.name for chip in chips())} are."
+        )
+    return chip

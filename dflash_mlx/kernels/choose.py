@@ -1,0 +1,143 @@
+"""Which kernel runs: one table, keyed on chip generation, shape, bits and rows.
+
+Ours run where the stock ones are known to waste time, or where this Mac was measured
+(`dflash-mlx bench --kernels`): a measurement of a shape overrules the table. Nothing here touches
+a model; the costs below are the ones that `dflash-mlx roofline` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..chips import Chip
+from .shapes import Matrix
+
+WIDEST = 16  # rows of a tile, and of the widest chain
+
+# Rows from which MLX 0.32 leaves its vector kernels for 32-row tiles, for quantized weights with N
+# and K <= 2048, <= 4096 and larger. Source: get_qmv_batch_limit, mlx/backend/metal/quantized.cpp.
+STOCK_TILES = {
+    "M1": (14, 10, 6),
+    "M2": (14, 10, 6),
+    "M3": (13, 15, 13),
+    "M4": (13, 15, 13),
+    "M5": (33, 25, 13),
+    "Ultra": (32, 18, 12),  # whatever its generation
+}
+
+# Rows from which our kernel runs; generations that are not named keep the stock kernels.
+#
+# affine: where stock begins to multiply 32 rows for the sake of 16. Measured in public on an
+#   M3 Max, 5120 -> 17408 in 4 bits: 0.129 ms for 1 row, for 16 rows 0.509 with the stock tile and
+#   0.306 with one of 16 rows. No public timing says who wins below stock's limit: stock stays.
+# float: from 2 rows on stock has tiles of 32 rows, of 64 where N > K (steel_matmul,
+#   mlx/backend/metal/matmul.cpp).
+# The M5 is not named: its tensor units (mpp::tensor_ops) beat kernels on SIMD-group matrices.
+#   Public timing, M5 Max, 27B in 4 bits, 16 rows: stock 112.6 ms, a kernel on tensor units 53.7.
+GENERATIONS = ("M1", "M2", "M3", "M4")
+FLOAT_FROM = 2
+# experts: where the costs below say so. Stock goes row by row (gather_qmv) and reads an expert's
+#   weights once a row; ours reads them once, but multiplies a 16-row tile for whatever rows there
+#   are. With many small experts hardly any two rows share one, and stock is better.
+# The M5 is not named: its tensor units (mpp::tensor_ops) beat kernels on SIMD-group matrices.
+#   Public timing, M5 Max, 27B in 4 bits, 16 rows: stock 112.6 ms, a kernel on tensor units 53.7.
+GENERATIONS = ("M1", "M2", "M3", "M4")
+FLOAT_FROM = 2
+
+# Queries up to which stock attention has a kernel that splits the keys, and the most query rows
+# per head of keys for it. Beyond, 16 queries run with no split over the keys, and head sizes 192
+# and 256 unfused. Source: ScaledDotProductAttention::use_fallback, in
+# mlx/backend/metal/scaled_dot_product_attention.cpp. Public timing, M5 Max, 16k keys: 8 queries
+# 0.81 ms, 16 queries 1.90.
+STOCK_QUERIES, STOCK_QUERY_ROWS = 8, 32
+
+TOLERANCE = 1.02  # exact decoding is the default where it costs no more than this
+
+
+def first_row(chip: Chip | None, matrix: Matrix, measured: Mapping[str, int | None]) -> int | None:
+    """The rows from which our kernel multiplies by this matrix, None for never.
+
+    Args:
+        chip: where it runs; None for one that is not known.
+        matrix: its shape.
+        measured: the answer for the shapes (`Matrix.key`) that were timed on this machine.
+    """
+    if not has_kernel(matrix):
+        return None
+    if matrix.key in measured:
+        return measured[matrix.key]
+    if chip is None or chip.generation not in GENERATIONS:
+        return None
+    if matrix.experts:
+        return next((r for r in range(2, WIDEST + 1) if _tile_wins(chip, matrix, r)), None)
+    if matrix.kind == "affine":
+        return stock_tiles_from(chip, matrix)
+    # In float32 even stock's tile multiplies faster than the weights can be read.
+    return FLOAT_FROM if matrix.bits == 16 else None
+
+
+def _tile_wins(chip: Chip, matrix: Matrix, rows: int) -> bool:
+    return tile_seconds(chip, matrix, rows) <= stock_seconds(chip, matrix, rows)
+
+
+def has_kernel(matrix: Matrix) -> bool:
+    """Whether one of our kernels can multiply by this matrix at all."""
+    if matrix.kind == "float":
+        return matrix.bits in (16, 32)
+    return matrix.kind == "affine" and matrix.bits in (4, 8) and matrix.group_size in (32, 64, 128)
+
+
+def attention_from(chip: Chip | None, group: int) -> int | None:
+    """The queries from which our attention runs, None for never.
+
+    Args:
+        chip: where it runs; None for one that is not known.
+        group: query heads per head of keys.
+    """
+    if chip is None or chip.generation not in GENERATIONS:
+        return None
+    return min(STOCK_QUERIES, STOCK_QUERY_ROWS // group) + 1
+
+
+def exact_by_default(chip: Chip | None, model: Iterable[Matrix]) -> bool:
+    """Whether sending every row through our kernels costs nothing, from 1 row to 16.
+
+    One row pays for a 16-row tile: free where reading the weights takes longer than that, as with
+    16 bits almost everywhere and with 8 on the chips that have few cores for their memory.
+    """
+    if chip is None or chip.generation not in GENERATIONS:
+        return False
+    found = list(model)
+    if not all(has_kernel(matrix) for matrix in found):
+        return False
+    for rows in range(1, WIDEST + 1):
+        ours = sum(tile_seconds(chip, matrix, rows) for matrix in found)
+        if ours > TOLERANCE * sum(stock_seconds(chip, matrix, rows) for matrix in found):
+            return False
+    return True
+
+
+def stock_tiles_from(chip: Chip, matrix: Matrix) -> int:
+    """The rows from which MLX multiplies by these quantized weights with 32-row tiles."""
+    limits = STOCK_TILES["Ultra" if "Ultra" in chip.name else chip.generation]
+    largest = max(matrix.columns, matrix.depth)
+    return limits[0 if largest <= 2048 else 1 if largest <= 4096 else 2]
+
+
+def stock_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
+    """What MLX's kernels take for so many rows: an estimate from the chip's limits."""
+    once, weights = chip.reading(matrix.size), matrix.columns * matrix.depth
+    if matrix.experts:
+        return rows * matrix.top_k * once
+    if matrix.kind == "float":
+        tile = 64 if matrix.columns > matrix.depth else 32
+        return once if rows == 1 else max(once, chip.multiplying(tile, weights, chip.stock_share))
+    tiles = max(once, chip.multiplying(32, weights, chip.stock_share))
+    # No timing of the vector kernels at 2 rows and more is public: a line up to the tiles' time.
+    return once + (tiles - once) * min(1.0, (rows - 1) / (stock_tiles_from(chip, matrix) - 1))
+
+
+def tile_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
+    """What tiles of 16 rows take, for up to 16 rows: an estimate from the chip's limits."""
+    weights = matrix.columns * matrix.depth
+    return matrix.active(rows) * max(chip.reading(matrix.size), chip.multiplying(WIDEST, weights))

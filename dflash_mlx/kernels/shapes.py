@@ -1,0 +1,103 @@
+"""The weight matrices that a forward of a model reads: what its time depends on, and who runs it.
+
+Everything that decides about kernels looks at a model through this list: the table that chooses,
+the benchmark that times, the roofline that predicts. Lazy weights are as good as real ones here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+# What configs call the number of experts that a token is sent to.
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix [N, K] of weights, or one of each expert.
+
+    Attributes:
+        columns, depth: N and K.
+        size: bytes of its weights, scales and biases; of one expert.
+        kind: what the kernels tell apart: "affine" or another mode of quantization, or "float".
+        bits: of a weight, without the scales.
+        group_size: weights that share a scale; 0 where they are not quantized.
+        experts: how many such matrices there are to choose from; 0 outside of experts.
+        top_k: experts that a token is sent to; 0 outside of experts.
+    """
+
+    columns: int
+    depth: int
+    size: int
+    kind: str
+    bits: int
+    group_size: int = 0
+    experts: int = 0
+    top_k: int = 0
+
+    @property
+    def key(self) -> str:
+        """Its name in tables: `4096x12288 affine 4-bit g64`."""
+        group = f" g{self.group_size}" if self.group_size else ""
+        experts = f" {self.top_k} of {self.experts}" if self.experts else ""
+        return f"{self.columns}x{self.depth} {self.kind} {self.bits}-bit{group}{experts}"
+
+    def active(self, rows: int) -> float:
+        """How many matrices so many rows read on average.
+
+        Experts are taken to be chosen independently and equally often: real routing repeats
+        itself within a text and reads fewer.
+        """
+        if not self.experts:
+            return 1.0
+        return self.experts * (1 - (1 - self.top_k / self.experts) ** rows)
+
+
+def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn.Module, Matrix]]:
+    """Every matrix that a forward multiplies by: its path, its module and its shape.
+
+    Args:
+        model: an mlx-lm model.
+        config: its config.json, for the number of experts of a token.
+    """
+    modules = [
+        (path, module)
+        for path, module in model.named_modules()
+        if "weight" in module and module.weight.ndim > 1 and not isinstance(module, nn.Conv1d)
+    ]
+    tied = not any(path.endswith("lm_head") for path, _ in modules)
+    for path, module in modules:
+        # Of embeddings a few rows are looked up; the whole matrix is read where it is the head.
+        embedding = isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+        if not embedding or (tied and path.endswith("embed_tokens")):
+            yield path, module, _matrix(module, top_k(config))
+
+
+def top_k(config: dict[str, Any]) -> int:
+    """The experts a token is sent to, 0 for a model without experts."""
+    shape = config.get("text_config") or config
+    return next((int(shape[name]) for name in _TOP_K if shape.get(name)), 0)
+
+
+def _matrix(module: Any, experts_of_a_token: int) -> Matrix:
+    *stacked, columns, depth = module.weight.shape
+    size = sum(value.nbytes for _, value in tree_flatten(module.parameters()))
+    quantized = "scales" in module
+    kind = getattr(module, "mode", "affine") if quantized else "float"
+    bits = module.bits if quantized else 8 * module.weight.itemsize
+    group_size = module.group_size if quantized else 0
+    depth = depth * 32 // bits if quantized else depth
+    experts = 0
+    if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
+        [experts] = stacked
+        size //= experts
+    elif stacked:  # a matrix of each head (MLA): together they are one taller matrix
+        columns *= stacked[0]
+    top = experts_of_a_token if experts else 0
+    return Matrix(columns, depth, size, kind, bits, group_size, experts, top)

@@ -1,0 +1,100 @@
+"""The table of kernels: where ours run, where stock does, and when exact decoding is free."""
+
+from dataclasses import replace
+
+import pytest
+
+from dflash_mlx.chips import chip_named, chips
+from dflash_mlx.kernels.choose import (
+    attention_from,
+    exact_by_default,
+    first_row,
+    has_kernel,
+    stock_seconds,
+    tile_seconds,
+)
+from dflash_mlx.kernels.shapes import Matrix
+
+FOUR = Matrix(12288, 4096, 12288 * 4096 * 9 // 16, "affine", 4, 64)
+EIGHT = Matrix(12288, 4096, 12288 * 4096 * 17 // 16, "affine", 8, 64)
+HALF = Matrix(12288, 4096, 12288 * 4096 * 2, "float", 16)
+SINGLE = Matrix(12288, 4096, 12288 * 4096 * 4, "float", 32)
+# Of 8 experts 2 a token, and of 128 experts 8.
+FEW = replace(FOUR, experts=8, top_k=2)
+MANY = replace(FOUR, experts=128, top_k=8)
+
+
+@pytest.mark.parametrize(
+    ("chip", "matrix", "row"),
+    [
+        ("M1", FOUR, 6),
+        ("M2 Max", EIGHT, 6),
+        ("M3 Max", FOUR, 13),
+        ("M4", replace(FOUR, columns=4096), 15),
+        ("M4", replace(FOUR, columns=1024, depth=1024), 13),
+        ("M1 Ultra", replace(FOUR, columns=4096), 18),  # never reached by 16 rows
+        ("M4 Max", HALF, 2),
+        ("M4 Max", SINGLE, None),
+        ("M4 Max", MANY, None),  # 1.6 rows an expert at 16: a 16-row tile costs more
+        ("M5 Max", FOUR, None),
+        ("M5", HALF, None),
+        ("M4", replace(FOUR, kind="mxfp4", group_size=32), None),
+        ("M4", replace(FOUR, bits=6), None),
+    ],
+)
+def test_the_rows_from_which_ours_run(chip, matrix, row):
+    assert first_row(chip_named(chip), matrix, {}) == row
+
+
+def test_experts_wait_for_enough_rows_each():
+    """A tile in 4 bits takes 2.4 times as long as reading the weights, in 8 bits half of that."""
+    chip = chip_named("M4 Max")
+    row = first_row(chip, FEW, {})
+    assert row is not None
+    assert row * 2 / FEW.active(row) > 2.36 > (row - 1) * 2 / FEW.active(row - 1)
+    in_eight_bits = first_row(chip, replace(EIGHT, experts=8, top_k=2), {})
+    assert in_eight_bits is not None and in_eight_bits < row
+
+
+def test_a_measurement_overrules_the_table():
+    m5 = chip_named("M5 Max")
+    assert first_row(m5, FOUR, {FOUR.key: 9}) == 9
+    assert first_row(chip_named("M1"), FOUR, {FOUR.key: None}) is None
+    assert first_row(None, FOUR, {FOUR.key: 9}) == 9  # a chip that is newer than the table
+    assert first_row(None, FOUR, {}) is None
+    # What has no kernel was not measured, whatever a file says.
+    nothing = replace(FOUR, kind="mxfp4")
+    assert first_row(m5, nothing, {nothing.key: 2}) is None and not has_kernel(nothing)
+
+
+@pytest.mark.parametrize(
+    ("group", "row"),
+    [(1, 9), (2, 9), (4, 9), (5, 7), (8, 5), (16, 3), (64, 1)],
+)
+def test_attention_runs_where_stock_does_not_split_the_keys(group, row):
+    assert attention_from(chip_named("M4"), group) == row
+    assert attention_from(chip_named("M5"), group) is None and attention_from(None, group) is None
+
+
+def test_exact_is_the_default_where_it_is_free():
+    # 16 bits are read more slowly than a 16-row tile multiplies; 4 bits are not.
+    assert exact_by_default(chip_named("M4 Max"), [HALF, HALF])
+    assert exact_by_default(chip_named("M3 Pro"), [EIGHT])
+    assert not exact_by_default(chip_named("M4 Max"), [EIGHT])
+    assert not exact_by_default(chip_named("M4 Max"), [HALF, FOUR])
+    assert not exact_by_default(chip_named("M5 Max"), [HALF])
+    assert not exact_by_default(None, [HALF])
+    # Without a kernel for every matrix there is nothing exact to offer.
+    assert not exact_by_default(chip_named("M4 Max"), [HALF, replace(HALF, bits=64)])
+
+
+@pytest.mark.parametrize("matrix", [FOUR, EIGHT, HALF, FEW, MANY])
+def test_costs_do_not_fall_with_rows_and_the_table_follows_them(matrix):
+    for chip in chips():
+        ours = [tile_seconds(chip, matrix, rows) for rows in range(1, 17)]
+        stock = [stock_seconds(chip, matrix, rows) for rows in range(1, 17)]
+        assert ours == sorted(ours) and stock == sorted(stock)
+        row = first_row(chip, matrix, {})
+        if row is not None and row <= 16:
+            # Ours is never chosen where the estimate says that it is clearly slower.
+            assert all(ours[at] <= 1.05 * stock[at] for at in range(row - 1, 16))

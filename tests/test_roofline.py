@@ -1,0 +1,180 @@
+"""The predicted rounds: the published table, the counted bytes, and the command."""
+
+import itertools
+import json
+
+import families
+import mlx.core as mx
+import pytest
+import tinymodels
+from mlx.utils import tree_flatten
+from program import run
+from typer.testing import CliRunner
+
+from dflash_mlx.bench.roofline import Shapes, chance, model_of, rounds, shapes_of
+from dflash_mlx.chips import chip_named, chips, find_chip
+from dflash_mlx.cli.app import app
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.kernels.shapes import Matrix
+from dflash_mlx.quantization import Quantization
+
+# T16/T1 of a 9B dense target, from the public bandwidths and estimated peaks: with a tile of 16
+# rows in 4 and 8 bits, with MLX's tile of 32 rows in 4 and 8 bits.
+PUBLISHED = {
+    "M1": (1.95, 1.03, 3.4, 1.8),
+    "M1 Pro": (2.9, 1.5, 5.0, 2.6),
+    "M1 Max": (2.9, 1.5, 5.0, 2.6),
+    "M1 Ultra": (2.9, 1.5, 5.0, 2.6),
+    "M2 Pro": (2.2, 1.2, 3.8, 2.0),
+    "M2 Max": (2.2, 1.2, 3.8, 2.0),
+    "M2 Ultra": (2.2, 1.2, 3.8, 2.0),
+    "M3 Pro": (1.7, 1.0, 3.0, 1.6),
+    "M3 Max": (2.1, 1.1, 3.6, 1.9),
+    "M4": (2.1, 1.1, 3.7, 1.95),
+    "M4 Pro": (2.4, 1.25, 4.1, 2.2),
+    "M4 Max": (2.4, 1.25, 4.1, 2.2),
+    "M5": (1.0, 1.0, 1.8, 1.0),
+    "M5 Pro": (1.0, 1.0, 1.8, 1.0),
+    "M5 Max": (1.0, 1.0, 1.8, 1.0),
+}
+NINE_BILLION = 9 * 2**30
+
+
+def dense(bits: int) -> Shapes:
+    """9B weights in one kind of matrix, with a half-precision scale and bias per 64 of them."""
+    matrix = Matrix(12288, 4096, 12288 * 4096 * (2 * bits + 1) // 16, "affine", bits, 64)
+    return Shapes([matrix] * (NINE_BILLION // (12288 * 4096)), 0, 0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_table_of_a_9b_target(name):
+    chip = chip_named(name)
+    predicted = []
+    for way in ("tile_ms", "stock_ms"):
+        for bits in (4, 8):
+            found = rounds(dense(bits), chip, acceptance=6)
+            predicted.append(getattr(found[15], way) / found[0].stock_ms)
+    assert predicted == pytest.approx(PUBLISHED[name], rel=0.04)
+    # The ceiling is 6 tokens a round over T16/T1.
+    assert rounds(dense(4), chip, 6)[15].tile_speedup == pytest.approx(6 / predicted[0])
+
+
+def test_acceptance_at_every_width():
+    for acceptance in (1, 2.5, 6, 15.9, 16):
+        assert sum(chance(acceptance) ** slot for slot in range(16)) == pytest.approx(acceptance)
+    tokens = [one.tokens for one in rounds(dense(4), chip_named("M4"), 6)]
+    assert tokens == sorted(tokens) and tokens[0] == 1 and tokens[-1] == pytest.approx(6)
+    with pytest.raises(SettingsError, match="between 1 and 16"):
+        chance(17)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_5_moe", "gpt_oss", "kimi_k25"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_every_byte_of_a_model_is_counted(family, bits):
+    """With all experts in use: all parameters but the embeddings, of which rows are looked up."""
+    config = families.CONFIGS[family]
+    model = families.random_model(family)
+    model.set_dtype(mx.bfloat16)
+    if quantization := Quantization.of(bits):
+        quantization.apply(model)
+    shapes = shapes_of(model, config, context=0)
+    counted = sum(matrix.size * max(1, matrix.experts) for matrix in shapes.matrices)
+    read = [
+        value.nbytes
+        for path, value in tree_flatten(model.parameters())
+        if "embed_tokens" not in path
+    ]
+    assert counted + shapes.other == sum(read) and counted > shapes.other
+    # A model that is only a config has the same shapes, without a weight being computed.
+    lazy = shapes_of(model_of(config, families.Path("config.json"), quantization), config, 0)
+    assert list(lazy.matrices) == list(shapes.matrices)
+
+
+def test_a_tied_head_is_read_as_a_whole():
+    config = tinymodels.model_config("llama")
+    found = shapes_of(tinymodels.random_model(config), config, 0).matrices
+    assert [matrix.columns for matrix in found].count(config["vocab_size"]) == 1
+
+
+def test_experts_in_use():
+    """Against all ways in which two tokens can each choose two of four experts."""
+    choices = list(itertools.combinations(range(4), 2))
+    used = [len({*first, *second}) for first in choices for second in choices]
+    matrix = Matrix(8, 8, 1, "float", 16, experts=4, top_k=2)
+    assert matrix.active(1) == 2
+    assert matrix.active(2) == pytest.approx(sum(used) / len(used))
+
+
+def test_context_is_read_too():
+    config = families.CONFIGS["qwen3"]
+    model = families.random_model("qwen3")
+    row = 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
+    assert shapes_of(model, config, 1000).context == 1000 * row * config["num_hidden_layers"]
+    # Two of four layers have a sliding window, which ends what they read.
+    model, config = families.random_model("gpt_oss"), families.CONFIGS["gpt_oss"]
+    near, far = (shapes_of(model, config, context).context for context in (1000, 2000))
+    assert far - near == 2 * 1000 * row
+    # Three of four layers have a state, which does not grow.
+    model, config = families.random_model("qwen3_5"), families.CONFIGS["qwen3_5"]
+    near, far = (shapes_of(model, config, context).context for context in (0, 1000))
+    assert near == 3 * 2 * 4 * 4 * 32 * 32 and far - near == 1000 * row
+
+
+def test_chips_are_found_by_the_names_people_and_devices_use():
+    assert find_chip("Apple M4 Max") == find_chip("m4 max") == chip_named("M4 Max")
+    assert find_chip("AMD EPYC") is None
+    assert len({chip.name for chip in chips()}) == len(chips())
+    with pytest.raises(SettingsError, match="M4 Max"):
+        chip_named("M99")
+
+
+def roofline(*arguments):
+    """The command, without a process of its own: MLX is here already."""
+    return CliRunner().invoke(app, ["roofline", *map(str, arguments)], prog_name="dflash-mlx")
+
+
+def test_the_command(tmp_path):
+    config = tinymodels.model_config("qwen3_moe")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ("--model", tmp_path, "--chip", "M4 Max", "--target-bits", "4")
+    done = run("roofline", *command, "--acceptance", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert content["prediction"] is True and content["acceptance"] == 4
+    assert [row["rows"] for row in content["rounds"]] == list(range(1, 17))
+    assert content["rounds"][0]["stock_speedup"] == 1
+
+    shown = roofline(*command, "--acceptance", "4")
+    assert "prediction, not a measurement" in shown.stderr and shown.stdout.count("\n") == 17
+    shown = roofline(*command)
+    assert shown.exit_code == 2 and "--acceptance" in shown.stderr
+
+
+def test_acceptance_and_chip_have_defaults_where_something_is_known(tmp_path, monkeypatch):
+    folder = tmp_path / "Qwen3-8B-4bit"  # whose drafter's acceptance is published
+    folder.mkdir()
+    config = tinymodels.model_config("qwen3") | {"quantization": {"group_size": 32, "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(config))
+    shown = roofline("--model", folder)
+    assert shown.exit_code == 2 and "M4 Max" in shown.stderr
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M3 Pro"})
+    shown = roofline("--model", folder)
+    assert shown.exit_code == 0 and "on M3 Pro" in shown.stderr and "6.49" in shown.stderr
+
+
+def test_what_the_command_cannot_use_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "none"}')
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    config = tinymodels.model_config("qwen3") | {"quantization": {"group_size": 32, "bits": 4}}
+    (quantized / "config.json").write_text(json.dumps(config))
+    for arguments, said in [
+        (["--chip", "M99"], "M99"),
+        (["--model", tmp_path], "mlx-lm cannot use it"),
+        (["--model", tmp_path / "nothing"], "No model"),
+        (["--model", quantized, "--target-bits", "4"], "quantized already"),
+        (["--acceptance", "40"], "between 1 and 16"),
+    ]:
+        done = roofline("--chip", "M4", "--acceptance", "4", *arguments)
+        assert done.exit_code == 1 and done.stderr.startswith("error: "), done.stderr
+        assert said in done.stderr and done.stderr.count("\n") == 1
