@@ -1,0 +1,39 @@
+"""Metal kernels on the CPU: the sources that `mx.fast.metal_kernel` takes, compiled as C++ and run.
+
+    kernel.py       EmulatedKernel, the stand-in for mx.fast.metal_kernel
+    wrapper.py      the function that MLX writes around a kernel's body, letter for letter
+    glue.py         what turns that text into C++ that can be called
+    compiler.py     finding a compiler, compiling, keeping what has been compiled
+    launch.py       the call: buffers with red zones, findings, counters
+    include/        stand-ins for Metal's headers
+    runtime/        fibers for threads, barriers, SIMD-group functions, the checks
+
+Tests that need it say `pytestmark = metal_host.needs_compiler`, so that a machine without a
+compiler skips them and says why.
+"""
+
+import pytest
+
+from metal_host.compiler import CompilationError, compiler, strict_compiler
+from metal_host.kernel import EmulatedKernel
+from metal_host.launch import Counters, Finding, KernelError, Traffic
+
+__all__ = [
+    "CompilationError",
+    "Counters",
+    "EmulatedKernel",
+    "Finding",
+    "KernelError",
+    "Traffic",
+    "needs_compiler",
+    "needs_strict_compiler",
+]
+
+needs_compiler = pytest.mark.skipif(
+    compiler() is None,
+    reason="no C++ compiler to emulate Metal with: install g++ (or clang) on a Linux machine",
+)
+needs_strict_compiler = pytest.mark.skipif(
+    strict_compiler() is None,
+    reason="no clang++ 17 or later to check Metal's address spaces with",
+)

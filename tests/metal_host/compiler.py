@@ -1,0 +1,179 @@
+"""Compiling kernels and the runtime, once each: what has been compiled is kept on disk."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CACHE = HERE.parents[1] / ".pytest_cache" / "metal_host"
+
+_COMMON = (
+    "-std=c++17",
+    "-march=native",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",  # what is one operation in the source is one operation
+    "-w",
+)
+# Access by access as the source has them, and no call to be told of a function's begin and end.
+_CHECKED = ("-g1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize", "-fsanitize=thread")
+_NO_ENTRY_CALLS = {
+    False: ("--param", "tsan-instrument-func-entry-exit=0"),
+    True: ("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+}
+_EXACT_HALF = {False: ("-fexcess-precision=16",), True: ("-ffloat16-excess-precision=none",)}
+_STRICT_CLANG = ("clang++", *(f"clang++-{version}" for version in range(25, 16, -1)))
+
+
+class CompilationError(RuntimeError):
+    """The compiler refuses the kernel; its messages, whose lines are those of header and body."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: its path, what `--version` says first, and whether it is clang."""
+
+    path: str
+    version: str
+
+    @property
+    def is_clang(self) -> bool:
+        return "clang" in self.version
+
+
+@cache
+def _found(name: str) -> Compiler | None:
+    path = shutil.which(name)
+    if path is None:
+        return None
+    done = subprocess.run([path, "--version"], capture_output=True, text=True)
+    return Compiler(path, done.stdout.splitlines()[0]) if done.returncode == 0 else None
+
+
+@cache
+def compiler() -> Compiler | None:
+    """The compiler that kernels run with; None where there is none, or where this is not Linux."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return None
+    return next(filter(None, map(_found, ("g++", *_STRICT_CLANG))), None)
+
+
+@cache
+def strict_compiler() -> Compiler | None:
+    """A clang that knows `__bf16` arithmetic, to check address spaces with; None without one."""
+    return next(filter(None, map(_found, _STRICT_CLANG)), None)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise CompilationError(f"{' '.join(command)}\n{done.stderr[:6000]}")
+
+
+def _files_digest(*folders: str) -> str:
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted((HERE / folder).rglob("*")):
+            if path.is_file():
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _headers() -> str:
+    return _files_digest("include")
+
+
+@cache
+def _runtime_files() -> str:
+    return _files_digest("include", "runtime")
+
+
+class Build:
+    """Compiles for one mode, keeping everything in `folder`."""
+
+    def __init__(self, checked: bool, folder: Path = CACHE):
+        found = compiler()
+        if found is None:
+            raise CompilationError("there is no C++ compiler here: install g++ or clang")
+        self.checked = checked
+        self.folder = folder
+        self.compiler = found
+        self._base = (found.path, *_COMMON, *_EXACT_HALF[found.is_clang])
+
+    def _once(self, kind: str, suffix: str, key: tuple[str, ...], make) -> Path:
+        """The file for this key; `make(path)` writes it if it has never been made."""
+        key = (self.compiler.version, str(self.checked), *self._base, *key)
+        name = hashlib.sha256("\0".join(key).encode()).hexdigest()[:24]
+        path = self.folder / f"{kind}-{name}{suffix}"
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}{suffix}")
+            make(unfinished)
+            os.replace(unfinished, path)  # whole or not at all, whoever else is compiling it
+        return path
+
+    @property
+    def runtime(self) -> Path:
+        """The runtime as a shared library, which all kernels of a mode share."""
+
+        def make(path: Path) -> None:
+            mode = ["-DMETAL_HOST_CHECKED"] if self.checked else []
+            sources = sorted(str(source) for source in (HERE / "runtime").glob("*.cpp"))
+            _run([*self._base, "-O2", *mode, "-shared", *sources, "-o", str(path)])
+
+        return self._once("runtime", ".so", (_runtime_files(),), make)
+
+    def kernel(self, source: str) -> Path:
+        """A kernel's shared library, linked to the runtime."""
+        mode = ("-O1",)
+        if self.checked:
+            mode = ("-O1", *_CHECKED, *_NO_ENTRY_CALLS[self.compiler.is_clang])
+        runtime = self.runtime
+
+        def make(path: Path) -> None:
+            text, compiled = path.with_suffix(".cpp"), path.with_suffix(".o")
+            text.write_text(source)
+            include = f"-I{HERE / 'include'}"
+            _run([*self._base, *mode, include, "-c", str(text), "-o", str(compiled)])
+            _run([self.compiler.path, "-shared", str(compiled), str(runtime), "-o", str(path)])
+            text.unlink()
+            compiled.unlink()
+
+        return self._once("kernel", ".so", (_headers(), runtime.name, *mode, source), make)
+
+
+def check_strictly(source: str) -> None:
+    """Raises CompilationError where a pointer's address space is not what it is used as."""
+    clang = strict_compiler()
+    if clang is None:
+        raise CompilationError("there is no clang++ here: strict address spaces need one")
+    command = [clang.path, "-std=c++17", "-DMETAL_HOST_STRICT", "-fsyntax-only", "-w"]
+    command += ["-ferror-limit=8", f"-I{HERE / 'include'}", "-x", "c++", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True)
+    if done.returncode:
+        raise CompilationError(done.stderr[:6000])
+
+
+def source_line(library: Path, offset: int) -> str:
+    """Where the code at this offset of a checked kernel comes from: `body:12`, or ''."""
+    tool = shutil.which("addr2line")
+    if tool is None or offset == 0:
+        return ""
+    command = [tool, "-e", str(library), hex(offset - 1)]  # the call, not what follows it
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.split()[0].split("/")[-1] if done.stdout else ""
+
+
+@cache
+def load(path: Path) -> ctypes.CDLL:
+    """The library, loaded once. PyDLL keeps Python's lock, so launches run one at a time."""
+    return ctypes.PyDLL(str(path))

@@ -1,0 +1,129 @@
+// Scalar types, their traits and limits, and as_type.
+#pragma once
+
+#include <limits>
+#include <type_traits>
+
+#include "address_spaces.h"
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+#define M_PI_F 3.14159265358979323846264338327950288f
+
+namespace metal {
+
+typedef _Float16 half;
+using std::size_t;
+
+#ifdef METAL_HOST_STRICT
+typedef __bf16 bfloat;  // a class's members would need a copy for each address space
+#else
+// The upper half of a float, rounded to nearest even.
+struct bfloat {
+  uint16_t bits;
+
+  bfloat() = default;
+  template <class T, class = std::enable_if_t<std::is_arithmetic<T>::value ||
+                                              std::is_same<T, half>::value>>
+  bfloat(T value) : bits(round((float)value)) {}
+
+  operator float() const {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    __builtin_memcpy(&value, &wide, 4);
+    return value;
+  }
+
+  static uint16_t round(float value) {
+    uint32_t wide;
+    __builtin_memcpy(&wide, &value, 4);
+    if ((wide & 0x7fffffff) > 0x7f800000) return uint16_t((wide >> 16) | 0x40);  // stays a NaN
+    return uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+  }
+};
+
+// bfloat with bfloat or an integer gives bfloat; with float it gives float.
+#define METAL_HOST_OPERATOR(op)                                                             \
+  inline bfloat operator op(bfloat a, bfloat b) { return bfloat((float)a op (float)b); }    \
+  template <class I, class = std::enable_if_t<std::is_integral<I>::value>>                  \
+  inline bfloat operator op(bfloat a, I b) {                                                \
+    return bfloat((float)a op (float)b);                                                    \
+  }                                                                                         \
+  template <class I, class = std::enable_if_t<std::is_integral<I>::value>>                  \
+  inline bfloat operator op(I a, bfloat b) {                                                \
+    return bfloat((float)a op (float)b);                                                    \
+  }                                                                                         \
+  inline float operator op(bfloat a, float b) { return (float)a op b; }                     \
+  inline float operator op(float a, bfloat b) { return a op (float)b; }                     \
+  template <class R>                                                                        \
+  inline bfloat& operator op##=(bfloat& a, R b) {                                           \
+    return a = bfloat((float)a op (float)b);                                                \
+  }
+METAL_HOST_OPERATOR(+)
+METAL_HOST_OPERATOR(-)
+METAL_HOST_OPERATOR(*)
+METAL_HOST_OPERATOR(/)
+#undef METAL_HOST_OPERATOR
+inline bfloat operator-(bfloat a) {
+  a.bits ^= 0x8000;
+  return a;
+}
+#endif
+
+using std::conditional;
+using std::enable_if;
+using std::false_type;
+using std::integral_constant;
+using std::is_convertible;
+using std::is_integral;
+using std::is_pointer;
+using std::is_same;
+using std::make_signed;
+using std::make_unsigned;
+using std::remove_cv_t;
+using std::remove_reference_t;
+using std::true_type;
+template <bool B>
+using bool_constant = std::integral_constant<bool, B>;
+template <class A, class B>
+constexpr bool is_same_v = std::is_same<A, B>::value;
+template <bool C, class T = void>
+using enable_if_t = std::enable_if_t<C, T>;
+template <bool C, class A, class B>
+using conditional_t = std::conditional_t<C, A, B>;
+template <class T>
+struct is_floating_point
+    : bool_constant<std::is_floating_point<T>::value || std::is_same<T, half>::value ||
+                    std::is_same<T, bfloat>::value> {};
+
+template <class T>
+struct numeric_limits : std::numeric_limits<T> {};
+template <>
+struct numeric_limits<half> {
+  static constexpr half max() { return (half)65504.f; }
+  static constexpr half min() { return (half)6.103515625e-05f; }
+  static constexpr half lowest() { return (half)-65504.f; }
+  static constexpr half infinity() { return (half)INFINITY; }
+};
+template <>
+struct numeric_limits<bfloat> {
+  static bfloat max() { return bfloat(3.3895314e38f); }
+  static bfloat min() { return bfloat(1.17549435e-38f); }
+  static bfloat lowest() { return bfloat(-3.3895314e38f); }
+  static bfloat infinity() { return bfloat(INFINITY); }
+};
+
+template <class To, class From>
+inline To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+}  // namespace metal

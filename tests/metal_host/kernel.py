@@ -1,0 +1,180 @@
+"""The stand-in for `mx.fast.metal_kernel`: same arguments, same results, on the CPU."""
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from metal_host.compiler import CACHE, Build, check_strictly
+from metal_host.glue import program, strict_program
+from metal_host.launch import Counters, Memory, launch
+from metal_host.wrapper import TemplateArguments, Wrapper, wrap
+
+_MOST_THREADS = 1024  # of a threadgroup
+_STORAGE = {mx.bfloat16: mx.uint16}  # numpy has no bfloat16
+
+
+def _numpy(array: mx.array) -> np.ndarray:
+    """The array's memory as it lies, without a copy where MLX allows it."""
+    return np.array(array.view(_STORAGE.get(array.dtype, array.dtype)), copy=None)
+
+
+def _mlx(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    return mx.array(values).view(dtype)
+
+
+def _output(shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> np.ndarray:
+    """What an output holds before the launch: without `init_value`, ones in every bit.
+
+    That is a NaN, so an element that a kernel forgets does not pass for a zero.
+    """
+    if init_value is not None:
+        return _numpy(mx.full(shape, init_value, dtype))
+    empty = _numpy(mx.zeros(shape, dtype))
+    return np.full(empty.nbytes, 0xFF, np.uint8).view(empty.dtype).reshape(shape)
+
+
+class EmulatedKernel:
+    """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and three more.
+
+    checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
+               runtime/checks.cpp knows, and count memory traffic; a finding raises KernelError
+    strict:    also have clang check address spaces; raises CompilationError
+    cache_dir: where compiled kernels are kept
+
+    After a call of a checked kernel `counters` has what it did. `kernels` built from one source
+    for several dtypes and template arguments are compiled one by one, as they are called.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str = "",
+        ensure_row_contiguous: bool = True,
+        atomic_outputs: bool = False,
+        compile_options: object | None = None,
+        *,
+        checked: bool = True,
+        strict: bool = False,
+        cache_dir: Path = CACHE,
+    ):
+        if not output_names:
+            raise ValueError("[metal_kernel] Must specify at least one output.")
+        (header + source).encode("ascii")  # MLX passes the text on as ASCII
+        self.name = name
+        self.input_names = list(input_names)
+        self.output_names = list(output_names)
+        self.source = source
+        self.header = header
+        self.ensure_row_contiguous = ensure_row_contiguous
+        self.atomic_outputs = atomic_outputs
+        self.strict = strict
+        self._build = Build(checked, cache_dir)
+        self._libraries: dict[str, Path] = {}
+        self._counters: Counters | None = None
+
+    @property
+    def counters(self) -> Counters:
+        """Of the last call. Raises RuntimeError before the first, and if `checked` is off."""
+        if self._counters is None:
+            raise RuntimeError(f"{self.name}: only a checked kernel that has run has counters")
+        return self._counters
+
+    def wrapper(
+        self,
+        inputs: Sequence[mx.array],
+        output_dtypes: Sequence[mx.Dtype],
+        template: TemplateArguments,
+    ) -> Wrapper:
+        """The Metal function that MLX would compile for a call with these arguments."""
+        return wrap(
+            self.name,
+            list(zip(self.input_names, inputs, strict=True)),
+            list(zip(self.output_names, output_dtypes, strict=True)),
+            template,
+            self.header,
+            self.source,
+            self.atomic_outputs,
+        )
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array | bool | int | float],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: TemplateArguments | None = None,
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: object | None = None,
+    ) -> list[mx.array]:
+        """Runs the kernel now. Raises KernelError for what the checks find."""
+        self._refuse_wrong_sizes(inputs, output_shapes, output_dtypes, threadgroup)
+        arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
+        if self.ensure_row_contiguous:
+            arrays = [mx.contiguous(array) for array in arrays]
+        wrapper = self.wrapper(arrays, output_dtypes, template or ())
+        if verbose:
+            print(f"Generated source code for `{self.name}`:\n```\n{wrapper.text}\n```")
+        outputs = [
+            Memory(name, _output(shape, dtype, init_value), True, init_value is not None)
+            for name, shape, dtype in zip(
+                self.output_names, output_shapes, output_dtypes, strict=True
+            )
+        ]
+        self._counters = launch(
+            self.name,
+            self._build.runtime,
+            self._library(wrapper),
+            grid,
+            threadgroup,
+            self._input_memory(wrapper, arrays) + outputs,
+        )
+        return [
+            _mlx(memory.values, dtype) for memory, dtype in zip(outputs, output_dtypes, strict=True)
+        ]
+
+    def _refuse_wrong_sizes(self, inputs, output_shapes, output_dtypes, threadgroup) -> None:
+        for what, given, names in (
+            ("inputs", inputs, self.input_names),
+            ("output_shapes", output_shapes, self.output_names),
+            ("output_dtypes", output_dtypes, self.output_names),
+        ):
+            if len(given) != len(names):
+                raise ValueError(
+                    f"[metal_kernel] Expected `{what}` to have size {len(names)} but got size "
+                    f"{len(given)}."
+                )
+        if prod(threadgroup) > _MOST_THREADS:
+            raise ValueError(
+                f"Thread group size ({prod(threadgroup)}) is greater than  the maximum allowed "
+                f"threads per threadgroup ({_MOST_THREADS})."
+            )
+
+    def _library(self, wrapper: Wrapper) -> Path:
+        if wrapper.name not in self._libraries:
+            if self.strict:
+                check_strictly(strict_program(wrapper))
+            self._libraries[wrapper.name] = self._build.kernel(program(wrapper))
+        return self._libraries[wrapper.name]
+
+    def _input_memory(self, wrapper: Wrapper, arrays: Sequence[mx.array]) -> list[Memory]:
+        values = dict(zip(self.input_names, map(_numpy, arrays), strict=True))
+        memory = []
+        for parameter in wrapper.parameters[: -len(self.output_names)]:
+            array = values[parameter.array]
+            described = {
+                "": array,
+                "_shape": np.array(array.shape, np.int32),
+                "_strides": np.array([s // array.itemsize for s in array.strides], np.int64),
+                "_ndim": np.array(array.ndim, np.int32),
+            }
+            memory.append(Memory(parameter.name, described[parameter.suffix], False, True))
+        return memory

@@ -1,0 +1,162 @@
+"""One launch: memory in, findings, counters and memory out.
+
+The structures mirror those of runtime/buffers.h.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from metal_host.compiler import load, source_line
+
+RED_ZONE = 4096  # bytes before and after every buffer, for accesses that miss it; kRedZone
+_WRITABLE, _INITIALISED = 1, 2
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("read", "written", "distinct_read", "distinct_written")
+    ]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_uint64),
+        ("element", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("traffic", _Traffic),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_void_p),
+        ("image", ctypes.c_void_p * 2),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threadgroup", ctypes.c_uint32 * 3),
+        ("buffer_count", ctypes.c_uint32),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("matrix_products", ctypes.c_uint64),
+        ("fmas", ctypes.c_uint64),
+    ]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one buffer that a launch touched in device memory.
+
+    read, written:    every access counted, so twice the same byte is two
+    distinct_...:     bytes touched at least once, in whole elements
+    """
+
+    read: int
+    written: int
+    distinct_read: int
+    distinct_written: int
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a checked launch did.
+
+    buffers:               traffic by the name of the input or output
+    multiply_accumulates:  of simdgroup matrix operations; 512 for one 8x8 by 8x8
+    fmas:                  calls of metal::fma
+    """
+
+    buffers: dict[str, Traffic]
+    multiply_accumulates: int
+    fmas: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something a checked launch found: a kind, what it is, the source line, and how often."""
+
+    kind: str
+    message: str
+    where: str
+    count: int
+
+    def __str__(self) -> str:
+        where = f" at {self.where}" if self.where else ""
+        return f"{self.kind}{where} ({self.count}x): {self.message}"
+
+
+class KernelError(RuntimeError):
+    """The kernel did what a Metal kernel must not; `findings` has each of these things."""
+
+    def __init__(self, kernel: str, findings: Sequence[Finding]):
+        super().__init__("\n  ".join([f"{kernel}:", *map(str, findings)]))
+        self.findings = tuple(findings)
+
+
+class Memory:
+    """A buffer of a launch: the bytes of `values` between two red zones, strides kept."""
+
+    def __init__(self, name: str, values: np.ndarray, writable: bool, initialised: bool):
+        low, high = np.lib.array_utils.byte_bounds(values)
+        size = high - low if values.size else 0
+        room = np.zeros(size + 3 * RED_ZONE, np.uint8)
+        begin = RED_ZONE + -room.ctypes.data % RED_ZONE  # page-aligned, as Metal's buffers are
+        ctypes.memmove(room.ctypes.data + begin, low, size)
+        self.name = name
+        self.size = size
+        self.flags = writable * _WRITABLE + initialised * _INITIALISED
+        self.values = np.ndarray(
+            values.shape,
+            values.dtype,
+            room,
+            begin + (values.__array_interface__["data"][0] - low if size else 0),
+            values.strides,
+        )
+
+    def described(self) -> _Buffer:
+        element = self.values.itemsize
+        return _Buffer(
+            self.name.encode(), self.values.ctypes.data, self.size, element, self.flags
+        )
+
+
+def _findings(runtime: ctypes.CDLL, library: Path) -> list[Finding]:
+    runtime.metal_host_findings.restype = ctypes.c_char_p
+    found = []
+    for line in runtime.metal_host_findings().decode().splitlines():
+        kind, offset, count, message = line.split("\t")
+        found.append(Finding(kind, message, source_line(library, int(offset)), int(count)))
+    return found
+
+
+def launch(
+    name: str,
+    runtime: Path,
+    library: Path,
+    grid: Sequence[int],
+    threadgroup: Sequence[int],
+    memory: Sequence[Memory],
+) -> Counters:
+    """Runs a compiled kernel over `grid` threads, in place.
+
+    memory: a buffer for each parameter of the kernel. Raises KernelError for what it finds.
+    """
+    host, kernel = load(runtime), load(library)
+    image = (ctypes.c_void_p * 2).in_dll(kernel, "metal_host_image")
+    buffers = (_Buffer * len(memory))(*(each.described() for each in memory))
+    function = ctypes.cast(kernel.metal_host_kernel, ctypes.c_void_p)
+    described = _Launch(
+        function, image, tuple(grid), tuple(threadgroup), len(memory), buffers
+    )
+    host.metal_host_launch(ctypes.byref(described))
+    findings = _findings(host, library)
+    if findings:
+        raise KernelError(name, findings)
+    traffic = {
+        each.name: Traffic(*(getattr(buffer.traffic, field) for field, _ in _Traffic._fields_))
+        for each, buffer in zip(memory, buffers, strict=True)
+    }
+    return Counters(traffic, 512 * described.matrix_products, described.fmas)
