@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from dflash_mlx.bench.datasets import (
     BenchPrompt,
@@ -17,14 +14,19 @@ from dflash_mlx.bench.datasets import (
     limit_per_category,
     read_prompts,
 )
-from dflash_mlx.bench.machine import machine
+from dflash_mlx.bench.plots import check_matplotlib, draw_all
+from dflash_mlx.bench.report import as_files, results_folder
+from dflash_mlx.bench.suites import SUITES, suite_prompts
+from dflash_mlx.hub import Hub
 
-from . import options, tables
-from .pair import Choice, Pair, open_pair
-from .screen import note, print_json, stderr, stdout
+from . import comparison, options, tables
+from .pair import Choice, open_pair
+from .screen import print_json
 
-if TYPE_CHECKING:
-    from dflash_mlx.bench.report import Measured, Row
+EMBEDDED = "embedded"
+SOME = 10  # prompts of a suite of the hub, unless --limit says otherwise
+SEED = 0  # of a benchmark's sampling: the same texts in every run
+WHAT = "What is measured"
 
 
 def bench(
@@ -38,25 +40,53 @@ def bench(
     stock_blas: options.StockBlas = False,
     max_tokens: options.MaxTokens = 256,
     block_size: options.BlockSize = None,
+    temperature: options.Temperature = 0.0,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"{EMBEDDED} (the default), {', '.join(SUITES)}; several if given several times.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='JSONL of {"prompt" or "messages", "category", "answer"} instead of our own.',
+            help='JSONL of {"prompt" or "messages", "category", "answer"} instead of a suite.',
+            rich_help_panel=WHAT,
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="At most N prompts of each category.")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=f"At most N prompts of each category; by default {SOME} of a suite of the hub, "
+            "all of others.",
+            rich_help_panel=WHAT,
+        ),
     ] = None,
     repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Runs of each prompt in each way.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Runs of each prompt in each way.", rich_help_panel=WHAT
+        ),
     ] = 3,
+    context_length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Put the prompts behind text that makes them so many tokens long.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     policy: Annotated[
         bool,
         options.flag(
             "--policy",
             "Instead: is drafting ever slower than not, with four drafters from good to useless?",
-            options.OUTPUT,
+            WHAT,
         ),
     ] = False,
     sampling: Annotated[
@@ -64,15 +94,49 @@ def bench(
         options.flag(
             "--sampling",
             "Instead: tokens per round at three temperatures, by five ways to draft.",
-            options.OUTPUT,
+            WHAT,
         ),
     ] = False,
+    openai: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Instead: ask an OpenAI-compatible server; --model is its name there.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write JSON, CSV, Markdown and plots into this folder.",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Measure plain decoding, drafting and mlx-lm on the same prompts, in turns."""
-    chosen = embedded_prompts() if prompts is None else read_prompts(prompts)
-    if limit is not None:
-        chosen = limit_per_category(chosen, limit)
+    lengths = _lengths(context_length)
+    chosen = _prompts(suite, prompts, limit, Hub(offline=offline))
+    setup: dict[str, Any] = {
+        "suite": str(prompts or ", ".join(suite or [EMBEDDED])),
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "temperature": temperature,
+        "seed": SEED if temperature else None,
+        "context_lengths": lengths,
+    }
+    asked_for = {"policy": policy, "sampling": sampling}  # a row for each of `tables.MODES`
+    modes = [name for name, wanted in asked_for.items() if wanted]
+    if modes and (out or openai or lengths or temperature):
+        raise typer.BadParameter(
+            "goes without --out, --openai, --context-length and --temperature",
+            param_hint=f"--{modes[0]}",
+        )
+    if openai and (draft or block_size or target_bits or draft_bits or lengths):
+        raise typer.BadParameter(
+            "goes with --model alone: the server decides what it runs", param_hint="--openai"
+        )
     choice = Choice(
         model=model,
         draft=draft,
@@ -84,81 +148,49 @@ def bench(
         stock_blas=stock_blas,
         block_size=block_size,
     )
-    pair = open_pair(choice)
-    asked_for = {"policy": policy, "sampling": sampling}  # a row for each of `tables.MODES`
-    if modes := [name for name, wanted in asked_for.items() if wanted]:
-        tables.draw(pair, tables.Asked(chosen, max_tokens, repeats), modes, json)
+    if modes:
+        tables.draw(open_pair(choice), tables.Asked(chosen, max_tokens, repeats), modes, json)
         return
-    measured = _measure_all(pair, chosen, max_tokens, repeats)
-    _report(pair, measured, repeats, json)
+    with ExitStack() as stack:
+        if out is not None:  # what is in the way is found now, not after an hour of measuring
+            check_matplotlib()
+            write = stack.enter_context(results_folder(out))
+        if openai is not None:
+            content = comparison.of_server(openai, model, chosen, setup)
+        else:
+            content = comparison.of_pair(open_pair(choice), chosen, setup)
+        if json:
+            print_json(content)
+        else:
+            comparison.show(content)
+        if out is not None:
+            write(as_files(content, draw_all(content)))
 
 
-def _measure_all(
-    pair: Pair, prompts: list[BenchPrompt], max_tokens: int, repeats: int
-) -> list[Measured]:
-    from dflash_mlx.bench.report import measure
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    measured = []
-    with Progress(*columns, console=stderr(), transient=True) as progress:
-        task = progress.add_task("", total=len(prompts))
-        for prompt in prompts:
-            progress.update(task, description=prompt.category)
-            measured.append(
-                measure(pair.target, pair.drafter, prompt, max_tokens, pair.block_size, repeats)
-            )
-            progress.advance(task)
-    return measured
+def _lengths(text: str | None) -> list[int]:
+    """The numbers of --context-length."""
+    try:
+        lengths = [int(number) for number in text.split(",")] if text else []
+    except ValueError:
+        lengths = [0]
+    if any(length < 1 for length in lengths):
+        raise typer.BadParameter("give numbers like 512,2048", param_hint="--context-length")
+    return lengths
 
 
-def _report(pair: Pair, measured: list[Measured], repeats: int, json: bool) -> None:
-    from dflash_mlx.bench.report import by_category, differences, summarize
-
-    rows, overall = by_category(measured), summarize("all", measured)
-    different = differences(measured)
-    here = machine(pair.blas)
-    if json:
-        content: dict[str, Any] = {"model": pair.target.name, "block_size": pair.rows}
-        content |= {"repeats": repeats, "machine": here, "overall": asdict(overall)}
-        content |= {"categories": [asdict(row) for row in rows], "differences": different}
-        print_json(content)
-        return
-    stdout().print(_table(rows, overall))
-    for one in different:
-        stdout().print(
-            Text(f"not identical from token {one['token'] + 1} on: {one['prompt']}", style="red")
-        )
-    note(f"{pair.title}; medians; runs of each prompt in each way, in turns: {repeats}")
-    note(", ".join(f"{name} {value}" for name, value in here.items()))
-    if overall.overhead_ms_per_round is not None:
-        note(
-            f"overhead per round, beyond the bare forwards: {overall.overhead_ms_per_round:.2f} ms"
-        )
-
-
-def _table(rows: list[Row], overall: Row) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("category")
-    for title in ("tokens/round", "plain", "mlx-lm", "DFlash", "speedup", "identical"):
-        table.add_column(title, justify="right", no_wrap=True)
-    if overall.exact is not None:
-        table.add_column("exact", justify="right")
-    for row in (*rows, overall):
-        cells = [
-            row.category,
-            f"{row.acceptance_length:.2f}",
-            f"{row.plain_tokens_per_second:,.0f}",
-            f"{row.mlx_lm_tokens_per_second:,.0f}" if row.mlx_lm_tokens_per_second else "-",
-            f"{row.drafted_tokens_per_second:,.0f}",
-            f"{row.speedup:.2f}x",
-            f"{row.identical}/{row.prompts}",
-        ]
-        if overall.exact is not None:
-            cells.append(f"{row.exact}/{row.with_answer}" if row.with_answer else "-")
-        table.add_row(*cells, style="bold" if row is overall else None)
-    return table
+def _prompts(
+    suites: list[str] | None, file: Path | None, limit: int | None, hub: Hub
+) -> list[BenchPrompt]:
+    """The prompts asked for. Raises `DataError` and the errors of `suite_prompts`."""
+    if suites and file:
+        raise typer.BadParameter("goes without --prompts", param_hint="--suite")
+    chosen: list[BenchPrompt] = [] if file is None else read_prompts(file)
+    for name in suites or ([] if file else [EMBEDDED]):
+        if name == EMBEDDED:
+            chosen += embedded_prompts()
+        elif name in SUITES:
+            chosen += limit_per_category(suite_prompts(name, hub), limit or SOME)
+        else:
+            known = ", ".join((EMBEDDED, *SUITES))
+            raise typer.BadParameter(f"{name} is none of {known}", param_hint="--suite")
+    return chosen if limit is None else limit_per_category(chosen, limit)

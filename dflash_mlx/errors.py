@@ -13,7 +13,9 @@
     ├── UnsupportedCacheError      a cache kind that cannot be rolled back
     ├── ProposalError              a drafter handed over something that is not a draft
     ├── KernelError                shapes or dtypes that a Metal kernel does not take
-    └── DataError                  a training or benchmark file with a bad line
+    ├── DataError                  a training or benchmark file with a bad line
+    ├── OutputError                results cannot be written: no permission, no room, in the way
+    └── ServerError                a server that is measured cannot be reached, or refuses
 
 The command line prints the message and nothing else; a traceback is a bug.
 """
@@ -73,3 +75,11 @@ class KernelError(DFlashError):
 
 class DataError(DFlashError):
     """A training or benchmark file has a line that cannot be used."""
+
+
+class OutputError(DFlashError):
+    """Results cannot be written where they should go."""
+
+
+class ServerError(DFlashError):
+    """A server that is measured cannot be reached, refuses, or does not answer as it should."""

@@ -24,6 +24,7 @@ class Stats:
     accepted_tokens: int = 0  # drafted tokens in the output
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    first_token_seconds: float = 0.0  # from the start to the end of the first round
     peak_bytes: int = 0  # MLX's peak memory during the request
     block_size: int = 1  # the widest round allowed; 1 is plain decoding
     seed: int | None = None  # of the sampling noise; None for greedy decoding

@@ -18,6 +18,7 @@ from typing import cast
 from huggingface_hub import (
     HfApi,
     constants,
+    hf_hub_download,
     scan_cache_dir,
     snapshot_download,
     try_to_load_from_cache,
@@ -79,6 +80,25 @@ class Hub:
         """
         try:
             return self._snapshot(name, self.offline, ["config.json"])
+        except FAILURES as error:
+            raise self._explain(name, error) from error
+
+    def fetch_data(self, name: str, file: str) -> Path:
+        """One file of a data set (owner/name), downloaded unless it is there already.
+
+        Raises the errors of `fetch`.
+        """
+        try:
+            return Path(
+                hf_hub_download(
+                    name,
+                    file,
+                    repo_type="dataset",
+                    endpoint=self.endpoint,
+                    cache_dir=self.cache,
+                    local_files_only=self.offline,
+                )
+            )
         except FAILURES as error:
             raise self._explain(name, error) from error
 

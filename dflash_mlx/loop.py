@@ -189,6 +189,8 @@ def _decode(request: _Request) -> Iterator[Event]:
         stats.count_round(drafted, accepted, len(piece.tokens))
         stats.peak_bytes = mx.get_peak_memory()
         stats.decode_seconds += time.perf_counter() - clock
+        if stats.rounds == 1:
+            stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
         yield Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)
 
 

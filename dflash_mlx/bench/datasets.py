@@ -1,9 +1,12 @@
-"""The prompts a benchmark runs: the embedded ones, or a person's own JSONL file."""
+"""The prompts a benchmark runs: the embedded ones, or a person's own JSONL file.
+
+The suites of the hub are in `suites.py`.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,32 @@ class BenchPrompt:
         category: results are summed up by it.
         messages: chat messages ({"role", "content"}), the last one the user's.
         answer: the one right answer, where there is one.
+        then: what the user says next, after each answer.
+        source: where the prompt comes from, for messages about it.
     """
 
     category: str
     messages: tuple[dict[str, str], ...]
     answer: str | None = None
+    then: tuple[str, ...] = ()
+    source: str = field(default="", compare=False)
+
+    @property
+    def question(self) -> str:
+        """What the user said last."""
+        return self.messages[-1]["content"]
+
+    def answered(self, text: str) -> BenchPrompt | None:
+        """The conversation with the user's next turn, after this answer; None when it is over."""
+        if not self.then:
+            return None
+        turns = ({"role": "assistant", "content": text}, {"role": "user", "content": self.then[0]})
+        return replace(self, messages=(*self.messages, *turns), answer=None, then=self.then[1:])
+
+    def after(self, text: str) -> BenchPrompt:
+        """The same with some text before the user's last words."""
+        last = self.messages[-1] | {"content": f"{text}\n\n{self.question}"}
+        return replace(self, messages=(*self.messages[:-1], last))
 
 
 def embedded_prompts() -> list[BenchPrompt]:
@@ -37,20 +61,35 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
 
     Raises `DataError`, naming the line.
     """
+    prompts = []
+    for number, line in read_lines(path):
+        where = f"{path}, line {number}"
+        prompts.append(replace(_parse(parse_object(line, where), where), source=where))
+    if not prompts:
+        raise DataError(f"{path}: there is no prompt in it.")
+    return prompts
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a text file that are not empty, with their numbers. Raises `DataError`."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not a text file in UTF-8.") from error
-    prompts = [
-        _parse(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not prompts:
-        raise DataError(f"{path}: there is no prompt in it.")
-    return prompts
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """A JSON object. Raises `DataError`, which says where it should have been."""
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({error}).") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON object is expected.")
+    return row
 
 
 def limit_per_category(prompts: list[BenchPrompt], limit: int) -> list[BenchPrompt]:
@@ -64,12 +103,8 @@ def limit_per_category(prompts: list[BenchPrompt], limit: int) -> list[BenchProm
     return kept
 
 
-def _parse(line: str, where: str) -> BenchPrompt:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}).") from error
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+def _parse(row: dict[str, Any], where: str) -> BenchPrompt:
+    if ("prompt" in row) == ("messages" in row):
         raise DataError(f'{where}: an object with either "prompt" or "messages" is expected.')
     messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
     if not _is_conversation(messages):

@@ -8,23 +8,49 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ..blas import BlasInfo
 
+GB = 1e9
+
+
+def computer() -> dict[str, str]:
+    """The machine and its software, each in a word or two, as far as it is known without MLX."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "os": _system(),
+        "memory": f"{memory_bytes() / GB:.0f} GB",
+        "cores": str(_usable_cores()),
+        "python": platform.python_version(),
+        "dflash-mlx": installed("dflash-mlx") or "unknown",
+    }
+
 
 def machine(blas: BlasInfo) -> dict[str, str]:
-    """The machine, the software and the BLAS, each in a word or two. Needs MLX."""
+    """The same with the device, the BLAS and the libraries that decode. Needs MLX."""
     import mlx.core as mx
 
     device = str(mx.default_device().type).rpartition(".")[2]
+    libraries = ("mlx", "mlx-lm", "transformers", "numpy")
     return {
-        "system": f"{platform.system()} {platform.machine()}",
         "chip": str(mx.device_info().get("device_name", "unknown")),
-        "cores": str(_usable_cores()),
         "device": "Metal" if device == "gpu" and mx.metal.is_available() else device.upper(),
         "blas": blas.name,
-        "python": platform.python_version(),
-        "dflash-mlx": installed("dflash-mlx") or "unknown",
-        "mlx": installed("mlx") or "unknown",
-        "mlx-lm": installed("mlx-lm") or "unknown",
+        **computer(),
+        **{name: installed(name) or "unknown" for name in libraries},
     }
+
+
+def memory_bytes() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _system() -> str:
+    """The operating system with its version, as it names itself."""
+    if platform.system() == "Darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return f"{platform.system()} {platform.release()}"
 
 
 def _usable_cores() -> int | None:

@@ -1,32 +1,34 @@
 """One prompt, decoded in turn by plain decoding, by drafting and by mlx-lm itself.
 
 A machine's speed drifts: it warms up, other programs come and go. So the contestants take turns,
-each pair in the opposite order of the last, and medians are reported. mlx-lm takes part because a
+each turn in the opposite order of the last, and medians are reported. mlx-lm takes part because a
 slow baseline of our own would flatter every speedup.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm import stream_generate as mlx_lm_generate
+from mlx_lm.sample_utils import make_sampler
 
-from ..events import Result
+from ..errors import PromptError
+from ..events import FinishReason, Result, Stats
 from ..loop import generate
 from ..policy import Policy
+from ..prompt import encode_prompt
+from ..proposal import Proposal
 from ..target import Target
+from .datasets import BenchPrompt
+from .overhead import raw_forwards
+from .summary import DDTREE, DFLASH, MLX_LM, PLAIN, Difference, Measured
 
-
-@dataclass(frozen=True)
-class Baseline:
-    """What mlx-lm generated, and how fast: every token but no prefill counts, as in `Stats`."""
-
-    tokens: list[int]
-    tokens_per_second: float
+WARM_UP_TOKENS = 32
 
 
 @dataclass
@@ -37,9 +39,10 @@ class Comparison:
         target, drafter: what runs; see `stream_generate`.
         prompt: token ids.
         max_tokens, block_size, stop, kv_bits, policy: see `stream_generate`.
+        tree_budget: nodes of a draft tree, see `stream_generate`; None leaves trees out.
         sampling: settings of `stream_generate` that say how tokens are chosen, with a seed.
-        plain, drafted, mlx_lm: the runs so far; at least one of each of the first two is needed
-            before the properties can be read.
+        plain, drafted, tree, mlx_lm: the runs so far; at least one of each of the first two is
+            needed before the properties can be read.
     """
 
     target: Target
@@ -51,43 +54,55 @@ class Comparison:
     kv_bits: int | None = None
     policy: Policy | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    tree_budget: int | None = None
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
-    mlx_lm: list[Baseline] = field(default_factory=list)
+    tree: list[Result] = field(default_factory=list)
+    mlx_lm: list[Result] = field(default_factory=list)
+
+    @property
+    def ways(self) -> dict[str, list[Result]]:
+        """The runs by the name of what made them, where there are any."""
+        ways = {PLAIN: self.plain, DFLASH: self.drafted, DDTREE: self.tree, MLX_LM: self.mlx_lm}
+        return {name: runs for name, runs in ways.items() if runs}
 
     def run_plain(self) -> None:
         """Decode once without a drafter."""
-        self.plain.append(self._generate(None, None))
+        self.plain.append(self._generate(None))
 
     def run_drafted(self) -> None:
         """Decode once with the drafter."""
-        self.drafted.append(self._generate(self.drafter, self.block_size))
+        settings = {"block_size": self.block_size, "policy": self.policy}
+        self.drafted.append(self._generate(self.drafter, **settings))
+
+    def run_tree(self) -> None:
+        """Decode once with a tree of the drafter's drafts."""
+        settings = {"block_size": self.block_size, "tree_budget": self.tree_budget}
+        self.tree.append(self._generate(self.drafter, **settings))
 
     def run_mlx_lm(self) -> None:
         """Decode once with mlx-lm's own generator. It knows no stop strings."""
-        self.mlx_lm.append(run_mlx_lm(self.target, self.prompt, self.max_tokens))
+        temperature, seed = self.sampling.get("temperature", 0.0), self.sampling.get("seed")
+        self.mlx_lm.append(
+            run_mlx_lm(self.target, self.prompt, self.max_tokens, temperature, seed)
+        )
 
     def run_pair(self) -> None:
         """Decode plainly and with the drafter, in the opposite order of the last pair."""
-        if len(self.plain) % 2:
-            self.run_drafted()
-            self.run_plain()
-        else:
-            self.run_plain()
-            self.run_drafted()
+        self._take_turns([self.run_plain, self.run_drafted])
 
-    def _generate(self, drafter: Any, block_size: int | None) -> Result:
-        return generate(
-            self.target,
-            drafter,
-            self.prompt,
-            max_tokens=self.max_tokens,
-            block_size=block_size,
-            kv_bits=self.kv_bits,
-            stop=self.stop,
-            policy=self.policy,
-            **self.sampling,
-        )
+    def run_turn(self) -> None:
+        """Decode once in every way, in the opposite order of the last turn."""
+        tree = [self.run_tree] if self.tree_budget is not None else []
+        self._take_turns([self.run_plain, self.run_drafted, *tree, self.run_mlx_lm])
+
+    def _take_turns(self, contestants: list[Callable[[], None]]) -> None:
+        for run in reversed(contestants) if len(self.plain) % 2 else contestants:
+            run()
+
+    def _generate(self, drafter: Any, **settings: Any) -> Result:
+        settings |= {"max_tokens": self.max_tokens, "stop": self.stop, "kv_bits": self.kv_bits}
+        return generate(self.target, drafter, self.prompt, **settings, **self.sampling)
 
     @property
     def plain_speed(self) -> float:
@@ -100,11 +115,6 @@ class Comparison:
         return median(run.stats.tokens_per_second for run in self.drafted)
 
     @property
-    def mlx_lm_speed(self) -> float | None:
-        """mlx-lm's plain decoding; None if it did not run."""
-        return median(run.tokens_per_second for run in self.mlx_lm) if self.mlx_lm else None
-
-    @property
     def speedup(self) -> float:
         """Drafted over plain; 1.0 when nothing was generated."""
         return self.drafted_speed / self.plain_speed if self.plain_speed else 1.0
@@ -115,24 +125,118 @@ class Comparison:
         plain = self.plain[0].tokens
         return first_difference([run.tokens for run in (*self.plain, *self.drafted)], plain)
 
-    @property
-    def first_difference_mlx_lm(self) -> int | None:
-        """The same against mlx-lm's tokens; None if it did not run or they are identical."""
-        return first_difference([run.tokens for run in self.mlx_lm], self.plain[0].tokens)
+    def differences(self) -> dict[str, Difference | None]:
+        """By way, where the first run that is not the plain text leaves it; None if none does.
+
+        mlx-lm's sampling has noise of its own, so there it is left out.
+        """
+        plain = self.plain[0].tokens
+        found: dict[str, Difference | None] = {}
+        for way, runs in self.ways.items():
+            if way == MLX_LM and self.sampling.get("temperature"):
+                continue
+            other = next((run.tokens for run in runs if run.tokens != plain), None)
+            found[way] = None if other is None else self._difference(plain, other)
+        return found
+
+    def _difference(self, plain: list[int], other: list[int]) -> Difference:
+        place = first_difference([other], plain) or 0
+        ours = plain[place] if place < len(plain) else None
+        theirs = other[place] if place < len(other) else None
+        gap = None
+        if ours is not None and theirs is not None:
+            logits = next_logits(self.target, [*self.prompt, *plain[:place]], self.kv_bits)
+            gap = float(logits[ours]) - float(logits[theirs])
+        return Difference(place, ours, theirs, gap)
 
 
-def run_mlx_lm(target: Target, prompt: Sequence[int], max_tokens: int) -> Baseline:
-    """Decode greedily with `mlx_lm.stream_generate` and time it as our own loop times itself.
+def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) -> Measured:
+    """Decode one prompt `repeats` times in every way, and time its rounds' bare forwards as often.
 
-    Like ours, mlx-lm reads all of the prompt but its last token first; the clock starts there, so
-    both count as many forwards as tokens. (mlx-lm's own figure divides n tokens by n - 1 steps.)
+    Args:
+        prompt: what is asked.
+        ids: the same as token ids.
+        settings: of `Comparison`; the target and the drafter among them.
     """
+    runs = Comparison(prompt=ids, **settings)
+    overheads = []
+    for _ in range(repeats):
+        runs.run_turn()
+        drafted = runs.drafted[-1]
+        if drafted.stats.rounds:
+            raw = raw_forwards(runs.target, runs.drafter, ids, drafted, runs.max_tokens)
+            overheads.append(raw.overhead(drafted.stats.decode_seconds))
+    overhead = median(overheads) if overheads else None
+    return Measured(prompt, runs.ways, runs.differences(), overhead)
+
+
+def measure_all(
+    target: Target, drafter: Any, prompts: Sequence[BenchPrompt], repeats: int, **settings: Any
+) -> Iterator[Measured]:
+    """Measure prompts one after another, each conversation to its end.
+
+    The first prompt is decoded once in every way before anything counts. Every prompt is looked at
+    first, so that none is refused when half of the work is done.
+
+    Raises `PromptError`, naming the prompt, for one that does not fit the target.
+    """
+    settings |= {"target": target, "drafter": drafter}
+    ids = [encoded(target, prompt) for prompt in prompts]
+    shorter = settings | {"max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
+    Comparison(prompt=ids[0], **shorter).run_turn()
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        turn: BenchPrompt | None = prompt
+        while turn is not None:
+            if turn is not prompt:
+                tokens = encoded(target, turn)
+            measured = measure(turn, tokens, repeats, **settings)
+            yield measured
+            turn = turn.answered(measured.runs[PLAIN][0].text)
+
+
+def encoded(target: Target, prompt: BenchPrompt) -> list[int]:
+    """A prompt's token ids. Raises `PromptError`, which names the prompt."""
+    try:
+        return encode_prompt(target, prompt.messages)
+    except PromptError as error:
+        raise PromptError(f"{prompt.source}: {error}" if prompt.source else str(error)) from error
+
+
+def next_logits(target: Target, text: Sequence[int], kv_bits: int | None = None) -> mx.array:
+    """The target's logits [V], f32, after the token ids `text`: one row, as in plain decoding."""
+    session = target.start((), kv_bits)
+    for _ in session.prefill(text[:-1]):
+        pass
+    logits, _ = session.verify(Proposal([text[-1]]))
+    return logits[0].astype(mx.float32)
+
+
+def run_mlx_lm(
+    target: Target,
+    prompt: Sequence[int],
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int | None = None,
+) -> Result:
+    """Decode with `mlx_lm.stream_generate` and time it as our own loop times itself.
+
+    Like ours, mlx-lm reads all of the prompt but its last token first; the clock of decoding starts
+    there, so both count as many forwards as tokens. (mlx-lm's own figure divides n tokens by n - 1
+    steps.)
+    """
+    stats = Stats(prompt_tokens=len(prompt))
+    text: list[str] = []
     tokens: list[int] = []
-    clock = [time.perf_counter()]
+    finish_reason: FinishReason = "length"
+    mx.reset_peak_memory()
+    if seed is not None:
+        mx.random.seed(seed)
+    begin = start = time.perf_counter()
 
     def prefilled(processed: int, total: int) -> None:
+        nonlocal start
         if processed < total:
-            clock[0] = time.perf_counter()
+            start = time.perf_counter()
 
     if max_tokens > 0:
         for response in mlx_lm_generate(
@@ -140,10 +244,18 @@ def run_mlx_lm(target: Target, prompt: Sequence[int], max_tokens: int) -> Baseli
             target.tokenizer,
             list(prompt),
             max_tokens=min(max_tokens, target.context_length - len(prompt)),
+            sampler=make_sampler(temp=temperature),
             prompt_progress_callback=prefilled,
         ):
+            if not tokens:
+                stats.first_token_seconds = time.perf_counter() - begin
+            text.append(response.text)
             tokens.append(response.token)
-    return Baseline(tokens, len(tokens) / (time.perf_counter() - clock[0]))
+            stats.count_round(0, 0, 1)
+            finish_reason = response.finish_reason or finish_reason
+    stats.prefill_seconds, stats.decode_seconds = start - begin, time.perf_counter() - start
+    stats.peak_bytes = mx.get_peak_memory()
+    return Result("".join(text), tokens, finish_reason, stats)
 
 
 def first_difference(runs: Sequence[Sequence[int]], tokens: Sequence[int]) -> int | None:

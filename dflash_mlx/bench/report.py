@@ -1,128 +1,211 @@
-"""From the runs of many prompts to the figures people read: one row per category, one for all."""
+"""A run as files: JSON that holds everything, CSV and Markdown for people, and back again.
+
+A folder gets all files of a run or none: they are written aside and put in place when the last one
+is whole. docs/bench.schema.json describes the JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import median
+import csv
+import errno
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
-from ..prompt import encode_prompt
-from ..target import Target
-from .datasets import BenchPrompt
-from .measure import Comparison
-from .overhead import raw_forwards
+from ..errors import DataError, OutputError
+from .datasets import parse_object
+from .summary import Measured, by_category, differences, summarize
+
+FORMAT, VERSION = "dflash-mlx bench", 1
+JSON, CSV, MARKDOWN = "bench.json", "bench.csv", "bench.md"
+SPREADS = ("tokens_per_second", "first_token_seconds", "speedup")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A prompt and what was measured on it.
+def run_content(setup: Mapping[str, Any], measured: Sequence[Measured]) -> dict[str, Any]:
+    """Everything there is to know about a run, as JSON holds it.
 
-    Attributes:
-        prompt: what was asked.
-        runs: the contestants' runs.
-        overhead_seconds: per round, beyond the bare forwards; None where nothing was drafted.
+    Args:
+        setup: what ran, how and on which machine.
+        measured: at least one prompt.
     """
-
-    prompt: BenchPrompt
-    runs: Comparison
-    overhead_seconds: float | None = None
-
-    @property
-    def exact(self) -> bool | None:
-        """Whether the drafted text is the known answer; None if none is known."""
-        if self.prompt.answer is None:
-            return None
-        return self.runs.drafted[0].text.strip() == self.prompt.answer.strip()
-
-
-@dataclass(frozen=True)
-class Row:
-    """The figures of some prompts.
-
-    Speeds are medians over the prompts, in tokens per second; `speedup` is the median of the
-    prompts' own speedups, so it need not be the quotient of the two medians beside it.
-    """
-
-    category: str
-    prompts: int
-    output_tokens: int  # of one drafted run of each prompt
-    acceptance_length: float  # output tokens per verify forward, over all rounds together
-    plain_tokens_per_second: float
-    drafted_tokens_per_second: float
-    mlx_lm_tokens_per_second: float | None
-    speedup: float
-    identical: int  # prompts whose drafted tokens are the plain ones
-    identical_to_mlx_lm: int | None  # prompts whose plain tokens are mlx-lm's
-    exact: int | None  # prompts answered with the known answer
-    with_answer: int  # prompts that have one
-    overhead_ms_per_round: float | None
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "measured": now,
+        **setup,
+        "overall": summarize("all", measured).as_json(),
+        "categories": [row.as_json() for row in by_category(measured)],
+        "differences": differences(measured),
+        "prompts": [_prompt(one) for one in measured],
+    }
 
 
-def measure(
-    target: Target,
-    drafter: Any,
-    prompt: BenchPrompt,
-    max_tokens: int,
-    block_size: int | None,
-    repeats: int,
-) -> Measured:
-    """Decode one prompt `repeats` times in each way, and time its rounds' bare forwards as often.
-
-    Raises `PromptError` for a prompt that does not fit the target.
-    """
-    ids = encode_prompt(target, prompt.messages)
-    runs = Comparison(target, drafter, ids, max_tokens, block_size)
-    overheads = []
-    for _ in range(repeats):
-        runs.run_pair()
-        runs.run_mlx_lm()
-        drafted = runs.drafted[-1]
-        if drafted.stats.rounds:
-            raw = raw_forwards(target, drafter, ids, drafted, max_tokens)
-            overheads.append(raw.overhead(drafted.stats.decode_seconds))
-    return Measured(prompt, runs, median(overheads) if overheads else None)
+def _prompt(one: Measured) -> dict[str, Any]:
+    """Every run of one prompt, in the order of the turns."""
+    stats = {way: [run.stats for run in runs] for way, runs in one.runs.items()}
+    return {
+        "category": one.prompt.category,
+        "prompt_tokens": one.best.stats.prompt_tokens,
+        "output_tokens": one.best.stats.output_tokens,
+        "ways": {
+            way: {
+                "tokens_per_second": [run.tokens_per_second for run in runs],
+                "first_token_seconds": [run.first_token_seconds for run in runs],
+                "rounds": runs[0].rounds,
+            }
+            for way, runs in stats.items()
+        },
+    }
 
 
-def summarize(category: str, measured: Sequence[Measured]) -> Row:
-    """The row of these prompts, of which there is at least one."""
-    runs = [one.runs for one in measured]
-    drafted = [run.drafted[0].stats for run in runs]
-    mlx_lm = [run.mlx_lm_speed for run in runs if run.mlx_lm_speed is not None]
-    exact = [one.exact for one in measured if one.exact is not None]
-    overheads = [one.overhead_seconds for one in measured if one.overhead_seconds is not None]
-    return Row(
-        category=category,
-        prompts=len(measured),
-        output_tokens=sum(stats.output_tokens for stats in drafted),
-        acceptance_length=sum(stats.output_tokens for stats in drafted)
-        / max(1, sum(stats.rounds for stats in drafted)),
-        plain_tokens_per_second=median(run.plain_speed for run in runs),
-        drafted_tokens_per_second=median(run.drafted_speed for run in runs),
-        mlx_lm_tokens_per_second=median(mlx_lm) if mlx_lm else None,
-        speedup=median(run.speedup for run in runs),
-        identical=sum(run.first_difference is None for run in runs),
-        identical_to_mlx_lm=sum(run.first_difference_mlx_lm is None for run in runs)
-        if mlx_lm
-        else None,
-        exact=sum(exact) if exact else None,
-        with_answer=len(exact),
-        overhead_ms_per_round=1e3 * median(overheads) if overheads else None,
-    )
-
-
-def by_category(measured: Sequence[Measured]) -> list[Row]:
-    """One row per category, in the order in which the categories first appear."""
-    groups: dict[str, list[Measured]] = {}
-    for one in measured:
-        groups.setdefault(one.prompt.category, []).append(one)
-    return [summarize(category, group) for category, group in groups.items()]
-
-
-def differences(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Every prompt whose drafted tokens are not the plain ones, with the first such position."""
-    return [
-        {"category": one.prompt.category, "prompt": one.prompt.messages[-1]["content"], "token": at}
-        for one in measured
-        if (at := one.runs.first_difference) is not None
+def as_csv(content: Mapping[str, Any]) -> str:
+    """A line for each category and way, then those over all prompts."""
+    spreads = [f"{name}{end}" for name in SPREADS for end in ("", "_low", "_high")]
+    rows = [
+        {
+            **{key: row[key] for key in ("category", "prompts", "prompt_tokens", "output_tokens")},
+            "way": name,
+            **{key: way[key] for key in ("tokens_per_round", "identical", "peak_bytes")},
+            **{
+                f"{spread}{end}": way[spread] and way[spread][value]
+                for spread in SPREADS
+                for end, value in (("", "median"), ("_low", "low"), ("_high", "high"))
+            },
+        }
+        for row in (*content["categories"], content["overall"])
+        for name, way in row["ways"].items()
     ]
+    first = ("category", "way", "prompts", "prompt_tokens", "output_tokens")
+    out = io.StringIO()
+    writer = csv.DictWriter(
+        out, [*first, *spreads, "tokens_per_round", "identical", "peak_bytes"], lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def as_markdown(content: Mapping[str, Any], plots: Sequence[str] = ()) -> str:
+    """The run to be read: setup, machine, a table, and what was not identical."""
+    asked = {key: content[key] for key in content if not isinstance(content[key], dict | list)}
+    del asked["format"], asked["version"]
+    lines = [f"# {content['model']}, measured with dflash-mlx", ""]
+    lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in asked.items() if value]
+    lines += ["", "Machine: " + ", ".join(f"{k} {v}" for k, v in content["machine"].items()), ""]
+    lines += ["Medians, with the quartiles in parentheses.", ""]
+    lines += _table(HEADER, [cells(r, name, w) for r in _rows(content) for name, w in _ways(r)])
+    for one in content["differences"]:
+        gap = "one ended" if one["logit_gap"] is None else f"logit gap {one['logit_gap']:.2g}"
+        question = " ".join(one["prompt"].split())[:80]
+        lines += ["", f"Not identical, {one['way']}, token {one['token'] + 1} ({gap}): {question}"]
+    for name in plots:
+        lines += ["", f"![{Path(name).stem}]({name})"]
+    return "\n".join(lines) + "\n"
+
+
+HEADER = ("category", "way", "tok/s", "speedup", "tokens/round", "first token", "peak", "identical")
+
+
+def cells(row: Mapping[str, Any], name: str, way: Mapping[str, Any]) -> list[str]:
+    """One line of the table under `HEADER`."""
+    speed, speedup = way["tokens_per_second"], way["speedup"]
+    return [
+        row["category"],
+        name,
+        f"{speed['median']:,.0f} ({speed['low']:,.0f}-{speed['high']:,.0f})",
+        f"{speedup['median']:.2f}x ({speedup['low']:.2f}-{speedup['high']:.2f})"
+        if speedup and name != "plain"
+        else "",
+        "" if way["tokens_per_round"] is None else f"{way['tokens_per_round']:.2f}",
+        f"{1e3 * way['first_token_seconds']['median']:,.0f} ms",
+        "" if way["peak_bytes"] is None else f"{way['peak_bytes'] / 1e6:,.0f} MB",
+        "" if way["identical"] is None else f"{way['identical']}/{row['prompts']}",
+    ]
+
+
+def _rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [*content["categories"], content["overall"]]
+
+
+def _ways(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return list(row["ways"].items())
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
+
+
+@contextmanager
+def results_folder(folder: Path) -> Iterator[Callable[[Mapping[str, bytes]], None]]:
+    """Make sure now that results can be written to `folder`, and write them when they are there.
+
+    Yields a function that takes the files by name and puts all of them in place, or none. Nothing
+    is left behind when it is not called.
+
+    Raises `OutputError`: no permission, a full disk, or a run that is there already.
+    """
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / JSON).exists():
+            raise OutputError(f"{folder} holds a run already: choose another folder.")
+        aside = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+    def write(files: Mapping[str, bytes]) -> None:
+        try:
+            for name, content in files.items():
+                with (aside / name).open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for name in files:
+                os.replace(aside / name, folder / name)
+        except OSError as error:
+            raise _cannot_write(folder, error) from error
+
+    try:
+        yield write
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _cannot_write(folder: Path, error: OSError) -> OutputError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutputError(f"{folder}: the disk is full, nothing was written; free some of it.")
+    return OutputError(f"{folder}: cannot be written ({error.strerror}); choose another folder.")
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """What a run's folder, or its JSON file, holds. Raises `DataError`."""
+    file = path / JSON if path.is_dir() else path
+    try:
+        content = parse_object(file.read_text(encoding="utf-8"), str(file))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not a text file in UTF-8.") from error
+    if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+        raise DataError(f"{file}: not a run of 'dflash-mlx bench --out', or of another version.")
+    return content
+
+
+def as_files(content: Mapping[str, Any], plots: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A run's files by name, its JSON last: where that one is, all are."""
+    return {
+        **plots,
+        CSV: as_csv(content).encode(),
+        MARKDOWN: as_markdown(content, list(plots)).encode(),
+        JSON: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode(),
+    }

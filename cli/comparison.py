@@ -1,0 +1,126 @@
+"""What `bench` does unless it is asked for something else: measure, and show what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from dflash_mlx.bench.datasets import BenchPrompt
+from dflash_mlx.bench.machine import computer, machine
+from dflash_mlx.bench.report import run_content
+from dflash_mlx.bench.server import Server, measure_server
+from dflash_mlx.bench.summary import DDTREE, DFLASH, Measured
+
+from .pair import Pair
+from .screen import note, stderr, stdout
+
+DRAFTING = (DFLASH, DDTREE)
+TINY = "tiny"  # what --model is when nobody gave it; no server has it
+
+
+def of_pair(pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure plain decoding, drafting and mlx-lm; everything about it, as JSON holds it."""
+    from dflash_mlx.bench.context import stretched
+    from dflash_mlx.bench.measure import measure_all
+
+    target, tokens = pair.target, setup["max_tokens"]
+    if setup["context_lengths"]:
+        lengths = setup["context_lengths"]
+        prompts = [one for n in lengths for one in stretched(target, prompts, n, tokens)]
+    settings: dict[str, Any] = {"max_tokens": tokens, "block_size": pair.block_size}
+    if setup["temperature"]:
+        settings["sampling"] = {"temperature": setup["temperature"], "seed": setup["seed"]}
+    measured = measure_all(target, pair.drafter, prompts, setup["repeats"], **settings)
+    what = {"model": target.name, "title": pair.title, "block_size": pair.rows}
+    done = _shown(measured, len(prompts))
+    return run_content({**what, **setup, "machine": machine(pair.blas)}, done)
+
+
+def of_server(
+    url: str, model: str, prompts: list[BenchPrompt], setup: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Measure a server from outside; everything about it, as JSON holds it."""
+    server = Server.find(url, None if model == TINY else model)
+    measured = measure_server(
+        server,
+        prompts,
+        setup["repeats"],
+        setup["max_tokens"],
+        setup["temperature"],
+        setup["seed"] or 0,
+    )
+    what = {"model": server.model, "title": f"{server.model} · {server.url}", "block_size": None}
+    done = _shown(measured, len(prompts))
+    return run_content({**what, **setup, "machine": computer()}, done)
+
+
+def _shown(measured: Iterable[Measured], prompts: int) -> list[Measured]:
+    """All of them, with a bar on a terminal's stderr meanwhile."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    done = []
+    with Progress(*columns, console=stderr(), transient=True) as progress:
+        task = progress.add_task("warming up", total=prompts)
+        for one in measured:
+            done.append(one)
+            progress.update(task, description=one.prompt.category)
+            progress.advance(task, 0 if one.prompt.then else 1)
+    return done
+
+
+def show(content: Mapping[str, Any]) -> None:
+    """The table of a run on stdout, and what there is to know about it on stderr."""
+    stdout().print(_table(content))
+    for one in content["differences"]:
+        gap = "one ended" if one["logit_gap"] is None else f"logit gap {one['logit_gap']:.2g}"
+        where = f"{one['way']} is not identical from token {one['token'] + 1} on ({gap})"
+        stdout().print(Text(f"{where}: {' '.join(one['prompt'].split())[:80]}", style="red"))
+    repeats, overall = content["repeats"], content["overall"]
+    note(f"{content['title']}; medians; runs of each prompt in each way, in turns: {repeats}")
+    waits = (
+        f"{name} {1e3 * way['first_token_seconds']['median']:,.0f} ms"
+        for name, way in overall["ways"].items()
+    )
+    note("first token after " + ", ".join(waits))
+    peaks = [way["peak_bytes"] for way in overall["ways"].values() if way["peak_bytes"]]
+    if peaks:
+        note(f"peak memory {max(peaks) / 1e6:,.0f} MB")
+    note(", ".join(f"{name} {value}" for name, value in content["machine"].items()))
+    overhead = overall["overhead_ms_per_round"]
+    if overhead is not None:
+        note(f"overhead per round, beyond the bare forwards: {overhead:.2f} ms")
+
+
+def _table(content: Mapping[str, Any]) -> Table:
+    overall = content["overall"]
+    ways = sorted(overall["ways"], key=lambda name: name in DRAFTING)  # the baselines first
+    exact = overall["exact"] is not None
+    compared = any(way["identical"] is not None for way in overall["ways"].values())
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("category", no_wrap=True)
+    titles = [t for n in ways for t in ((n, "speedup", "tok/round") if n in DRAFTING else (n,))]
+    for title in (*titles, *["identical"] * compared, *["exact"] * exact):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in (*content["categories"], overall):
+        cells = [row["category"]]
+        for name in ways:
+            way = row["ways"][name]
+            cells.append(f"{way['tokens_per_second']['median']:,.0f}")
+            if name in DRAFTING:
+                cells.append(f"{way['speedup']['median']:.2f}x")
+                cells.append(f"{way['tokens_per_round'] or 0:.2f}")
+        if compared:
+            identical = min(row["ways"][name]["identical"] for name in ways if name in DRAFTING)
+            cells.append(f"{identical}/{row['prompts']}")
+        if exact:
+            cells.append(f"{row['exact']}/{row['with_answer']}" if row["with_answer"] else "-")
+        table.add_row(*cells, style="bold" if row is overall else None)
+    return table

@@ -1,0 +1,140 @@
+"""A run as pictures: speedups, tokens kept per round, speed over the length of the context."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MissingDependencyError
+from .summary import PLAIN
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+COLORS = {
+    "plain": "#777777",
+    "DFlash": "#0072B2",
+    "DDTree": "#009E73",
+    "mlx-lm": "#E69F00",
+    "server": "#CC79A7",
+}
+SPEEDUP, ACCEPTED, CONTEXT = "speedup.png", "acceptance.png", "context.png"
+
+
+def check_matplotlib() -> None:
+    """Raise `MissingDependencyError` when there is nothing to draw with."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            'The plots of --out need matplotlib: pip install -e ".[bench]"'
+        ) from error
+
+
+def draw_all(content: Mapping[str, Any]) -> dict[str, bytes]:
+    """The pictures of a run by file name, as PNG; speedups and histogram only where there are any.
+
+    Raises `MissingDependencyError`.
+    """
+    check_matplotlib()
+    figures = {SPEEDUP: _speedups(content), ACCEPTED: _histogram(content), CONTEXT: _speed(content)}
+    return {name: _png(figure) for name, figure in figures.items() if figure is not None}
+
+
+def _figure(content: Mapping[str, Any], title: str, width: float = 8) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    machine = content["machine"]
+    known = [machine[key] for key in ("chip", "device", "blas", "system") if key in machine]
+    note = f"{content['model']} · {', '.join(known)}"
+    figure.supxlabel(note, fontsize=8, color="#555555", x=0.99, ha="right")
+    return figure, axes
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()
+
+
+def _speedups(content: Mapping[str, Any]) -> Figure | None:
+    """Bars over plain decoding by category, with the quartiles."""
+    rows: Sequence[Mapping[str, Any]] = [*content["categories"], content["overall"]]
+    ways = [w for w, way in content["overall"]["ways"].items() if way["speedup"] and w != PLAIN]
+    if not ways:
+        return None
+    figure, axes = _figure(content, "Speedup over plain decoding", max(8, 1.1 * len(rows) + 2))
+    bar = 0.8 / len(ways)
+    for number, way in enumerate(ways):
+        spreads = [row["ways"][way]["speedup"] for row in rows]
+        heights = [spread["median"] for spread in spreads]
+        errors = [
+            [spread["median"] - spread["low"] for spread in spreads],
+            [spread["high"] - spread["median"] for spread in spreads],
+        ]
+        places = [row + (number - (len(ways) - 1) / 2) * bar for row in range(len(rows))]
+        bars = axes.bar(places, heights, bar, color=COLORS[way], label=way, yerr=errors, capsize=2)
+        axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7, padding=2)
+    axes.axhline(1, color=COLORS[PLAIN], linewidth=1, linestyle="--")
+    axes.set_xticks(range(len(rows)), [row["category"] for row in rows], rotation=25, ha="right")
+    axes.set_ylabel("times plain (median, quartiles)")
+    figure.legend(loc="outside upper right", ncols=4, frameon=False)
+    return figure
+
+
+def _histogram(content: Mapping[str, Any]) -> Figure | None:
+    """How many drafted tokens the rounds kept: a line of shares per way."""
+    ways = {
+        name: {int(kept): rounds for kept, rounds in way["accepted"].items()}
+        for name, way in content["overall"]["ways"].items()
+    }
+    drafting = {name: counts for name, counts in ways.items() if any(counts)}
+    if not drafting:
+        return None
+    figure, axes = _figure(content, "Drafted tokens kept in a round")
+    bar = 0.8 / len(drafting)
+    for number, (name, counts) in enumerate(drafting.items()):
+        rounds = sum(counts.values())
+        mean = sum(kept * count for kept, count in counts.items()) / rounds
+        places = [kept + (number - (len(drafting) - 1) / 2) * bar for kept in counts]
+        shares = [100 * count / rounds for count in counts.values()]
+        axes.bar(places, shares, bar, color=COLORS[name], label=f"{name}, mean {mean:.1f}")
+    axes.set_xlabel("tokens kept")
+    axes.set_ylabel("% of the rounds")
+    axes.set_xticks(range(max(max(counts) for counts in drafting.values()) + 1))
+    figure.legend(loc="outside upper right", ncols=4, frameon=False)
+    return figure
+
+
+def _speed(content: Mapping[str, Any]) -> Figure:
+    """Speed of every prompt over the length of its context, prompt and half of the answer."""
+    figure, axes = _figure(content, "Speed over context length")
+    for name in content["overall"]["ways"]:
+        points = [
+            (one["prompt_tokens"] + one["output_tokens"] / 2, median(way["tokens_per_second"]))
+            for one in content["prompts"]
+            if (way := one["ways"].get(name))
+        ]
+        lengths, speeds = zip(*sorted(points), strict=True)
+        axes.scatter(
+            lengths, speeds, s=24, alpha=0.6, color=COLORS[name], linewidths=0, label=name
+        )
+        centres = sorted(
+            (row["prompt_tokens"], row["ways"][name]["tokens_per_second"]["median"])
+            for row in (content["categories"] if content["context_lengths"] else ())
+        )
+        if centres:
+            axes.plot(*zip(*centres, strict=True), color=COLORS[name])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens in the context (prompt and half of the answer)")
+    axes.set_ylabel("tokens per second")
+    figure.legend(loc="outside upper right", ncols=4, frameon=False)
+    return figure

@@ -1,0 +1,153 @@
+"""Any OpenAI-compatible server, asked the same prompts and timed from outside.
+
+One request at a time, streamed: what is measured is what one person would wait for. The server's
+own count of tokens is used; it alone knows its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from ..errors import ServerError
+from ..events import FinishReason, Result, Stats
+from .datasets import BenchPrompt
+from .summary import SERVER, Measured
+
+TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine may take minutes
+END = "[DONE]"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server and the model that it is asked for.
+
+    Attributes:
+        url: up to and with /v1, or what comes before it.
+        model: the name it goes by there.
+    """
+
+    url: str
+    model: str
+
+    @classmethod
+    def find(cls, url: str, model: str | None) -> Server:
+        """A server at this address; without a model the first one that it offers.
+
+        Raises `ServerError`.
+        """
+        base = url.rstrip("/")
+        base = base if base.endswith("/v1") else f"{base}/v1"
+        if model is not None:
+            return cls(base, model)
+        with _open(f"{base}/models") as response:
+            try:
+                return cls(base, str(json.load(response)["data"][0]["id"]))
+            except (ValueError, LookupError, TypeError) as error:
+                raise ServerError(f"{base}/models names no model: give --model.") from error
+
+    def ask(
+        self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
+    ) -> Result:
+        """One streamed answer and its times; token ids are unknown.
+
+        Decoding is timed from the first piece of text to the last one, which are one token less
+        than the answer has; `decode_seconds` is scaled so that speeds compare with our own.
+
+        Raises `ServerError`.
+        """
+        content = {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        stats, text, times = Stats(), [], []
+        finish_reason: FinishReason = "length"
+        start = time.perf_counter()
+        with _open(f"{self.url}/chat/completions", content) as response:
+            for part in _parts(response, self.url):
+                usage = part.get("usage") or {}
+                stats.prompt_tokens = usage.get("prompt_tokens", stats.prompt_tokens)
+                stats.output_tokens = usage.get("completion_tokens", stats.output_tokens)
+                for choice in part.get("choices") or ():
+                    if piece := _piece(choice.get("delta") or {}):
+                        times.append(time.perf_counter())
+                        text.append(piece)
+                    if choice.get("finish_reason") == "stop":
+                        finish_reason = "stop"
+        tokens = stats.output_tokens = stats.output_tokens or len(text)
+        if times:
+            stats.prefill_seconds = stats.first_token_seconds = times[0] - start
+            stats.decode_seconds = (times[-1] - times[0]) * tokens / max(1, tokens - 1)
+        return Result("".join(text), [], finish_reason, stats)
+
+
+def measure_server(
+    server: Server,
+    prompts: Sequence[BenchPrompt],
+    repeats: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Iterator[Measured]:
+    """Ask every prompt `repeats` times, each conversation to its end, after one that warms up.
+
+    Raises `ServerError`.
+    """
+    server.ask(prompts[0].messages, min(8, max_tokens), temperature, seed)
+    for prompt in prompts:
+        turn: BenchPrompt | None = prompt
+        while turn is not None:
+            asked = turn.messages
+            runs = [server.ask(asked, max_tokens, temperature, seed) for _ in range(repeats)]
+            yield Measured(turn, {SERVER: runs})
+            turn = turn.answered(runs[0].text)
+
+
+def _open(url: str, content: dict[str, Any] | None = None) -> HTTPResponse:
+    """GET, or POST of JSON. Raises `ServerError`."""
+    data = None if content is None else json.dumps(content).encode()
+    try:
+        request = Request(url, data, {"Content-Type": "application/json"})
+        response: HTTPResponse = urlopen(request, timeout=TIMEOUT)
+    except HTTPError as error:
+        with error:
+            told = " ".join(error.read(300).decode(errors="replace").split())
+        raise ServerError(f"{url}: the server refuses ({error.code}): {told}") from error
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ServerError(f"{url}: cannot be reached ({reason}).") from error
+    return response
+
+
+def _parts(response: HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
+    """The objects of a stream of server-sent events. Raises `ServerError` when it breaks off."""
+    try:
+        for line in response:
+            name, _, value = line.decode().strip().partition(":")
+            if name != "data":
+                continue  # empty lines, comments, other events
+            if value.strip() == END:
+                return
+            part = json.loads(value)
+            if "error" in part:
+                raise ServerError(f"{url}: the server gave up: {part['error']}")
+            yield part
+    except (OSError, HTTPException, ValueError, TypeError) as error:
+        raise ServerError(f"{url}: the answer broke off or is no event stream.") from error
+    raise ServerError(f"{url}: the answer broke off before its end.")
+
+
+def _piece(delta: dict[str, Any]) -> str:
+    """The text of a part: the answer's, or the thinking's before it."""
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""

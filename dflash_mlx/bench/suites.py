@@ -1,0 +1,167 @@
+"""The benchmarks that people quote, from the hub, asked as the DFlash paper's own benchmark asks.
+
+Repositories, files and columns are those of the data sets' pages. A suite is one or two small
+files, so they are downloaded whole, through huggingface-hub and its cache.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, MissingDependencyError
+from ..hub import Hub
+from .datasets import BenchPrompt, parse_object, read_lines
+
+Turns = tuple[str, ...]
+MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+CODE = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\n{}\n```"
+)
+# Of LongBench's tasks one of each kind that is in English: questions about one text and about
+# several, a summary, a search, and code to be completed.
+LONG_TASKS = ("multifieldqa_en", "hotpotqa", "gov_report", "passage_retrieval_en", "lcc")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A benchmark on the hub.
+
+    Attributes:
+        repository: owner/name of the data set.
+        file: the file in it: .jsonl, .parquet, or .zip with .jsonl files in it.
+        columns: what `turns` reads of a row.
+        turns: a row's columns -> what the user says, one turn after another.
+        members: the files inside a .zip.
+    """
+
+    repository: str
+    file: str
+    columns: tuple[str, ...]
+    turns: Callable[..., Turns]
+    members: tuple[str, ...] = ()
+
+    def prompts(self, name: str, path: Path) -> list[BenchPrompt]:
+        """The suite's prompts in their order, read from its file at `path`.
+
+        Raises `DataError` for a file that is not what it should be, `MissingDependencyError`.
+        """
+        found = []
+        for number, row in enumerate(_rows(path, self.members), start=1):
+            where = f"{name}, row {number} of {path}"
+            missing = [column for column in self.columns if column not in row]
+            if missing:
+                raise DataError(f"{where}: there is no column {missing[0]!r}.")
+            first, *then = self.turns(*(row[column] for column in self.columns))
+            question = ({"role": "user", "content": first},)
+            found.append(BenchPrompt(name, question, then=tuple(then), source=where))
+        if not found:
+            raise DataError(f"{path}: there is no prompt in it.")
+        return found
+
+
+def _asked(template: str) -> Callable[[str], Turns]:
+    return lambda question: (template.format(question),)
+
+
+def _alpaca(instruction: str, given: str) -> Turns:
+    return (f"{instruction}\n\nInput:\n{given}" if given else instruction,)
+
+
+def _long(context: str, question: str) -> Turns:
+    return (f"{context}\n\n{question}".strip(),)
+
+
+SUITES = {
+    "gsm8k": Suite(
+        "openai/gsm8k", "main/test-00000-of-00001.parquet", ("question",), _asked(MATH)
+    ),
+    "math500": Suite("HuggingFaceH4/MATH-500", "test.jsonl", ("problem",), _asked(MATH)),
+    "humaneval": Suite(
+        "openai/openai_humaneval",
+        "openai_humaneval/test-00000-of-00001.parquet",
+        ("prompt",),
+        _asked(CODE),
+    ),
+    "mbpp": Suite(
+        "google-research-datasets/mbpp",
+        "sanitized/test-00000-of-00001.parquet",
+        ("prompt",),
+        _asked("{}"),
+    ),
+    "mt-bench": Suite(
+        "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", ("prompt",), tuple
+    ),
+    "aime24": Suite(
+        "HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet", ("problem",), _asked(MATH)
+    ),
+    "aime25": Suite(
+        "MathArena/aime_2025", "data/train-00000-of-00001.parquet", ("problem",), _asked(MATH)
+    ),
+    "alpaca": Suite(
+        "tatsu-lab/alpaca",
+        "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet",
+        ("instruction", "input"),
+        _alpaca,
+    ),
+    "longbench": Suite(
+        "THUDM/LongBench",
+        "data.zip",
+        ("context", "input"),
+        _long,
+        members=tuple(f"data/{task}.jsonl" for task in LONG_TASKS),
+    ),
+}
+
+
+def suite_prompts(name: str, hub: Hub) -> list[BenchPrompt]:
+    """The prompts of a suite of `SUITES`, downloaded unless they are on this disk.
+
+    Raises:
+        ModelNotFoundError, DownloadError: see `Hub.fetch`.
+        MissingDependencyError: a .parquet file, and pyarrow is not installed.
+        DataError: a file that is not what it should be.
+    """
+    suite = SUITES[name]
+    return suite.prompts(name, hub.fetch_data(suite.repository, suite.file))
+
+
+def _rows(path: Path, members: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """The rows of a file, as objects; of several members in turn, one of each."""
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if path.suffix == ".zip":
+        each = _zipped(path, members)
+        return (row for row in chain.from_iterable(zip_longest(*each)) if row is not None)
+    return (parse_object(line, f"{path}, line {number}") for number, line in read_lines(path))
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise MissingDependencyError(
+            'Reading this suite needs pyarrow: pip install -e ".[bench]"'
+        ) from error
+    try:
+        yield from parquet.read_table(path).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a Parquet file, or not a whole one.") from error
+
+
+def _zipped(path: Path, members: tuple[str, ...]) -> list[list[dict[str, Any]]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            texts = [io.TextIOWrapper(archive.open(name), "utf-8").readlines() for name in members]
+    except (zipfile.BadZipFile, KeyError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not the archive that was expected ({error}).") from error
+    return [
+        [parse_object(line, f"{path}, {name}, line {n}") for n, line in enumerate(lines, start=1)]
+        for name, lines in zip(members, texts, strict=True)
+    ]
