@@ -13,12 +13,11 @@ from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.bench.machine import computer, machine
 from dflash_mlx.bench.report import run_content
 from dflash_mlx.bench.server import Server, measure_server
-from dflash_mlx.bench.summary import DDTREE, DFLASH, Measured
+from dflash_mlx.bench.summary import DRAFTING, Measured
 
 from .pair import Pair
 from .screen import note, stderr, stdout
 
-DRAFTING = (DFLASH, DDTREE)
 TINY = "tiny"  # what --model is when nobody gave it; no server has it
 
 
@@ -67,7 +66,9 @@ def _shown(measured: Iterable[Measured], prompts: int) -> list[Measured]:
         TimeRemainingColumn(),
     )
     done = []
-    with Progress(*columns, console=stderr(), transient=True) as progress:
+    console = stderr()
+    unseen = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=unseen) as progress:
         task = progress.add_task("warming up", total=prompts)
         for one in measured:
             done.append(one)

@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         path = urlsplit(self.path).path
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
-        parts = path.removeprefix("/api/models").strip("/").split("/")
+        parts = path.removeprefix("/api/models").removeprefix("/datasets").strip("/").split("/")
         name = "/".join(parts[:2])
         if name in self.hub.gated:
             self.refuse(403, "GatedRepo")

@@ -6,21 +6,38 @@ import pytest
 import tinymodels
 from oracle import Oracle
 
+from dflash_mlx.bench.context import stretched
 from dflash_mlx.bench.datasets import BenchPrompt, limit_per_category, read_prompts
-from dflash_mlx.bench.measure import Comparison, first_difference, run_mlx_lm, warm_up
+from dflash_mlx.bench.measure import (
+    Comparison,
+    first_difference,
+    measure_all,
+    next_logits,
+    run_mlx_lm,
+    warm_up,
+)
 from dflash_mlx.bench.overhead import raw_forwards
-from dflash_mlx.bench.report import Measured, by_category, differences, measure, summarize
+from dflash_mlx.bench.summary import (
+    Difference,
+    Measured,
+    Spread,
+    by_category,
+    differences,
+    summarize,
+)
 from dflash_mlx.drafter.network import DFlash
-from dflash_mlx.errors import DataError
+from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
 
 PROMPT = [5, 40, 80, 13]
+WAYS = ["plain", "DFlash", "mlx-lm"]
 ASKED = BenchPrompt("sums", ({"role": "user", "content": "what is 37 + 48?"},), "85")
 
 
 def result(tokens: list[int], seconds: float = 1.0, text: str = "") -> Result:
     stats = Stats(output_tokens=len(tokens), rounds=2, decode_seconds=seconds)
+    stats.accepted_per_round = [0, len(tokens) - 2]
     return Result(text, tokens, "length", stats)
 
 
@@ -107,26 +124,57 @@ def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
     comparison.run_mlx_lm()
     assert [run.tokens for run in comparison.drafted] == [answer] * 3
     assert comparison.first_difference is None
-    assert comparison.first_difference_mlx_lm is None
+    assert comparison.differences() == {"plain": None, "DFlash": None, "mlx-lm": None}
     assert comparison.plain_speed > 0 and comparison.drafted_speed > 0
-    assert comparison.mlx_lm_speed and comparison.mlx_lm_speed > 0
+    for runs in comparison.ways.values():
+        assert all(run.stats.tokens_per_second > 0 < run.stats.peak_bytes for run in runs)
+        assert all(0 < run.stats.first_token_seconds for run in runs)
 
 
-def test_pairs_change_their_order():
-    order = []
+class Listed(Comparison):
+    """Runs nothing, but writes down what would have run."""
 
-    class Listed(Comparison):
-        def run_plain(self):
-            order.append("plain")
-            self.plain.append(result([1]))
+    def run_plain(self):
+        self.order.append("plain")
+        self.plain.append(result([1]))
 
-        def run_drafted(self):
-            order.append("drafted")
+    def run_drafted(self):
+        self.order.append("drafted")
 
+    def run_tree(self):
+        self.order.append("tree")
+
+    def run_mlx_lm(self):
+        self.order.append("mlx-lm")
+
+
+def test_turns_change_their_order():
     comparison = Listed(tinymodels.target(), None, PROMPT)
+    comparison.order = []
     for _ in range(3):
         comparison.run_pair()
-    assert order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
+    assert comparison.order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
+    comparison.order, comparison.plain = [], []
+    for comparison.tree_budget in (None, 8):
+        comparison.run_turn()
+    there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "tree", "drafted", "plain"]
+    assert comparison.order == there + back
+
+
+def test_a_difference_has_its_place_and_its_gap():
+    target = tinymodels.target()
+    answer = tinymodels.greedy(target, PROMPT, 6)
+    wrong = [*answer[:4], (answer[4] + 1) % target.vocab_size, answer[5]]
+    comparison = compared([result(answer)], [result(answer), result(wrong)])
+    comparison.mlx_lm = [result(answer[:3])]
+    found = comparison.differences()
+    logits = next_logits(target, [*PROMPT, *answer[:4]])
+    gap = logits[answer[4]].item() - logits[wrong[4]].item()
+    assert gap > 0 and found["plain"] is None
+    assert found["DFlash"] == Difference(4, answer[4], wrong[4], pytest.approx(gap))
+    assert found["mlx-lm"] == Difference(3, answer[3], None, None)
+    comparison.sampling = {"temperature": 1.0, "seed": 0}
+    assert "mlx-lm" not in comparison.differences()
 
 
 def test_a_wrong_token_in_any_run_shows():
@@ -190,28 +238,97 @@ def test_warm_up_leaves_no_trace():
     assert generate(target, drafter, PROMPT, max_tokens=8).tokens == before
 
 
-def test_measure_a_prompt():
-    measured = measure(tinymodels.target(), tinymodels.random_drafter(), ASKED, 10, 4, repeats=2)
-    runs = measured.runs
-    assert [len(runs.plain), len(runs.drafted), len(runs.mlx_lm)] == [2, 2, 2]
-    assert runs.first_difference is None and runs.first_difference_mlx_lm is None
-    assert measured.exact is False and measured.overhead_seconds is not None
+def test_measure_prompts():
+    more = BenchPrompt("sums", ASKED.messages, then=("and 1 more?",))
+    pair = tinymodels.target(), tinymodels.random_drafter()
+    settings = {"max_tokens": 10, "block_size": 4}
+    one, first, second = measure_all(*pair, [ASKED, more], 2, **settings)
+    assert {way: len(runs) for way, runs in one.runs.items()} == dict.fromkeys(WAYS, 2)
+    assert one.differences == dict.fromkeys(WAYS)
+    assert one.exact is False and one.overhead_seconds is not None
+    said = [message["content"] for message in second.prompt.messages]
+    assert said == [first.prompt.question, first.runs["plain"][0].text, "and 1 more?"]
+
+
+def test_sampled_runs_are_plain_decodings_own():
+    settings = {"max_tokens": 10, "sampling": {"temperature": 1.0, "seed": 3}}
+    pair = tinymodels.target(), tinymodels.random_drafter()
+    [one] = measure_all(*pair, [ASKED], 1, **settings)
+    assert one.differences == {"plain": None, "DFlash": None}
+    again = generate(pair[0], None, list(ASKED.messages), **settings["sampling"], max_tokens=10)
+    assert one.runs["DFlash"][0].tokens == again.tokens
+    assert one.runs["mlx-lm"][0].tokens != tinymodels.greedy(pair[0], PROMPT, 10)
+
+
+def test_no_prompt_is_refused_when_half_of_the_work_is_done():
+    long = BenchPrompt("sums", ({"role": "user", "content": "x" * 100_000},), source="a.jsonl, 7")
+    measured = measure_all(tinymodels.target(), None, [ASKED, long], 1, max_tokens=4)
+    with pytest.raises(PromptError, match="^a.jsonl, 7: .* tokens"):
+        next(measured)
+
+
+@pytest.mark.parametrize("length", [64, 200])
+def test_prompts_are_stretched(length):
+    target = tinymodels.target()
+    prompts = [ASKED, BenchPrompt("b", ({"role": "user", "content": "tell me of the sea"},))]
+    longer = stretched(target, prompts, length, 10)
+    for before, after in zip(prompts, longer, strict=True):
+        assert after.category == f"{length} tokens"
+        assert after.question.endswith(f"\n\n{before.question}")
+        tokens = len(target.tokenizer.apply_chat_template(after.messages))
+        assert tokens == pytest.approx(length, rel=0.15)
+
+
+def test_a_context_without_room_is_refused():
+    with pytest.raises(SettingsError, match="8,192"):
+        stretched(tinymodels.target(), [ASKED], 8190, 10)
+
+
+def measured_as(prompt, drafted: Result, overhead: float, **differences) -> Measured:
+    """A prompt whose plain run took three seconds."""
+    runs = {"plain": [result([1] * 6, 3.0)], "DFlash": [drafted]}
+    return Measured(prompt, runs, dict.fromkeys(runs) | differences, overhead)
 
 
 def test_rows_sum_up_their_prompts():
     right, wrong = result([1] * 6, 1.0, " 85\n"), result([1] * 5 + [2], 1.0, "86")
-    slow = [result([1] * 6, 3.0)]
+    place = Difference(5, 1, 2, 0.25)
     measured = [
-        Measured(ASKED, compared(slow, [right]), 0.002),
-        Measured(BenchPrompt("tales", ASKED.messages), compared(slow, [right]), 0.004),
-        Measured(ASKED, compared(slow, [wrong]), 0.006),
+        measured_as(ASKED, right, 0.002),
+        measured_as(BenchPrompt("tales", ASKED.messages), right, 0.004),
+        measured_as(ASKED, wrong, 0.006, DFlash=place),
     ]
     sums, tales = by_category(measured)
-    assert (sums.category, sums.prompts, sums.identical) == ("sums", 2, 1)
+    assert (sums.category, sums.prompts, sums.ways["DFlash"].identical) == ("sums", 2, 1)
     assert (sums.exact, sums.with_answer, tales.exact, tales.with_answer) == (1, 2, None, 0)
     whole = summarize("all", measured)
-    assert whole.acceptance_length == 3.0 and whole.output_tokens == 18
-    assert whole.speedup == pytest.approx(3.0)
+    drafted = whole.ways["DFlash"]
+    assert drafted.tokens_per_round == 3.0 and drafted.accepted == {0: 3, 4: 3}
+    assert drafted.speedup == Spread(3.0, 3.0, 3.0) and whole.output_tokens == 18
     assert whole.overhead_ms_per_round == pytest.approx(4.0)
-    assert whole.mlx_lm_tokens_per_second is None and whole.identical_to_mlx_lm is None
-    assert differences(measured) == [{"category": "sums", "prompt": "what is 37 + 48?", "token": 5}]
+    headline = whole.as_json()
+    assert headline["speedup"] == headline["acceptance_length"] == 3.0
+    assert headline["identical"] == 2 and headline["identical_to_mlx_lm"] is None
+    [difference] = differences(measured)
+    assert difference == {
+        "category": "sums",
+        "prompt": "what is 37 + 48?",
+        "way": "DFlash",
+        "token": 5,
+        "plain": 1,
+        "other": 2,
+        "logit_gap": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    "values, spread",
+    [
+        ([], None),
+        ([2.0], Spread(2.0, 2.0, 2.0)),
+        ([5, 1, 4, 2, 3], Spread(2, 3, 4)),
+        ([1, 2], Spread(1.25, 1.5, 1.75)),
+    ],
+)
+def test_a_spread_is_quartiles(values, spread):
+    assert Spread.of(values) == spread

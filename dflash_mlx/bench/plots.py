@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError
-from .summary import PLAIN
+from .summary import DRAFTING, PLAIN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,11 +92,11 @@ def _speedups(content: Mapping[str, Any]) -> Figure | None:
 
 def _histogram(content: Mapping[str, Any]) -> Figure | None:
     """How many drafted tokens the rounds kept: a line of shares per way."""
-    ways = {
+    drafting = {
         name: {int(kept): rounds for kept, rounds in way["accepted"].items()}
         for name, way in content["overall"]["ways"].items()
+        if name in DRAFTING and way["accepted"]
     }
-    drafting = {name: counts for name, counts in ways.items() if any(counts)}
     if not drafting:
         return None
     figure, axes = _figure(content, "Drafted tokens kept in a round")
@@ -128,7 +128,7 @@ def _speed(content: Mapping[str, Any]) -> Figure:
             lengths, speeds, s=24, alpha=0.6, color=COLORS[name], linewidths=0, label=name
         )
         centres = sorted(
-            (row["prompt_tokens"], row["ways"][name]["tokens_per_second"]["median"])
+            (_centre(row), row["ways"][name]["tokens_per_second"]["median"])
             for row in (content["categories"] if content["context_lengths"] else ())
         )
         if centres:
@@ -138,3 +138,8 @@ def _speed(content: Mapping[str, Any]) -> Figure:
     axes.set_ylabel("tokens per second")
     figure.legend(loc="outside upper right", ncols=4, frameon=False)
     return figure
+
+
+def _centre(row: Mapping[str, Any]) -> float:
+    """The context of a category in the middle of its answers."""
+    return row["prompt_tokens"] + row["output_tokens"] / row["prompts"] / 2

@@ -209,3 +209,22 @@ def as_files(content: Mapping[str, Any], plots: Mapping[str, bytes]) -> dict[str
         MARKDOWN: as_markdown(content, list(plots)).encode(),
         JSON: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode(),
     }
+
+
+def not_alike(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What runs were not asked alike, one line each: figures beside each other may mislead.
+
+    Args:
+        runs: what their JSON holds, by name.
+    """
+    found = []
+    for key in ("model", "suite", "max_tokens", "temperature", "context_lengths", "block_size"):
+        values = {name: run.get(key) for name, run in runs.items()}
+        if len({str(value) for value in values.values()}) > 1:
+            told = ", ".join(f"{name} {value}" for name, value in values.items())
+            found.append(f"{key.replace('_', ' ')} differs: {told}")
+    prompts = {name: run["overall"]["prompts"] for name, run in runs.items()}
+    if len(set(prompts.values())) > 1:
+        told = ", ".join(f"{name} {count}" for name, count in prompts.items())
+        found.append(f"number of prompts differs: {told}")
+    return found

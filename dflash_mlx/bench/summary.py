@@ -13,6 +13,7 @@ from .datasets import BenchPrompt
 
 # The ways to decode that are compared.
 PLAIN, DFLASH, DDTREE, MLX_LM, SERVER = "plain", "DFlash", "DDTree", "mlx-lm", "server"
+DRAFTING = (DFLASH, DDTREE)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,153 @@
+"""Measuring an OpenAI-compatible server: a small one on the loopback, well-behaved and not."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from dflash_mlx.bench.datasets import BenchPrompt
+from dflash_mlx.bench.server import Server, measure_server
+from dflash_mlx.cli.app import app
+from dflash_mlx.errors import ServerError
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "bench.schema.json").read_text())
+HI = [{"role": "user", "content": "hi"}]
+
+
+class ChatServer:
+    """Answers every question with the same parts.
+
+    Attributes:
+        deltas: the parts of the answer.
+        usage: what it says that it counted; None says nothing.
+        ending: the last lines of the stream.
+        status: anything but 200 refuses.
+        asked: the bodies of all questions.
+    """
+
+    def __init__(self) -> None:
+        self.deltas = [{"role": "assistant"}, {"content": "Hel"}, {"content": "lo"}]
+        self.usage = {"prompt_tokens": 7, "completion_tokens": 5}
+        self.ending, self.status, self.asked = b"data: [DONE]\n\n", 200, []
+        self.models = {"data": [{"id": "some-model"}]}
+
+    @contextmanager
+    def running(self):
+        """Serve while the block runs, on a free port."""
+        handler = type("Handler", (_Handler,), {"chat": self})
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            self.url = f"http://127.0.0.1:{server.server_address[1]}"
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            yield self
+            server.shutdown()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    chat: ChatServer
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.reply(200 if self.path == "/v1/models" else 404, json.dumps(self.chat.models).encode())
+
+    def do_POST(self) -> None:
+        size = int(self.headers["Content-Length"])
+        self.chat.asked.append(json.loads(self.rfile.read(size)))
+        if self.chat.status != 200 or self.path != "/v1/chat/completions":
+            return self.reply(self.chat.status, b'{"error": "too\n busy"}')
+        parts = [{"choices": [{"delta": delta}]} for delta in self.chat.deltas]
+        parts.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        if self.chat.usage is not None:
+            parts.append({"choices": [], "usage": self.chat.usage})
+        lines = b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts)
+        return self.reply(200, b": a comment\n\n" + lines + self.chat.ending)
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def chat():
+    with ChatServer().running() as server:
+        yield server
+
+
+def test_an_answer_and_its_times(chat):
+    server = Server.find(f"{chat.url}/v1/", None)
+    assert server == Server(f"{chat.url}/v1", "some-model") == Server.find(chat.url, None)
+    answer = server.ask(HI, 9, 0.5, 3)
+    [asked] = chat.asked
+    assert asked["messages"] == HI and (asked["max_tokens"], asked["temperature"]) == (9, 0.5)
+    assert asked["stream"] is True and asked["model"] == "some-model" and asked["seed"] == 3
+    assert (answer.text, answer.finish_reason) == ("Hello", "stop")
+    assert (answer.stats.prompt_tokens, answer.stats.output_tokens) == (7, 5)
+    assert 0 < answer.stats.first_token_seconds < 60 and answer.stats.decode_seconds > 0
+
+
+def test_thinking_counts_and_parts_are_counted_where_tokens_are_not(chat):
+    chat.deltas = [{"reasoning_content": "hm"}, {"content": "a"}, {"content": "b"}]
+    chat.usage = None
+    answer = Server(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 0)
+    assert answer.text == "hmab" and answer.stats.output_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"status": 503}, r"refuses \(503\): .*too busy"),
+        ({"ending": b""}, "before its end"),
+        ({"ending": b"data: {nonsense\n\n"}, "broke off"),
+        ({"ending": b'data: {"error": "out of memory"}\n\n'}, "out of memory"),
+    ],
+)
+def test_a_server_that_fails_is_named(chat, change, message):
+    vars(chat).update(change)
+    with pytest.raises(ServerError, match=message) as error:
+        Server(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 0)
+    assert chat.url in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://[bad"])
+def test_a_server_that_is_not_there(url):
+    with pytest.raises(ServerError, match="cannot be reached"):
+        Server.find(url, None)
+
+
+def test_a_server_without_models_needs_a_name(chat):
+    chat.models = {"data": []}
+    with pytest.raises(ServerError, match="--model"):
+        Server.find(chat.url, None)
+    assert Server.find(chat.url, "mine").model == "mine"
+
+
+def test_a_conversation_goes_on(chat):
+    prompt = BenchPrompt("talk", tuple(HI), then=("and now?",))
+    first, second = measure_server(Server(f"{chat.url}/v1", "x"), [prompt], 2, 9, 0.0, 0)
+    assert len(chat.asked) == 5  # one to warm up, then twice each
+    assert [message["content"] for message in second.prompt.messages] == ["hi", "Hello", "and now?"]
+    assert len(first.runs["server"]) == 2 and first.speedups("server") == []
+
+
+def test_bench_measures_a_server(chat, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run"
+    prompts.write_text('{"prompt": "hi", "answer": "Hello"}')
+    options = ["--openai", chat.url, "--prompts", str(prompts), "--out", str(out), "--repeats", "2"]
+    done = CliRunner().invoke(app, ["bench", *options], prog_name="dflash-mlx")
+    assert done.exit_code == 0, done.output
+    assert "some-model" in done.stderr and "1/1" in done.stdout
+    content = json.loads((out / "bench.json").read_text())
+    jsonschema.validate(content, SCHEMA)
+    assert list(content["overall"]["ways"]) == ["server"] and content["overall"]["exact"] == 1
+    assert sorted(file.name for file in out.glob("*.png")) == ["context.png"]
+    wide = CliRunner(env={"COLUMNS": "200"})
+    compared = wide.invoke(app, ["report", str(out), str(out)], prog_name="dflash-mlx")
+    assert compared.exit_code == 0 and compared.stdout.count("server") == 2
+    assert "run (2)" in compared.stdout

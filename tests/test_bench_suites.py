@@ -1,0 +1,141 @@
+"""The suites of the hub, read from files with their real columns, and fetched from a loopback."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hubserver import HubServer
+from typer.testing import CliRunner
+
+from dflash_mlx.bench.suites import LONG_TASKS, SUITES, suite_prompts
+from dflash_mlx.cli.app import app
+from dflash_mlx.errors import DataError, DownloadError, MissingDependencyError, ModelNotFoundError
+from dflash_mlx.hub import Hub
+
+PROBLEM = {"problem": "Find {x}.", "answer": "3", "solution": "..."}
+ROWS = {  # two rows of each, with the columns that the data sets' pages list
+    "gsm8k": [{"question": "How many?", "answer": "...#### 3"}] * 2,
+    "math500": [PROBLEM | {"subject": "Algebra", "level": 2, "unique_id": "a/1"}] * 2,
+    "humaneval": [
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "", "test": ""}
+    ]
+    * 2,
+    "mbpp": [{"task_id": 2, "prompt": "Write f.", "code": "", "test_list": ["assert f()"]}] * 2,
+    "mt-bench": [
+        {"prompt": ["Write.", "Again."], "prompt_id": 1, "category": "writing", "reference": []}
+    ]
+    * 2,
+    "aime24": [PROBLEM | {"id": 60, "url": "", "year": "2024"}] * 2,
+    "aime25": [{"problem_idx": 1, "problem": "Find {x}.", "answer": 3, "problem_type": []}] * 2,
+    "alpaca": [
+        {"instruction": "Sort.", "input": "3 1", "output": "1 3", "text": ""},
+        {"instruction": "Say hi.", "input": "", "output": "hi", "text": ""},
+    ],
+    "longbench": [{"input": "Who?", "context": "A long text.", "answers": ["he"], "length": 9}],
+}
+FIRST = {  # what the user says first
+    "gsm8k": "How many?\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    "math500": "Find {x}.\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    "humaneval": "Write a solution to the following problem and make sure that it passes the "
+    "tests:\n```python\ndef f():\n\n```",
+    "mbpp": "Write f.",
+    "mt-bench": "Write.",
+    "alpaca": "Sort.\n\nInput:\n3 1",
+    "longbench": "A long text.\n\nWho?",
+}
+FIRST |= {"aime24": FIRST["math500"], "aime25": FIRST["math500"]}
+
+
+def write(name: str, file: Path, rows: list[dict]) -> None:
+    """A suite's file in its own format."""
+    file.parent.mkdir(parents=True)
+    lines = "\n".join(map(json.dumps, rows))
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif file.suffix == ".zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            for task in LONG_TASKS:
+                archive.writestr(f"data/{task}.jsonl", lines.replace("Who?", f"Who? {task}"))
+    else:
+        file.write_text(lines)
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A hub on the loopback, and ours to download into."""
+    server = HubServer()
+    with server.running():
+        yield server, Hub(endpoint=server.url, cache=tmp_path / "cache")
+
+
+def serve(server: HubServer, name: str, folder: Path, rows: list[dict]) -> None:
+    suite = SUITES[name]
+    write(name, folder / suite.file, rows)
+    server.repositories[suite.repository] = folder
+
+
+def test_a_row_is_known_of_every_suite():
+    assert set(ROWS) == set(FIRST) == set(SUITES)
+    wanted = "gsm8k math500 humaneval mbpp mt-bench aime24 aime25 alpaca longbench"
+    assert set(wanted.split()) == set(SUITES)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_is_downloaded_once_and_asked(name, local, tmp_path):
+    server, hub = local
+    serve(server, name, tmp_path / "repository", ROWS[name])
+    prompts = suite_prompts(name, hub)
+    assert {prompt.category for prompt in prompts} == {name}
+    assert len(prompts) == (len(LONG_TASKS) if name == "longbench" else 2)
+    first = prompts[0].question
+    assert first.removesuffix(f" {LONG_TASKS[0]}") == FIRST[name]
+    assert prompts[0].then == (("Again.",) if name == "mt-bench" else ())
+    assert suite_prompts(name, hub) == prompts and server.fetched() == {SUITES[name].file: 1} or (
+        server.fetched() == {Path(SUITES[name].file).name: 1}
+    )
+    assert suite_prompts(name, Hub(cache=hub.cache, offline=True)) == prompts
+
+
+def test_the_tasks_of_longbench_take_turns(local, tmp_path):
+    server, hub = local
+    serve(server, "longbench", tmp_path / "repository", ROWS["longbench"] * 2)
+    asked = [prompt.question.rpartition(" ")[2] for prompt in suite_prompts("longbench", hub)]
+    assert asked == [*LONG_TASKS, *LONG_TASKS]
+
+
+def test_what_cannot_be_fetched(local, tmp_path):
+    server, hub = local
+    with pytest.raises(ModelNotFoundError, match="openai/gsm8k"):
+        suite_prompts("gsm8k", hub)
+    with pytest.raises(DownloadError, match="openai/gsm8k is not downloaded"):
+        suite_prompts("gsm8k", Hub(cache=hub.cache, offline=True))
+    arguments = ["bench", "--suite", "gsm8k", "--offline"]
+    done = CliRunner().invoke(app, arguments, prog_name="dflash-mlx")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("gsm8k", b"PAR1 broken"),
+        ("math500", b'{"problem": "fine"}\n{"problem'),
+        ("math500", b'{"question": "no such column"}'),
+        ("math500", b""),
+        ("longbench", b"PK broken"),
+    ],
+)
+def test_a_broken_file_is_named(name, content, tmp_path):
+    file = tmp_path / Path(SUITES[name].file).name
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=file.name) as error:
+        SUITES[name].prompts(name, file)
+    assert "\n" not in str(error.value)
+
+
+def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(MissingDependencyError, match=r'pip install -e ".\[bench\]"'):
+        SUITES["gsm8k"].prompts("gsm8k", tmp_path / "a.parquet")

@@ -1,0 +1,248 @@
+"""A run's files: what is in them, that a folder gets all or none, and runs beside each other."""
+
+import csv
+import errno
+import io
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import matplotlib.image
+import pytest
+import tinymodels
+from typer.testing import CliRunner
+
+from dflash_mlx.bench.report import as_markdown, not_alike, read_run, results_folder
+from dflash_mlx.blas import BlasInfo
+from dflash_mlx.cli.app import app
+from dflash_mlx.cli.pair import Pair
+from dflash_mlx.errors import DataError, OutputError
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "bench.schema.json").read_text())
+PLOTS = ["acceptance.png", "context.png", "speedup.png"]
+FILES = [*PLOTS, "bench.csv", "bench.json", "bench.md"]
+HERE = BlasInfo("openblas", None, "made up")
+
+
+def program(*arguments: str | Path):
+    """The command line in this process."""
+    return CliRunner().invoke(app, list(map(str, arguments)), prog_name="dflash-mlx")
+
+
+def one_line_error(done) -> str:
+    assert done.exit_code == 1 and not done.stdout, done.output
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A random pair instead of the one that the options ask for, so that nothing is loaded."""
+    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
+    monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", lambda choice: pair)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A measured run with two categories."""
+    with pytest.MonkeyPatch.context() as patch:
+        pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
+        patch.setattr("dflash_mlx.cli.bench.open_pair", lambda choice: pair)
+        out = tmp_path_factory.mktemp("runs") / "deep" / "first"
+        prompts = out.parents[1] / "prompts.jsonl"
+        rows = [{"prompt": "what is 37 + 48?", "category": name} for name in ("sums", "more")]
+        prompts.write_text("\n".join(map(json.dumps, rows)))
+        done = program("bench", "--prompts", prompts, "-n", "12", "--repeats", "2", "--out", out)
+        assert done.exit_code == 0, done.output
+        assert "sums" in done.stdout and "2/2" in done.stdout and "peak memory" in done.stderr
+        return out
+
+
+def test_every_file_is_there(folder):
+    assert sorted(file.name for file in folder.iterdir()) == sorted(FILES)
+
+
+def test_the_json_is_what_the_schema_says(folder):
+    content = json.loads((folder / "bench.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(content, SCHEMA)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(content | {"repeats": "2"}, SCHEMA)
+    assert [row["category"] for row in content["categories"]] == ["sums", "more"]
+    assert content["overall"]["identical"] == content["overall"]["identical_to_mlx_lm"] == 2
+    assert {"chip", "os", "blas", "mlx", "mlx-lm"} <= set(content["machine"])
+    speeds = content["prompts"][0]["ways"]["DFlash"]["tokens_per_second"]
+    assert len(speeds) == 2 and min(speeds) > 0
+
+
+def test_the_histogram_counts_every_round(folder):
+    content = read_run(folder)
+    rounds = sum(one["ways"]["DFlash"]["rounds"] for one in content["prompts"])
+    accepted = content["overall"]["ways"]["DFlash"]["accepted"]
+    assert sum(accepted.values()) == rounds
+    tokens = sum(int(kept) * count for kept, count in accepted.items()) + rounds
+    assert tokens == content["overall"]["output_tokens"] == 24
+
+
+def test_the_table_files_say_the_same(folder):
+    content = read_run(folder)
+    rows = list(csv.DictReader(io.StringIO((folder / "bench.csv").read_text())))
+    assert [row["way"] for row in rows] == ["plain", "DFlash", "mlx-lm"] * 3
+    figures = content["overall"]["ways"]["DFlash"]
+    [row] = [row for row in rows if (row["category"], row["way"]) == ("all", "DFlash")]
+    assert float(row["speedup_high"]) == figures["speedup"]["high"]
+    assert float(row["tokens_per_second"]) == figures["tokens_per_second"]["median"]
+    text = (folder / "bench.md").read_text()
+    assert text.count("| DFlash |") == 3 and all(f"]({name})" in text for name in PLOTS)
+    assert "openblas" in text and "- max tokens: 12" in text
+
+
+def test_the_plots_are_images(folder):
+    for name in PLOTS:
+        pixels = matplotlib.image.imread(folder / name)
+        assert pixels.shape[0] >= 600 and pixels.shape[1] >= 1000
+        assert len({tuple(row) for row in pixels.reshape(-1, 4)[::97]}) > 2, "nothing is drawn"
+
+
+def test_differences_are_told(folder):
+    content = read_run(folder)
+    place = {"category": "sums", "prompt": "a\nb", "way": "DFlash", "token": 4, "plain": 1}
+    content["differences"] = [
+        place | {"other": 2, "logit_gap": 0.012},
+        place | {"other": None, "logit_gap": None},
+    ]
+    jsonschema.validate(content, SCHEMA)
+    text = as_markdown(content)
+    assert "DFlash, token 5 (logit gap 0.012): a b" in text and "(one ended)" in text
+
+
+def test_a_context_sweep_has_a_row_for_each_length(tiny, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "what is 37 + 48?"}')
+    options = ["--prompts", prompts, "-n", "4", "--repeats", "1", "--context-length", "60,120"]
+    done = program("bench", *options, "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    content = read_run(tmp_path / "run")
+    assert [row["category"] for row in content["categories"]] == ["60 tokens", "120 tokens"]
+    assert [row["prompt_tokens"] for row in content["categories"]] == [
+        pytest.approx(length, rel=0.15) for length in (60, 120)
+    ]
+    jsonschema.validate(content, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--context-length", "many"],
+        ["--context-length", "0"],
+        ["--suite", "nope"],
+        ["--suite", "gsm8k", "--prompts", "a.jsonl"],
+        ["--policy", "--out", "x"],
+        ["--openai", "http://localhost:1", "--block-size", "4"],
+    ],
+)
+def test_options_that_do_not_go_together(options):
+    assert program("bench", *options).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ('{"prompt": "fine"}\n{"prompt":', "line 2: not valid JSON"),
+        ('{"prompt": "fine"}\n\n{"prompt": ""}', 'line 3: messages need a "role"'),
+        (json.dumps({"prompt": "x" * 100_000}), "line 1: The prompt has"),
+    ],
+)
+def test_a_bad_prompt_leaves_nothing_behind(lines, message, tiny, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(lines)
+    out = tmp_path / "new"
+    assert message in one_line_error(program("bench", "--prompts", prompts, "--out", out))
+    assert not out.exists()
+
+
+def test_a_run_is_never_written_over(folder, tiny):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert "holds a run already" in one_line_error(program("bench", "--out", folder))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_written(tiny, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
+        assert "cannot be written" in one_line_error(program("bench", "--out", out))
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_nothing_behind(there, monkeypatch, tmp_path):
+    out = tmp_path / "run"
+    if there:
+        out.mkdir()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    synced = iter([None, full])
+
+    def fsync(descriptor: int) -> None:
+        if error := next(synced):
+            raise error
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OutputError, match="the disk is full") as error:
+        with results_folder(out) as write:
+            write({"one": b"1", "two": b"2"})
+    assert "\n" not in str(error.value)
+    assert out.exists() == there and not list(tmp_path.rglob("one"))
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(mounted)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with pytest.raises(OutputError, match="the disk is full"):
+            with results_folder(mounted / "run") as write:
+                write({"small": b"1", "large": bytes(100_000)})
+        assert not list(mounted.iterdir())
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_files_come_together_or_not_at_all(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        with results_folder(out):
+            assert not [name for name in os.listdir(out) if not name.startswith(".")]
+            raise KeyboardInterrupt
+    assert not out.exists()
+    with results_folder(out) as write:
+        write({"one": b"1", "two": b"2"})
+    assert sorted(os.listdir(out)) == ["one", "two"]
+
+
+def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
+    other = read_run(folder)
+    other["machine"]["chip"] = "Apple M5 Max"
+    other["max_tokens"] = 256
+    other["overall"]["ways"]["DFlash"]["speedup"]["median"] = 4.375
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "bench.json").write_text(json.dumps(other))
+    done = program("report", folder, tmp_path / "second" / "bench.json")
+    assert done.exit_code == 0 and "4.38x" in done.stdout and "sums" in done.stdout
+    assert "Apple M5 Max" in done.stderr
+    assert "max tokens differs: first 12, bench.json 256" in done.stderr.replace("\n", " ")
+    content = json.loads(program("report", folder, tmp_path / "second", "--json").stdout)
+    assert list(content["runs"]) == ["first", "second"] and len(content["not_alike"]) == 1
+    assert not_alike({"a": other, "b": other}) == []
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"format": "dflash-mlx bench"}'])
+def test_what_is_no_run_is_named(content, tmp_path):
+    if content is not None:
+        (tmp_path / "bench.json").write_text(content)
+    with pytest.raises(DataError, match="bench.json: "):
+        read_run(tmp_path)
+    assert "bench.json" in one_line_error(program("report", tmp_path))
