@@ -64,7 +64,7 @@ struct Columns {
   int N;
 
   void fetch(thread typename Weights::Piece& piece, int row, int k) const {
-    const bool second = row >= width;
+    const bool second = GATE_UP && row >= width;
     const int column = first + (second ? row - width : row);
     const bool inside = column < N && k < w.K;
     if (second) {
@@ -88,6 +88,7 @@ struct TileLoader {
 
   template <typename Source>
   void fetch(Source source, int k, int t) {
+    DFLASH_UNROLL
     for (int i = 0; i < count; i++) {
       const int piece = i * kThreads + t;
       source.fetch(pieces[i], piece / per_row, k + piece % per_row * Matrix::piece_values);
@@ -95,6 +96,7 @@ struct TileLoader {
   }
 
   void store(threadgroup T* tile, int t) const {
+    DFLASH_UNROLL
     for (int i = 0; i < count; i++) {
       const int piece = i * kThreads + t;
       const int column = piece % per_row * Matrix::piece_values;
@@ -110,7 +112,9 @@ struct TileSums {
   simdgroup_matrix<float, 8, 8> sums[ROW_BLOCKS][2];
 
   TileSums() {
+    DFLASH_UNROLL
     for (int r = 0; r < ROW_BLOCKS; r++) {
+      DFLASH_UNROLL
       for (int c = 0; c < 2; c++) sums[r][c] = simdgroup_matrix<float, 8, 8>(0);
     }
   }
@@ -119,11 +123,15 @@ struct TileSums {
   void multiply_add(const threadgroup T* x, const threadgroup T* w, int depth) {
     for (int k = 0; k < depth; k += 8) {
       simdgroup_matrix<T, 8, 8> rows[ROW_BLOCKS], columns[2];
+      DFLASH_UNROLL
       for (int r = 0; r < ROW_BLOCKS; r++) simdgroup_load(rows[r], x + 8 * r * stride + k, stride);
+      DFLASH_UNROLL
       for (int c = 0; c < 2; c++) {
         simdgroup_load(columns[c], w + 8 * c * stride + k, stride, ulong2(0, 0), true);
       }
+      DFLASH_UNROLL
       for (int r = 0; r < ROW_BLOCKS; r++) {
+        DFLASH_UNROLL
         for (int c = 0; c < 2; c++) {
           simdgroup_multiply_accumulate(sums[r][c], rows[r], columns[c], sums[r][c]);
         }
@@ -133,7 +141,9 @@ struct TileSums {
 
   // to: [16, kTileColumns], at the first of its columns.
   void store(threadgroup float* to) const {
+    DFLASH_UNROLL
     for (int r = 0; r < ROW_BLOCKS; r++) {
+      DFLASH_UNROLL
       for (int c = 0; c < 2; c++) {
         simdgroup_store(sums[r][c], to + 8 * r * kTileColumns + 8 * c, kTileColumns);
       }

@@ -15,6 +15,9 @@
 
 #include <metal_stdlib>
 
+// For loops over small arrays, which are registers only if every index is known.
+#define DFLASH_UNROLL _Pragma("clang loop unroll(full)")
+
 namespace dflash {
 using namespace metal;
 
@@ -39,18 +42,23 @@ struct PlainMatrix {
   void fetch(thread Piece& piece, int row, int k, bool inside) const {
     const device W* from = values + size_t(row) * K + k;
     if (inside && K % piece_values == 0) {
+      DFLASH_UNROLL
       for (int i = 0; i < piece_values; i += 4) {
         const vec<W, 4> four = *reinterpret_cast<const device vec<W, 4>*>(from + i);
+        DFLASH_UNROLL
         for (int j = 0; j < 4; j++) piece.values[i + j] = four[j];
       }
     } else {  // outside, or rows that neither start at a multiple of 16 bytes nor end at one
+      DFLASH_UNROLL
       for (int i = 0; i < piece_values; i++) piece.values[i] = inside && k + i < K ? from[i] : W(0);
     }
   }
 
   static void unpack(const thread Piece& piece, threadgroup T* out) {
+    DFLASH_UNROLL
     for (int i = 0; i < piece_values; i += 4) {
       vec<T, 4> four;
+      DFLASH_UNROLL
       for (int j = 0; j < 4; j++) four[j] = T(piece.values[i + j]);
       *reinterpret_cast<threadgroup vec<T, 4>*>(out + i) = four;
     }
@@ -98,9 +106,11 @@ struct AffineWeights {
 
   // `fma` by name: left to the compiler, one kernel might round the product and another not.
   static void unpack(const thread Piece& piece, threadgroup T* out) {
+    DFLASH_UNROLL
     for (int i = 0; i < piece_values; i += 4) {
       const uint packed = piece.words[i / per_word] >> (i % per_word * BITS);
       vec<T, 4> four;
+      DFLASH_UNROLL
       for (int j = 0; j < 4; j++) {
         const uint q = (packed >> (j * BITS)) & ((1u << BITS) - 1);
         four[j] = T(fma(piece.scale, float(q), piece.bias));

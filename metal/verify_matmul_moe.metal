@@ -1,10 +1,10 @@
 // The products of a verify's rows with the experts they are routed to: y[p] = x[p's row] w[e(p)]^T
 // for every pair p of a row and one of its experts e(p), and the gated unit likewise.
 //
-// The pairs come sorted by expert. Grid: (tiles of columns, pairs) threadgroups of 128 threads, but
-// only the first pair of each expert has work: its threadgroups take all rows of that expert, up to
-// 16 at a time, so that with up to 16 rows an expert's weights are read once. The others see that
-// the pair before has the same expert and return. How many experts are in use, and how the rows
+// The pairs come in an order that sorts them by expert. Grid: (tiles of columns, pairs) threadgroups
+// of 128 threads, but only the first pair of each expert has work: its threadgroups take all rows of
+// that expert, up to 16 at a time, so that with up to 16 rows an expert's weights are read once. The
+// others see that the pair before has the same expert and return. How many experts are in use, and how the rows
 // spread over them, is thus never needed on the host.
 //
 // K is not split: there are many experts, hence many tiles. The order of sums is that of one split
@@ -31,8 +31,8 @@ struct RoutedRows {
   }
 };
 
-// x [M, K]; w and up [experts, N, K] (`up` is read only with GATE_UP); order [P]: the pairs, sorted
-// by expert; experts [P]: their experts, ascending. y [P, N], in the order of the pairs themselves.
+// x [M, K]; w and up [E, N, K] (`up` is read only with GATE_UP); experts [P]: each pair's expert;
+// order [P]: the pairs, sorted by their experts; y [P, N].
 // tile: threadgroup in the grid; pairs: P; scratch: kScratch float4; t, s: this thread.
 template <typename T, bool GATE_UP, typename Weights>
 void verify_matmul_moe(const device T* x, Weights w, Weights up, const device uint* order,
@@ -40,10 +40,10 @@ void verify_matmul_moe(const device T* x, Weights w, Weights up, const device ui
                        threadgroup float4* scratch, uint3 tile, uint t, uint s) {
   constexpr int width = Columns<Weights, GATE_UP>::width;
   const int start = tile.y;
-  const uint expert = experts[start];
-  if (start > 0 && experts[start - 1] == expert) return;
+  const uint expert = experts[order[start]];
+  if (start > 0 && experts[order[start - 1]] == expert) return;
   int end = start + 1;
-  while (end < pairs && experts[end] == expert) end++;
+  while (end < pairs && experts[order[end]] == expert) end++;
 
   const int first_column = tile.x * width;
   const Columns<Weights, GATE_UP> columns = {w.expert(expert, N), up.expert(expert, N),

@@ -72,7 +72,12 @@ class VerifyMatmulMoe:
         )
 
     def __call__(
-        self, x: mx.array, w: Weights, experts: mx.array, up: Weights | None = None
+        self,
+        x: mx.array,
+        w: Weights,
+        experts: mx.array,
+        up: Weights | None = None,
+        order: mx.array | None = None,
     ) -> mx.array:
         """The products of each row with each of its experts: [..., k, N].
 
@@ -81,6 +86,7 @@ class VerifyMatmulMoe:
             w: [E, N, K], the weights of all experts; read once for up to 16 rows of an expert.
             experts: integers in [0, E), [..., k]: the experts of every token.
             up: if given, of w's shape and kind; w is then the gate.
+            order: what sorts the experts, `mx.argsort(experts.reshape(-1))`, if it is known.
 
         The dtype is MLX's for x @ w.T, sums are float32. Raises `KernelError`.
         """
@@ -89,10 +95,10 @@ class VerifyMatmulMoe:
         _check_routing(x, experts)
         dtype, (_, columns, depth) = result_dtype(x, *weights), w.shape
         pairs = experts.reshape(-1).astype(mx.uint32)
-        order = mx.argsort(pairs)
+        order = mx.argsort(pairs) if order is None else order
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
         rows = x.astype(dtype).reshape(prod(x.shape[:-1]), depth)
-        routing = [in_device_memory(order), in_device_memory(pairs[order])]
+        routing = [in_device_memory(order), in_device_memory(pairs)]
         (y,) = self._products[isinstance(w, AffineWeights), up is not None](
             inputs=[rows, *routing, *(a for m in weights for a in inputs(m))],
             template=[("T", dtype), *traits(w).items(), ("GATE_UP", up is not None)],

@@ -1,0 +1,58 @@
+"""What the kernels' tests share: where they run, random weights, and the error that is allowed."""
+
+import mlx.core as mx
+import pytest
+from metal_host import Counters, EmulatedKernel, needs_compiler
+
+from dflash_mlx.kernels.weights import AffineWeights, Weights
+
+# Of the largest magnitude in the result.
+TOLERANCES = {mx.float16: 1e-3, mx.bfloat16: 8e-3, mx.float32: 1e-5}
+DTYPES = list(TOLERANCES)
+
+
+# A module's `pytestmark`: its kernels run on the GPU where there is one, else on the emulator.
+on_gpu_or_emulator = pytest.mark.metal if mx.metal.is_available() else needs_compiler
+
+
+def kernel_factory():
+    """The GPU's factory where there is one, else the emulator's, in checked mode."""
+    return mx.fast.metal_kernel if mx.metal.is_available() else EmulatedKernel
+
+
+class Counted:
+    """A factory of emulated kernels that keeps what their last calls did."""
+
+    def __init__(self) -> None:
+        self._kernels: list[EmulatedKernel] = []
+
+    def __call__(self, **arguments) -> EmulatedKernel:
+        self._kernels.append(EmulatedKernel(**arguments))
+        return self._kernels[-1]
+
+    def counters(self, name: str) -> Counters:
+        """Of the last call of the kernel of this name."""
+        (kernel,) = (kernel for kernel in self._kernels if kernel.name == name)
+        return kernel.counters
+
+
+def relative_error(y: mx.array, truth: mx.array) -> float:
+    """The largest difference, as a part of the truth's largest magnitude."""
+    y, truth = y.astype(mx.float32), truth.astype(mx.float32)
+    return (mx.abs(y - truth).max() / mx.abs(truth).max()).item()
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    """Equal in every bit: unlike ==, this tells 0 from -0 and finds a NaN equal to itself."""
+    words = {2: mx.uint16, 4: mx.uint32}[a.dtype.size]
+    return a.dtype == b.dtype and mx.array_equal(a.view(words), b.view(words)).item()
+
+
+def random_weights(
+    shape: tuple[int, ...], dtype: mx.Dtype, bits: int | None = None, group: int = 64
+) -> Weights:
+    """Weights [..., N, K], affine with `bits` or plain."""
+    values = (mx.random.normal(shape) / shape[-1] ** 0.5).astype(dtype)
+    if bits is None:
+        return values
+    return AffineWeights(*mx.quantize(values, group_size=group, bits=bits), bits, group)
