@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import sys
@@ -16,14 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 import dflash_mlx
-from dflash_mlx.bench.machine import installed
+from dflash_mlx.bench.machine import GB, computer, installed, memory_bytes
 from dflash_mlx.blas import BlasInfo
+from dflash_mlx.chips import find_chip
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.hub import Hub
 
 from . import options
 from .screen import print_json, stdout, waiting
 
 INSTALL = 'pip install -e ".[mlx]"'
+REPORT = "Please report this chip with what 'dflash-mlx bench' says about it."
+DECODING = ("mlx", "mlx-lm")  # the packages that nothing works without
+LITTLE_MEMORY, LITTLE_DISK = 8, 10  # GB below which most models do not fit
 TOKENS = 16
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -38,14 +44,18 @@ class Check:
     advice: str = ""
 
 
-def doctor(stock_blas: options.StockBlas = False, json: options.Json = False) -> None:
-    """Check what decoding needs, and say what to do about what is missing."""
+def doctor(
+    offline: options.Offline = False,
+    stock_blas: options.StockBlas = False,
+    json: options.Json = False,
+) -> None:
+    """Check what decoding needs, and say what to do about what is missing or in the way."""
     blas = dflash_mlx.use_fast_blas(stock=stock_blas)  # before any check imports MLX
     checks = []
     with waiting("Looking"):
-        checks += [_python(), *_packages()]
+        checks += [_python(), *_packages(), _memory(), _disk(), _hub(offline)]
         if all(check.status != "fail" for check in checks):
-            checks += [_device(), _compiler(), _blas(blas), _pair()]
+            checks += [_chip(), _metal(), _kernels(), _compiler(), _blas(blas), _pair()]
     failed = any(check.status == "fail" for check in checks)
     if json:
         print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
@@ -73,20 +83,29 @@ def _python() -> Check:
 
 
 def _packages() -> Iterator[Check]:
-    """MLX and mlx-lm, against the versions this package was made for."""
+    """MLX and mlx-lm, then all others, against the versions this package was made for."""
     try:
         wanted = [Requirement(line) for line in requires("dflash-mlx") or ()]
     except PackageNotFoundError:  # run from a source tree that nobody installed
         wanted = [Requirement("mlx"), Requirement("mlx-lm")]
-    for name in ("mlx", "mlx-lm"):
-        needed = next(one for one in wanted if one.name == name and _applies(one))
-        found = installed(name)
-        if found is None:
-            yield Check(name, "fail", "not installed", INSTALL)
-        elif not needed.specifier.contains(found, prereleases=True):
-            yield Check(name, "warn", f"{found}, made for {needed.specifier}", INSTALL)
+    others = []
+    for needed in filter(_applies, wanted):
+        found = installed(needed.name)
+        fits = found is not None and needed.specifier.contains(found, prereleases=True)
+        detail = f"{found or 'not installed'}, made for {needed.specifier}"
+        if needed.name not in DECODING:
+            others.append(Check(needed.name, "ok" if fits else "warn", f"{needed.name} {detail}"))
+        elif found is None:
+            yield Check(needed.name, "fail", "not installed", INSTALL)
+        elif not fits:
+            yield Check(needed.name, "warn", detail, INSTALL)
         else:
-            yield Check(name, "ok", found)
+            yield Check(needed.name, "ok", found)
+    wrong = [other.detail for other in others if other.status != "ok"]
+    if wrong:
+        yield Check("packages", "warn", "; ".join(wrong), INSTALL)
+    else:
+        yield Check("packages", "ok", f"{len(others)} others, all in range")
 
 
 def _applies(requirement: Requirement) -> bool:
@@ -94,14 +113,71 @@ def _applies(requirement: Requirement) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": "mlx"})
 
 
-def _device() -> Check:
+def _memory() -> Check:
+    size = memory_bytes() / GB
+    detail = f"{size:.0f} GB"
+    if size < LITTLE_MEMORY:
+        advice = "Enough for small models in 4 bits: see 'dflash-mlx models' for their sizes."
+        return Check("memory", "warn", detail, advice)
+    return Check("memory", "ok", detail)
+
+
+def _disk() -> Check:
+    """The room where downloads go."""
+    folder = Hub().folder
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free / GB
+    detail = f"{free:.0f} GB free for downloads in {folder}"
+    if free < LITTLE_DISK:
+        return Check("disk", "warn", detail, "A model needs several GB: free some of the disk.")
+    if not os.access(existing, os.W_OK):
+        return Check("disk", "warn", f"{existing} cannot be written", "Set its permissions.")
+    return Check("disk", "ok", detail)
+
+
+def _hub(offline: bool) -> Check:
+    if offline:
+        return Check("hub", "ok", "not asked: --offline")
+    hub = Hub()
+    try:
+        seconds = hub.ping()
+    except DFlashError as error:
+        advice = "The embedded pair and what is downloaded work without it; see --offline."
+        return Check("hub", "warn", str(error), advice)
+    return Check("hub", "ok", f"{hub.url} answers in {seconds:.1f} s")
+
+
+def _chip() -> Check:
+    import mlx.core as mx
+
+    name = str(mx.device_info().get("device_name", "unknown"))
+    return Check("chip", "ok", f"{name}, cores to use: {computer()['cores']}")
+
+
+def _metal() -> Check:
     import mlx.core as mx
 
     if mx.metal.is_available():
-        return Check("Metal", "ok", str(mx.device_info().get("device_name", "yes")))
+        return Check("Metal", "ok", "available")
     if sys.platform == "darwin":
         return Check("Metal", "warn", "not available", "MLX will decode on the CPU, slowly.")
     return Check("Metal", "ok", f"not on {platform.system()}: decoding on the CPU")
+
+
+def _kernels() -> Check:
+    """Whose kernels verify a block of rows; see `kernels.choose`."""
+    import mlx.core as mx
+
+    from dflash_mlx.kernels.choose import GENERATIONS
+
+    if not mx.metal.is_available():
+        return Check("kernels", "ok", "MLX's own; ours need Metal")
+    chip = find_chip(str(mx.device_info().get("device_name", "")))
+    if chip is None:
+        return Check("kernels", "warn", "MLX's own: this chip is not known", REPORT)
+    if chip.generation not in GENERATIONS:
+        return Check("kernels", "ok", f"MLX's own, which are better on {chip.name}")
+    return Check("kernels", "ok", f"ours on {chip.name}, where the table says that they win")
 
 
 def _compiler() -> Check:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import errno
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import cast
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from huggingface_hub import (
     HfApi,
@@ -39,6 +43,7 @@ from .weights import GB, check_safetensors
 
 # What mlx-lm reads of a repository; the original weights in other formats stay where they are.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+PATIENCE = 5.0  # seconds that a ping may take
 # The parents of `HfHubHTTPError` are what its HTTP library raises; it has had more than one.
 FAILURES = cast(
     tuple[type[Exception], ...], (OSError, HFValidationError, *HfHubHTTPError.__bases__)
@@ -58,6 +63,29 @@ class Hub:
     endpoint: str | None = None
     cache: Path | None = None
     offline: bool = False
+
+    @property
+    def url(self) -> str:
+        """The hub's address."""
+        return self.endpoint or constants.ENDPOINT
+
+    @property
+    def folder(self) -> Path:
+        """Where downloads go."""
+        return (self.cache or Path(constants.HF_HUB_CACHE)).expanduser().absolute()
+
+    def ping(self) -> float:
+        """Seconds until the hub answers. Raises `DownloadError` when it does not within a few."""
+        start = time.perf_counter()
+        try:
+            with urlopen(Request(self.url, method="HEAD"), timeout=PATIENCE):
+                return time.perf_counter() - start
+        except HTTPError as error:  # any answer is one
+            error.close()
+            return time.perf_counter() - start
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise DownloadError(f"{self.url} cannot be reached ({reason}).") from error
 
     def fetch(self, name: str) -> Path:
         """The local folder of a repository (owner/name), downloaded unless it is there already.
@@ -149,7 +177,7 @@ class Hub:
             if not isinstance(try_to_load_from_cache(name, file, self.cache, listed.sha), str)
         ]
         needed = sum(sizes[file] for file in missing)
-        folder = (self.cache or Path(constants.HF_HUB_CACHE)).expanduser().absolute()
+        folder = self.folder
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free
         if needed > free:

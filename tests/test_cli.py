@@ -376,23 +376,6 @@ def test_bench_names_a_bad_line(pair, tmp_path):
     assert "line 2" in in_process("bench", "--prompts", str(prompts), *pair).stderr
 
 
-def test_doctor_without_mlx():
-    code = NO_MLX + "from dflash_mlx.cli import doctor; doctor.installed = lambda name: None;"
-    command = [sys.executable, "-c", f"{code} from dflash_mlx.cli.app import app; app(['doctor'])"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
-    assert done.returncode == 1 and 'pip install -e ".[mlx]"' in done.stdout and not done.stderr
-
-
-@embedded
-def test_doctor():
-    done = run("doctor", "--json")
-    content = json.loads(done.stdout)
-    assert done.returncode == 0 and content["ok"] and not done.stderr
-    status = {check["name"]: check["status"] for check in content["checks"]}
-    assert {"Python", "mlx", "mlx-lm", "Metal", "g++", "BLAS", "embedded pair"} == set(status)
-    assert {status[name] for name in ("Python", "mlx", "mlx-lm", "embedded pair")} == {"ok"}
-
-
 @embedded
 def test_the_embedded_pair_answers():
     content = json.loads(run("generate", "What is 47 plus 38?", "--json").stdout)

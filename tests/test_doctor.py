@@ -1,0 +1,150 @@
+"""`dflash-mlx doctor`: what it says of a machine where something is missing or in the way."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+
+import mlx.core as mx
+import pytest
+from program import HERE, run
+from typer.testing import CliRunner
+
+import dflash_mlx
+from dflash_mlx.blas import BlasInfo
+from dflash_mlx.cli import doctor
+from dflash_mlx.cli.app import app
+from dflash_mlx.errors import DownloadError, WeightsError
+from dflash_mlx.hub import Hub
+
+NAMES = "Python mlx mlx-lm packages memory disk hub chip Metal kernels g++ BLAS".split()
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Run the command in this process: its exit code, and its checks by name."""
+    blas = BlasInfo("openblas", None, "made up")
+    monkeypatch.setattr(dflash_mlx, "use_fast_blas", lambda stock: blas)
+    monkeypatch.setattr(doctor, "_pair", lambda: doctor.Check("embedded pair", "ok", ""))
+
+    def look(*options: str):
+        done = CliRunner().invoke(app, ["doctor", "--json", *options], prog_name="dflash-mlx")
+        content = json.loads(done.stdout)
+        found = {check["name"]: check for check in content["checks"]}
+        assert content["ok"] == (done.exit_code == 0)
+        assert all(check["advice"] for check in found.values() if check["status"] != "ok")
+        return done.exit_code, found
+
+    return look
+
+
+def test_what_is_checked():
+    done = run("doctor", "--json", "--offline")
+    content = json.loads(done.stdout)
+    assert done.returncode == 0 and content["ok"] and not done.stderr
+    status = {check["name"]: check["status"] for check in content["checks"]}
+    assert list(status) == [*NAMES, "embedded pair"]
+    assert {status[name] for name in ("Python", "mlx", "mlx-lm", "embedded pair")} == {"ok"}
+    pair = content["checks"][-1]["detail"]
+    assert pair.startswith("16 tokens identical to plain")
+
+
+def test_without_mlx():
+    code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
+    code += "from dflash_mlx.cli import doctor; doctor.installed = lambda name: None;"
+    code += "from dflash_mlx.cli.app import app; app(['doctor', '--offline'])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 1 and 'pip install -e ".[mlx]"' in done.stdout and not done.stderr
+
+
+def test_for_people(checks):
+    done = CliRunner().invoke(app, ["doctor", "--offline"], prog_name="dflash-mlx")
+    assert done.exit_code == 0 and done.stdout.count("\n") >= len(NAMES)
+    assert all(f" {name} " in done.stdout for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    "versions, name, status",
+    [
+        ({"mlx": None}, "mlx", "fail"),
+        ({"mlx-lm": "99.0"}, "mlx-lm", "warn"),
+        ({"numpy": "1.0"}, "packages", "warn"),
+        ({}, "packages", "ok"),
+    ],
+)
+def test_packages(versions, name, status, checks, monkeypatch):
+    found = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, found(name)))
+    code, said = checks("--offline")
+    assert said[name]["status"] == status and code == (status == "fail")
+    assert ("chip" in said) == (status != "fail")
+    assert ("numpy 1.0, made for" in said["packages"]["detail"]) == ("numpy" in versions)
+
+
+def test_little_memory_and_disk(checks, monkeypatch):
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: 4 * 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**9))
+    code, said = checks("--offline")
+    assert code == 0 and said["memory"]["status"] == said["disk"]["status"] == "warn"
+    assert said["memory"]["detail"] == "4 GB" and said["disk"]["detail"].startswith("1 GB free")
+
+
+def refuse_one(server: socket.socket) -> None:
+    """Answer one request, though not kindly: that the hub is there is all that counts."""
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 405 No\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_hub(answers, checks, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        local = Hub(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}")
+        if answers:
+            threading.Thread(target=refuse_one, args=(server,), daemon=True).start()
+        else:
+            server.close()
+        monkeypatch.setattr(doctor, "Hub", lambda: local)
+        code, said = checks()
+    assert code == 0 and said["hub"]["status"] == ("ok" if answers else "warn")
+    assert local.url in said["hub"]["detail"]
+
+
+def test_offline_asks_no_hub(checks, monkeypatch):
+    def refuse(hub):
+        raise DownloadError("asked")
+
+    monkeypatch.setattr(Hub, "ping", refuse)
+    assert checks("--offline")[1]["hub"]["status"] == "ok"
+    assert checks()[1]["hub"]["status"] == "warn"
+
+
+@pytest.mark.parametrize(
+    "chip, status, words",
+    [
+        ("Apple M3 Max", "ok", "ours on M3 Max"),
+        ("Apple M5", "ok", "better on M5"),
+        ("Apple M99", "warn", "not known"),
+    ],
+)
+def test_kernels_by_chip(chip, status, words, checks, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": chip})
+    _, said = checks("--offline")
+    assert said["kernels"]["status"] == status and words in said["kernels"]["detail"]
+    assert said["Metal"]["status"] == "ok" and said["chip"]["detail"].startswith(chip)
+
+
+def test_a_pair_that_cannot_be_read(monkeypatch):
+    def load(name):
+        raise WeightsError("model.safetensors is truncated")
+
+    monkeypatch.setattr(dflash_mlx, "load", load, raising=False)
+    check = doctor._pair()
+    assert (check.status, check.detail) == ("fail", "model.safetensors is truncated")
