@@ -208,6 +208,18 @@ class Sampler:
         self._blocks = mx.stack(blocks) if len(grid) > 1 else None
         return blocks[best]
 
+    def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+        """What a tree is ranked by, from the drafter's logits [L, V] of the next L tokens.
+
+        Returns the drafter's log-probabilities [L, V] in f32, and the noise [L, V] that the
+        target's choices will contain; None at temperature 0. Nothing waits.
+        """
+        if self.temperature == 0:
+            scores = self._drafter_log_probs(logits, None, 1.0).astype(mx.float32)
+            return scores - mx.logsumexp(scores, axis=-1, keepdims=True), None
+        noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
+        return self._drafter_log_probs(logits, noise, self.sharpness.value), noise
+
     def commit(self, tokens: Sequence[int]) -> None:
         """The text goes on by these tokens, the next anchor last."""
         self._position += len(tokens)

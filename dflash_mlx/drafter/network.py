@@ -21,12 +21,14 @@ from mlx_lm.models.activations import swiglu
 
 from ..config import DraftConfig
 from ..sampling import Sampler
+from .candidates import MOST_CANDIDATES, Candidates, top_candidates
 from .context import ContextCache
 from .rope import make_rope
 from .session import DraftSession
 
 if TYPE_CHECKING:
     from ..target import Target
+    from .calibration import Calibration
 
 
 Sublayer = Callable[[mx.array], mx.array]
@@ -149,6 +151,7 @@ class DFlash(nn.Module):
     """
 
     layer_class: type[DraftLayer] = DraftLayer
+    drafts_trees = True  # its sessions have propose_tree
 
     def __init__(
         self, config: DraftConfig, own_embedding: bool = False, own_head: bool = False
@@ -237,6 +240,25 @@ class DFlash(nn.Module):
         On the device, like everything before it: nothing waits.
         """
         return sampler.draft(self.logits(hidden, target)[0])
+
+    def candidates(
+        self,
+        hidden: mx.array,
+        anchor: mx.array,
+        target: Target,
+        sampler: Sampler,
+        calibration: Calibration,
+        count: int,
+    ) -> Candidates:
+        """The likeliest `count` tokens of every slot, from the slots' hidden states [1, L, D].
+
+        Ranked on the device with the noise of the target's choice, and then read: this waits.
+        """
+        log_q, noise = sampler.foresee(self.logits(hidden, target)[0])
+        count = min(count, MOST_CANDIDATES, log_q.shape[-1])
+        tokens = top_candidates(calibration.ranking(log_q, noise), count)
+        chosen = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
+        return Candidates.read(tokens, chosen, noise)
 
     def start(self, target: Target, sampler: Sampler | None = None) -> DraftSession:
         """Begin one request over `target`; without a sampler it drafts greedily.

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..proposal import Proposal
+from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..sampling import Sampler
     from ..target import Target
+    from .calibration import Calibration
     from .network import DFlash
 
 
@@ -18,7 +20,7 @@ MOST_WAITING = 256  # rows of features that wait for a block: one by one they wo
 
 
 class DraftSession:
-    """Drafts chains for one request with a `DFlash` network over its target.
+    """Drafts chains and trees for one request with a `DFlash` network over its target.
 
     The newest features wait until the next block, so that their keys and values are computed in
     the same products as the block's own.
@@ -49,13 +51,34 @@ class DraftSession:
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """Draft a chain of at most `width` rows, the anchor first; nothing waits for the device."""
-        config = self._drafter.config
-        rows = min(width, config.block_size)
-        if rows == 1:
+        if width == 1:
             return Proposal([anchor])
-        block = mx.array([[anchor] + [config.mask_token_id] * (rows - 1)])
-        drafter, target = self._drafter, self._target
-        hidden = drafter(drafter.embed(block, target), self._take_pending(), self._cache)
+        block, hidden = self._forward(anchor, width)
+        drafts = self._drafter.draft(hidden, block[0], self._target, self._sampler)
+        return Proposal(mx.concatenate([block[:1], drafts.astype(block.dtype)]))
+
+    def propose_tree(
+        self, anchor: int, rows: int, width: int, calibration: Calibration
+    ) -> DraftTree:
+        """Draft a tree from a block of `width` rows; this waits for the drafter.
+
+        Args:
+            anchor: the last committed token.
+            rows: the most rows of the tree, the anchor included; 2 or more.
+            width: the most rows of a path of it, the anchor included; 2 or more.
+            calibration: what is known about the drafter's probabilities.
+        """
+        block, hidden = self._forward(anchor, width)
+        candidates = self._drafter.candidates(
+            hidden, block[0], self._target, self._sampler, calibration, count=rows - 1
+        )
+        return DraftTree(anchor, candidates, calibration, rows)
+
+    def _forward(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
+        """A block [B] of at most `width` tokens, and the hidden states [1, B-1, D] of its slots."""
+        config, drafter, target = self._drafter.config, self._drafter, self._target
+        masks = [config.mask_token_id] * (min(width, config.block_size) - 1)
+        block = mx.array([anchor, *masks])
+        hidden = drafter(drafter.embed(block[None], target), self._take_pending(), self._cache)
         # The anchor's row predicts nothing, so neither the head nor the selector sees it.
-        drafts = drafter.draft(hidden[:, 1:], block[0, 0], target, self._sampler)
-        return Proposal(mx.concatenate([block[0, :1], drafts.astype(block.dtype)]))
+        return block, hidden[:, 1:]
