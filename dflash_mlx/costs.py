@@ -13,7 +13,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +50,10 @@ class Costs:
         verify = curve(self.verify, context, widest)
         draft = curve(self.draft, context, widest)
         return [verify[0], *(v + d for v, d in zip(verify[1:], draft[1:], strict=True))]
+
+
+# (target, drafter, the most rows of a path, bits of keys and values) -> what rounds cost
+Measurement = Callable[..., Costs]
 
 
 def curve(points: Mapping[int, Mapping[int, float]], context: int, widest: int) -> list[float]:
@@ -92,7 +96,12 @@ def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
 
 
 def pair_costs(
-    target: Target, drafter: Any, widest: int, kv_bits: int | None = None, again: bool = False
+    target: Target,
+    drafter: Any,
+    widest: int,
+    kv_bits: int | None = None,
+    again: bool = False,
+    measured: Measurement | None = None,
 ) -> Costs:
     """The costs of rounds of up to `widest` rows: from the cache folder, or measured now.
 
@@ -103,16 +112,19 @@ def pair_costs(
         widest: the most rows of a round.
         kv_bits: of the target's keys and values, as in `stream_generate`.
         again: measure even if the cache knows, and let it know better.
+        measured: what measures; None is `measure`, of chains.
     """
+    measured = measured or measure
     if not hasattr(drafter, "parameters"):
-        return measure(target, drafter, widest, kv_bits)
-    path = _cache_folder() / f"{_fingerprint(target, drafter, widest, kv_bits)}.json"
+        return measured(target, drafter, widest, kv_bits)
+    name = f"{measured.__name__}-{_fingerprint(target, drafter, widest, kv_bits)}.json"
+    path = _cache_folder() / name
     try:
         if not again:
             return _read(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured yet, or not readable: measuring mends both
-    costs = measure(target, drafter, widest, kv_bits)
+    costs = measured(target, drafter, widest, kv_bits)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"verify": costs.verify, "draft": costs.draft}))

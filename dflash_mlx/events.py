@@ -30,14 +30,17 @@ class Stats:
     seed: int | None = None  # of the sampling noise; None for greedy decoding
     accepted_per_round: list[int] = field(default_factory=list)
     widths: Counter[int] = field(default_factory=Counter)  # rows of a round -> such rounds
+    trees: Counter[int] = field(default_factory=Counter)  # the same of those that were no chains
 
-    def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
+    def count_round(self, drafted: int, accepted: int, emitted: int, tree: bool = False) -> None:
         """Add one verify forward that kept `accepted` of `drafted` and emitted tokens."""
         self.rounds += 1
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         self.accepted_per_round.append(accepted)
         self.widths[drafted + 1] += 1
+        if tree:
+            self.trees[drafted + 1] += 1
         self.output_tokens += emitted
 
     @property

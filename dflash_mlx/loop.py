@@ -12,16 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from .accept import accept
 from .errors import ProposalError, SettingsError
 from .events import Event, FinishReason, Result, Stats
-from .policy import FixedWidth, Policy
 from .prompt import Prompt, encode_prompt
 from .proposal import Proposal
+from .rounds import AnyPolicy, ChainRounds, TreeRounds, plan_rounds
 from .sampling import Sampler, Sampling
 from .stream import TextStream
 from .target import Target, TargetSession
@@ -52,7 +52,7 @@ class _Request:
     drafter: Any
     prompt: list[int]
     sampler: Sampler
-    policy: Policy | FixedWidth
+    rounds: ChainRounds | TreeRounds
     text: TextStream
     stats: Stats
 
@@ -69,8 +69,8 @@ def stream_generate(
     min_p: float = 0.0,
     seed: int | None = None,
     block_size: int | None = None,
-    policy: Policy | FixedWidth | None = None,
-    tree_budget: int | None = None,
+    policy: AnyPolicy | None = None,
+    tree_budget: int | Literal["auto"] | None = None,
     kv_bits: int | None = None,
     stop: str | Sequence[str] | None = None,
     **sampling: Any,
@@ -90,7 +90,9 @@ def stream_generate(
             what the policy says.
         policy: decides the width of every round, unless block_size does, and keeps what it has
             learnt about the pair for the next request; None drafts whole blocks.
-        tree_budget: not supported yet, must be None.
+        tree_budget: rows of a draft tree verified per round, the anchor included, where a path
+            has `block_size` at most; "auto" as many as pay, a chain among them; None drafts chains
+            unless the policy is a `TreePolicy`.
         kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
         stop: strings that end the text; they are not part of it.
 
@@ -105,25 +107,24 @@ def stream_generate(
     settings = Sampling.of(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **sampling
     )
-    if tree_budget is not None:
-        raise SettingsError("tree_budget is not supported yet: leave it at None.")
     if not isinstance(max_tokens, int) or max_tokens < 0:
         raise SettingsError(f"max_tokens must be a whole number, 0 or more, not {max_tokens}.")
     widest = _block_size(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
-    policy = policy if policy and drafter is not None else FixedWidth()
-    sampler = Sampler(settings, ids, policy.sharpness(temperature))
+    if drafter is None:
+        drafter, policy = NoDrafter(), None
+    rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
+    sampler = Sampler(settings, ids, rounds.sharpness)
     tokens = min(max_tokens, target.context_length - len(ids))
     tokenizer = target.tokenizer
-    drafter = NoDrafter() if drafter is None else drafter
     request = _Request(
         target=target.start(drafter.tap_layers, kv_bits),
         drafter=drafter.start(target, sampler),
         prompt=ids,
         sampler=sampler,
-        policy=policy if block_size is None else FixedWidth(),
+        rounds=rounds,
         text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
         stats=Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed),
     )
@@ -147,7 +148,7 @@ def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> R
 def _decode(request: _Request) -> Iterator[Event]:
     """The rounds of one request."""
     target, drafter, text, stats = request.target, request.drafter, request.text, request.stats
-    sampler, policy = request.sampler, request.policy
+    sampler, rounds = request.sampler, request.rounds
     if text.finish_reason is not None:  # max_tokens=0: no forward is needed to emit nothing
         yield Event("", [], 0, 0, text.finish_reason, stats)
         return
@@ -161,10 +162,8 @@ def _decode(request: _Request) -> Iterator[Event]:
     while text.finish_reason is None:
         clock = time.perf_counter()
         # propose: a round that accepts everything still adds a token of the target's own
-        width = policy.width(target.position, min(stats.block_size, text.remaining))
-        proposal = drafter.propose(anchor, width)
-        if len(proposal) > width:
-            raise ProposalError(f"A proposal has {len(proposal)} rows, at most {width} were asked.")
+        limit = min(stats.block_size, text.remaining)
+        proposal = rounds.propose(drafter, anchor, target.position, limit)
 
         # verify: one forward over all rows, and the round's only wait for the device
         logits, taps = target.verify(proposal)
@@ -178,15 +177,16 @@ def _decode(request: _Request) -> Iterator[Event]:
 
         # commit
         target.commit(kept)
-        drafter.extend(taps[:, : len(kept)])
+        on_a_path = kept[-1] >= len(kept)  # with rejected siblings in between
+        drafter.extend(taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)])
         sampler.commit(certain)
 
         # emit
         piece = text.add(certain)
         drafted, right = len(proposal) - 1, len(kept) - 1
-        policy.observe(drafted, right)
+        rounds.observe(proposal, right, certain)
         accepted = min(right, len(piece.tokens))  # what was right after the end is not text
-        stats.count_round(drafted, accepted, len(piece.tokens))
+        stats.count_round(drafted, accepted, len(piece.tokens), tree=not proposal.is_chain)
         stats.peak_bytes = mx.get_peak_memory()
         stats.decode_seconds += time.perf_counter() - clock
         if stats.rounds == 1:

@@ -121,13 +121,20 @@ class Policy:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Take in a round that drafted so many rows, of which the target kept the first ones."""
-        cost = self._seconds[drafted] / self._seconds[0]
+        self.book(self._seconds[drafted], accepted)
+        if drafted:
+            self.learn(drafted, accepted)
+
+    def book(self, seconds: float, accepted: int) -> None:
+        """Take in what a round cost and how many drafted tokens it brought."""
+        cost = seconds / self._seconds[0]
         gain = (1 + ALLOWANCE) * (accepted + 1) - cost
         self._account = min(SAVINGS, self._account + gain)
-        if not drafted:
-            return
-        if accepted + 1 > cost:
+        if accepted and accepted + 1 > cost:
             self._park = FIRST_PARK
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Take in how many slots of a chain were right before the first wrong one."""
         self._scale(MEMORY)
         for slot in range(min(accepted + 1, drafted)):
             self._reached[slot] += 1

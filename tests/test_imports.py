@@ -19,8 +19,10 @@ LEVELS = [
     {"accept", "sampling"},
     {"target"},
     {"costs", "drafter"},
-    {"policy", "prompt", "stream", "structured"},
-    {"loading", "loop"},
+    {"policy", "prompt", "stream", "structured", "tree_costs"},
+    {"tree_policy"},
+    {"loading", "rounds"},
+    {"loop"},
     {"dflash_mlx"},  # the public names, which come from all of the above
     {"bench", "train"},
     {"cli"},
