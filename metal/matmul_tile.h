@@ -127,7 +127,7 @@ struct TileSums {
       for (int r = 0; r < ROW_BLOCKS; r++) simdgroup_load(rows[r], x + 8 * r * stride + k, stride);
       DFLASH_UNROLL
       for (int c = 0; c < 2; c++) {
-        simdgroup_load(columns[c], w + 8 * c * stride + k, stride, ulong2(0, 0), true);
+        simdgroup_load(columns[c], w + 8 * c * stride + k, stride, ulong2(0), true);
       }
       DFLASH_UNROLL
       for (int r = 0; r < ROW_BLOCKS; r++) {

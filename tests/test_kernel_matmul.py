@@ -1,6 +1,7 @@
 """verify_matmul: its float32 reference, the same bits for a row in every call, its work."""
 
-from itertools import product
+from functools import partial
+from itertools import cycle, product
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,7 @@ from kernel_check import (
     relative_error,
     same_bits,
 )
-from metal_host import needs_compiler
+from metal_host import EmulatedKernel, needs_compiler, needs_strict_compiler
 
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k, verify_matmul_reference
@@ -23,9 +24,7 @@ from dflash_mlx.kernels.weights import AffineWeights
 
 pytestmark = on_gpu_or_emulator
 
-# N and K: below a tile, ragged, whole tiles; the last has K in two parts.
-SHAPES = [(1, 1), (5, 1), (33, 3), (64, 4), (40, 9)]  # columns, groups
-SPLIT = (40, 1024)
+SPLIT = (40, 1024)  # a shape whose K is split
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +44,21 @@ def check(matmul, x, *weights):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits,group", [*product((4, 8), (32, 64, 128))])
 def test_affine_weights(matmul, dtype, bits, group):
+    """1 to 16 rows; N and K below a tile, ragged, whole tiles."""
     mx.random.seed(bits * group)
-    for rows, (columns, groups) in zip((16, 9, 8, 3, 1), SHAPES, strict=True):
-        w = random_weights((columns, groups * max(group, 64)), dtype, bits, group)
-        y = check(matmul, mx.random.normal((rows, w.shape[1])).astype(dtype), w)
+    shapes = cycle([(24, 1), (33, 3), (64, 4), (97, 2), (40, 7)])  # columns, groups
+    for rows, (columns, groups) in zip(range(1, 17), shapes, strict=False):
+        w = random_weights((columns, groups * group), dtype, bits, group)
+        y = check(matmul, mx.random.normal((rows, groups * group)).astype(dtype), w)
         assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_few_columns(matmul, columns):
+    """A gate has one. With 32 words and 4 scales MLX would hand over `constant` memory."""
+    mx.random.seed(columns)
+    w = random_weights((columns, 256), mx.float16, 4)
+    check(matmul, mx.random.normal((16, 256)).astype(mx.float16), w)
 
 
 @pytest.mark.parametrize("dtype,weights", [*product(DTYPES, DTYPES)])
@@ -128,6 +137,14 @@ def test_a_bad_row_spoils_no_other(matmul):
     good = mx.array([i for i in range(16) if i not in (3, 7)])
     assert same_bits(spoilt[good], y[good])
     assert not mx.isfinite(spoilt[mx.array([3, 7])]).any().item()
+
+
+@needs_strict_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_address_spaces(kind):
+    dtype, bits, shape, count = KINDS[kind]
+    weights = [random_weights(shape, dtype, bits) for _ in range(count)]
+    VerifyMatmul(partial(EmulatedKernel, strict=True))(mx.ones((2, shape[1]), dtype), *weights)
 
 
 @needs_compiler
