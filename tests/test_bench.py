@@ -29,6 +29,7 @@ from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
+from dflash_mlx.tree_policy import FixedBudget
 
 PROMPT = [5, 40, 80, 13]
 WAYS = ["plain", "DFlash", "mlx-lm"]
@@ -155,7 +156,7 @@ def test_turns_change_their_order():
         comparison.run_pair()
     assert comparison.order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
     comparison.order, comparison.plain = [], []
-    for comparison.tree_budget in (None, 8):
+    for comparison.trees in (None, FixedBudget(8)):
         comparison.run_turn()
     there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "tree", "drafted", "plain"]
     assert comparison.order == there + back

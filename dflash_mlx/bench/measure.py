@@ -20,10 +20,11 @@ from mlx_lm.sample_utils import make_sampler
 from ..errors import PromptError
 from ..events import FinishReason, Result, Stats
 from ..loop import generate
-from ..policy import Policy
 from ..prompt import encode_prompt
 from ..proposal import Proposal
+from ..rounds import AnyPolicy
 from ..target import Target
+from ..tree_policy import FixedBudget, TreePolicy
 from .datasets import BenchPrompt
 from .overhead import raw_forwards
 from .summary import DDTREE, DFLASH, MLX_LM, PLAIN, Difference, Measured
@@ -39,7 +40,7 @@ class Comparison:
         target, drafter: what runs; see `stream_generate`.
         prompt: token ids.
         max_tokens, block_size, stop, kv_bits, policy: see `stream_generate`.
-        tree_budget: nodes of a draft tree, see `stream_generate`; None leaves trees out.
+        trees: a policy that drafts trees, see `stream_generate`; None leaves them out.
         sampling: settings of `stream_generate` that say how tokens are chosen, with a seed.
         plain, drafted, tree, mlx_lm: the runs so far; at least one of each of the first two is
             needed before the properties can be read.
@@ -52,9 +53,9 @@ class Comparison:
     block_size: int | None = None
     stop: Sequence[str] = ()
     kv_bits: int | None = None
-    policy: Policy | None = None
+    policy: AnyPolicy | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    tree_budget: int | None = None
+    trees: FixedBudget | TreePolicy | None = None
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
     tree: list[Result] = field(default_factory=list)
@@ -77,8 +78,7 @@ class Comparison:
 
     def run_tree(self) -> None:
         """Decode once with a tree of the drafter's drafts."""
-        settings = {"block_size": self.block_size, "tree_budget": self.tree_budget}
-        self.tree.append(self._generate(self.drafter, **settings))
+        self.tree.append(self._generate(self.drafter, policy=self.trees))
 
     def run_mlx_lm(self) -> None:
         """Decode once with mlx-lm's own generator. It knows no stop strings."""
@@ -93,7 +93,7 @@ class Comparison:
 
     def run_turn(self) -> None:
         """Decode once in every way, in the opposite order of the last turn."""
-        tree = [self.run_tree] if self.tree_budget is not None else []
+        tree = [] if self.trees is None else [self.run_tree]
         self._take_turns([self.run_plain, self.run_drafted, *tree, self.run_mlx_lm])
 
     def _take_turns(self, contestants: list[Callable[[], None]]) -> None:

@@ -1,0 +1,69 @@
+"""Run the program in a terminal and keep what it shows, in colour, as an SVG.
+
+    python scripts/record_session.py docs/session.svg generate "What is 47 plus 38?"
+
+What is drawn is the screen at the end of a real run, nothing is typed over it. Needs pyte.
+"""
+
+import os
+import pty
+import shlex
+import sys
+from itertools import groupby
+
+import pyte
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+LINES, COLUMNS = 60, 80
+PROGRAM = [sys.executable, "-c", "from dflash_mlx.cli.main import main; main()"]
+NAMES = {"default": None, "brown": "yellow"}  # pyte's names of colours where Rich has others
+
+
+def run(arguments: list[str]) -> pyte.Screen:
+    """The screen that a run of the program leaves."""
+    screen = pyte.Screen(COLUMNS, LINES)
+    stream = pyte.ByteStream(screen)
+    process, terminal = pty.fork()
+    if not process:
+        os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(LINES)}
+        os.execv(PROGRAM[0], [*PROGRAM, *arguments])
+    while True:
+        try:
+            stream.feed(os.read(terminal, 4096))
+        except OSError:  # the other end is closed
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if code:
+        sys.exit(f"dflash-mlx {shlex.join(arguments)} failed with exit code {code}")
+    return screen
+
+
+def lines_of(screen: pyte.Screen) -> list[Text]:
+    """The lines of a screen with their styles, without the empty ones at its end."""
+    lines = []
+    for number in range(screen.lines):
+        cells = [screen.buffer[number][column] for column in range(screen.columns)]
+        line = Text()
+        for (colour, bold), group in groupby(cells, key=lambda cell: (cell.fg, cell.bold)):
+            name = NAMES.get(colour, colour.replace("bright", "bright_"))
+            line.append("".join(cell.data for cell in group), Style(color=name, bold=bold))
+        line.rstrip()
+        lines.append(line)
+    while lines and not lines[-1].plain:
+        lines.pop()
+    return lines
+
+
+def main() -> None:
+    out, *arguments = sys.argv[1:]
+    console = Console(width=COLUMNS, record=True, file=open(os.devnull, "w"), force_terminal=True)
+    console.print(Text(f"$ dflash-mlx {shlex.join(arguments)}", style="bold"))
+    for line in lines_of(run(arguments)):
+        console.print(line, soft_wrap=True)
+    console.save_svg(out, title="dflash-mlx")
+
+
+if __name__ == "__main__":
+    main()
