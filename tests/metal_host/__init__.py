@@ -14,7 +14,7 @@ compiler skips them and says why.
 
 import pytest
 
-from metal_host.compiler import CompilationError, compiler, strict_compiler
+from metal_host.compiler import CompilationError, compilers, strict_compiler
 from metal_host.kernel import EmulatedKernel
 from metal_host.launch import Counters, Finding, KernelError, Traffic
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 needs_compiler = pytest.mark.skipif(
-    compiler() is None,
+    not compilers(),
     reason="no C++ compiler to emulate Metal with: install g++ (or clang) on a Linux machine",
 )
 needs_strict_compiler = pytest.mark.skipif(

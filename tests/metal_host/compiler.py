@@ -24,13 +24,22 @@ _COMMON = (
     "-w",
 )
 # Access by access as the source has them, and no call to be told of a function's begin and end.
-_CHECKED = ("-g1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize", "-fsanitize=thread")
+_CHECKED = (
+    "-Og",  # -O1 and -O2 run a little faster, and take far longer to compile
+    "-g1",
+    "-fno-tree-vectorize",
+    "-fno-tree-slp-vectorize",
+    "-fsanitize=thread,shift,bounds,integer-divide-by-zero",
+)
 _NO_ENTRY_CALLS = {
     False: ("--param", "tsan-instrument-func-entry-exit=0"),
     True: ("-mllvm", "-tsan-instrument-func-entry-exit=0"),
 }
-_EXACT_HALF = {False: ("-fexcess-precision=16",), True: ("-ffloat16-excess-precision=none",)}
-_STRICT_CLANG = ("clang++", *(f"clang++-{version}" for version in range(25, 16, -1)))
+_EXACT_HALF = {
+    False: ("-fexcess-precision=16",),
+    True: ("-Xclang", "-ffloat16-excess-precision=none"),
+}
+_CLANG = ("clang++", *(f"clang++-{version}" for version in range(25, 16, -1)))
 
 
 class CompilationError(RuntimeError):
@@ -58,18 +67,16 @@ def _found(name: str) -> Compiler | None:
     return Compiler(path, done.stdout.splitlines()[0]) if done.returncode == 0 else None
 
 
-@cache
-def compiler() -> Compiler | None:
-    """The compiler that kernels run with; None where there is none, or where this is not Linux."""
+def compilers() -> list[Compiler]:
+    """The compilers that kernels can run with, the first by default; none where not on Linux."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return None
-    return next(filter(None, map(_found, ("g++", *_STRICT_CLANG))), None)
+        return []
+    return list(filter(None, [_found("g++"), strict_compiler()]))
 
 
-@cache
 def strict_compiler() -> Compiler | None:
     """A clang that knows `__bf16` arithmetic, to check address spaces with; None without one."""
-    return next(filter(None, map(_found, _STRICT_CLANG)), None)
+    return next(filter(None, map(_found, _CLANG)), None)
 
 
 def _run(command: list[str]) -> None:
@@ -98,16 +105,16 @@ def _runtime_files() -> str:
 
 
 class Build:
-    """Compiles for one mode, keeping everything in `folder`."""
+    """Compiles for one mode, keeping everything in `folder`. No compiler: the first there is."""
 
-    def __init__(self, checked: bool, folder: Path = CACHE):
-        found = compiler()
-        if found is None:
+    def __init__(self, checked: bool, compiler: Compiler | None, folder: Path = CACHE):
+        compiler = compiler or next(iter(compilers()), None)
+        if compiler is None:
             raise CompilationError("there is no C++ compiler here: install g++ or clang")
         self.checked = checked
         self.folder = folder
-        self.compiler = found
-        self._base = (found.path, *_COMMON, *_EXACT_HALF[found.is_clang])
+        self.compiler = compiler
+        self._base = (compiler.path, *_COMMON, *_EXACT_HALF[compiler.is_clang])
 
     def _once(self, kind: str, suffix: str, key: tuple[str, ...], make) -> Path:
         """The file for this key; `make(path)` writes it if it has never been made."""
@@ -136,7 +143,7 @@ class Build:
         """A kernel's shared library, linked to the runtime."""
         mode = ("-O1",)
         if self.checked:
-            mode = ("-O1", *_CHECKED, *_NO_ENTRY_CALLS[self.compiler.is_clang])
+            mode = (*_CHECKED, *_NO_ENTRY_CALLS[self.compiler.is_clang])
         runtime = self.runtime
 
         def make(path: Path) -> None:

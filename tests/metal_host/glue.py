@@ -40,7 +40,7 @@ extern "C" METAL_HOST_EXPORT __attribute__((no_sanitize("thread")))
 void metal_host_kernel(void** buffers, const metal_host_thread* place) {{
   {instance}({arguments});
 }}
-extern "C" char __ehdr_start, _end;
+extern "C" __attribute__((visibility("hidden"))) char __ehdr_start, _end;
 extern "C" METAL_HOST_EXPORT const char* const metal_host_image[2] = {{&__ehdr_start, &_end}};
 """
 
@@ -53,6 +53,18 @@ _SHARED = re.compile(
     r"([\w:]+(?:\s*<[^;{}<>]*(?:<[^<>]*>)?[^;{}<>]*>)?)\s+"
     r"(\w+\s*(?:\[[^;]*?\])*(?:\s*,\s*\w+\s*(?:\[[^;]*?\])*)*)\s*;"
 )
+
+# `float4(...)` or `vec<T, 4>(...)`: clang's own vectors, which alone know address spaces, have no
+# constructors.
+_VECTOR = re.compile(
+    r"\b(?:(float|half|bfloat|u?(?:char|short|int|long))([234])"
+    r"|vec\s*<([^<>()]*(?:<[^<>]*>)?[^<>()]*)>)\s*\("
+)
+
+
+def _make_vector(found: re.Match[str]) -> str:
+    scalar, size, both = found.groups()
+    return f"metal::make_vector<{both or f'{scalar}, {size}'}>("
 
 
 def _without_comments(text: str) -> str:
@@ -99,7 +111,8 @@ def program(wrapper: Wrapper) -> str:
 
 def strict_program(wrapper: Wrapper) -> str:
     """C++ in which address spaces are types: to be read by clang, not to be run."""
+    source = _VECTOR.sub(_make_vector, _source(wrapper))
     if not wrapper.template:
-        return _source(wrapper)
+        return source
     types = [p.type for p in wrapper.parameters] + [ATTRIBUTES[a] for a in wrapper.attributes]
-    return f"{_source(wrapper)}template void {wrapper.instance}({', '.join(types)});\n"
+    return f"{source}template void {wrapper.instance}({', '.join(types)});\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_host.compiler import CACHE, Build, check_strictly
+from metal_host.compiler import CACHE, Build, Compiler, check_strictly
 from metal_host.glue import program, strict_program
 from metal_host.launch import Counters, Memory, launch
 from metal_host.wrapper import TemplateArguments, Wrapper, wrap
@@ -37,11 +37,12 @@ def _output(shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> 
 
 
 class EmulatedKernel:
-    """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and three more.
+    """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and four more.
 
     checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
                runtime/checks.cpp knows, and count memory traffic; a finding raises KernelError
     strict:    also have clang check address spaces; raises CompilationError
+    compiler:  one of `compilers()`
     cache_dir: where compiled kernels are kept
 
     After a call of a checked kernel `counters` has what it did. `kernels` built from one source
@@ -61,6 +62,7 @@ class EmulatedKernel:
         *,
         checked: bool = True,
         strict: bool = False,
+        compiler: Compiler | None = None,
         cache_dir: Path = CACHE,
     ):
         if not output_names:
@@ -74,7 +76,7 @@ class EmulatedKernel:
         self.ensure_row_contiguous = ensure_row_contiguous
         self.atomic_outputs = atomic_outputs
         self.strict = strict
-        self._build = Build(checked, cache_dir)
+        self._build = Build(checked, compiler, cache_dir)
         self._libraries: dict[str, Path] = {}
         self._counters: Counters | None = None
 

@@ -244,5 +244,20 @@ METAL_HOST_ATOMICS(8, uint8_t)
 METAL_HOST_ATOMICS(16, uint16_t)
 METAL_HOST_ATOMICS(32, uint32_t)
 METAL_HOST_ATOMICS(64, uint64_t)
+
+// The same for what the language leaves undefined: -fsanitize=shift,bounds,integer-divide-by-zero.
+// After an index or a division the host has no way to go on.
+void __ubsan_handle_shift_out_of_bounds(void*, size_t, size_t by) {
+  report("shift", CODE, "shift by %td, or of a negative number", (ptrdiff_t)by);
+}
+void __ubsan_handle_out_of_bounds(void*, size_t index) {
+  report("array-index", CODE, "index %td of an array of fixed size; the launch ends here",
+      (ptrdiff_t)index);
+  stop_launch();
+}
+void __ubsan_handle_divrem_overflow(void*, size_t, size_t) {
+  report("division", CODE, "division of an integer by zero; the launch ends here");
+  stop_launch();
+}
 }
 #pragma GCC visibility pop

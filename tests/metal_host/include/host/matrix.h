@@ -44,7 +44,7 @@ inline simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) 
 #define METAL_HOST_LOAD_STORE(space)                                                            \
   template <class T>                                                                            \
   inline void simdgroup_load(thread simdgroup_matrix<T>& matrix, const space T* from,           \
-      ulong stride = 8, vec<ulong, 2> origin = vec<ulong, 2>(0), bool transposed = false) {     \
+      ulong stride = 8, vec<ulong, 2> origin = {0, 0}, bool transposed = false) {     \
     const MatrixPlace at = matrix_place();                                                      \
     from += origin[1] * stride + origin[0];                                                     \
     from += transposed ? at.column * stride + at.row : at.row * stride + at.column;             \
@@ -53,7 +53,7 @@ inline simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) 
   }                                                                                             \
   template <class T>                                                                            \
   inline void simdgroup_store(const thread simdgroup_matrix<T>& matrix, space T* to,            \
-      ulong stride = 8, vec<ulong, 2> origin = vec<ulong, 2>(0), bool transposed = false) {     \
+      ulong stride = 8, vec<ulong, 2> origin = {0, 0}, bool transposed = false) {     \
     const MatrixPlace at = matrix_place();                                                      \
     to += origin[1] * stride + origin[0];                                                       \
     to += transposed ? at.column * stride + at.row : at.row * stride + at.column;               \

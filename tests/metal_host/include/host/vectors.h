@@ -8,6 +8,22 @@ namespace metal {
 #ifdef METAL_HOST_STRICT
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
+
+// What the front end makes of `vec<T, N>(...)`: one value for all, another vector, one for each.
+template <class T, int N, class... Parts>
+inline vec<T, N> make_vector(Parts... parts) {
+  if constexpr (sizeof...(Parts) == N) {
+    return vec<T, N>{(T)parts...};
+  } else if constexpr (sizeof...(Parts) == 1 && (std::is_convertible<Parts, T>::value && ...)) {
+    vec<T, N> filled;
+    for (int i = 0; i < N; i++) filled[i] = (T(parts), ...);
+    return filled;
+  } else if constexpr (sizeof...(Parts) == 1) {
+    return (__builtin_convertvector(parts, vec<T, N>), ...);
+  } else {
+    return vec<T, N>{parts...};
+  }
+}
 #else
 template <class T, int N>
 struct vec;

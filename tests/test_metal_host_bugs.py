@@ -1,0 +1,152 @@
+"""The bugs that Metal kernels have, planted one at a time: the emulator names each of them."""
+
+from dataclasses import replace
+
+import metal_host
+import mlx.core as mx
+import pytest
+from metal_host import CompilationError, KernelError, samples
+
+pytestmark = metal_host.needs_compiler
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+BEFORE_PRODUCT = f"{BARRIER}\n    for (int k = 0"
+AFTER_PRODUCT = f"}}\n    {BARRIER}\n  }}"
+LAST_PRODUCT = "simdgroup_multiply_accumulate(high, x_high, w_columns, high);"
+
+# What becomes of the kernel's text, and the kind of finding.
+BUGS = {
+    "no barrier before the product": (BEFORE_PRODUCT, "for (int k = 0", "race"),
+    "no barrier after the product": (AFTER_PRODUCT, "}\n  }", "race"),
+    "a barrier that orders nothing": (
+        BEFORE_PRODUCT,
+        BEFORE_PRODUCT.replace("mem_threadgroup", "mem_none"),
+        "race",
+    ),
+    "reads a row past the scales": (
+        "column * (K / 64) + start / 64",
+        "(column + 1) * (K / 64) + start / 64",
+        "out-of-bounds",
+    ),
+    "a tile one row short": (
+        "w_tile[columns * stride]",
+        "w_tile[(columns - 1) * stride]",
+        "out-of-bounds",
+    ),
+    "half of a tile never written": (
+        "unpack<T>(words[1], scale, bias, w_tile + w_row * stride + w_at + 8);",
+        "",
+        "uninitialised",
+    ),
+    "threadgroups write the same output": ("N + first + i % columns", "N + i % columns", "race"),
+    "a barrier for some threads": (
+        BEFORE_PRODUCT,
+        f"if (s < 3) {BEFORE_PRODUCT}",
+        "barrier-divergence",
+    ),
+    "40 KB of threadgroup memory": (
+        "float sums[16 * columns]",
+        "float sums[256 * columns]",
+        "threadgroup-memory",
+    ),
+    "writes to an input": (
+        "= T(sums[i]);",
+        "= T(sums[i]), ((device T*)x)[i] = T(0);",
+        "write-to-input",
+    ),
+    "a matrix product by half of the lanes": (
+        LAST_PRODUCT,
+        f"if (thread_index_in_simdgroup < 16) {LAST_PRODUCT}",
+        "divergent-matrix",
+    ),
+    # Beyond the fourteen:
+    "a shuffle from a lane that is not there": (
+        "float sums[16 * columns];",
+        "float sums[16 * columns];\n  if (thread_index_in_simdgroup < 16) simd_shuffle(0.0f, 20);",
+        "inactive-lane",
+    ),
+    "reads across the alignment": (
+        "words[0]",
+        "*(const device uint*)((const device char*)words + 2)",
+        "misaligned",
+    ),
+    "a shift by more than the bits": ("(4 * i)", "(4 * i + 8)", "shift"),
+    "an index past a thread's own array": (
+        "const uint x_row = t / 8,",
+        "uint own[4] = {}; own[s + 1]++; const uint x_row = t / 8,",
+        "array-index",
+    ),
+    "a division by zero": ("column * (K / 8)", "column * (K / (8 * int(s)))", "division"),
+    "a wild pointer": ("= x[x_row", "= (x + (1l << 40))[x_row", "out-of-bounds"),
+}
+
+ADDRESS_SPACE_BUGS = {
+    "a device pointer for a threadgroup one": (
+        "unpack<T>(words[0], scale, bias, w_tile",
+        "unpack<T>(words[0], scale, bias, y",
+    ),
+    "a pointer without address space": ("const device uint* words", "const uint* words"),
+}
+
+
+def sample() -> samples.Sample:
+    x = mx.random.normal((16, 256), key=mx.random.key(0)).astype(mx.float16)
+    weights = mx.random.normal((64, 256), key=mx.random.key(1)).astype(mx.float16)
+    return samples.matmul(x, weights)
+
+
+def planted(correct: str, wrong: str) -> samples.Sample:
+    """The matmul with one piece of its text replaced."""
+    whole = sample()
+    texts = {key: whole.constructor[key] for key in ("header", "source")}
+    assert sum(text.count(correct) for text in texts.values()) == 1, correct
+    changed = {key: text.replace(correct, wrong) for key, text in texts.items()}
+    return replace(whole, constructor=whole.constructor | changed)
+
+
+def kinds(caught: pytest.ExceptionInfo[KernelError]) -> set[str]:
+    return {finding.kind for finding in caught.value.findings}
+
+
+def test_nothing_is_found_in_the_kernel_itself():
+    sample().run()
+
+
+@pytest.mark.parametrize("correct,wrong,kind", BUGS.values(), ids=BUGS.keys())
+def test_bug_is_found(correct, wrong, kind):
+    with pytest.raises(KernelError) as caught:
+        planted(correct, wrong).run()
+    assert kind in kinds(caught), caught.value
+
+
+def test_finding_names_the_line():
+    correct, wrong, _ = BUGS["writes to an input"]
+    bug = planted(correct, wrong)
+    with pytest.raises(KernelError) as caught:
+        bug.run()
+    (finding,) = caught.value.findings
+    lines = bug.constructor["source"].splitlines()
+    source, line = finding.where.split(":")
+    assert source == "body" and wrong in lines[int(line) - 1]
+
+
+def test_grid_in_threadgroups_is_found():
+    """The grid counts threads. Given in threadgroups, it is too small for a whole one."""
+    whole = sample()
+    with pytest.raises(KernelError) as caught:
+        replace(whole, call=whole.call | {"grid": (64 // 32, 1, 1)}).run()
+    assert "divergent-matrix" in kinds(caught)
+
+
+@metal_host.needs_strict_compiler
+@pytest.mark.parametrize(
+    "correct,wrong", ADDRESS_SPACE_BUGS.values(), ids=ADDRESS_SPACE_BUGS.keys()
+)
+def test_address_space_bug_is_found(correct, wrong):
+    with pytest.raises(CompilationError, match="address_space|no matching function"):
+        planted(correct, wrong).run(strict=True)
+
+
+@metal_host.needs_strict_compiler
+def test_address_spaces_of_the_kernel_itself():
+    sample().run(strict=True)
