@@ -1,16 +1,16 @@
-// Reading rows of a matrix a piece at a time.
+// Reading the rows of a matrix, plain or quantized, a piece at a time.
 //
-// A matrix type T-of-the-tile, here `PlainMatrix` or `AffineWeights`, offers
+// A piece is what one thread reads at once: neighbouring values of one row, 16 bytes as they lie in
+// device memory, so that neighbouring threads read a row in one stretch. (8 bytes where 4-bit
+// weights are to become float32: the tile is then half as long, and every thread still has a piece
+// of it.) Both matrices offer
 //
-//   piece_values        how many neighbouring values of one row a thread reads at once,
-//   Piece               what they are until they are unpacked: registers,
+//   piece_values                   how many values that is,
+//   Piece                          a piece in registers, not yet unpacked,
 //   fetch(piece, row, k, inside)   device memory -> registers; zeros where `inside` is false,
 //   unpack(piece, out)             registers -> threadgroup memory, as values of type T.
 //
-// The two steps are apart so that the loads of the next tile can be under way while the current one
-// is multiplied. A piece is 16 bytes, so neighbouring threads read one row in whole 16-byte words
-// (8 bytes where 4-bit weights meet float32: a tile is then half as long, and every thread still
-// has a piece of it).
+// The two steps are apart so that the next tile can be on its way while this one is multiplied.
 #pragma once
 
 #include <metal_stdlib>

@@ -139,6 +139,7 @@ def test_a_bad_row_spoils_no_other(matmul):
     assert not mx.isfinite(spoilt[mx.array([3, 7])]).any().item()
 
 
+@needs_compiler
 @needs_strict_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_address_spaces(kind):
@@ -209,14 +210,18 @@ def test_what_does_not_fit_is_refused(matmul):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bits": 3}, {"group_size": 16}, {"words": "float32"}, {"scales": "half as many"}]
+    "message,changes",
+    {
+        "4 or 8 bits": {"bits": 3},
+        "groups of 32, 64 or 128": {"group_size": 16},
+        "uint32 words": {"words": lambda words: words.astype(mx.float32)},
+        "and int32": {"scales": lambda scales: scales.astype(mx.int32)},
+        "float32 and float16": {"biases": lambda biases: biases.astype(mx.float16)},
+        "of shape \\(16, 2\\)": {"scales": lambda scales: scales[:, :1]},
+    }.items(),
 )
-def test_weights_that_are_none_are_refused(changes):
-    w = random_weights((16, 128), mx.float32, 4)
-    fields = {**vars(w), **changes}
-    if "words" in changes:
-        fields["words"] = w.words.astype(mx.float32)
-    if "scales" in changes:
-        fields["scales"] = w.scales[:, :1]
-    with pytest.raises(KernelError):
-        AffineWeights(**fields)
+def test_arrays_that_are_no_affine_weights_are_refused(message, changes):
+    fields = vars(random_weights((16, 128), mx.float32, 4))
+    changed = {k: v(fields[k]) if callable(v) else v for k, v in changes.items()}
+    with pytest.raises(KernelError, match=message):
+        AffineWeights(**{**fields, **changed})

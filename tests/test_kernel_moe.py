@@ -114,6 +114,7 @@ def test_a_row_has_the_same_bits_in_every_call(moe, dtype, bits, gate_up):
         assert same_bits(moe(x[-rows:], w, experts[-rows:], up), alone[-rows:]), rows
 
 
+@needs_compiler
 @needs_strict_compiler
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("gate_up", [False, True])

@@ -46,6 +46,11 @@ class AffineWeights:
                 "Affine weights are uint32 words and floating-point scales, not "
                 f"{dtype_name(self.words)} and {dtype_name(self.scales)}."
             )
+        if self.biases.dtype != self.scales.dtype:
+            raise KernelError(
+                "Scales and biases are of one dtype, not "
+                f"{dtype_name(self.scales)} and {dtype_name(self.biases)}."
+            )
         if self.scales.shape != groups or self.biases.shape != groups:
             raise KernelError(
                 f"Words of shape {self.words.shape} need scales and biases of shape {groups}, not "
@@ -80,18 +85,17 @@ def result_dtype(x: mx.array, *weights: Weights) -> mx.Dtype:
     return mx.result_type(x, *arrays)
 
 
-def check_product(x: mx.array, layout: str, *weights: Weights) -> None:
+def check_product(x: mx.array, layout: str, w: Weights, up: Weights | None = None) -> None:
     """x [..., K] times weights of one kind, shaped as `layout`, "[N, K]". Raises `KernelError`."""
-    first = weights[0]
-    for w in weights:
-        if len(w.shape) != len(layout.split()):
-            raise KernelError(f"The weights are {layout}, not {w.shape}.")
-        if w.shape != first.shape or traits(w) != traits(first):
-            raise KernelError(f"Gate and up differ: {traits(first)} and {traits(w)}.")
-        if x.shape[-1] != w.shape[-1]:
-            raise KernelError(f"x has {x.shape[-1]} columns, the weights have {w.shape[-1]}.")
-        if min(x.size, inputs(w)[0].size) < 8:
-            raise KernelError("The matrix kernels take no arrays of fewer than 8 elements.")
+    shape = w.shape
+    if len(shape) != layout.count(",") + 1:
+        raise KernelError(f"The weights are {layout}, not {shape}.")
+    if up is not None and (up.shape != shape or traits(up) != traits(w)):
+        raise KernelError(f"Gate and up differ: {shape} {traits(w)} and {up.shape} {traits(up)}.")
+    if x.shape[-1] != shape[-1]:
+        raise KernelError(f"x has {x.shape[-1]} columns, the weights have {shape[-1]}.")
+    if x.size < 8 or inputs(w)[0].size < 8:
+        raise KernelError("The matrix kernels take no arrays of fewer than 8 elements.")
 
 
 def traits(w: Weights) -> dict[str, Any]:
