@@ -1,0 +1,278 @@
+"""Attention of a block of drafted rows over a long context, split over the keys.
+
+Stock attention takes eight queries at a time along a split context and sixteen without a split;
+the kernel reads keys and values once for all rows of a block and all query heads that share them.
+`metal/block_attention.metal` says how, and why a row's bits are the same whatever block, or tree,
+it is part of.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..errors import KernelError
+from .source import KernelFactory, dtype_name, in_device_memory, metal_source
+from .weights import FLOATS, AffineWeights
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+MOST_NODES = 64
+CHUNK = 256  # keys a threadgroup, at multiples of the absolute position: part of every row's sum
+_UNLIMITED = 2**31 - 1  # a window no context fills
+
+_MEMORY = """
+  constexpr int KEYS = dflash::keys_per_tile(D * sizeof(T));
+  threadgroup T key_tile[KEYS * (D + dflash::kPad)];
+  threadgroup T value_tile[KEYS * (D + dflash::kPad)];
+  threadgroup int rows[CHUNK];
+  const int head = threadgroup_position_in_grid.x, key_heads = threadgroups_per_grid.x;
+"""
+_PLAIN = """
+  const dflash::PlainRows<T> key_rows{
+      keys + head * keys_strides[1], keys_strides[2], keys_strides[3]};
+  const dflash::PlainRows<T> value_rows{
+      values + head * values_strides[1], values_strides[2], values_strides[3]};
+"""
+_QUANTIZED = """
+  const auto key_rows = dflash::quantized_rows<T, BITS, GROUP>(
+      keys + head * keys_strides[1], key_scales + head * key_scales_strides[1],
+      key_biases + head * key_biases_strides[1], keys_strides[2], key_scales_strides[2]);
+  const auto value_rows = dflash::quantized_rows<T, BITS, GROUP>(
+      values + head * values_strides[1], value_scales + head * value_scales_strides[1],
+      value_biases + head * value_biases_strides[1], values_strides[2], value_scales_strides[2]);
+"""
+_ATTEND = """
+  const int nodes = queries_shape[2], group = queries_shape[1] / key_heads;
+  const dflash::Problem problem{nodes, group, keys_shape[2], first, window, scale};
+  dflash::attend_chunk<T, D, CHUNK, TREE>(queries, key_rows, value_rows, positions, ancestors,
+      problem, partial, stats, key_tile, value_tile, rows, threadgroup_position_in_grid, key_heads,
+      thread_index_in_threadgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
+      thread_index_in_simdgroup);
+"""
+_NUMBERS = ["first", "window", "scale"]
+_MERGE = """
+  dflash::merge_chunks<T, SINKS>(partial, stats, sinks, chunks, threads_per_grid.y, nodes, out,
+      thread_position_in_grid.y, thread_position_in_grid.x, threads_per_grid.x);
+"""
+
+
+class Tree(NamedTuple):
+    """How the rows of a draft hang together, where they are not a chain.
+
+    Attributes:
+        positions: [N] integers, the absolute position (depth) of each node, the root's first.
+        ancestors: [N, N] booleans: whether node j lies on the path from the root to i, i included.
+    """
+
+    positions: mx.array
+    ancestors: mx.array
+
+
+class BlockAttention:
+    """Attention of the last N rows of a cache over all of it.
+
+    A row sees the past and, of the draft, what is on its own path (a chain's earlier rows, a
+    node's ancestors), each less than a window's positions back. Its bits depend on that row and on
+    what it sees alone: they are the same for a row of a block, the row by itself, and a node of a
+    tree.
+
+    Args:
+        metal_kernel: the factory of its kernels.
+    """
+
+    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+        header = metal_source("block_attention.metal")
+        stored = ["keys", "values"]
+        quantized = ["keys", "key_scales", "key_biases", "values", "value_scales", "value_biases"]
+        self._attend, self._attend_quantized = (
+            metal_kernel(
+                name=name,
+                input_names=["queries", *names, "positions", "ancestors", *_NUMBERS],
+                output_names=["partial", "stats"],
+                source=_MEMORY + rows + _ATTEND,
+                header=header,
+                ensure_row_contiguous=False,  # a cache's keys are a slice: never copy them
+            )
+            for name, names, rows in (
+                ("block_attention", stored, _PLAIN),
+                ("block_attention_quantized", quantized, _QUANTIZED),
+            )
+        )
+        self._merge = metal_kernel(
+            name="block_attention_merge",
+            input_names=["partial", "stats", "sinks", "chunks", "nodes"],
+            output_names=["out"],
+            source=_MERGE,
+            header=header,
+        )
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: mx.array | AffineWeights,
+        values: mx.array | AffineWeights,
+        *,
+        scale: float,
+        first: int = 0,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+        tree: Tree | None = None,
+    ) -> mx.array:
+        """Attend with queries [1, H, N, D] -> [1, H, N, D], of the same dtype.
+
+        Args:
+            queries: already rotated; N <= 64.
+            keys, values: [1, KV, L, D], plain in the queries' dtype or quantized with scales of
+                it, as mlx-lm's caches hold them. H is a multiple of KV. The draft's own rows are
+                the last N; those before it lie in the order of their positions.
+            scale: of the scores, commonly D ** -0.5.
+            first: the absolute position of row 0: not 0 where a sliding cache has dropped rows.
+            window: positions a row looks back, its own included; None for all.
+            sinks: [H] scores that take weight from a head's keys and have no value (gpt-oss).
+            tree: where the draft is not a chain.
+
+        Sums are float32. Raises `KernelError`.
+        """
+        check(queries, keys, values, sinks, tree)
+        _, heads, nodes, head_dim = queries.shape
+        key_heads, length = keys.shape[1:3]
+        chunks = (first + length - 1) // CHUNK - first // CHUNK + 1
+        simdgroups, tiles = _tiling(heads // key_heads * nodes, head_dim)
+        template = [("T", queries.dtype), ("D", head_dim), ("CHUNK", CHUNK), ("TREE", bool(tree))]
+        attend = self._attend
+        if isinstance(keys, AffineWeights):
+            attend = self._attend_quantized
+            template += [("BITS", keys.bits), ("GROUP", keys.group_size)]
+        numbers = mx.array(first), mx.array(window or _UNLIMITED), mx.array(scale, mx.float32)
+        partial, stats = attend(
+            inputs=[
+                mx.contiguous(queries),
+                *_arrays(keys),
+                *_arrays(values),
+                *_tree_inputs(tree, first + length - nodes, nodes),
+                *numbers,
+            ],
+            template=template,
+            grid=(key_heads * 32 * simdgroups, chunks, max(tiles, nodes) if tree else tiles),
+            threadgroup=(32 * simdgroups, 1, 1),
+            output_shapes=[(chunks, heads * nodes, head_dim), (chunks, heads * nodes, 2)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+        weights = mx.array(0.0) if sinks is None else sinks.astype(mx.float32)
+        floats = (in_device_memory(x) for x in (partial, stats, weights))
+        (out,) = self._merge(
+            inputs=[*floats, mx.array(chunks), mx.array(nodes)],
+            template=[("T", queries.dtype), ("SINKS", sinks is not None)],
+            grid=(head_dim, heads * nodes, 1),
+            threadgroup=(head_dim, 1, 1),
+            output_shapes=[queries.shape],
+            output_dtypes=[queries.dtype],
+        )
+        return out
+
+
+def block_attention_reference(
+    queries: mx.array,
+    keys: mx.array | AffineWeights,
+    values: mx.array | AffineWeights,
+    *,
+    scale: float,
+    first: int = 0,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    tree: Tree | None = None,
+) -> mx.array:
+    """What `BlockAttention` computes, in plain MLX."""
+    check(queries, keys, values, sinks, tree)
+    nodes, length = queries.shape[2], keys.shape[2]
+    past = length - nodes
+    if tree is None:
+        rows = mx.arange(nodes)
+        tree = Tree(first + past + rows, rows[None] <= rows[:, None])
+    positions = mx.concatenate([first + mx.arange(past), tree.positions])
+    mask = mx.concatenate([mx.ones((nodes, past), mx.bool_), tree.ancestors], axis=1)
+    if window is not None:
+        mask &= tree.positions[:, None] - positions[None] < window
+    plain = (_plain(x) for x in (keys, values))
+    return mx.fast.scaled_dot_product_attention(
+        queries, *plain, scale=scale, mask=mask, sinks=sinks
+    )
+
+
+def check(
+    queries: mx.array,
+    keys: mx.array | AffineWeights,
+    values: mx.array | AffineWeights,
+    sinks: mx.array | None,
+    tree: Tree | None,
+) -> None:
+    """Raise `KernelError` for arguments of `BlockAttention` that it does not take."""
+    if queries.ndim != 4 or queries.shape[0] != 1 or not 1 <= queries.shape[2] <= MOST_NODES:
+        raise KernelError(f"Queries are [1, heads, 1 to {MOST_NODES}, D], not {queries.shape}.")
+    _, heads, nodes, head_dim = queries.shape
+    if head_dim not in HEAD_DIMS or queries.dtype not in FLOATS:
+        raise KernelError(
+            f"Block attention has heads of {HEAD_DIMS} in float16, bfloat16 or float32, not of "
+            f"{head_dim} in {dtype_name(queries)}."
+        )
+    if len(keys.shape) != 4 or keys.shape != values.shape:
+        raise KernelError(f"Keys {keys.shape} and values {values.shape} differ.")
+    batch, key_heads, length, dim = keys.shape
+    if batch != 1 or heads % key_heads or dim != head_dim or length < nodes:
+        raise KernelError(f"Queries {queries.shape} do not fit keys and values {keys.shape}.")
+    if _kind(keys) != _kind(values):
+        raise KernelError("Keys and values are quantized alike, or neither of them is.")
+    for stored in (keys, values):
+        held = stored.scales if isinstance(stored, AffineWeights) else stored
+        if held.dtype != queries.dtype:
+            raise KernelError(
+                f"Queries in {dtype_name(queries)} need keys and values, or their scales, of the "
+                f"same dtype, not {dtype_name(held)}."
+            )
+    if sinks is not None and sinks.shape != (heads,):
+        raise KernelError(f"{heads} heads need as many sinks, not {sinks.shape}.")
+    if tree is not None and (
+        tree.positions.shape != (nodes,) or tree.ancestors.shape != (nodes, nodes)
+    ):
+        raise KernelError(
+            f"A tree of {nodes} nodes has positions {(nodes,)} and ancestors {(nodes, nodes)}, not "
+            f"{tree.positions.shape} and {tree.ancestors.shape}."
+        )
+
+
+def _tiling(rows: int, head_dim: int) -> tuple[int, int]:
+    """SIMD-groups of a threadgroup, and its tiles, for the query rows of a head of keys.
+
+    As many rows together as registers allow: longer heads take more of them.
+    """
+    simdgroups = min(-(-rows // 8), 16 if head_dim <= 128 else 8)
+    return simdgroups, -(-rows // (8 * simdgroups))
+
+
+def _tree_inputs(tree: Tree | None, past: int, nodes: int) -> list[mx.array]:
+    """Positions and ancestors; for a chain from position `past`, ancestors that are not read."""
+    if tree is None:
+        tree = Tree(mx.arange(past, past + nodes), mx.array(True))
+    pair = (tree.positions.astype(mx.int32), tree.ancestors.astype(mx.bool_))
+    return [in_device_memory(mx.contiguous(x)) for x in pair]
+
+
+def _arrays(stored: mx.array | AffineWeights) -> list[mx.array]:
+    """The arrays of keys or values, as they lie in the cache."""
+    if isinstance(stored, AffineWeights):
+        return [stored.words, stored.scales, stored.biases]
+    return [stored]
+
+
+def _kind(stored: mx.array | AffineWeights) -> tuple[int, int] | None:
+    """Bits and group size, None for plain numbers."""
+    return (stored.bits, stored.group_size) if isinstance(stored, AffineWeights) else None
+
+
+def _plain(stored: mx.array | AffineWeights) -> mx.array:
+    """Keys or values as numbers."""
+    if not isinstance(stored, AffineWeights):
+        return stored
+    words, scales, biases = _arrays(stored)
+    return mx.dequantize(words, scales, biases, stored.group_size, stored.bits)

@@ -1,0 +1,45 @@
+// The 8x8 matrices of a SIMD-group, seen from one lane.
+//
+// A lane holds two neighbouring elements of every matrix, at (row, column) and (row, column + 1)
+// of `place`: the layout that MLX's own kernels rely on. Knowing it lets a kernel fill operands
+// from memory of any type and treat accumulators as rows, without a detour through threadgroup
+// memory. All matrices are float: M1 to M4 multiply float as fast as half, and sums lose nothing.
+#pragma once
+
+#include <metal_stdlib>
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+
+namespace dflash {
+using namespace metal;
+
+typedef simdgroup_matrix<float, 8, 8> Fragment;
+
+struct Place {
+  short row, column;
+};
+
+inline Place place_of(uint lane) {
+  const short quad = lane / 4;
+  return {short((quad & 4) + (lane / 2) % 4), short((quad & 2) * 2 + (lane % 2) * 2)};
+}
+
+inline Fragment fragment(float first, float second) {
+  Fragment filled;
+  filled.thread_elements()[0] = first;
+  filled.thread_elements()[1] = second;
+  return filled;
+}
+
+// The four lanes of a matrix row differ in bits 0 and 3 of their number.
+inline float row_max(float value) {
+  value = max(value, simd_shuffle_xor(value, 1));
+  return max(value, simd_shuffle_xor(value, 8));
+}
+
+inline float row_sum(float value) {
+  value += simd_shuffle_xor(value, 1);
+  return value + simd_shuffle_xor(value, 8);
+}
+
+}  // namespace dflash
