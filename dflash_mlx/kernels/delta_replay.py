@@ -1,0 +1,297 @@
+"""The gated delta rule over a draft: the verify of its rows, and the replay of the kept ones.
+
+The state of a recurrent layer is megabytes and its inputs are kilobytes a row. So a verify writes
+no state per row: it leaves its inputs as a tape, and the commit runs the recurrence again over the
+rows that were kept, from the state before. In a tree every node steps from its parent's state.
+`metal/delta_replay.metal` says how, and why a row's bits depend on its path alone.
+
+The rule is that of Gated DeltaNet (arXiv 2412.06464), as in mlx-lm's `gated_delta_update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..errors import KernelError
+from .source import KernelFactory, dtype_name, in_device_memory, metal_source
+from .weights import FLOATS
+
+MOST_NODES = 64
+_SLOTS = 5  # of states that wait, in a tree of 64 nodes: see `visits`
+_GROUP = 4  # state rows, and SIMD-groups, of a threadgroup
+
+_TAPE = ["keys", "values", "decay", "beta", "state"]
+_INPUTS = """
+  const dflash::DeltaInputs<T, B, DK> in{keys, values, decay, beta, HK, HV, DV};
+  const int head = thread_position_in_grid.z, d = thread_position_in_grid.y;
+  const int lane = thread_index_in_simdgroup;
+"""
+_CHAIN = _INPUTS + "dflash::verify_chain(in, queries, state, rows, out, next, head, d, lane);\n"
+_TREE = f"""
+  threadgroup float slots[{_GROUP * _SLOTS} * DK];
+  threadgroup float* own = slots + thread_position_in_threadgroup.y * {_SLOTS} * DK;
+  {_INPUTS}
+  dflash::verify_tree(in, queries, state, visits, nodes, out, own, head, d, lane);
+"""
+_REPLAY = _INPUTS + "dflash::replay(in, state, kept, count, next, head, d, lane);\n"
+
+
+class DeltaVerify:
+    """The kernel of the verify.
+
+    Args:
+        metal_kernel: the factory of its kernels.
+    """
+
+    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+        header = metal_source("delta_replay.metal")
+        self._chain = metal_kernel(
+            name="delta_verify_chain",
+            input_names=[*_TAPE, "queries", "rows"],
+            output_names=["out", "next"],
+            source=_CHAIN,
+            header=header,
+        )
+        self._tree = metal_kernel(
+            name="delta_verify_tree",
+            input_names=[*_TAPE, "queries", "visits", "nodes"],
+            output_names=["out"],
+            source=_TREE,
+            header=header,
+        )
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        decay: mx.array,
+        beta: mx.array,
+        state: mx.array,
+        parents: Sequence[int] | None = None,
+    ) -> tuple[mx.array, mx.array | None]:
+        """The outputs of a draft's rows, and the state after a chain.
+
+        Args:
+            queries, keys: [1, N, Hk, Dk], normalized, N <= 64; Dk <= 256.
+            values: [1, N, Hv, Dv] of the same dtype; Hv is a multiple of Hk.
+            decay: [1, N, Hv] float32, what a state keeps of itself.
+            beta: [1, N, Hv], how much of what is missing is added.
+            state: [1, Hv, Dv, Dk] float32, before the first row.
+            parents: [N] each node's row, -1 for the root, parents first; None for a chain.
+
+        Returns:
+            The outputs [1, N, Hv, Dv] in the values' dtype, and the state [1, Hv, Dv, Dk] after the
+            last row of a chain; a tree has none.
+
+        Raises:
+            KernelError: shapes or dtypes that do not fit, or that the kernel does not take.
+        """
+        check(keys, values, decay, beta, state)
+        check_verify(queries, keys, parents)
+        tape, launch = _launch(keys, values, decay, beta, state)
+        nodes = mx.array(keys.shape[1], mx.int32)
+        if parents is None:
+            out, following = self._chain(
+                inputs=[*tape, in_device_memory(queries), nodes],
+                output_shapes=[values.shape, state.shape],
+                output_dtypes=[values.dtype, mx.float32],
+                **launch,
+            )
+            return out, following
+        order = in_device_memory(mx.array(visits(parents), mx.int32))
+        (out,) = self._tree(
+            inputs=[*tape, in_device_memory(queries), order, nodes],
+            output_shapes=[values.shape],
+            output_dtypes=[values.dtype],
+            **launch,
+        )
+        return out, None
+
+
+class DeltaReplay:
+    """The kernel of the replay.
+
+    Args:
+        metal_kernel: the factory of its kernel.
+    """
+
+    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+        self._replay = metal_kernel(
+            name="delta_replay",
+            input_names=[*_TAPE, "kept", "count"],
+            output_names=["next"],
+            source=_REPLAY,
+            header=metal_source("delta_replay.metal"),
+        )
+
+    def __call__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        decay: mx.array,
+        beta: mx.array,
+        state: mx.array,
+        kept: mx.array,
+        count: mx.array | int,
+    ) -> mx.array:
+        """The state after the rows that were kept.
+
+        Args:
+            keys, values, decay, beta, state: as in `DeltaVerify`.
+            kept: [n] integers, rows from the root down.
+            count: how many of them to apply. It may be an array on the device, like `kept`: nothing
+                waits for it.
+
+        Returns:
+            [1, Hv, Dv, Dk] float32, the state after the `count` rows.
+
+        Raises:
+            KernelError: as `DeltaVerify`.
+        """
+        check(keys, values, decay, beta, state)
+        tape, launch = _launch(keys, values, decay, beta, state)
+        kept, count = in_device_memory(kept.astype(mx.int32)), mx.array(count, mx.int32)
+        (following,) = self._replay(
+            inputs=[*tape, kept, count],
+            output_shapes=[state.shape],
+            output_dtypes=[mx.float32],
+            **launch,
+        )
+        return following
+
+
+def delta_verify_reference(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    decay: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    parents: Sequence[int] | None = None,
+) -> tuple[mx.array, mx.array | None]:
+    """What `DeltaVerify` computes, in plain MLX."""
+    check(keys, values, decay, beta, state)
+    check_verify(queries, keys, parents)
+    repeats = values.shape[2] // keys.shape[2]
+    states: list[mx.array] = []
+    outputs = []
+    for row, parent in enumerate(range(-1, keys.shape[1] - 1) if parents is None else parents):
+        before = state if parent < 0 else states[parent]
+        states.append(_step(before, keys[:, row], values[:, row], decay[:, row], beta[:, row]))
+        query = mx.repeat(queries[:, row].astype(mx.float32), repeats, axis=1)[..., None, :]
+        outputs.append((states[-1] * query).sum(axis=-1))
+    return mx.stack(outputs, axis=1).astype(values.dtype), states[-1] if parents is None else None
+
+
+def delta_replay_reference(
+    keys: mx.array,
+    values: mx.array,
+    decay: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    kept: mx.array,
+    count: mx.array | int,
+) -> mx.array:
+    """What `DeltaReplay` computes, in plain MLX."""
+    check(keys, values, decay, beta, state)
+    for i in range(kept.shape[0]):
+        row = (mx.take(x, kept[i : i + 1], axis=1)[:, 0] for x in (keys, values, decay, beta))
+        state = mx.where(i < mx.array(count), _step(state, *row), state)
+    return state
+
+
+def _step(
+    state: mx.array, key: mx.array, value: mx.array, decay: mx.array, beta: mx.array
+) -> mx.array:
+    """The state [1, Hv, Dv, Dk] after key [1, Hk, Dk], value [1, Hv, Dv] and gates [1, Hv]."""
+    key = mx.repeat(key.astype(mx.float32), value.shape[1] // key.shape[1], axis=1)[..., None, :]
+    state = state * decay[..., None, None]
+    missing = (value - (state * key).sum(axis=-1)) * beta[..., None]
+    return state + key * missing[..., None]
+
+
+def visits(parents: Sequence[int]) -> list[list[int]]:
+    """The order in which to visit a tree, and where its branching nodes' states wait meanwhile.
+
+    Children come after their parent, a subtree at once, the one that needs most slots last: by
+    then its parent's slot is free. So one more is needed only where two subtrees need as many, and
+    a tree that needs k has at least 2^(k+1) - 1 nodes (Sethi and Ullman's register allocation).
+
+    Args:
+        parents: [N] each node's row, -1 for the root, parents first.
+
+    Returns:
+        [N, 3]: a node, the slot with its parent's state (-1: its parent is the node before), and
+        the slot to leave its own state in (-1: none).
+    """
+    children: list[list[int]] = [[] for _ in parents]
+    needs = [0] * len(parents)
+    for node in reversed(range(len(parents))):
+        children[node].sort(key=needs.__getitem__)
+        below = [needs[child] for child in children[node]]
+        needs[node] = max([below[-1], below[-2] + 1] if len(below) > 1 else below, default=0)
+        if node:
+            children[parents[node]].append(node)
+    order, waiting = [], [(0, -1, 0)]  # a node, its parent's slot, the first slot that is free
+    while waiting:
+        node, slot, free = waiting.pop()
+        several = len(children[node]) > 1
+        order.append([node, slot, free if several else -1])
+        for i, child in reversed(list(enumerate(children[node]))):
+            # The first follows its parent directly; the last needs nothing kept for another.
+            last = i == len(children[node]) - 1
+            waiting.append((child, free if i else -1, free if last else free + 1))
+    return order
+
+
+def check(
+    keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array, state: mx.array
+) -> None:
+    """Raise `KernelError` for a tape that breaks the rules of `DeltaVerify`."""
+    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:2] != values.shape[:2]:
+        raise KernelError(f"delta rule: keys {keys.shape} and values {values.shape} do not fit.")
+    batch, rows, key_heads, key_dim = keys.shape
+    heads, value_dim = values.shape[2:]
+    if batch != 1 or not 1 <= rows <= MOST_NODES or heads % key_heads or key_dim > 256:
+        raise KernelError(
+            f"delta rule: keys {keys.shape} and values {values.shape} have no kernel; it takes "
+            f"[1, 1..{MOST_NODES}, heads, <= 256], with heads of values a multiple of the keys'."
+        )
+    if keys.dtype not in FLOATS or values.dtype != keys.dtype or beta.dtype not in FLOATS:
+        raise KernelError(
+            f"delta rule: keys are {dtype_name(keys)}, values {dtype_name(values)}: float16, "
+            "bfloat16 or float32, both the same, is needed."
+        )
+    if decay.shape != (1, rows, heads) or beta.shape != decay.shape or decay.dtype != mx.float32:
+        raise KernelError(
+            f"delta rule: decay {decay.shape} in {dtype_name(decay)} and beta {beta.shape}: "
+            f"{(1, rows, heads)} is needed, the decay in float32."
+        )
+    if state.shape != (1, heads, value_dim, key_dim) or state.dtype != mx.float32:
+        raise KernelError(
+            f"delta rule: the state is {state.shape} in {dtype_name(state)}; "
+            f"{(1, heads, value_dim, key_dim)} in float32 is needed."
+        )
+
+
+def check_verify(queries: mx.array, keys: mx.array, parents: Sequence[int] | None) -> None:
+    """Raise `KernelError` for queries or a tree that do not fit the keys."""
+    if queries.shape != keys.shape or queries.dtype != keys.dtype:
+        raise KernelError(f"delta rule: queries {queries.shape} and keys {keys.shape} differ.")
+    if parents is not None and len(parents) != keys.shape[1]:
+        raise KernelError(f"delta rule: {len(parents)} parents for {keys.shape[1]} rows.")
+
+
+def _launch(
+    keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[list[mx.array], dict]:
+    """The tape as inputs, and what all kernels here are launched with: a SIMD-group a state row."""
+    (key_heads, key_dim), (heads, value_dim) = keys.shape[2:], values.shape[2:]
+    tape = [in_device_memory(x) for x in (keys, values, decay, beta, state)]
+    template = [("T", keys.dtype), ("B", beta.dtype), ("DK", key_dim)]
+    template += [("HK", key_heads), ("HV", heads), ("DV", value_dim)]
+    grid, threadgroup = (32, value_dim, heads), (32, min(_GROUP, value_dim), 1)
+    return tape, {"template": template, "grid": grid, "threadgroup": threadgroup}

@@ -1,0 +1,136 @@
+// The gated delta rule over the rows of one draft: its output at every row (the verify), and the
+// state after the rows that were kept (the replay).
+//
+// A state is a matrix [Dv, Dk] per head, and its Dv rows never meet. A SIMD-group takes one of
+// them, its Dk elements spread over the lanes (element i * 32 + lane, so lanes read neighbours),
+// and holds it in registers while it goes through the draft: the state is read once from device
+// memory, and written at most once. Every state row of a head reads the same keys and queries, a
+// few kilobytes that stay in the cache.
+//
+// Why a row's bits depend on its own path alone: a step is a function of the state before it and
+// of its own row; sums over Dk are taken lane by lane in ascending order and then over the lanes
+// by the butterfly written out below, whatever else the draft holds. `fma` by name, so that every
+// instance rounds alike.
+//
+// In a tree a node steps from its parent's state. The nodes are visited from the root down, each
+// subtree at once, so most nodes follow their parent directly. Where a node has several children,
+// its state waits in a slot of threadgroup memory for the later ones. Lanes keep to their own
+// elements there, so nobody has to wait for anybody.
+#pragma once
+
+#include <metal_simdgroup>
+#include <metal_stdlib>
+
+namespace dflash {
+using namespace metal;
+
+// One row of a state, spread over a SIMD-group.
+template <int DK>
+struct StateRow {
+  enum : int { per_lane = (DK + 31) / 32 };
+  float values[per_lane];
+
+  // Neighbouring lanes have neighbouring elements; those past the end of the row are zero.
+  template <typename Pointer>
+  static float element(Pointer row, int i, int lane) {
+    return i * 32 + lane < DK ? float(row[i * 32 + lane]) : 0.0f;
+  }
+
+  template <typename Pointer>
+  void load(Pointer row, int lane) {
+    for (int i = 0; i < per_lane; i++) values[i] = element(row, i, lane);
+  }
+
+  template <typename Pointer>
+  void store(Pointer row, int lane) const {
+    for (int i = 0; i < per_lane; i++) {
+      if (i * 32 + lane < DK) row[i * 32 + lane] = values[i];
+    }
+  }
+
+  // The product with a key or query [Dk], the same on all lanes.
+  template <typename T>
+  float dot(const device T* row, int lane) const {
+    float sum = 0;
+    for (int i = 0; i < per_lane; i++) sum = fma(values[i], element(row, i, lane), sum);
+    for (ushort distance = 1; distance < 32; distance *= 2) sum += simd_shuffle_xor(sum, distance);
+    return sum;
+  }
+
+  // The state decays, and what it does not yet recall of the value for this key is added.
+  template <typename T>
+  void step(const device T* key, float value, float decay, float beta, int lane) {
+    for (int i = 0; i < per_lane; i++) values[i] *= decay;
+    const float missing = (value - dot(key, lane)) * beta;
+    for (int i = 0; i < per_lane; i++) values[i] = fma(element(key, i, lane), missing, values[i]);
+  }
+};
+
+// What enters the recurrence: keys [N, Hk, DK], values [N, Hv, DV], decay and beta [N, Hv].
+template <typename T, typename Beta, int DK>
+struct DeltaInputs {
+  const device T* keys;
+  const device T* values;
+  const device float* decay;
+  const device Beta* beta;
+  int key_heads, heads, value_dim;
+
+  // Element of [N, Hk, DK] where the row's key, or query, for a value head begins.
+  int key_at(int row, int head) const {
+    return (row * key_heads + head / (heads / key_heads)) * DK;
+  }
+
+  void step(thread StateRow<DK>& state, int row, int head, int d, int lane) const {
+    const int gate = row * heads + head;
+    const float value = float(values[gate * value_dim + d]);
+    state.step(keys + key_at(row, head), value, decay[gate], float(beta[gate]), lane);
+  }
+};
+
+// The verify of a chain. queries as keys; state and next [Hv, DV, DK]; out [N, Hv, DV].
+template <typename T, typename Beta, int DK>
+inline void verify_chain(DeltaInputs<T, Beta, DK> in, const device T* queries,
+    const device float* state, int rows, device T* out, device float* next, int head, int d,
+    int lane) {
+  StateRow<DK> current;
+  const int at = (head * in.value_dim + d) * DK;
+  current.load(state + at, lane);
+  for (int row = 0; row < rows; row++) {
+    in.step(current, row, head, d, lane);
+    const float read = current.dot(queries + in.key_at(row, head), lane);
+    if (lane == 0) out[(row * in.heads + head) * in.value_dim + d] = T(read);
+  }
+  current.store(next + at, lane);
+}
+
+// The verify of a tree, in the order of `visits` [N, 3]: a node, the slot its parent's state waits
+// in (-1: the node before it in this order is its parent), the slot to leave its own in (-1: none).
+// slots: this SIMD-group's, [slots, DK].
+template <typename T, typename Beta, int DK>
+inline void verify_tree(DeltaInputs<T, Beta, DK> in, const device T* queries,
+    const device float* state, const device int* visits, int nodes, device T* out,
+    threadgroup float* slots, int head, int d, int lane) {
+  StateRow<DK> current;
+  current.load(state + (head * in.value_dim + d) * DK, lane);
+  for (int visit = 0; visit < nodes; visit++) {
+    const int node = visits[visit * 3], from = visits[visit * 3 + 1], to = visits[visit * 3 + 2];
+    if (from >= 0) current.load(slots + from * DK, lane);
+    in.step(current, node, head, d, lane);
+    if (to >= 0) current.store(slots + to * DK, lane);
+    const float read = current.dot(queries + in.key_at(node, head), lane);
+    if (lane == 0) out[(node * in.heads + head) * in.value_dim + d] = T(read);
+  }
+}
+
+// The replay: the state after the first `count` of the rows listed in `kept`.
+template <typename T, typename Beta, int DK>
+inline void replay(DeltaInputs<T, Beta, DK> in, const device float* state, const device int* kept,
+    int count, device float* next, int head, int d, int lane) {
+  StateRow<DK> current;
+  const int at = (head * in.value_dim + d) * DK;
+  current.load(state + at, lane);
+  for (int i = 0; i < count; i++) in.step(current, kept[i], head, d, lane);
+  current.store(next + at, lane);
+}
+
+}  // namespace dflash
