@@ -131,7 +131,7 @@ class EmulatedKernel:
                 self.output_names, output_shapes, output_dtypes, strict=True
             )
         ]
-        self._counters = launch(
+        counters = launch(
             self.name,
             self._build.runtime,
             self._library(wrapper),
@@ -139,6 +139,7 @@ class EmulatedKernel:
             threadgroup,
             self._input_memory(wrapper, arrays) + outputs,
         )
+        self._counters = counters if self._build.checked else None
         return [
             _mlx(memory.values, dtype) for memory, dtype in zip(outputs, output_dtypes, strict=True)
         ]

@@ -4,7 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// `site` is the source line of a call: the threads that meet must have come to the same one.
+// `site` is the source line of a call: the threads that meet must have come to the same one. Two
+// calls on one line are not told apart.
 #define METAL_HOST_EXPORT __attribute__((visibility("default")))
 #pragma GCC visibility push(default)
 extern "C" {

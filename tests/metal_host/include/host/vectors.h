@@ -1,4 +1,5 @@
-// Vectors of two to four scalars, aligned as Metal aligns them.
+// Vectors of two to four scalars, aligned as Metal aligns them. Of Metal's
+// swizzles there are those that lie in memory as they are: xy, zw, xyz.
 #pragma once
 
 #include "scalars.h"
@@ -28,18 +29,6 @@ inline vec<T, N> make_vector(Parts... parts) {
 template <class T, int N>
 struct vec;
 
-// `v.xy` and the like: a view of the vector's own elements, which lie in the same union.
-template <class T, int N, int... I>
-struct Swizzle {
-  T elements[N];
-  operator vec<T, sizeof...(I)>() const { return {elements[I]...}; }
-  Swizzle& operator=(const vec<T, sizeof...(I)>& value) {
-    int k = 0;
-    ((elements[I] = value[k++]), ...);
-    return *this;
-  }
-};
-
 #define METAL_HOST_MEMBERS(N)                                    \
   vec() = default;                                               \
   T& operator[](int i) { return (&x)[i]; }                       \
@@ -54,12 +43,7 @@ struct Swizzle {
 
 template <class T>
 struct alignas(2 * sizeof(T)) vec<T, 2> {
-  union {
-    struct { T x, y; };
-    struct { T r, g; };
-    Swizzle<T, 2, 0, 1> xy;
-    Swizzle<T, 2, 1, 0> yx;
-  };
+  T x, y;
   METAL_HOST_MEMBERS(2)
   vec(T a, T b) : x(a), y(b) {}
 };
@@ -67,25 +51,21 @@ template <class T>
 struct alignas(4 * sizeof(T)) vec<T, 3> {
   union {
     struct { T x, y, z; };
-    struct { T r, g, b; };
-    Swizzle<T, 3, 0, 1> xy;
-    Swizzle<T, 3, 1, 2> yz;
+    vec<T, 2> xy;
   };
   METAL_HOST_MEMBERS(3)
-  vec(T a, T b_, T c) : x(a), y(b_), z(c) {}
+  vec(T a, T b, T c) : x(a), y(b), z(c) {}
 };
 template <class T>
 struct alignas(4 * sizeof(T)) vec<T, 4> {
   union {
     struct { T x, y, z, w; };
-    struct { T r, g, b, a; };
-    Swizzle<T, 4, 0, 1> xy;
-    Swizzle<T, 4, 2, 3> zw;
-    Swizzle<T, 4, 0, 1, 2> xyz;
+    struct { vec<T, 2> xy, zw; };
+    vec<T, 3> xyz;
   };
   METAL_HOST_MEMBERS(4)
-  vec(T a_, T b_, T c, T d) : x(a_), y(b_), z(c), w(d) {}
-  vec(vec<T, 2> low, vec<T, 2> high) : x(low.x), y(low.y), z(high.x), w(high.y) {}
+  vec(T a, T b, T c, T d) : x(a), y(b), z(c), w(d) {}
+  vec(vec<T, 2> low, vec<T, 2> high) : xy(low), zw(high) {}
 };
 #undef METAL_HOST_MEMBERS
 
