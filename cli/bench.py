@@ -147,6 +147,7 @@ def bench(
         offline=offline,
         stock_blas=stock_blas,
         block_size=block_size,
+        policy=False,  # whole blocks: what the drafter is worth, not what the policy makes of it
     )
     if modes:
         tables.draw(open_pair(choice), tables.Asked(chosen, max_tokens, repeats), modes, json)

@@ -37,7 +37,7 @@ def chat(
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
     kv_bits: options.KvBits = None,
-    policy: options.Policy = False,
+    no_policy: options.NoPolicy = False,
     stop: options.Stop = None,
     verbose: options.Verbose = False,
 ) -> None:
@@ -54,7 +54,7 @@ def chat(
         stock_blas=stock_blas,
         block_size=block_size,
         kv_bits=kv_bits,
-        policy=policy,
+        policy=not no_policy,
     )
     pair = open_pair(choice)
     if not pair.target.tokenizer.has_chat_template:

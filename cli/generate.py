@@ -47,7 +47,7 @@ def generate(
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
     kv_bits: options.KvBits = None,
-    policy: options.Policy = False,
+    no_policy: options.NoPolicy = False,
     stop: options.Stop = None,
     raw: Annotated[
         bool,
@@ -78,7 +78,7 @@ def generate(
         stock_blas=stock_blas,
         block_size=block_size,
         kv_bits=kv_bits,
-        policy=policy,
+        policy=not no_policy,
     )
     pair = open_pair(choice)
     comparison = _comparison(pair, text, raw, max_tokens, stop or [])

@@ -102,7 +102,7 @@ BlockSize = Annotated[
         "--block-size",
         "-b",
         metavar="N",
-        help="Tokens verified at once; by default as many as the drafter was trained for.",
+        help="Tokens verified at once; by default as many as are fastest, by measured costs.",
         group=DECODING,
         min=1,
     ),
@@ -116,14 +116,9 @@ KvBits = Annotated[
         group=DECODING,
     ),
 ]
-Policy = Annotated[
+NoPolicy = Annotated[
     bool,
-    flag(
-        "--policy",
-        "Choose each round's width from measured costs; experimental, its speed has not been "
-        "shown yet.",
-        DECODING,
-    ),
+    flag("--no-policy", "Draft whole blocks, even where fewer rows or none are faster.", DECODING),
 ]
 Temperature = Annotated[
     float,
@@ -171,9 +166,7 @@ Stop = Annotated[
 ]
 Verbose = Annotated[
     bool,
-    flag(
-        "--verbose", "Say how many rows each round had, the seed, and what --policy knows.", OUTPUT
-    ),
+    flag("--verbose", "Say how many rows each round had and why, and the seed.", OUTPUT),
 ]
 Json = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]
 Inspect = Annotated[

@@ -18,11 +18,6 @@ from .screen import note, waiting
 if TYPE_CHECKING:
     from dflash_mlx import DFlash, Policy, Stats, Target
 
-# On MLX's own CPU BLAS a round costs nearly as much again for every row. The embedded pair gains
-# 1.37x with 4 rows, 1.50x with 6, 1.56x with 8 and 1.40x with 16 (medians over its prompts, one
-# core); with fewer rows there is less to lose for a drafter that is less often right.
-STOCK_BLOCK_SIZE = 6
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -39,7 +34,7 @@ class Choice:
     group_size: int | None = None
     offline: bool = False
     kv_bits: Bits | None = None
-    policy: bool = False  # let it decide the width of each round
+    policy: bool = True  # measured costs decide the width of each round, unless block_size does
 
 
 @dataclass(frozen=True)
@@ -84,10 +79,6 @@ def open_pair(choice: Choice) -> Pair:
         raise typer.BadParameter(
             "goes with neither --draft nor --block-size", param_hint="--no-draft"
         )
-    if choice.policy and (choice.no_draft or choice.block_size):
-        raise typer.BadParameter(
-            "goes with neither --no-draft nor --block-size", param_hint="--policy"
-        )
     blas = dflash_mlx.use_fast_blas(stock=choice.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
@@ -103,12 +94,11 @@ def open_pair(choice: Choice) -> Pair:
             target = load_target(choice.model, target_bits, **settings)
         else:
             target, drafter = load(choice.model, choice.draft, target_bits, draft_bits, **settings)
-    policy: Policy | None = None
-    if drafter is not None and choice.policy:
+    kv_bits, policy = _number(choice.kv_bits), None
+    if drafter is not None and choice.policy and not choice.block_size:
         with waiting("Measuring what a round costs, once for this pair and machine"):
-            policy = dflash_mlx.Policy.of(target, drafter)
-    size = None if policy else _block_size(choice, drafter, blas)
-    pair = Pair(target, drafter, size, blas, _number(choice.kv_bits), policy)
+            policy = dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits)
+    pair = Pair(target, drafter, choice.block_size, blas, kv_bits, policy)
     with waiting("Warming up"):
         from dflash_mlx.bench.measure import warm_up
 
@@ -134,18 +124,3 @@ def _is_remote(choice: Choice) -> bool:
     """Whether something may be fetched, whose own progress bars need the screen."""
     names = filter(None, (choice.model, choice.draft))
     return any("/" in name and not Path(name).expanduser().exists() for name in names)
-
-
-def _block_size(choice: Choice, drafter: DFlash | None, blas: BlasInfo) -> int | None:
-    """The block size asked for, or a small one where larger ones are slower than none."""
-    import mlx.core as mx
-
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if drafter is None or choice.block_size or blas.name != "stock" or not on_cpu:
-        return choice.block_size
-    size = min(STOCK_BLOCK_SIZE, drafter.config.block_size)
-    note(
-        f"Block size {size} instead of {drafter.config.block_size}: larger ones are slow on MLX's "
-        f"stock BLAS ({blas.reason}); see dflash-mlx doctor."
-    )
-    return size

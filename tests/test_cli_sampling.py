@@ -26,13 +26,16 @@ def test_without_a_seed_one_is_drawn_and_told(pair):
     assert content["identical"] is True and f"seed: {content['seed']}" in done.stderr
 
 
-def test_the_policy_is_asked_for_and_leaves_the_text_alone(pair):
+def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
     options = ["-n", "16", "--json", "--no-compare", "--verbose", *pair]
-    fixed = run("generate", QUESTION, *options)
-    chosen = run("generate", QUESTION, *options, "--policy")
-    assert "expected" not in fixed.stderr and "tokens expected" in chosen.stderr
-    fixed, chosen = json.loads(fixed.stdout), json.loads(chosen.stdout)
-    assert fixed["tokens"] == chosen["tokens"] and "16" in fixed["widths"]
+    chosen = run("generate", QUESTION, *options)
+    blocks = run("generate", QUESTION, *options, "--no-policy")
+    pinned = run("generate", QUESTION, *options, "--block-size", "16")
+    assert "tokens expected" in chosen.stderr
+    assert "expected" not in blocks.stderr + pinned.stderr
+    chosen, blocks, pinned = (json.loads(done.stdout) for done in (chosen, blocks, pinned))
+    assert chosen["tokens"] == blocks["tokens"] == pinned["tokens"]
+    assert blocks["widths"] == pinned["widths"] and "16" in blocks["widths"]
 
 
 def test_chat_samples(pair):
