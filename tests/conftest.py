@@ -1,13 +1,7 @@
-"""What every test shares: the helpers beside this file, and hypothesis without a clock."""
-
-import sys
-from pathlib import Path
+"""What every test shares: hypothesis without a clock, and a pair on disk."""
 
 import hypothesis
 import pytest
-
-# pytest's importlib mode leaves the tests' folder out, and the helpers live in it.
-sys.path.insert(0, str(Path(__file__).parent))
 
 # The same examples everywhere, every time: a red build is a bug, never bad luck.
 hypothesis.settings.register_profile("dflash", deadline=None, derandomize=True, max_examples=30)
