@@ -23,6 +23,7 @@ class Commands(TyperGroup):
     """Every command runs inside this: the errors of the library end here, in one line."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command; an error of the library becomes a line on stderr and an exit code."""
         # Other libraries' advice is not for the person at the terminal.
         logging.disable(logging.WARNING)
         try:

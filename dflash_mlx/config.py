@@ -47,6 +47,19 @@ class Decision:
     source: str
 
 
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `ConfigError`."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a JSON object is expected.")
+    return content
+
+
 @dataclass(frozen=True)
 class DraftConfig:
     """The resolved configuration of a DFlash (arXiv 2602.06036) or DFlash2 drafter."""
@@ -88,15 +101,7 @@ class DraftConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> DraftConfig:
         """Read and resolve a config.json. Raises `ConfigError`."""
-        try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
-        except ValueError as error:
-            raise ConfigError(f"{path}: not valid JSON ({error}).") from error
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path}: a JSON object is expected.")
-        return cls.from_dict(raw, where=str(path))
+        return cls.from_dict(read_json(path), where=str(path))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "drafter config") -> DraftConfig:
@@ -206,6 +211,10 @@ class _Reader:
         below: int | None = None,
         divides: int | None = None,
     ) -> int:
+        """A whole number of at least `minimum`, below `below`, that divides `divides`.
+
+        Raises `ConfigError`, naming the field.
+        """
         value = self.get(name)
         if value is None:
             value = default

@@ -5,7 +5,6 @@ A name is the embedded pair ("tiny"), a local folder, or a repository of the Hug
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
+from .config import read_json
 from .drafter.checkpoint import read_drafter
 from .drafter.network import DFlash
 from .errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
@@ -113,7 +113,9 @@ def _open_target(
 ) -> Target:
     """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
     weights = check_safetensors(folder)
-    config = _read_json(folder / "config.json")
+    if not (folder / "config.json").exists():
+        raise ModelNotFoundError(f"{folder}: there is no config.json.")
+    config = read_json(folder / "config.json")
     quantized = "quantization" in config or "quantization_config" in config
     if quantization is not None and quantized:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
@@ -226,18 +228,6 @@ def _tokenizer(folder: Path, config: dict[str, Any]) -> Any:
         raise ConfigError(
             f"{folder}: the tokenizer cannot be read ({_one_line(error)})."
         ) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(f"{file.parent}: there is no {file.name}.") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: a JSON object is expected.")
-    return content
 
 
 def _one_line(error: Exception) -> str:
