@@ -25,6 +25,12 @@ from .target import Target
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
 EMBEDDED = "tiny"
+# What comes with the package: (name, part) -> folder in dflash_mlx/tiny.
+_EMBEDDED_FOLDERS = {
+    (EMBEDDED, "target"): "target",
+    (EMBEDDED, "drafter"): "drafter",
+    (f"{EMBEDDED}-dflash2", "drafter"): "dflash2",
+}
 
 
 def load(
@@ -41,7 +47,8 @@ def load(
 
     Args:
         name: "tiny" (the embedded pair), a folder, or a hub repository.
-        draft: the drafter's folder or repository; None finds it in the registry.
+        draft: the drafter's folder or repository, or "tiny-dflash2" (the embedded pair's second
+            drafter); None finds it in the registry.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them.
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
@@ -199,8 +206,9 @@ def _lay_out_by_column(model: nn.Module) -> None:
 
 def _folder(name: str, part: str, hub: Hub) -> Path:
     """The local folder of a model: embedded, given, or fetched from the hub."""
-    if name == EMBEDDED:
-        return Path(str(files("dflash_mlx.tiny"))) / part
+    embedded = _EMBEDDED_FOLDERS.get((name, part))
+    if embedded is not None:
+        return Path(str(files("dflash_mlx.tiny"))) / embedded
     _check_name(name)
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else hub.fetch(name)

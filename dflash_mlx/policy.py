@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .target import Target
 
 HOPE = 0.9  # how often slot 1 is taken to be right before anything is known,
-HOPE_WEIGHT = 2.0  # and how many rounds that belief counts for
+HOPE_WEIGHT = 1.5  # and how many rounds that belief counts for
 NEIGHBOUR_WEIGHT = 4.0  # how many rounds the slot before counts for in the belief about a slot
 MEMORY = 0.98  # a round's weight against the next one's: the last 50 or so count
 GAIN = 1.02  # what drafting has to promise over plain decoding
