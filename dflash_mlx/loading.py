@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from .config import read_json
 from .drafter.checkpoint import read_drafter
@@ -146,6 +146,9 @@ def _open_drafter(name: str, folder: Path, quantization: Quantization | None) ->
     drafter = read_drafter(folder)
     if quantization is not None and drafter.config.quantization is not None:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
+    if drafter.config.quantization is not None and _on_cpu():
+        # MLX's quantized products are slow on a CPU, and what drafts does not change the text.
+        dequantize_model(drafter)
     _settle(drafter, quantization)
     return drafter
 

@@ -98,6 +98,19 @@ def test_it_loads_by_name_and_answers(bits):
     assert result.stats.acceptance_length > 3
 
 
+def test_its_second_drafter_accepts_more():
+    target, dflash = dm.load("tiny")
+    _, dflash2 = dm.load("tiny", draft="tiny-dflash2")
+    assert type(dflash2).__name__ == "DFlash2"
+    rounds = [0, 0]
+    for record in prompts()[::7]:
+        messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+        first, second = (generate(target, each, messages) for each in (dflash, dflash2))
+        assert first.tokens == second.tokens
+        rounds = [rounds[0] + first.stats.rounds, rounds[1] + second.stats.rounds]
+    assert rounds[1] < rounds[0]
+
+
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_every_drafter_gives_mlx_lms_tokens(reports, bits):
     """With weights as they are, of 8 and of 4 bits; drafted by the pair's own and by oracles."""

@@ -280,5 +280,18 @@ def test_from_a_chat_file_to_a_drafter_on_disk(tmp_path: Path, target: Target) -
         assert np.allclose(array, flat(loaded.parameters())[name], rtol=1e-2), name
 
 
+def test_a_drafter_can_be_stored_in_six_bits(tmp_path: Path) -> None:
+    raw = RAW_DRAFTER | {"intermediate_size": 64}
+    drafter = new_drafter(DraftConfig.from_dict(raw), seed=0)
+    few = raw | {"quantization": {"group_size": 32, "bits": 6}}
+    for name, config in (("plain", raw), ("six", few)):
+        save_drafter(drafter, config, tmp_path / name)
+    plain, six = ((tmp_path / n / "model.safetensors").stat().st_size for n in ("plain", "six"))
+    assert six < 0.6 * plain
+    loaded = flat(load_drafter(str(tmp_path / "six")).parameters())
+    for name, array in flat(drafter.parameters()).items():
+        assert np.allclose(array, loaded[name], atol=0.05), name
+
+
 def test_a_new_model_is_mlx_lms_own() -> None:
     assert isinstance(new_model(TARGET, 0), qwen3.Model)

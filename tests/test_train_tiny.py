@@ -7,13 +7,20 @@ from itertools import islice
 import pytest
 
 from dflash_mlx.train import corpus
-from dflash_mlx.train.tiny_pair import DRAFTER_CONFIG, SUITE_SIZE, TARGET_CONFIG, record
+from dflash_mlx.train.tiny_pair import (
+    DFLASH2_CONFIG,
+    DRAFTER_CONFIG,
+    SUITE_SIZE,
+    TARGET_CONFIG,
+    record,
+)
 
 PAIR = files("dflash_mlx").joinpath("tiny")
 
 
 @pytest.mark.parametrize(
-    ("part", "config"), [("target", TARGET_CONFIG), ("drafter", DRAFTER_CONFIG)]
+    ("part", "config"),
+    [("target", TARGET_CONFIG), ("drafter", DRAFTER_CONFIG), ("dflash2", DFLASH2_CONFIG)],
 )
 def test_its_shapes_are_the_recipes(part: str, config: dict) -> None:
     assert json.loads(PAIR.joinpath(part, "config.json").read_text()) == config

@@ -261,8 +261,17 @@ def mean_loss(
 
 
 def save_drafter(drafter: DFlash, raw_config: dict[str, Any], folder: Path) -> None:
-    """Write the drafter as bf16 safetensors with its config, in the published layout."""
+    """Write the drafter as bf16 safetensors with its config, in the published layout.
+
+    With a "quantization" in the config (`group_size`, `bits`) the matrices are stored in so many
+    bits; the drafter itself stays as it is.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {k: v.astype(mx.bfloat16) for k, v in tree_flatten(drafter.parameters())}
+    if "quantization" in raw_config:
+        stored = type(drafter)(drafter.config)
+        stored.load_weights(list(weights.items()))
+        nn.quantize(stored, **raw_config["quantization"])
+        weights = dict(tree_flatten(stored.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(raw_config, indent=1) + "\n")

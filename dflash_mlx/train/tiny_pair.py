@@ -78,6 +78,8 @@ DFLASH2_CONFIG: dict[str, Any] = {
         "selector_rank": 32,
         "selector_top_k": 8,
     },
+    # Both drafters fit into the package, and 6 bits accept as much as 16 (docs/experiments.md).
+    "quantization": {"group_size": 64, "bits": 6},
 }
 EPOCH = 4096  # conversations that are generated, tokenized and sorted at once
 SUITE_SIZE = 16  # held-out prompts per category in prompts.jsonl
