@@ -27,7 +27,8 @@ def models(json: options.Json = False, inspect: options.Inspect = None) -> None:
     if json:
         print_json({"embedded": "tiny", "pairs": [_as_json(row) for row in rows]})
         return
-    lines = [Text.assemble(("tiny", "bold"), "  embedded, with its drafter and a second one, tiny-dflash2")]
+    embedded = "  embedded, with its drafter and a second one, tiny-dflash2"
+    lines = [Text.assemble(("tiny", "bold"), embedded)]
     for row in rows:
         lines += _lines(row)
     lines.append(Text("Conversions are known by their name: Qwen3-8B-4bit, Qwen3-8B-mxfp4, ..."))
