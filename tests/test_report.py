@@ -6,6 +6,7 @@ import io
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -174,6 +175,12 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         assert "cannot be written" in one_line_error(program("bench", "--out", out))
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_without_matplotlib_nothing_is_measured(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = one_line_error(program("bench", "--out", tmp_path / "run"))
+    assert 'pip install -e ".[bench]"' in said and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("there", [False, True])
