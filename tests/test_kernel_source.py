@@ -1,12 +1,11 @@
 """What the kernel factory is handed: one ASCII text with every local include in it, once."""
 
-import subprocess
 from pathlib import Path
 
 import metal_host
 import mlx.core as mx
 import pytest
-from metal_host.compiler import compiler
+from metal_host.compiler import Build
 
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels import source
@@ -41,13 +40,7 @@ def test_every_file_compiles_by_itself(name):
     """As on a Mac (`xcrun -sdk macosx metal -c`), with stand-ins for Metal's headers: it includes
     what it needs. What its templates hold is compiled where the kernels are tested.
     """
-    found = compiler()
-    include = Path(metal_host.__file__).parent / "include"
-    command = [found.path, "-std=c++17", "-fsyntax-only", "-w", f"-I{include}", "-x", "c++"]
-    if not found.is_clang:
-        command.append("-fexcess-precision=16")
-    done = subprocess.run([*command, METAL / name], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    Build().check_syntax(METAL / name)
 
 
 def test_small_inputs_are_padded_to_what_mlx_leaves_in_device_memory():

@@ -6,11 +6,13 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
+_INCLUDE = f"-I{HERE / 'include'}"
 CACHE = HERE.parents[1] / ".pytest_cache" / "metal_host"
 
 _COMMON = (
@@ -79,8 +81,8 @@ def strict_compiler() -> Compiler | None:
     return next(filter(None, map(_found, _CLANG)), None)
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: Sequence[str], text: str | None = None) -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise CompilationError(f"{' '.join(command)}\n{done.stderr[:6000]}")
 
@@ -107,7 +109,9 @@ def _runtime_files() -> str:
 class Build:
     """Compiles for one mode, keeping everything in `folder`. No compiler: the first there is."""
 
-    def __init__(self, checked: bool, compiler: Compiler | None, folder: Path = CACHE):
+    def __init__(
+        self, checked: bool = True, compiler: Compiler | None = None, folder: Path = CACHE
+    ):
         compiler = compiler or next(iter(compilers()), None)
         if compiler is None:
             raise CompilationError("there is no C++ compiler here: install g++ or clang")
@@ -139,6 +143,10 @@ class Build:
 
         return self._once("runtime", ".so", (_runtime_files(),), make)
 
+    def check_syntax(self, source: Path) -> None:
+        """Raises CompilationError if a Metal file does not compile by itself."""
+        _run([*self._base, _INCLUDE, "-fsyntax-only", "-x", "c++", str(source)])
+
     def kernel(self, source: str) -> Path:
         """A kernel's shared library, linked to the runtime."""
         mode = ("-O1",)
@@ -149,8 +157,7 @@ class Build:
         def make(path: Path) -> None:
             text, compiled = path.with_suffix(".cpp"), path.with_suffix(".o")
             text.write_text(source)
-            include = f"-I{HERE / 'include'}"
-            _run([*self._base, *mode, include, "-c", str(text), "-o", str(compiled)])
+            _run([*self._base, *mode, _INCLUDE, "-c", str(text), "-o", str(compiled)])
             _run([self.compiler.path, "-shared", str(compiled), str(runtime), "-o", str(path)])
             text.unlink()
             compiled.unlink()
@@ -163,11 +170,8 @@ def check_strictly(source: str) -> None:
     clang = strict_compiler()
     if clang is None:
         raise CompilationError("there is no clang++ here: strict address spaces need one")
-    command = [clang.path, "-std=c++17", "-DMETAL_HOST_STRICT", "-fsyntax-only", "-w"]
-    command += ["-ferror-limit=8", f"-I{HERE / 'include'}", "-x", "c++", "-"]
-    done = subprocess.run(command, input=source, capture_output=True, text=True)
-    if done.returncode:
-        raise CompilationError(done.stderr[:6000])
+    command = [clang.path, "-std=c++17", "-DMETAL_HOST_STRICT", "-fsyntax-only", "-w", _INCLUDE]
+    _run([*command, "-x", "c++", "-"], text=source)
 
 
 def source_line(library: Path, offset: int) -> str:
