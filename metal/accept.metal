@@ -8,8 +8,6 @@
 //
 // The largest of numbers does not depend on the order in which they are compared, and of equal
 // ones the first in the vocabulary wins, as in mx.argmax.
-#pragma once
-
 #include <metal_simdgroup>
 #include <metal_stdlib>
 

@@ -114,7 +114,7 @@ inline void load_tile(
     threadgroup T* tile, Rows from, const threadgroup int* rows, uint thread_index, uint threads) {
   for (int i = thread_index; i < KEYS * D / 4; i += threads) {
     const int key = i / (D / 4), d = i % (D / 4) * 4;
-    const vec<T, 4> four = rows[key] < 0 ? vec<T, 4>(0) : from.load(rows[key], d);
+    const vec<T, 4> four = rows[key] < 0 ? vec<T, 4>(T(0)) : from.load(rows[key], d);
     for (int j = 0; j < 4; j++) tile[key * (D + kPad) + d + j] = four[j];
   }
 }

@@ -16,8 +16,6 @@
 // subtree at once, so most nodes follow their parent directly. Where a node has several children,
 // its state waits in a slot of threadgroup memory for the later ones. Lanes keep to their own
 // elements there, so nobody has to wait for anybody.
-#pragma once
-
 #include <metal_simdgroup>
 #include <metal_stdlib>
 

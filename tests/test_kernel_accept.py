@@ -3,8 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_check import DTYPES, kernel_factory, on_gpu_or_emulator
+from kernel_check import DTYPES, Counted, kernel_factory, on_gpu_or_emulator
 from kernel_trees import random_parents
+from metal_host import needs_compiler
 
 from dflash_mlx.accept import accept
 from dflash_mlx.errors import KernelError
@@ -67,6 +68,14 @@ def test_a_row_of_minus_infinity_chooses_the_first_token(kernel):
     tokens, parents = mx.array([4, 0]), mx.array([-1, 0])
     for walk in (kernel, accept_walk_reference):
         assert read_walk(walk(logits, tokens, parents)) == ([0, 1], 0)
+
+
+@needs_compiler
+def test_logits_are_read_once():
+    """Counted, where the vocabulary is not a multiple of a piece or a SIMD-group."""
+    counted, logits = Counted(), mx.zeros((5, 8500), mx.bfloat16)
+    AcceptWalk(counted)(logits, mx.zeros(5), mx.arange(-1, 4))
+    assert counted.counters("accept_best").buffers["logits"].read == logits.nbytes
 
 
 def test_what_does_not_fit_is_refused(kernel):

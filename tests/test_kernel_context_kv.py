@@ -5,12 +5,14 @@ import pytest
 import tinymodels
 from kernel_check import (
     TOLERANCES,
+    Counted,
     kernel_factory,
     on_gpu_or_emulator,
     random_weights,
     relative_error,
     same_bits,
 )
+from metal_host import needs_compiler
 
 from dflash_mlx.drafter.rope import YarnRope
 from dflash_mlx.errors import KernelError
@@ -96,6 +98,18 @@ def test_a_row_alone_has_the_same_bits(case, kernel):
         alone = kernel(features[row : row + 1], *rest, **named | {"position": 5 + row})
         for ours, all_rows in zip(alone, together, strict=True):
             assert same_bits(ours[:, :, 0], all_rows[:, :, row])
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [3, 16])
+def test_weights_are_read_once(rows):
+    """Counted, for up to 16 rows."""
+    args, named = arguments(mx.float16, rows, 320, (3, 2, 128), None)
+    counted = Counted()
+    ContextKV(counted)(*args, **named)
+    traffic = counted.counters("context_kv_plain").buffers
+    assert traffic["w"].read == args[1].nbytes
+    assert traffic["v"].read == args[2].nbytes
 
 
 def test_what_does_not_fit_is_refused(kernel):
