@@ -63,18 +63,18 @@ CASES = [
     Case(length=1),
     Case(mx.float16, 64, nodes=2, length=2, bits=8),
     Case(mx.bfloat16, 64, group=2, nodes=16, length=16, sinks=True),
-    Case(mx.float16, 64, key_heads=2, group=8, nodes=3, length=513, window=128, sinks=True),
+    Case(mx.float16, 64, key_heads=2, group=8, nodes=3, length=600, window=128, sinks=True),
     Case(mx.float16, 80, key_heads=2, group=3, nodes=16, length=300),
     Case(mx.float32, 96, group=7, nodes=5, length=270, first=1000, window=256),
     Case(mx.bfloat16, 96, key_heads=3, nodes=33, length=140, tree=True, window=12),
     Case(mx.bfloat16, 128, group=5, nodes=8, length=700, first=250, sinks=True),
     Case(mx.float16, 128, group=4, nodes=16, length=600, bits=8),
-    Case(mx.float32, 128, group=6, nodes=2, length=257),
-    Case(mx.bfloat16, 128, key_heads=2, group=2, nodes=12, length=290, tree=True, bits=4),
-    Case(mx.float16, 192, nodes=15, length=256, bits=8),
+    Case(mx.float32, 128, group=6, nodes=2, length=513),
+    Case(mx.bfloat16, 128, key_heads=2, group=2, nodes=12, length=515, tree=True, bits=4),
+    Case(mx.float16, 192, nodes=15, length=512, bits=8),
     Case(mx.float32, 192, key_heads=2, nodes=4, length=100, window=1),
     Case(mx.float16, 256, group=2, nodes=64, length=320, tree=True),
-    Case(mx.float32, 256, key_heads=2, group=8, nodes=6, length=270, first=3, bits=8),
+    Case(mx.float32, 256, key_heads=2, group=8, nodes=6, length=270, first=300, bits=8),
     Case(mx.bfloat16, 256, group=3, nodes=7, length=60, window=20),
     Case(mx.float32, nodes=64, length=500, first=90, tree=True, window=200, sinks=True),
     Case(mx.float32, nodes=4, length=5000),
@@ -117,10 +117,23 @@ def test_kernel_and_reference_are_softmax_attention(case, kernel):
     assert relative_error(result, expected) < TOLERANCES[case.dtype]
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_window_ends_where_it_ends(tree, kernel):
+    """Wherever that is in a tile of keys."""
+    case = Case(nodes=3, length=70, first=500, tree=tree)
+    args, named = case.arguments()
+    for window in range(1, 40):
+        expected = softmax_attention(*args, **named | {"window": window})
+        result = kernel(*args, **named | {"window": window})
+        assert relative_error(result, expected) < TOLERANCES[mx.float32], window
+
+
+# In float32: half precision would round most differences away.
 ALONE = [
-    Case(mx.float16, 80, group=4, nodes=16, length=300, sinks=True),
-    Case(mx.bfloat16, 128, key_heads=2, group=3, nodes=16, length=262, first=20, window=100),
-    Case(mx.float16, 192, nodes=16, length=270, bits=8),
+    Case(head_dim=96, group=4, nodes=16, length=520, sinks=True),
+    Case(head_dim=64, key_heads=2, group=3, nodes=16, length=262, first=260, window=100),
+    Case(head_dim=256, nodes=16, length=70, first=450, bits=8),
+    Case(mx.bfloat16, 128, key_heads=2, group=2, nodes=16, length=100),
 ]
 
 
@@ -143,10 +156,20 @@ def cut(stored: Any, length: int) -> Any:
     return AffineWeights(*arrays, stored.bits, stored.group_size)
 
 
+def test_rows_that_a_sliding_cache_has_dropped_change_no_bits(kernel):
+    """A verify keeps more of them than a step of one row does."""
+    case = Case(group=3, nodes=3, length=190, first=400, window=60)
+    (queries, keys, values), named = case.arguments()
+    whole = kernel(queries, keys, values, **named)
+    for dropped in (1, 100, 190 - 62):
+        rest = (x[:, :, dropped:] for x in (keys, values))
+        assert same_bits(kernel(queries, *rest, **named | {"first": 400 + dropped}), whole)
+
+
 @pytest.mark.parametrize("past", [0, 200, 250, 256])
 def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(past, kernel):
     """Siblings between a node and its ancestors move nothing, around the edge of a chunk."""
-    case = Case(mx.float16, group=3, nodes=24, length=past + 24, first=3, window=190, tree=True)
+    case = Case(group=3, nodes=24, length=past + 24, first=259, window=190, tree=True)
     (queries, keys, values), named = case.arguments()
     block = kernel(queries, keys, values, **named)
     ancestors = np.array(named.pop("tree").ancestors)

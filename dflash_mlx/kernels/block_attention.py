@@ -18,7 +18,10 @@ from .weights import FLOATS, AffineWeights
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MOST_NODES = 64
-CHUNK = 256  # keys a threadgroup, at multiples of the absolute position: part of every row's sum
+# Keys of a threadgroup, at multiples of the absolute position: part of the definition of a row's
+# sum, so it cannot depend on the length. More keys mean less parallel work in a short context and
+# fewer partial sums to write and read in a long one.
+CHUNK = 512
 _UNLIMITED = 2**31 - 1  # a window no context fills
 
 _MEMORY = """
