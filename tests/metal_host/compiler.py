@@ -87,23 +87,14 @@ def _run(command: Sequence[str], text: str | None = None) -> None:
         raise CompilationError(f"{' '.join(command)}\n{done.stderr[:6000]}")
 
 
-def _files_digest(*folders: str) -> str:
+@cache
+def _digest(*folders: str) -> str:
+    """Of every file in these folders, their names included."""
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted((HERE / folder).rglob("*")):
-            if path.is_file():
-                digest.update(path.name.encode() + path.read_bytes())
+        for path in sorted((HERE / folder).rglob("*.*")):
+            digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-@cache
-def _headers() -> str:
-    return _files_digest("include")
-
-
-@cache
-def _runtime_files() -> str:
-    return _files_digest("include", "runtime")
 
 
 class Build:
@@ -116,53 +107,47 @@ class Build:
         if compiler is None:
             raise CompilationError("there is no C++ compiler here: install g++ or clang")
         self.checked = checked
-        self.folder = folder
         self.compiler = compiler
-        self._base = (compiler.path, *_COMMON, *_EXACT_HALF[compiler.is_clang])
+        self._folder = folder.resolve()
+        self._base = (compiler.path, *_COMMON, *_EXACT_HALF[compiler.is_clang], _INCLUDE)
 
-    def _once(self, kind: str, suffix: str, key: tuple[str, ...], make) -> Path:
-        """The file for this key; `make(path)` writes it if it has never been made."""
-        key = (self.compiler.version, str(self.checked), *self._base, *key)
-        name = hashlib.sha256("\0".join(key).encode()).hexdigest()[:24]
-        path = self.folder / f"{kind}-{name}{suffix}"
+    def _library(
+        self, kind: str, source: str, included: str, options: Sequence[str], linked: Sequence[str]
+    ) -> Path:
+        """The shared library of this C++ text, compiled unless it has been before.
+
+        included: stands for the files that the text includes
+        linked:   other libraries
+        """
+        command = [*self._base, *options]
+        key = "\0".join([self.compiler.version, *command, *linked, included, source])
+        path = self._folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_name(f"{path.name}.{os.getpid()}{suffix}")
-            make(unfinished)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            compiled, unfinished = (path.with_suffix(f".{os.getpid()}.{x}") for x in ("o", "so"))
+            _run([*command, "-c", "-x", "c++", "-", "-o", str(compiled)], text=source)
+            # Without the options, or a sanitizer of the compiler's own would be linked.
+            _run([self.compiler.path, "-shared", str(compiled), *linked, "-o", str(unfinished)])
+            compiled.unlink()
             os.replace(unfinished, path)  # whole or not at all, whoever else is compiling it
         return path
 
     @property
     def runtime(self) -> Path:
-        """The runtime as a shared library, which all kernels of a mode share."""
+        """The runtime, which all kernels of a mode share."""
+        files = sorted((HERE / "runtime").glob("*.cpp"))
+        source = "".join(f'#include "{path}"\n' for path in files)  # one unit compiles fastest
+        mode = ["-DMETAL_HOST_CHECKED"] if self.checked else []
+        return self._library("runtime", source, _digest("include", "runtime"), ["-O2", *mode], [])
 
-        def make(path: Path) -> None:
-            mode = ["-DMETAL_HOST_CHECKED"] if self.checked else []
-            sources = sorted(str(source) for source in (HERE / "runtime").glob("*.cpp"))
-            _run([*self._base, "-O2", *mode, "-shared", *sources, "-o", str(path)])
-
-        return self._once("runtime", ".so", (_runtime_files(),), make)
+    def kernel(self, source: str) -> Path:
+        """A kernel, linked to the runtime."""
+        mode = (*_CHECKED, *_NO_ENTRY_CALLS[self.compiler.is_clang]) if self.checked else ("-O1",)
+        return self._library("kernel", source, _digest("include"), mode, [str(self.runtime)])
 
     def check_syntax(self, source: Path) -> None:
         """Raises CompilationError if a Metal file does not compile by itself."""
-        _run([*self._base, _INCLUDE, "-fsyntax-only", "-x", "c++", str(source)])
-
-    def kernel(self, source: str) -> Path:
-        """A kernel's shared library, linked to the runtime."""
-        mode = ("-O1",)
-        if self.checked:
-            mode = (*_CHECKED, *_NO_ENTRY_CALLS[self.compiler.is_clang])
-        runtime = self.runtime
-
-        def make(path: Path) -> None:
-            text, compiled = path.with_suffix(".cpp"), path.with_suffix(".o")
-            text.write_text(source)
-            _run([*self._base, *mode, _INCLUDE, "-c", str(text), "-o", str(compiled)])
-            _run([self.compiler.path, "-shared", str(compiled), str(runtime), "-o", str(path)])
-            text.unlink()
-            compiled.unlink()
-
-        return self._once("kernel", ".so", (_headers(), runtime.name, *mode, source), make)
+        _run([*self._base, "-fsyntax-only", "-x", "c++", str(source)])
 
 
 def check_strictly(source: str) -> None:
