@@ -20,6 +20,7 @@ from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.hub import Hub
 
 from . import comparison, options, tables
+from .kernels import time_kernels
 from .pair import Choice, open_pair
 from .screen import print_json
 
@@ -36,6 +37,7 @@ def bench(
     draft_bits: options.DraftBits = None,
     quant_mode: options.Quantize = options.QuantMode.affine,
     group_size: options.GroupSize = None,
+    exact: options.Exact = None,
     offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
     max_tokens: options.MaxTokens = 256,
@@ -97,6 +99,14 @@ def bench(
             WHAT,
         ),
     ] = False,
+    kernels: Annotated[
+        bool,
+        options.flag(
+            "--kernels",
+            "Instead: MLX's kernels against ours for the model's shapes; decides from then on.",
+            WHAT,
+        ),
+    ] = False,
     openai: Annotated[
         str | None,
         typer.Option(
@@ -128,10 +138,10 @@ def bench(
     }
     asked_for = {"policy": policy, "sampling": sampling}  # a row for each of `tables.MODES`
     modes = [name for name, wanted in asked_for.items() if wanted]
-    if modes and (out or openai or lengths or temperature):
+    if (modes or kernels) and (out or openai or lengths or temperature or (modes and kernels)):
         raise typer.BadParameter(
-            "goes without --out, --openai, --context-length and --temperature",
-            param_hint=f"--{modes[0]}",
+            "goes without --out, --openai, --context-length, --temperature and --kernels",
+            param_hint=f"--{modes[0]}" if modes else "--kernels",
         )
     if openai and (draft or block_size or target_bits or draft_bits or lengths):
         raise typer.BadParameter(
@@ -144,11 +154,15 @@ def bench(
         draft_bits=draft_bits,
         quant_mode=quant_mode,
         group_size=group_size,
+        exact=exact,
         offline=offline,
         stock_blas=stock_blas,
         block_size=block_size,
         policy=False,  # whole blocks: what the drafter is worth, not what the policy makes of it
     )
+    if kernels:
+        time_kernels(choice, json)
+        return
     if modes:
         tables.draw(open_pair(choice), tables.Asked(chosen, max_tokens, repeats), modes, json)
         return

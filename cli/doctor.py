@@ -165,19 +165,25 @@ def _metal() -> Check:
 
 
 def _kernels() -> Check:
-    """Whose kernels verify a block of rows; see `kernels.choose`."""
+    """Whose kernels verify a block of rows, and why; see `kernels.choose`."""
     import mlx.core as mx
 
-    from dflash_mlx.kernels.choose import GENERATIONS
+    from dflash_mlx.kernels.calibration import choices, read_timings
+    from dflash_mlx.kernels.choose import GENERATIONS, summary
 
     if not mx.metal.is_available():
         return Check("kernels", "ok", "MLX's own; ours need Metal")
     chip = find_chip(str(mx.device_info().get("device_name", "")))
+    measured = choices(read_timings())
+    timed = ""
+    if measured:
+        won = sum(first is not None for first in measured.values())
+        timed = f"; of {len(measured)} shapes timed by 'bench --kernels' ours run {won}"
     if chip is None:
-        return Check("kernels", "warn", "MLX's own: this chip is not known", REPORT)
+        return Check("kernels", "warn", f"MLX's own: this chip is not known{timed}", REPORT)
     if chip.generation not in GENERATIONS:
-        return Check("kernels", "ok", f"MLX's own, which are better on {chip.name}")
-    return Check("kernels", "ok", f"ours on {chip.name}, where the table says that they win")
+        return Check("kernels", "ok", f"MLX's own, which are better on {chip.name}{timed}")
+    return Check("kernels", "ok", f"ours on {chip.name} for {summary(chip)}{timed}")
 
 
 def _compiler() -> Check:

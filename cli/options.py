@@ -88,6 +88,14 @@ GroupSize = Annotated[
         group=MODEL,
     ),
 ]
+Exact = Annotated[
+    bool | None,
+    flag(
+        "--exact/--no-exact",
+        "On Metal, drafted text equal to plain text bit for bit; default: where it is free.",
+        MODEL,
+    ),
+]
 Offline = Annotated[bool, flag("--offline", "Use what is downloaded, ask no network.", MODEL)]
 StockBlas = Annotated[
     bool, flag("--stock-blas", "On Linux: keep the slow BLAS that comes with MLX.", MODEL)

@@ -32,6 +32,7 @@ class Choice:
     stock_blas: bool = False
     quant_mode: QuantMode = QuantMode.affine
     group_size: int | None = None
+    exact: bool | None = None
     offline: bool = False
     kv_bits: Bits | None = None
     policy: bool = True  # measured costs decide the width of each round, unless block_size does
@@ -82,19 +83,20 @@ def open_pair(choice: Choice) -> Pair:
     blas = dflash_mlx.use_fast_blas(stock=choice.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
-    target_bits, draft_bits = _number(choice.target_bits), _number(choice.draft_bits)
+    target_bits, draft_bits = bits_of(choice.target_bits), bits_of(choice.draft_bits)
     drafter: DFlash | None = None
     settings: dict[str, Any] = {
         "mode": choice.quant_mode.value,
         "group_size": choice.group_size,
         "hub": Hub(offline=choice.offline),
+        "exact": choice.exact,
     }
     with waiting(f"Loading {choice.model}", quiet=_is_remote(choice)):
         if choice.no_draft:
             target = load_target(choice.model, target_bits, **settings)
         else:
             target, drafter = load(choice.model, choice.draft, target_bits, draft_bits, **settings)
-    kv_bits, policy = _number(choice.kv_bits), None
+    kv_bits, policy = bits_of(choice.kv_bits), None
     if drafter is not None and choice.policy and not choice.block_size:
         with waiting("Measuring what a round costs, once for this pair and machine"):
             policy = dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits)
@@ -116,7 +118,8 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(line)
 
 
-def _number(bits: Bits | None) -> int | None:
+def bits_of(bits: Bits | None) -> int | None:
+    """The number an option stands for."""
     return None if bits is None else int(bits.value)
 
 

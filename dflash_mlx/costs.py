@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .folders import cache_folder
 from .proposal import Proposal
 
 if TYPE_CHECKING:
@@ -201,6 +201,8 @@ def _fingerprint(target: Target, drafter: Any, widest: int, kv_bits: int | None)
     chip = str(mx.device_info().get("device_name", ""))
     parts = [FORMAT, widest, kv_bits, platform.machine(), chip, str(mx.default_device()), _blas()]
     parts += [version("mlx"), version("mlx-lm"), target.name, target.num_layers]
+    if target.wiring is not None:
+        parts += [target.wiring.exact, repr(sorted(target.wiring.layers.items()))]
     # The bytes of the weights tell every quantization from the others.
     parts += [_bytes(target.model), type(drafter).__name__, _bytes(drafter)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -218,9 +220,4 @@ def _blas() -> str:
 
 
 def _cache_folder() -> Path:
-    """Where this platform keeps what can be made again."""
-    cache = Path("Library") / "Caches" if sys.platform == "darwin" else Path(".cache")
-    try:
-        return Path.home() / cache / "dflash-mlx" / "costs"
-    except RuntimeError:  # a user without a home
-        return Path("/nonexistent")
+    return cache_folder("costs")

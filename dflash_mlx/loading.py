@@ -14,11 +14,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
+from .chips import find_chip
 from .config import read_json
 from .drafter.checkpoint import read_drafter
 from .drafter.network import DFlash
 from .errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
 from .hub import Hub
+from .kernels.calibration import choices, read_timings
+from .kernels.modules import Kernels, wire
+from .kernels.source import KernelFactory
 from .quantization import Quantization
 from .registry import drafter_for
 from .target import Target
@@ -42,6 +46,8 @@ def load(
     mode: str = "affine",
     group_size: int | None = None,
     hub: Hub | None = None,
+    exact: bool | None = None,
+    kernels: KernelFactory | bool = True,
 ) -> tuple[Target, DFlash]:
     """Load a target and the drafter made for it.
 
@@ -53,12 +59,18 @@ def load(
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
         hub: where repositories are fetched from; None is the public hub.
+        exact: verify with kernels whose rows are independent, so that the drafted text is the plain
+            one bit for bit, in half precision and quantized too; both are then computed so. False
+            leaves it, None is True where it costs nothing.
+        kernels: False keeps MLX's own kernels. True has ours run on Metal where they are better;
+            or what runs them, a stand-in for `mx.fast.metal_kernel`.
 
     Raises:
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError, UnsupportedCacheError.
     """
     _check_name(name)  # a mistyped name is not a target without a drafter
+    ours = _kernels(exact, kernels)
     if draft is None:
         draft = EMBEDDED if name == EMBEDDED else drafter_for(name)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
@@ -66,7 +78,7 @@ def load(
     folder = _folder(name, "target", hub)
     draft_folder = _folder(draft, "drafter", hub)  # a download may fail: before anything is loaded
     reserved = memory_needed(check_safetensors(draft_folder), draft_quantization, _float_bytes())
-    target = _open_target(name, folder, quantization, reserved)
+    target = _open_target(name, folder, quantization, reserved, exact, ours)
     drafter = _open_drafter(draft, draft_folder, draft_quantization)
     drafter.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     return target, drafter
@@ -79,6 +91,8 @@ def load_target(
     mode: str = "affine",
     group_size: int | None = None,
     hub: Hub | None = None,
+    exact: bool | None = None,
+    kernels: KernelFactory | bool = True,
 ) -> Target:
     """Load a target alone: any folder or repository that mlx-lm itself can load.
 
@@ -86,7 +100,9 @@ def load_target(
         `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
     """
     [quantization] = _quantizations(mode, group_size, bits)
-    return _open_target(path, _folder(path, "target", hub or Hub()), quantization)
+    ours = _kernels(exact, kernels)
+    folder = _folder(path, "target", hub or Hub())
+    return _open_target(path, folder, quantization, exact=exact, kernels=ours)
 
 
 def load_drafter(
@@ -115,8 +131,29 @@ def _quantizations(
     return [Quantization.of(bits, mode, group_size) for bits in widths]
 
 
+def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | None:
+    """The kernels that can run here; None for MLX's own. Raises `SettingsError`."""
+    if callable(kernels):
+        return Kernels(kernels)
+    if kernels and not _on_cpu() and mx.metal.is_available():
+        return Kernels()
+    if exact and not kernels:
+        raise SettingsError("exact runs on our kernels: leave kernels=False out.")
+    if exact:
+        raise SettingsError(
+            "exact runs on our kernels, and they need Metal, which this machine lacks: leave it "
+            "out, and MLX's own kernels run."
+        )
+    return None
+
+
 def _open_target(
-    name: str, folder: Path, quantization: Quantization | None, reserved: int = 0
+    name: str,
+    folder: Path,
+    quantization: Quantization | None,
+    reserved: int = 0,
+    exact: bool | None = None,
+    kernels: Kernels | None = None,
 ) -> Target:
     """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
     weights = check_safetensors(folder)
@@ -137,7 +174,12 @@ def _open_target(
     except RuntimeError as error:  # from mx.load
         raise WeightsError(f"{name}: the weights cannot be read ({_one_line(error)}).") from error
     _settle(model, quantization)
-    return Target(model, _tokenizer(folder, config), config, name=name)
+    wiring = None
+    if kernels is not None:
+        chip = find_chip(str(mx.device_info().get("device_name", "")))
+        measured = choices(read_timings())
+        wiring = wire(model, config, kernels, chip, measured, exact)
+    return Target(model, _tokenizer(folder, config), config, name, wiring)
 
 
 def _open_drafter(name: str, folder: Path, quantization: Quantization | None) -> DFlash:

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dflash_mlx.chips import chip_named, chips
+from dflash_mlx.kernels import calibration
+from dflash_mlx.kernels.calibration import Timing, choices, read_timings, store_timings
 from dflash_mlx.kernels.choose import (
     attention_from,
     exact_by_default,
@@ -98,3 +100,32 @@ def test_costs_do_not_fall_with_rows_and_the_table_follows_them(matrix):
         if row is not None and row <= 16:
             # Ours is never chosen where the estimate says that it is clearly slower.
             assert all(ours[at] <= 1.05 * stock[at] for at in range(row - 1, 16))
+
+
+@pytest.mark.parametrize(
+    ("ours", "row"),
+    [
+        ((3.0, 3.0, 3.0, 3.0), 4),  # of stock's 1, 2, 4, 8
+        ((0.9, 1.0, 2.0, 3.0), 1),
+        ((0.5, 3.0, 3.0, 3.0), 4),  # winning at one row and losing at two is no place to begin
+        ((3.0, 3.0, 3.0, 7.9), None),  # one part in 80 may be chance
+        ((9.0, 9.0, 9.0, 9.0), None),
+    ],
+)
+def test_ours_run_from_the_row_where_they_stay_ahead(ours, row):
+    stock = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
+    assert Timing(stock, dict(zip(stock, ours, strict=True))).first_row == row
+
+
+def test_timings_are_kept_for_the_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibration, "cache_folder", lambda part: tmp_path / part)
+    assert read_timings() == {}
+    better, worse = Timing({1: 2.0, 16: 4.0}, {1: 2.0, 16: 3.0}), Timing({16: 1.0}, {16: 2.0})
+    store_timings({FOUR.key: better})
+    path = store_timings({HALF.key: worse})  # of another model
+    assert read_timings() == {FOUR.key: better, HALF.key: worse}
+    assert choices(read_timings()) == {FOUR.key: 16, HALF.key: None}
+    path.write_text("{")
+    assert read_timings() == {}
+    monkeypatch.setattr(calibration, "version", lambda package: "another")
+    assert store_timings({FOUR.key: worse}) != path

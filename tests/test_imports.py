@@ -12,7 +12,8 @@ PACKAGE = ROOT / "dflash_mlx"
 LEVELS = [
     {"errors"},
     {"quantization"},
-    {"blas", "chips", "config", "events", "metal", "registry", "sharpness", "tiny", "weights"},
+    {"blas", "chips", "config", "events", "folders", "metal", "registry", "sharpness", "tiny"}
+    | {"weights"},
     {"hub"},
     {"kernels"},
     {"proposal"},

@@ -117,11 +117,24 @@ def exact_by_default(chip: Chip | None, model: Iterable[Matrix]) -> bool:
     return True
 
 
+def summary(chip: Chip) -> str:
+    """What the table gives to our kernels on a chip of `GENERATIONS`, in one line."""
+    limits = _limits(chip)
+    return (
+        f"4- and 8-bit products from {min(limits)} to {max(limits)} rows on (by shape), 16-bit "
+        f"ones from {FLOAT_FROM}, attention from {STOCK_QUERIES + 1} queries, experts that "
+        "several rows share"
+    )
+
+
 def stock_tiles_from(chip: Chip, matrix: Matrix) -> int:
     """The rows from which MLX multiplies by these quantized weights with 32-row tiles."""
-    limits = STOCK_TILES["Ultra" if "Ultra" in chip.name else chip.generation]
     largest = max(matrix.columns, matrix.depth)
-    return limits[0 if largest <= 2048 else 1 if largest <= 4096 else 2]
+    return _limits(chip)[0 if largest <= 2048 else 1 if largest <= 4096 else 2]
+
+
+def _limits(chip: Chip) -> tuple[int, int, int]:
+    return STOCK_TILES["Ultra" if "Ultra" in chip.name else chip.generation]
 
 
 def stock_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:

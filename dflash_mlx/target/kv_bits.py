@@ -40,16 +40,16 @@ def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:
         raise SettingsError(f"kv_bits: this target keeps {what}, which cannot be quantized.")
     if attention is None or "sinks" in attention:
         raise SettingsError("kv_bits: this target's attention sinks need unquantized keys.")
-    head_size = _head_size(attention)
+    size = head_size(attention)
     for group_size in GROUP_SIZES:
-        if head_size % group_size == 0:
+        if size % group_size == 0:
             return QuantizedKVCache(group_size=group_size, bits=bits)
     raise SettingsError(
-        f"kv_bits: this target's head size {head_size} is no multiple of {GROUP_SIZES[-1]}."
+        f"kv_bits: this target's head size {size} is no multiple of {GROUP_SIZES[-1]}."
     )
 
 
-def _head_size(attention: nn.Module) -> int:
+def head_size(attention: nn.Module) -> int:
     """Numbers in one head's key; every family spells it differently, the projections agree."""
     heads = next(
         getattr(attention, name)

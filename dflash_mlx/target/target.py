@@ -14,7 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ConfigError, SettingsError
+from ..kernels.modules import Wiring
 from ..proposal import Proposal
+from .attention import attend_with, check_exact
 from .kv_bits import make_cache
 from .mla import absorb
 from .overrides import Overrides
@@ -33,17 +35,25 @@ class Target:
     Attributes:
         model: the mlx-lm module.
         tokenizer: mlx-lm's `TokenizerWrapper`.
+        config: its config.json.
         name: what it was loaded as.
         num_layers, hidden_size, vocab_size, context_length: its shape.
+        wiring: which layers run on our Metal kernels; None where none does.
 
     Raises `UnsupportedCacheError` when its caches cannot be rolled back, and `ConfigError` when
     its parts are not where mlx-lm's models have them.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: TokenizerWrapper, config: dict[str, Any], name: str
+        self,
+        model: nn.Module,
+        tokenizer: TokenizerWrapper,
+        config: dict[str, Any],
+        name: str,
+        wiring: Wiring | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.config, self.wiring = config, wiring
         self._text: Any = getattr(
             model, "language_model", model
         )  # of a model that also sees images
@@ -60,8 +70,11 @@ class Target:
         shape = config.get("text_config") or config
         self.context_length: int = shape.get("max_position_embeddings", 2**31)
         self._forwards = threading.Lock()
-        for cache, layer in zip(make_cache(model), self._backbone.layers, strict=False):
+        caches = make_cache(model)
+        for cache, layer in zip(caches, self._backbone.layers, strict=False):
             rollback_for(cache, layer, self.overrides())
+        if wiring is not None and wiring.exact:
+            check_exact(self._backbone.layers, caches)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings [N, S, D] of token ids [N, S], as the model feeds them to its first layer."""
@@ -132,6 +145,10 @@ class TargetSession:
             for cache, layer in zip(self._cache, layers, strict=False)
         ]
         absorb(layers, self._verify)
+        self._widest: int | None = None  # rows of a verify
+        if target.wiring is not None:
+            attend_with(target.wiring, layers, self._verify)
+            self._widest = target.wiring.widest
         self._unsettled = 0  # rows of the last verify that commit has not decided about
         self.position = 0  # committed tokens in the caches
 
@@ -153,8 +170,11 @@ class TargetSession:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
 
         Lazy: nothing is evaluated yet. `commit` must follow before the next forward.
-        Raises `SettingsError` for a tree: this version verifies chains.
+        Raises `SettingsError` for a tree: this version verifies chains, and for more rows than
+        exact verification takes.
         """
+        if self._widest is not None and len(proposal) > self._widest:
+            raise SettingsError(f"exact: at most {self._widest} rows are verified at once.")
         if not proposal.is_chain:
             raise SettingsError("Draft trees are not supported yet: propose a chain.")
         self._unsettled = len(proposal)

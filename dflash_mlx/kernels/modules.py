@@ -1,0 +1,232 @@
+"""Layers of a model that verify with our kernels, in the place of the stock ones.
+
+`wire` swaps them in once, when a model is loaded: a layer keeps its weights, their names and its
+identity, and gets a subclass of its own class whose `__call__` asks how many rows there are. Few
+rows go through the kernel, all others (a prompt) through the stock layer. No class is patched, and
+a layer that the table leaves to MLX is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from ..chips import Chip
+from ..errors import SettingsError
+from .block_attention import MOST_NODES, BlockAttention
+from .choose import WIDEST, exact_by_default, first_row, has_kernel
+from .shapes import Matrix, matrices
+from .source import KernelFactory
+from .verify_matmul import VerifyMatmul
+from .verify_matmul_moe import VerifyMatmulMoe
+from .weights import AffineWeights
+
+EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
+
+
+class Kernels:
+    """The compiled kernels that a model's layers share.
+
+    Args:
+        metal_kernel: what runs Metal sources; the tests have one that runs them on the CPU.
+    """
+
+    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+        self.product = VerifyMatmul(metal_kernel)
+        self.experts = VerifyMatmulMoe(metal_kernel)
+        self.attention = BlockAttention(metal_kernel)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Which of a model's layers run on our kernels, and why.
+
+    Attributes:
+        kernels: the kernels.
+        chip: whose table was asked.
+        exact: whether every row of a verify goes through our kernels, so that its bits do not
+            depend on how many rows there are.
+        layers: the path of every layer that was swapped, and the rows from which it is ours.
+    """
+
+    kernels: Kernels
+    chip: Chip | None
+    exact: bool
+    layers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def widest(self) -> int | None:
+        """The most rows that a verify may have; None for any number."""
+        return EXACT_ROWS if self.exact else None
+
+
+class VerifyLinear(nn.Linear):
+    """A linear layer of plain weights."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [..., K] -> [..., N]."""
+        if x.size // x.shape[-1] not in self._rows:
+            return super().__call__(x)
+        return _biased(self, self._kernel(x, self.weight))
+
+
+class VerifyQuantizedLinear(nn.QuantizedLinear):
+    """A linear layer of affine-quantized weights."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [..., K] -> [..., N]."""
+        if x.size // x.shape[-1] not in self._rows:
+            return super().__call__(x)
+        return _biased(self, self._kernel(x, _affine(self)))
+
+
+class VerifyEmbedding(nn.Embedding):
+    """An embedding that is the head too."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x [..., D] -> logits [..., V]."""
+        if x.size // x.shape[-1] not in self._rows:
+            return super().as_linear(x)
+        return self._kernel(x, self.weight)
+
+
+class VerifyQuantizedEmbedding(nn.QuantizedEmbedding):
+    """A quantized embedding that is the head too."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x [..., D] -> logits [..., V]."""
+        if x.size // x.shape[-1] not in self._rows:
+            return super().as_linear(x)
+        return self._kernel(x, _affine(self))
+
+
+class VerifySwitchLinear(SwitchLinear):
+    """One linear layer of each expert, of plain weights."""
+
+    def __call__(
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        """x [..., 1 or k, 1, K] of tokens sent to experts [..., k] -> [..., k, 1, N].
+
+        Sorted by expert, x is [tokens * k, 1, K] and the experts [tokens * k].
+        """
+        if indices.size // self._top_k not in self._rows:
+            return super().__call__(x, indices, sorted_indices)
+        return _routed(self, x, self.weight, indices)
+
+
+class VerifyQuantizedSwitchLinear(QuantizedSwitchLinear):
+    """One linear layer of each expert, of affine-quantized weights."""
+
+    def __call__(
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        """As `VerifySwitchLinear`."""
+        if indices.size // self._top_k not in self._rows:
+            return super().__call__(x, indices, sorted_indices)
+        return _routed(self, x, _affine(self), indices)
+
+
+# The stock class, exactly: what a subclass of it computes is not known.
+SWAPS: Mapping[type, type] = {
+    nn.Linear: VerifyLinear,
+    nn.QuantizedLinear: VerifyQuantizedLinear,
+    nn.Embedding: VerifyEmbedding,
+    nn.QuantizedEmbedding: VerifyQuantizedEmbedding,
+    SwitchLinear: VerifySwitchLinear,
+    QuantizedSwitchLinear: VerifyQuantizedSwitchLinear,
+}
+
+
+def wire(
+    model: nn.Module,
+    config: dict[str, Any],
+    kernels: Kernels,
+    chip: Chip | None,
+    measured: Mapping[str, int | None],
+    exact: bool | None = None,
+) -> Wiring:
+    """Swap in the layers that the table gives to our kernels.
+
+    Args:
+        model: an mlx-lm model, changed in place.
+        config: its config.json.
+        kernels: what the layers run on.
+        chip: whose table is asked; None for a chip that is not known.
+        measured: as of `first_row`.
+        exact: True sends every verify of up to 64 rows through our kernels; False asks the table;
+            None is True where that costs nothing.
+
+    Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
+    """
+    found = list(matrices(model, config))
+    foreign = [
+        (path, module, matrix) for path, module, matrix in found if not can_swap(module, matrix)
+    ]
+    if exact is None:
+        exact = not foreign and exact_by_default(chip, [matrix for _, _, matrix in found])
+    if exact and foreign:
+        path, module, matrix = foreign[0]
+        raise SettingsError(
+            f"exact: {path} ({type(module).__name__}, {matrix.key}) has no kernel whose rows are "
+            "independent; leave exact out."
+        )
+    layers = {}
+    for path, module, matrix in found:
+        first = 1 if exact else first_row(chip, matrix, measured)
+        if first is not None and first <= WIDEST and can_swap(module, matrix):
+            _swap(module, matrix, kernels, range(first, (EXACT_ROWS if exact else WIDEST) + 1))
+            layers[path] = first
+    return Wiring(kernels, chip, exact, layers)
+
+
+def can_swap(module: nn.Module, matrix: Matrix) -> bool:
+    """Whether there is a layer of ours, on a kernel of ours, for this one."""
+    return type(module) in SWAPS and has_kernel(matrix)
+
+
+@contextmanager
+def verifying(layers: Iterable[tuple[nn.Module, Matrix]], kernels: Kernels) -> Iterator[None]:
+    """Have stock layers run on our kernels meanwhile, whatever the table says."""
+    layers = list(layers)
+    originals = [type(module) for module, _ in layers]
+    try:
+        for module, matrix in layers:
+            _swap(module, matrix, kernels, range(1, EXACT_ROWS + 1))
+        yield
+    finally:
+        for (module, _), original in zip(layers, originals, strict=True):
+            module.__class__ = original
+
+
+def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: range) -> None:
+    """Give a layer its subclass, for these numbers of rows."""
+    module.__class__ = SWAPS[type(module)]
+    module._rows = rows
+    module._kernel = kernels.experts if matrix.experts else kernels.product
+    module._top_k = matrix.top_k
+
+
+def _affine(layer: Any) -> AffineWeights:
+    return AffineWeights(layer.weight, layer.scales, layer.biases, layer.bits, layer.group_size)
+
+
+def _biased(layer: nn.Module, y: mx.array) -> mx.array:
+    return y + layer.bias if "bias" in layer else y
+
+
+def _routed(layer: Any, x: mx.array, weights: Any, experts: mx.array) -> mx.array:
+    """The products of tokens with their experts, in the shapes of mlx-lm's switch layers."""
+    rows = x.squeeze(-2)
+    if rows.shape[:-1] != experts.shape:
+        rows = rows.squeeze(-2)  # one row of x for all experts of a token
+    y = layer._kernel(rows, weights, experts)
+    if "bias" in layer:
+        y = y + layer.bias[experts]
+    return y[..., None, :]

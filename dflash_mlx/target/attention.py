@@ -1,0 +1,159 @@
+"""The attention of a verify through our kernel, whatever the family.
+
+In mlx-lm every attention layer calls `scaled_dot_product_attention` by a global name of its module.
+Setting that name would reach every model in the process, and overriding each family's `__call__`
+would copy it, once a family. So an attention layer runs *its own* code for the length of a verify
+with that one name bound to our function: same bytecode, other globals. Like every override it is
+installed on the instances of one target, by `Overrides`, and leaves nothing behind.
+
+The price is that the layer has to call attention under that name; one that does not, or that keeps
+what the kernel cannot read (MLA's latents), stays with the stock function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+from ..errors import SettingsError
+from ..kernels.block_attention import HEAD_DIMS, BlockAttention, Tree
+from ..kernels.choose import attention_from
+from ..kernels.modules import Wiring
+from ..kernels.weights import AffineWeights
+from .kv_bits import head_size
+from .mla import is_mla
+from .overrides import Overrides
+
+_NAME = "scaled_dot_product_attention"
+
+
+def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Overrides) -> None:
+    """Have the attention layers of a model use the kernel while `overrides` is installed."""
+    for layer in layers:
+        attention = getattr(layer, "self_attn", None)
+        if attention is not None and _calls_attention(attention) and not is_mla(layer):
+            call = _rebound(type(attention).__call__, _attend(wiring))
+            overrides.replace(attention, call)
+
+
+def check_exact(layers: Sequence[nn.Module], caches: Sequence[Any]) -> None:
+    """Raise `SettingsError` for a layer whose attention the kernel cannot compute."""
+    for layer, cache in zip(layers, caches, strict=True):
+        attention = getattr(layer, "self_attn", None)
+        if attention is None:  # a recurrent layer: see `recurrent`
+            continue
+        plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
+        known = plain and _calls_attention(attention) and hasattr(attention, "k_proj")
+        if not known or head_size(attention) not in HEAD_DIMS:
+            raise SettingsError(
+                f"exact: the attention of {type(attention).__name__} has no kernel whose rows are "
+                "independent; leave exact out."
+            )
+
+
+def _calls_attention(attention: nn.Module) -> bool:
+    """Whether this layer's own code calls attention by the name that is bound anew."""
+    call = type(attention).__call__
+    return isinstance(call, FunctionType) and _NAME in call.__code__.co_names
+
+
+def _rebound(call: Any, attend: Callable[..., mx.array]) -> Callable[..., Any]:
+    """A function of the same code, in which the name of attention means `attend`."""
+    other = FunctionType(
+        call.__code__,
+        {**call.__globals__, _NAME: attend},
+        call.__name__,
+        call.__defaults__,
+        call.__closure__,
+    )
+    other.__kwdefaults__ = call.__kwdefaults__
+    return other
+
+
+def _attend(wiring: Wiring) -> Callable[..., mx.array]:
+    """What stands for mlx-lm's function: the kernel where the table says so."""
+    kernel, chip, exact = wiring.kernels.attention, wiring.chip, wiring.exact
+
+    def attend(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        heads, key_heads = queries.shape[1], _shape(keys)[1]
+        first = 1 if exact else attention_from(chip, heads // key_heads)
+        if first is None or queries.shape[2] < first or not _readable(queries, cache, mask):
+            return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+        return _with_kernel(kernel, queries, keys, values, cache, scale, mask, sinks)
+
+    return attend
+
+
+def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
+    """Whether the kernel can attend to what this cache holds under this mask."""
+    if queries.shape[0] != 1 or queries.shape[3] not in HEAD_DIMS:
+        return False
+    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+        return False
+    if isinstance(cache, RotatingKVCache):
+        return not cache.keep and queries.shape[2] <= cache.max_size
+    return isinstance(cache, KVCache | QuantizedKVCache)
+
+
+def _with_kernel(
+    kernel: BlockAttention,
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend to a cache that has just taken the rows of the queries."""
+    window = None
+    if isinstance(cache, RotatingKVCache):
+        window = cache.max_size
+        keys, values = _in_order(cache, keys), _in_order(cache, values)
+    elif isinstance(cache, QuantizedKVCache):
+        keys, values = _affine(cache, *keys), _affine(cache, *values)
+    first = cache.offset - keys.shape[2]
+    tree = _tree(mask, cache.offset - queries.shape[2]) if isinstance(mask, mx.array) else None
+    return kernel(
+        queries, keys, values, scale=scale, first=first, window=window, sinks=sinks, tree=tree
+    )
+
+
+def _affine(
+    cache: QuantizedKVCache, words: mx.array, scales: mx.array, biases: mx.array
+) -> AffineWeights:
+    return AffineWeights(words, scales, biases, cache.bits, cache.group_size)
+
+
+def _in_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
+    """A sliding window's rows by position: a step of one row leaves them as a ring."""
+    return rows if cache.offset <= rows.shape[2] else cache._temporal_order(rows)
+
+
+def _tree(mask: mx.array, past: int) -> Tree:
+    """The tree that a mask [..., N, K] lets its last N columns see; a chain is one too.
+
+    A node's depth is the number of its ancestors.
+    """
+    nodes = mask.shape[-2]
+    ancestors = mask.reshape(nodes, -1)[:, -nodes:]
+    return Tree(past - 1 + ancestors.sum(axis=-1), ancestors)
+
+
+def _shape(stored: Any) -> tuple[int, ...]:
+    """[1, KV, L, D] of keys, or of the codes of quantized ones, whose last dimension differs."""
+    return (stored[0] if isinstance(stored, tuple | list) else stored).shape

@@ -1,0 +1,244 @@
+"""Whole models verifying through our kernels, on the emulator: drafted text is the plain one.
+
+Half precision and 4 bits, where stock kernels of a GPU round a row differently in a block.
+"""
+
+import copy
+import json
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tinymodels
+from kernel_check import kernel_factory, on_gpu_or_emulator, same_bits
+from mlx.utils import tree_flatten
+from oracle import Oracle
+from typer.testing import CliRunner
+
+import dflash_mlx as dm
+from dflash_mlx.bench.kernels import KernelRow, kernel_rows
+from dflash_mlx.cli.app import app
+from dflash_mlx.cli.kernels import show
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.kernels.calibration import Timing
+from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
+from dflash_mlx.kernels.shapes import matrices
+from dflash_mlx.loop import generate
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.quantization import Quantization
+from dflash_mlx.target import Target
+
+pytestmark = on_gpu_or_emulator
+
+TOKENS, BLOCK = 24, 16
+PROMPT = families.random_prompt(9, seed=1)
+HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
+
+
+class Launches:
+    """A factory of emulated kernels that counts their calls by name."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.factory = kernel_factory()
+
+    def __call__(self, name, **arguments):
+        kernel = self.factory(name=name, **arguments)
+
+        def launch(**call):
+            self.counts[name] = self.counts.get(name, 0) + 1
+            return kernel(**call)
+
+        return launch
+
+
+def half_precision(family: str, bits: int | None = 4):
+    """A random model in bfloat16, its matrices in 4 bits."""
+    model = families.random_model(family, seed=3, head_dim=HEAD)
+    model.set_dtype(mx.bfloat16)
+    if quantization := Quantization.of(bits, "affine", 32):
+        quantization.apply(model)
+    return model
+
+
+def exact_target(family: str, factory, bits: int | None = 4) -> Target:
+    """Such a model with all of its verify on our kernels."""
+    model, config = half_precision(family, bits), copy.deepcopy(families.CONFIGS[family])
+    wiring = wire(model, config, Kernels(factory), None, {}, exact=True)
+    return Target(model, families.Letters(), config, family, wiring)
+
+
+@pytest.mark.parametrize(
+    ("family", "bits"), [("qwen3", 4), ("qwen3_5", 4), ("qwen3_moe", 4), ("qwen3_moe", None)]
+)
+def test_drafted_text_is_the_plain_text(family, bits):
+    launches = Launches()
+    target = exact_target(family, launches, bits)
+    plain = generate(target, None, PROMPT, max_tokens=TOKENS).tokens
+    assert len(set(plain)) > 5
+    for p in (0.5, 0.9):
+        oracle = Oracle(PROMPT, plain, target.vocab_size, p)
+        drafted = generate(target, oracle, PROMPT, max_tokens=TOKENS, block_size=BLOCK)
+        assert drafted.tokens == plain
+        assert max(drafted.stats.widths) == BLOCK and 0 < drafted.stats.accepted_tokens
+    kind = "affine" if bits else "plain"
+    assert launches.counts[f"verify_matmul_{kind}"] and launches.counts["block_attention"]
+    assert any("moe" in name for name in launches.counts) == ("moe" in family)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma4_moe"])
+def test_rows_of_a_block_are_the_rows_alone(family):
+    """Logits, bit for bit, behind a context that fills sliding windows."""
+    target = exact_target(family, kernel_factory())
+    prompt, block = families.random_prompt(70, seed=2), families.random_prompt(8, seed=3)
+    together, alone = target.start(), target.start()
+    for session in (together, alone):
+        list(session.prefill(prompt))
+    logits, _ = together.verify(Proposal(block))
+    assert logits.dtype == mx.bfloat16
+    for row, token in enumerate(block):
+        one, _ = alone.verify(Proposal([token]))
+        assert same_bits(one[0], logits[row])
+        alone.commit([0])
+    # What is left after a rejection is what one row after another left.
+    together.commit(list(range(8)))
+    (a, _), (b, _) = (session.verify(Proposal([5])) for session in (together, alone))
+    assert same_bits(a, b)
+
+
+def test_quantized_keys_and_values():
+    target = exact_target("qwen3", kernel_factory())
+    plain = generate(target, None, PROMPT, max_tokens=12, kv_bits=8).tokens
+    oracle = Oracle(PROMPT, plain, target.vocab_size, 0.7)
+    drafted = generate(target, oracle, PROMPT, max_tokens=12, block_size=8, kv_bits=8)
+    assert drafted.tokens == plain
+
+
+def test_a_kernel_whose_rows_depend_on_each_other_would_be_noticed():
+    """One that gives bfloat16 with 3 bits less whenever there is more than one row."""
+    factory = kernel_factory()
+
+    def coarse(y):
+        return (y.view(mx.uint16) & 0xFFF8).view(y.dtype) if y.dtype == mx.bfloat16 else y
+
+    def careless(name, **arguments):
+        kernel = factory(name=name, **arguments)
+        return lambda **call: [
+            y if call["inputs"][0].shape[0] == 1 else coarse(y) for y in kernel(**call)
+        ]
+
+    target = exact_target("qwen3", careless)
+    plain = generate(target, None, PROMPT, max_tokens=TOKENS).tokens
+    oracle = Oracle(PROMPT, plain, target.vocab_size, 1.0)
+    with pytest.raises(AssertionError, match="the anchor is not the token"):
+        generate(target, oracle, PROMPT, max_tokens=TOKENS, block_size=BLOCK)
+
+
+def test_a_swapped_layer_keeps_its_weights_and_their_names():
+    model, config = half_precision("qwen3_moe"), families.CONFIGS["qwen3_moe"]
+    before = dict(tree_flatten(model.parameters()))
+    layers = dict(model.named_modules())
+    wiring = wire(model, config, Kernels(kernel_factory()), None, {}, exact=True)
+    after = dict(tree_flatten(model.parameters()))
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    swapped = {path: module for path, module in model.named_modules() if path in wiring.layers}
+    assert all(layers[path] is module for path, module in swapped.items())
+    assert {type(module) for module in swapped.values()} <= set(SWAPS.values())
+    # And no class was touched: a new layer is a stock one.
+    assert type(nn.Linear(8, 8)) is nn.Linear and type(half_precision("qwen3").lm_head) in SWAPS
+
+
+def test_many_rows_are_left_to_stock_layers():
+    launches = Launches()
+    target = exact_target("qwen3", launches)
+    session = target.start()
+    list(session.prefill(families.random_prompt(65, seed=1)))
+    assert not launches.counts
+    session.verify(Proposal([1]))
+    assert launches.counts
+    with pytest.raises(SettingsError, match="at most 64 rows"):
+        session.verify(Proposal([1] * 65))
+
+
+@pytest.mark.parametrize(("chip", "first"), [("Apple M4 Max", 13), ("Apple M5 Max", None)])
+def test_the_table_decides_where_nobody_asks(chip, first, monkeypatch, tmp_path):
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": chip})
+    folder = str(tinymodels.save_target(tmp_path, "qwen3", head_dim=HEAD))
+    launches = Launches()
+    target = dm.load_target(folder, bits=4, group_size=32, kernels=launches)
+    assert not target.wiring.exact
+    assert set(target.wiring.layers.values()) == ({first} if first else set())
+    stock = dm.load_target(folder, bits=4, group_size=32)
+    for rows in (1, 16):
+        launches.counts.clear()
+        logits = [one.start().verify(Proposal([7] * rows))[0] for one in (target, stock)]
+        assert bool(launches.counts) == (first is not None and rows >= first)
+        assert mx.allclose(*logits, rtol=1e-3, atol=1e-3)
+
+
+def test_without_metal_nothing_changes(tmp_path):
+    if mx.metal.is_available():
+        pytest.skip("this machine has Metal")
+    folder = str(tinymodels.save_target(tmp_path, "qwen3_moe"))
+    target = dm.load_target(folder, bits=4)
+    assert target.wiring is None
+    assert not {type(module) for module in target.model.modules()} & set(SWAPS.values())
+    with pytest.raises(SettingsError, match="need Metal"):
+        dm.load_target(folder, exact=True)
+
+
+def test_what_cannot_be_exact_is_refused():
+    kernels = Kernels(kernel_factory())
+
+    def refusal(model, family):
+        with pytest.raises(SettingsError, match="leave exact out") as caught:
+            config = families.CONFIGS[family]
+            wiring = wire(model, config, kernels, None, {}, exact=True)
+            Target(model, families.Letters(), config, family, wiring)
+        return str(caught.value)
+
+    model = families.random_model("qwen3", head_dim=HEAD)
+    Quantization(4, 32, "mxfp4").apply(model)
+    assert "mxfp4" in refusal(model, "qwen3")
+    kimi = families.random_model("kimi_k25")
+    assert "MoEGate" in refusal(kimi, "kimi_k25")
+    assert not {type(module) for module in kimi.modules()} & set(SWAPS.values())
+    assert "Attention" in refusal(families.random_model("qwen3"), "qwen3")  # heads of 32
+    with pytest.raises(SettingsError, match="kernels=False"):
+        dm.load_target("tiny", exact=True, kernels=False)
+
+
+def test_timing_a_model_runs_both_and_leaves_it_as_it_is():
+    """By a clock that counts our launches: stock takes none, ours one or two a layer."""
+    launches = Launches()
+    model, config = half_precision("qwen3_moe"), families.CONFIGS["qwen3_moe"]
+    types = [type(module) for module in model.modules()]
+    kernels = Kernels(launches)
+    rows = list(kernel_rows(model, config, kernels, (1, 2), lambda: sum(launches.counts.values())))
+    assert [type(module) for module in model.modules()] == types
+    shapes = [matrix.key for _, _, matrix in matrices(model, config)]
+    assert {row.key: row.layers for row in rows} == {key: shapes.count(key) for key in shapes}
+    for row in rows:
+        assert row.timing.stock == {1: 0, 2: 0} and row.timing.first_row is None
+        assert all(1 <= launched <= 2 for launched in row.timing.ours.values())
+
+
+def test_the_bench_of_kernels_says_what_it_needs():
+    if mx.metal.is_available():
+        pytest.skip("this machine has Metal")
+    done = CliRunner().invoke(app, ["bench", "--kernels"], prog_name="dflash-mlx")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert "need Metal" in done.stderr and "MLX's own CPU kernels run instead" in done.stderr
+    done = CliRunner().invoke(app, ["bench", "--kernels", "--policy"], prog_name="dflash-mlx")
+    assert done.exit_code == 2
+
+
+def test_the_table_of_timings(capsys):
+    timing = Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4})
+    show([KernelRow("4096x4096 affine 4-bit g64", 36, timing)], json=False)
+    printed = capsys.readouterr().out
+    assert "100/200" in printed and "500/300" in printed and printed.split()[-1] == "16"
+    show([KernelRow("4096x4096 affine 4-bit g64", 36, timing)], json=True)
+    [row] = json.loads(capsys.readouterr().out)["kernels"]
+    assert row["ours_from"] == 16 and row["stock_us"]["16"] == pytest.approx(500)
