@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,8 @@ from rich.table import Table
 
 import dflash_mlx
 from dflash_mlx.chips import Chip, chip_named, chips, find_chip
-from dflash_mlx.errors import ConfigError, ModelNotFoundError
+from dflash_mlx.config import read_json
+from dflash_mlx.errors import ModelNotFoundError
 from dflash_mlx.hub import Hub
 from dflash_mlx.quantization import Quantization
 from dflash_mlx.registry import pair_of
@@ -50,7 +50,7 @@ def roofline(
     where = _chip(chip)
     tokens = _acceptance(model, acceptance)
     file = _folder(model, Hub(offline=offline)) / "config.json"
-    config = _config(file)
+    config = read_json(file)
     quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
     with waiting("Reading the model's shapes"):
         from dflash_mlx.bench.roofline import model_of, rounds, shapes_of
@@ -108,18 +108,6 @@ def _folder(name: str, hub: Hub) -> Path:
             f"No model {name!r}: give a folder or a hub repository (owner/name)."
         )
     return folder if folder.is_dir() else hub.config(name)
-
-
-def _config(file: Path) -> dict[str, Any]:
-    try:
-        content = json_format.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(f"{file.parent}: there is no config.json.") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: a JSON object is expected.")
-    return content
 
 
 def _table(rows: list[Round]) -> Table:
