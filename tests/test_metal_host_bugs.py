@@ -119,6 +119,15 @@ def test_bug_is_found(correct, wrong, kind):
     assert kind in kinds(caught), caught.value
 
 
+@pytest.mark.parametrize("compiler", metal_host.compilers(), ids=lambda each: each.version[:12])
+def test_a_variable_never_set_is_not_zero(compiler):
+    """A thread's own memory is not checked, but what is wrong there shows in the result."""
+    (right,) = sample().run(compiler=compiler)
+    (wrong,) = planted("> low(0), high(0);", "> low, high(0);").run(compiler=compiler)
+    assert mx.array_equal(wrong[8:], right[8:])
+    assert not mx.isfinite(wrong[:8]).any().item()
+
+
 def test_finding_names_the_line():
     correct, wrong, _ = BUGS["writes to an input"]
     bug = planted(correct, wrong)

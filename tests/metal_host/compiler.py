@@ -25,23 +25,17 @@ _COMMON = (
     "-ffp-contract=off",  # what is one operation in the source is one operation
     "-w",
 )
-# Access by access as the source has them, and no call to be told of a function's begin and end.
+# Of these sanitizers only the calls that they put into the code are used: runtime/checks.cpp.
 _CHECKED = (
     "-Og",  # -O1 and -O2 run a little faster, and take far longer to compile
     "-g1",
+    "-ftrivial-auto-var-init=pattern",  # a variable that nobody sets is not zero by chance
     "-fno-tree-vectorize",
     "-fno-tree-slp-vectorize",
     "-fsanitize=thread,shift,bounds,integer-divide-by-zero",
 )
-_NO_ENTRY_CALLS = {
-    False: ("--param", "tsan-instrument-func-entry-exit=0"),
-    True: ("-mllvm", "-tsan-instrument-func-entry-exit=0"),
-}
-_EXACT_HALF = {
-    False: ("-fexcess-precision=16",),
-    True: ("-Xclang", "-ffloat16-excess-precision=none"),
-}
-_CLANG = ("clang++", *(f"clang++-{version}" for version in range(25, 16, -1)))
+_OLDEST_GCC, _OLDEST_CLANG = 12, 17  # with `_Float16` in C++; with arithmetic on `__bf16`
+_CLANG = ("clang++", *(f"clang++-{version}" for version in range(25, _OLDEST_CLANG - 1, -1)))
 
 
 class CompilationError(RuntimeError):
@@ -50,7 +44,7 @@ class CompilationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: its path, what `--version` says first, and whether it is clang."""
+    """A C++ compiler: its path, and the first line of what `--version` says."""
 
     path: str
     version: str
@@ -59,14 +53,33 @@ class Compiler:
     def is_clang(self) -> bool:
         return "clang" in self.version
 
+    @property
+    def exact_half(self) -> tuple[str, ...]:
+        """Options: half is rounded after every operation, also between two of them."""
+        if self.is_clang:
+            return ("-Xclang", "-ffloat16-excess-precision=none")
+        return ("-fexcess-precision=16",)
+
+    @property
+    def only_accesses(self) -> tuple[str, ...]:
+        """Options: the thread sanitizer does not tell of functions that begin and end."""
+        prefix = ("-mllvm", "-") if self.is_clang else ("--param", "")
+        return (prefix[0], f"{prefix[1]}tsan-instrument-func-entry-exit=0")
+
 
 @cache
 def _found(name: str) -> Compiler | None:
+    """The compiler of this name, if there is one that is new enough."""
     path = shutil.which(name)
     if path is None:
         return None
-    done = subprocess.run([path, "--version"], capture_output=True, text=True)
-    return Compiler(path, done.stdout.splitlines()[0]) if done.returncode == 0 else None
+    said = [
+        subprocess.run([path, option], capture_output=True, text=True, check=True).stdout
+        for option in ("--version", "-dumpversion")
+    ]
+    found = Compiler(path, said[0].splitlines()[0])
+    oldest = _OLDEST_CLANG if found.is_clang else _OLDEST_GCC
+    return found if int(said[1].split(".")[0]) >= oldest else None
 
 
 def compilers() -> list[Compiler]:
@@ -109,7 +122,7 @@ class Build:
         self.checked = checked
         self.compiler = compiler
         self._folder = folder.resolve()
-        self._base = (compiler.path, *_COMMON, *_EXACT_HALF[compiler.is_clang], _INCLUDE)
+        self._base = (compiler.path, *_COMMON, *compiler.exact_half, _INCLUDE)
 
     def _library(
         self, kind: str, source: str, included: str, options: Sequence[str], linked: Sequence[str]
@@ -142,7 +155,7 @@ class Build:
 
     def kernel(self, source: str) -> Path:
         """A kernel, linked to the runtime."""
-        mode = (*_CHECKED, *_NO_ENTRY_CALLS[self.compiler.is_clang]) if self.checked else ("-O1",)
+        mode = (*_CHECKED, *self.compiler.only_accesses) if self.checked else ("-O1",)
         return self._library("kernel", source, _digest("include"), mode, [str(self.runtime)])
 
     def check_syntax(self, source: Path) -> None:
