@@ -31,7 +31,7 @@ __all__ = [
 
 needs_compiler = pytest.mark.skipif(
     not compilers(),
-    reason="no C++ compiler to emulate Metal with: install g++ 12 or later, or clang++ 17, on Linux",
+    reason="no C++ compiler to emulate Metal with: install g++ 12, or clang++ 17, or later (Linux)",
 )
 needs_strict_compiler = pytest.mark.skipif(
     strict_compiler() is None,
