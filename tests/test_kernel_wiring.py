@@ -18,11 +18,13 @@ from typer.testing import CliRunner
 
 import dflash_mlx as dm
 from dflash_mlx.bench.kernels import KernelRow, kernel_rows
+from dflash_mlx.chips import chip_named
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.kernels import show
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.calibration import Timing
-from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
+from dflash_mlx.kernels.gated import UNITS, VerifySwitchGLU
+from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.loop import generate
 from dflash_mlx.proposal import Proposal
@@ -83,8 +85,9 @@ def test_drafted_text_is_the_plain_text(family, bits):
         assert drafted.tokens == plain
         assert max(drafted.stats.widths) == BLOCK and 0 < drafted.stats.accepted_tokens
     kind = "affine" if bits else "plain"
-    assert launches.counts[f"verify_matmul_{kind}"] and launches.counts["block_attention"]
-    assert any("moe" in name for name in launches.counts) == ("moe" in family)
+    used = {f"verify_matmul_{kind}", "block_attention"}
+    unit = "verify_matmul_moe_" if "moe" in family else "verify_matmul_"
+    assert used | {f"{unit}{kind}_gate_up"} <= set(launches.counts)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma4_moe"])
@@ -145,8 +148,31 @@ def test_a_swapped_layer_keeps_its_weights_and_their_names():
     swapped = {path: module for path, module in model.named_modules() if path in wiring.layers}
     assert all(layers[path] is module for path, module in swapped.items())
     assert {type(module) for module in swapped.values()} <= set(SWAPS.values())
+    assert VerifySwitchGLU in map(type, model.modules())
     # And no class was touched: a new layer is a stock one.
     assert type(nn.Linear(8, 8)) is nn.Linear and type(half_precision("qwen3").lm_head) in SWAPS
+
+
+def test_a_gated_unit_is_fused_only_as_a_whole():
+    """Not with a part that is left to MLX, with biases, or with another activation."""
+    config = families.CONFIGS["qwen3"]
+    model, kernels, chip = half_precision("qwen3"), Kernels(kernel_factory()), chip_named("M4")
+    shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
+    wire(model, config, kernels, chip, {shape[128]: 4, shape[64]: None})
+    assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
+    assert type(model.layers[0].mlp) not in UNITS.values()
+    wire(model := half_precision("gpt_oss"), families.CONFIGS["gpt_oss"], kernels, None, {}, True)
+    assert not {type(module) for module in model.modules()} & set(UNITS.values())
+
+
+def test_a_convolution_in_one_order_is_the_stock_one():
+    x = mx.random.normal((1, 12, 8), key=mx.random.key(0))
+    layer = nn.Conv1d(8, 8, 4, groups=8)
+    layer.bias = mx.random.normal((8,), key=mx.random.key(1))
+    stock = layer(x)
+    layer.__class__, layer._rows = VerifyConv1d, range(1, 65)
+    assert mx.allclose(layer(x), stock, atol=1e-6)
+    assert same_bits(layer(x)[:, 4:5], layer(x[:, 4:8]))
 
 
 def test_many_rows_are_left_to_stock_layers():

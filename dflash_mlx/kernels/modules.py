@@ -21,11 +21,11 @@ from ..chips import Chip
 from ..errors import SettingsError
 from .block_attention import MOST_NODES, BlockAttention
 from .choose import WIDEST, exact_by_default, first_row, has_kernel
+from .gated import fuse, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
 from .verify_matmul import VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
-from .weights import AffineWeights
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
 
@@ -71,9 +71,7 @@ class VerifyLinear(nn.Linear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., K] -> [..., N]."""
-        if x.size // x.shape[-1] not in self._rows:
-            return super().__call__(x)
-        return _biased(self, self._kernel(x, self.weight))
+        return _product(self, x) if _is_ours(self, x) else super().__call__(x)
 
 
 class VerifyQuantizedLinear(nn.QuantizedLinear):
@@ -81,9 +79,7 @@ class VerifyQuantizedLinear(nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., K] -> [..., N]."""
-        if x.size // x.shape[-1] not in self._rows:
-            return super().__call__(x)
-        return _biased(self, self._kernel(x, _affine(self)))
+        return _product(self, x) if _is_ours(self, x) else super().__call__(x)
 
 
 class VerifyEmbedding(nn.Embedding):
@@ -91,9 +87,7 @@ class VerifyEmbedding(nn.Embedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., D] -> logits [..., V]."""
-        if x.size // x.shape[-1] not in self._rows:
-            return super().as_linear(x)
-        return self._kernel(x, self.weight)
+        return _product(self, x) if _is_ours(self, x) else super().as_linear(x)
 
 
 class VerifyQuantizedEmbedding(nn.QuantizedEmbedding):
@@ -101,36 +95,50 @@ class VerifyQuantizedEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., D] -> logits [..., V]."""
-        if x.size // x.shape[-1] not in self._rows:
-            return super().as_linear(x)
-        return self._kernel(x, _affine(self))
+        return _product(self, x) if _is_ours(self, x) else super().as_linear(x)
 
 
 class VerifySwitchLinear(SwitchLinear):
     """One linear layer of each expert, of plain weights."""
 
-    def __call__(
-        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
-    ) -> mx.array:
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """x [..., 1 or k, 1, K] of tokens sent to experts [..., k] -> [..., k, 1, N].
 
         Sorted by expert, x is [tokens * k, 1, K] and the experts [tokens * k].
         """
         if indices.size // self._top_k not in self._rows:
             return super().__call__(x, indices, sorted_indices)
-        return _routed(self, x, self.weight, indices)
+        return _routed(self, x, indices)
 
 
 class VerifyQuantizedSwitchLinear(QuantizedSwitchLinear):
     """One linear layer of each expert, of affine-quantized weights."""
 
-    def __call__(
-        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
-    ) -> mx.array:
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """As `VerifySwitchLinear`."""
         if indices.size // self._top_k not in self._rows:
             return super().__call__(x, indices, sorted_indices)
-        return _routed(self, x, _affine(self), indices)
+        return _routed(self, x, indices)
+
+
+class VerifyConv1d(nn.Conv1d):
+    """A short convolution of each channel by itself, as recurrent layers have, for exact decoding.
+
+    Products and sums of whole rows, in one order: whatever kernel MLX picks for a convolution by
+    its length is not asked.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [B, S + kernel - 1, C] -> [B, S, C]."""
+        kernel = self.weight.shape[1]
+        rows = x.shape[1] - kernel + 1
+        if x.shape[0] * rows not in self._rows:
+            return super().__call__(x)
+        taps = self.weight[..., 0].T.astype(mx.float32)  # [kernel, C]
+        y = taps[0] * x[:, :rows].astype(mx.float32)
+        for tap in range(1, kernel):
+            y = y + taps[tap] * x[:, tap : tap + rows].astype(mx.float32)
+        return _biased(self, y.astype(x.dtype))
 
 
 # The stock class, exactly: what a subclass of it computes is not known.
@@ -183,7 +191,24 @@ def wire(
         if first is not None and first <= WIDEST and can_swap(module, matrix):
             _swap(module, matrix, kernels, range(first, (EXACT_ROWS if exact else WIDEST) + 1))
             layers[path] = first
+    fuse(model)
+    if exact:
+        _swap_convolutions(model)
     return Wiring(kernels, chip, exact, layers)
+
+
+def _swap_convolutions(model: nn.Module) -> None:
+    """Have the channels' own convolutions of recurrent layers add up in one order."""
+    for module in model.modules():
+        if type(module) is nn.Conv1d and _own_channel(module):
+            module.__class__, module._rows = VerifyConv1d, range(1, EXACT_ROWS + 1)
+
+
+def _own_channel(convolution: Any) -> bool:
+    """Whether every channel is convolved by itself, at every row, with no padding."""
+    channels, _, inputs = convolution.weight.shape
+    plain = (convolution.stride, convolution.padding, convolution.dilation) == (1, 0, 1)
+    return plain and inputs == 1 and convolution.groups == channels
 
 
 def can_swap(module: nn.Module, matrix: Matrix) -> bool:
@@ -213,20 +238,24 @@ def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: range) -> None:
     module._top_k = matrix.top_k
 
 
-def _affine(layer: Any) -> AffineWeights:
-    return AffineWeights(layer.weight, layer.scales, layer.biases, layer.bits, layer.group_size)
+def _is_ours(layer: Any, x: mx.array) -> bool:
+    return x.size // x.shape[-1] in layer._rows
+
+
+def _product(layer: Any, x: mx.array) -> mx.array:
+    return _biased(layer, layer._kernel(x, weights(layer)))
 
 
 def _biased(layer: nn.Module, y: mx.array) -> mx.array:
     return y + layer.bias if "bias" in layer else y
 
 
-def _routed(layer: Any, x: mx.array, weights: Any, experts: mx.array) -> mx.array:
+def _routed(layer: Any, x: mx.array, experts: mx.array) -> mx.array:
     """The products of tokens with their experts, in the shapes of mlx-lm's switch layers."""
     rows = x.squeeze(-2)
     if rows.shape[:-1] != experts.shape:
         rows = rows.squeeze(-2)  # one row of x for all experts of a token
-    y = layer._kernel(rows, weights, experts)
+    y = layer._kernel(rows, weights(layer), experts)
     if "bias" in layer:
         y = y + layer.bias[experts]
     return y[..., None, :]
