@@ -71,14 +71,13 @@ def copying(source: str, **changed) -> EmulatedKernel:
 
 def copied(kernel: EmulatedKernel, a: mx.array, **more) -> mx.array:
     """Its output [4, 6], float32, from one thread for each element."""
-    (out,) = kernel(
-        inputs=[a],
+    call = dict(
         output_shapes=[(4, 6)],
         output_dtypes=[mx.float32],
         grid=(24, 1, 1),
         threadgroup=(8, 1, 1),
-        **more,
     )
+    (out,) = kernel(inputs=[a], **call | more)
     return out
 
 
@@ -124,6 +123,10 @@ def test_outputs_begin_as_asked():
     untouched = copied(copying(half), a)
     assert mx.array_equal(untouched[:2], a[:2])
     assert mx.isnan(untouched[2:]).all().item()  # what Metal leaves there is anyone's guess
+
+
+def test_an_empty_grid_runs_nothing():
+    assert mx.isnan(copied(copying(COPY), normal(4, 6), grid=(0, 1, 1))).all().item()
 
 
 def test_verbose_prints_the_source(capsys):

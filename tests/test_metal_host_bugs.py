@@ -60,6 +60,11 @@ BUGS = {
         "divergent-matrix",
     ),
     # Beyond the fourteen:
+    "a SIMD-group barrier for some lanes": (
+        LAST_PRODUCT,
+        f"{LAST_PRODUCT} if (t % 32 < 16) simdgroup_barrier(mem_flags::mem_threadgroup);",
+        "barrier-divergence",
+    ),
     "a shuffle from a lane that is not there": (
         "float sums[16 * columns];",
         "float sums[16 * columns];\n  if (thread_index_in_simdgroup < 16) simd_shuffle(0.0f, 20);",

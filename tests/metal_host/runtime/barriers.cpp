@@ -23,6 +23,7 @@ uint32_t waiting_lanes(int simdgroup, int site, bool any_site) {
 
 void release_lanes(int number, uint32_t lanes) {
   Simdgroup& simdgroup = group.simdgroups[number];
+  const unsigned flags = group.fibers[first_lane(number) + __builtin_ctz(lanes)].flags;
   char* slots = simdgroup.slots[simdgroup.round & 1];
   for (uint32_t rest = lanes; rest; rest &= rest - 1) {
     const int lane = __builtin_ctz(rest);
@@ -33,6 +34,7 @@ void release_lanes(int number, uint32_t lanes) {
       __builtin_memcpy(slot, other.value, METAL_HOST_SLOT);
     }
     other.lanes = lanes;
+    other.complete = __builtin_popcount(lanes) == simdgroup.live;
     other.slots = slots;
     other.state = State::ready;
     simdgroup.waiting--;
@@ -40,7 +42,7 @@ void release_lanes(int number, uint32_t lanes) {
   simdgroup.round++;
   simdgroup.mixed = false;
   for (Space space : {kThreadgroupSpace, kDeviceSpace}) {
-    if (simdgroup.flags & kFlag[space]) simdgroup.epochs[space]++;
+    if (flags & kFlag[space]) simdgroup.epochs[space]++;
   }
   if (!simdgroup.waiting) return;
   const uint32_t left = waiting_lanes(number, 0, true);
@@ -49,12 +51,12 @@ void release_lanes(int number, uint32_t lanes) {
 }
 
 void wait_for_lanes(Fiber& self, Simdgroup& simdgroup, unsigned flags, int site) {
-  simdgroup.flags = flags;
   if (simdgroup.waiting == 0) simdgroup.site = site;
   if (simdgroup.site != site) simdgroup.mixed = true;
   simdgroup.waiting++;
   self.state = State::at_simdgroup;
   self.site = site;
+  self.flags = flags;
   if (simdgroup.waiting == simdgroup.live && !simdgroup.mixed) {
     const int number = self.place.simdgroup;
     release_lanes(number, simdgroup.live == kLanes ? ~0u : waiting_lanes(number, 0, true));
@@ -66,12 +68,13 @@ void wait_for_lanes(Fiber& self, Simdgroup& simdgroup, unsigned flags, int site)
 void release_barrier() {
   if (group.mixed) {
     report("barrier-divergence", nullptr,
-        "threads wait at different threadgroup_barrier calls (threadgroup %u)", group.number);
+        "threads wait at different threadgroup_barrier calls, one of them at line %d "
+        "(threadgroup %u)", group.site, group.number);
   }
   if (group.live < group.size) {
     report("barrier-divergence", nullptr,
-        "%d of %d threads left the kernel before a threadgroup_barrier (threadgroup %u)",
-        group.size - group.live, group.size, group.number);
+        "%d of %d threads left the kernel before the threadgroup_barrier at line %d "
+        "(threadgroup %u)", group.size - group.live, group.size, group.site, group.number);
   }
   for (int i = 0; i < group.size; i++) {
     Fiber& other = group.fibers[i];
@@ -142,6 +145,10 @@ void metal_host_simdgroup_barrier(unsigned flags, int site) {
   self.value = nullptr;
   wait_for_lanes(self, simdgroup, flags, site);
   refresh_stamps(self);
+  if (!self.complete) {
+    report("barrier-divergence", nullptr, "the simdgroup_barrier at line %d without all lanes "
+        "(threadgroup %u)", site, group.number);
+  }
 }
 
 const char* metal_host_exchange(const void* value, unsigned size, int site, uint32_t* lanes) {
@@ -179,7 +186,8 @@ const float* metal_host_multiply_accumulate(
   self.value = nullptr;
   wait_for_lanes(self, simdgroup, 0, site);
   if (self.lanes != ~0u) {
-    report("divergent-matrix", nullptr, "a simdgroup_matrix operation without all 32 lanes");
+    report("divergent-matrix", nullptr, "the simdgroup_matrix operation at line %d without all "
+        "32 lanes (threadgroup %u)", site, group.number);
   }
   return product;
 }
@@ -187,6 +195,7 @@ const float* metal_host_multiply_accumulate(
 void metal_host_count_fma() { fmas++; }
 
 void metal_host_inactive_lane() {
-  report("inactive-lane", __builtin_return_address(0), "SIMD read from an inactive lane");
+  report("inactive-lane", nullptr, "a SIMD-group function at line %d takes the value of a lane "
+      "that is not there (threadgroup %u)", fiber().site, group.number);
 }
 }

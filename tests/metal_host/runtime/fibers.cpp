@@ -58,7 +58,7 @@ constexpr uint64_t kCanary = 0x5aa5c33c0ff01234;
 
 char* stacks = nullptr;
 size_t stack_count = 0;
-bool stacks_used = false;  // a stopped launch leaves the fibers in the middle of something
+bool fresh = true;  // every fiber is at its beginning or end; not so after a launch was stopped
 void* launcher = nullptr;  // the stack pointer of run_threadgroup
 
 char* stack(size_t i) { return stacks + i * kStackBytes; }
@@ -132,11 +132,11 @@ void make_fibers(int count) {
     }
     stack_count = count;
     group.fibers = std::vector<Fiber>(count);
-    stacks_used = true;
+    fresh = false;
   }
-  if (!stacks_used) return;
+  if (fresh) return;
   for (size_t i = 0; i < stack_count; i++) prepare_stack(i);
-  stacks_used = false;
+  fresh = true;
 }
 
 void run_threadgroup() {
@@ -164,7 +164,7 @@ void leave_fiber() {
 
 void stop_launch() {
   stopped = true;
-  stacks_used = true;
+  fresh = false;
   void* abandoned;
   metal_host_switch(&abandoned, launcher);
   __builtin_unreachable();

@@ -104,7 +104,7 @@ extern "C" METAL_HOST_EXPORT void metal_host_launch(metal_host::Launch* started)
   kernel_buffers = addresses.data();
   Extent dispatched, groups;
   for (int i = 0; i < 3; i++) {
-    dispatched.x[i] = std::min(launch->threadgroup[i], launch->grid[i]);
+    dispatched.x[i] = std::max(1u, std::min(launch->threadgroup[i], launch->grid[i]));
     groups.x[i] = (launch->grid[i] + dispatched.x[i] - 1) / dispatched.x[i];
   }
   make_fibers(dispatched.count());

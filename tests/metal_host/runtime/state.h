@@ -20,20 +20,21 @@ enum class State : uint8_t { ready, at_simdgroup, at_barrier, done };
 struct Fiber {
   void* stack_pointer = nullptr;
   State state = State::ready;
-  int site = 0;                // where it waits
+  int site = 0;                 // where it waits,
+  unsigned flags = 0;           // for the memory that a barrier orders; 0 if it is no barrier
   const char* value = nullptr;  // its slot, while it waits in an exchange
   const char* slots = nullptr;  // what the exchange gave: everyone's slots,
-  uint32_t lanes = 0;           // and who took part
+  uint32_t lanes = 0;           // who took part,
+  bool complete = false;        // and whether that is every lane there is
   uint64_t stamps[2] = {0, 0};  // see shadow.h
   metal_host_thread place;
 };
 
 struct Simdgroup {
   int live, waiting;
-  int site;         // where the first of those waiting waits
-  bool mixed;       // some wait elsewhere
-  unsigned flags;   // of the barrier they wait at, 0 in an exchange
-  unsigned round;   // two tables take turns: the lanes may read one while others fill the next
+  int site;        // where the first of those waiting waits
+  bool mixed;      // some wait elsewhere
+  unsigned round;  // two tables take turns: the lanes may read one while others fill the next
   uint32_t epochs[2];
   alignas(64) char slots[2][kLanes * METAL_HOST_SLOT];
   float a[64], b[64], c[64], product[2][64];
@@ -62,9 +63,9 @@ extern void (*kernel)(void** buffers, const metal_host_thread* place);
 extern void** kernel_buffers;
 void make_fibers(int count);
 void run_threadgroup();
-void leave_fiber();          // run others until this one is ready again
-[[noreturn]] void stop_launch();  // back to the launcher, for good
-extern bool stopped;
+void leave_fiber();               // run others until this one is ready again
+[[noreturn]] void stop_launch();  // back to the launcher, for good,
+extern bool stopped;              // which sees this
 bool is_own_stack(const char* address);
 int stack_of(const char* address);  // whose private memory it is; -1: nobody's
 
