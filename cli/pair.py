@@ -62,7 +62,8 @@ class Pair:
         drafting = "no drafter" if self.drafter is None else f"block size {self.rows}"
         if self.policy is not None:
             drafting = f"block size up to {self.policy.widest}"
-        return f"{self.target.name} · {drafting} · {self.blas.name}"
+        exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
+        return f"{self.target.name} · {drafting} · {self.blas.name}{exact}"
 
     def limit_reached(self, stats: Stats) -> str:
         """Which limit ended a text of finish reason "length"."""

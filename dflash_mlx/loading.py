@@ -21,7 +21,7 @@ from .drafter.network import DFlash
 from .errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
 from .hub import Hub
 from .kernels.calibration import choices, read_timings
-from .kernels.modules import Kernels, wire
+from .kernels.modules import Kernels, Wiring, wire
 from .kernels.source import KernelFactory
 from .quantization import Quantization
 from .registry import drafter_for
@@ -79,7 +79,7 @@ def load(
     draft_folder = _folder(draft, "drafter", hub)  # a download may fail: before anything is loaded
     reserved = memory_needed(check_safetensors(draft_folder), draft_quantization, _float_bytes())
     target = _open_target(name, folder, quantization, reserved, exact, ours)
-    drafter = _open_drafter(draft, draft_folder, draft_quantization)
+    drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
     drafter.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     return target, drafter
 
@@ -112,6 +112,7 @@ def load_drafter(
     mode: str = "affine",
     group_size: int | None = None,
     hub: Hub | None = None,
+    kernels: KernelFactory | bool = True,
 ) -> DFlash:
     """Load a drafter alone. Args as of `load`.
 
@@ -119,7 +120,8 @@ def load_drafter(
         `NotEnoughMemoryError`, `SettingsError`.
     """
     [quantization] = _quantizations(mode, group_size, bits)
-    return _open_drafter(path, _folder(path, "drafter", hub or Hub()), quantization)
+    folder = _folder(path, "drafter", hub or Hub())
+    return _open_drafter(path, folder, quantization, _kernels(None, kernels))
 
 
 def _quantizations(
@@ -174,15 +176,21 @@ def _open_target(
     except RuntimeError as error:  # from mx.load
         raise WeightsError(f"{name}: the weights cannot be read ({_one_line(error)}).") from error
     _settle(model, quantization)
-    wiring = None
-    if kernels is not None:
-        chip = find_chip(str(mx.device_info().get("device_name", "")))
-        measured = choices(read_timings())
-        wiring = wire(model, config, kernels, chip, measured, exact)
+    wiring = None if kernels is None else _wire(model, config, kernels, exact)
     return Target(model, _tokenizer(folder, config), config, name, wiring)
 
 
-def _open_drafter(name: str, folder: Path, quantization: Quantization | None) -> DFlash:
+def _wire(
+    model: nn.Module, config: dict[str, Any], kernels: Kernels, exact: bool | None
+) -> Wiring:
+    """Give a model's layers to our kernels where this machine's table says so."""
+    chip = find_chip(str(mx.device_info().get("device_name", "")))
+    return wire(model, config, kernels, chip, choices(read_timings()), exact)
+
+
+def _open_drafter(
+    name: str, folder: Path, quantization: Quantization | None, kernels: Kernels | None
+) -> DFlash:
     """Load the drafter in a folder, DFlash or DFlash2, as its config says."""
     _check_memory(name, check_safetensors(folder), quantization)
     drafter = read_drafter(folder)
@@ -192,6 +200,8 @@ def _open_drafter(name: str, folder: Path, quantization: Quantization | None) ->
         # MLX's quantized products are slow on a CPU, and what drafts does not change the text.
         dequantize_model(drafter)
     _settle(drafter, quantization)
+    if kernels is not None:
+        _wire(drafter, {}, kernels, exact=False)  # drafts may differ, only the text may not
     return drafter
 
 

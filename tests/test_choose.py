@@ -15,7 +15,7 @@ from dflash_mlx.kernels.choose import (
     stock_seconds,
     tile_seconds,
 )
-from dflash_mlx.kernels.shapes import Matrix
+from dflash_mlx.kernels.shapes import Matrix, attention_key
 
 FOUR = Matrix(12288, 4096, 12288 * 4096 * 9 // 16, "affine", 4, 64)
 EIGHT = Matrix(12288, 4096, 12288 * 4096 * 17 // 16, "affine", 8, 64)
@@ -74,8 +74,11 @@ def test_a_measurement_overrules_the_table():
     [(1, 9), (2, 9), (4, 9), (5, 7), (8, 5), (16, 3), (64, 1)],
 )
 def test_attention_runs_where_stock_does_not_split_the_keys(group, row):
-    assert attention_from(chip_named("M4"), group) == row
-    assert attention_from(chip_named("M5"), group) is None and attention_from(None, group) is None
+    shape = (2 * group, 2, 128)
+    assert attention_from(chip_named("M4"), *shape, {}) == row
+    assert attention_from(chip_named("M5"), *shape, {}) is None
+    assert attention_from(None, *shape, {}) is None
+    assert attention_from(chip_named("M5"), *shape, {attention_key(*shape): 2}) == 2
 
 
 def test_exact_is_the_default_where_it_is_free():

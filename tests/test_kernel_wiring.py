@@ -203,6 +203,25 @@ def test_the_table_decides_where_nobody_asks(chip, first, monkeypatch, tmp_path)
         assert mx.allclose(*logits, rtol=1e-3, atol=1e-3)
 
 
+def test_exact_is_asked_for_at_load(tmp_path):
+    folder = str(tinymodels.save_target(tmp_path, "qwen3", head_dim=HEAD))
+    target = dm.load_target(folder, exact=True, kernels=kernel_factory())
+    assert target.wiring.exact and set(target.wiring.layers.values()) == {1}
+    alone, together = target.start(), target.start()
+    logits, _ = together.verify(Proposal([7, 9]))
+    assert same_bits(alone.verify(Proposal([7]))[0][0], logits[0])
+
+
+def test_drafters_follow_the_table_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
+    folder, launches = str(tinymodels.save_drafter(tmp_path)), Launches()
+    ours, stock = (dm.load_drafter(folder, bits=4, kernels=k) for k in (launches, False))
+    block = mx.random.normal((1, 16, 64), key=mx.random.key(0))
+    taps = mx.random.normal((1, 9, 128), key=mx.random.key(1))
+    hidden = [drafter(block, taps, drafter.make_cache()) for drafter in (ours, stock)]
+    assert launches.counts and mx.allclose(*hidden, rtol=1e-2, atol=1e-2)
+
+
 def test_without_metal_nothing_changes(tmp_path):
     if mx.metal.is_available():
         pytest.skip("this machine has Metal")
@@ -235,8 +254,9 @@ def test_what_cannot_be_exact_is_refused():
         dm.load_target("tiny", exact=True, kernels=False)
 
 
-def test_timing_a_model_runs_both_and_leaves_it_as_it_is():
+def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
     """By a clock that counts our launches: stock takes none, ours one or two a layer."""
+    monkeypatch.setattr("dflash_mlx.bench.kernels.CONTEXT", 100)
     launches = Launches()
     model, config = half_precision("qwen3_moe"), families.CONFIGS["qwen3_moe"]
     types = [type(module) for module in model.modules()]
@@ -244,6 +264,7 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is():
     rows = list(kernel_rows(model, config, kernels, (1, 2), lambda: sum(launches.counts.values())))
     assert [type(module) for module in model.modules()] == types
     shapes = [matrix.key for _, _, matrix in matrices(model, config)]
+    shapes += ["attention 4/2 heads of 64"] * config["num_hidden_layers"]
     assert {row.key: row.layers for row in rows} == {key: shapes.count(key) for key in shapes}
     for row in rows:
         assert row.timing.stock == {1: 0, 2: 0} and row.timing.first_row is None

@@ -1,24 +1,31 @@
-"""MLX's kernels against ours, for the matrices of a model: what decides on this machine."""
+"""MLX's kernels against ours, for the shapes of a model: what decides on this machine."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
+from ..kernels.block_attention import HEAD_DIMS
 from ..kernels.calibration import Timing
 from ..kernels.modules import Kernels, can_swap, verifying
-from ..kernels.shapes import Matrix, matrices
+from ..kernels.shapes import Matrix, attention_key, matrices
+from ..target.kv_bits import head_size
+from ..target.mla import is_mla
 
 ROWS = (1, 2, 4, 6, 8, 12, 16)
+CONTEXT = 4096  # tokens that attention is timed over
 LAYERS = 8  # of one shape that take turns, or the weights would come from a cache
 REPEATS = 5  # of which the quickest counts: other programs only ever add time
 SEED = 0
+_HEADS = ("n_heads", "num_attention_heads", "num_heads")
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class KernelRow:
     """The timing of one shape.
 
     Attributes:
-        key: as of `Matrix.key`.
+        key: as of `Matrix.key` and `attention_key`.
         layers: how many layers of the model have it.
         timing: seconds of one layer.
     """
@@ -51,7 +58,7 @@ def kernel_rows(
     rows: Sequence[int] = ROWS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[KernelRow]:
-    """Time every shape of a model's matrices that ours can multiply by, in both ways in turns.
+    """Time every shape of a model that our kernels take, with MLX's and with ours in turns.
 
     Args:
         model: an mlx-lm model with stock layers.
@@ -60,54 +67,111 @@ def kernel_rows(
         rows: at how many rows.
         clock: seconds.
     """
+    layers: list[Any] = model.layers
+    attentions = Counter(shape for layer in layers if (shape := _attention_shape(layer)))
+    for shape, count in attentions.items():
+        yield KernelRow(attention_key(*shape[:3]), count, _attention(*shape, kernels, rows, clock))
     shapes: dict[str, list[tuple[nn.Module, Matrix]]] = {}
     for _, module, matrix in matrices(model, config):
         if can_swap(module, matrix):
             shapes.setdefault(matrix.key, []).append((module, matrix))
-    for key, layers in shapes.items():
-        timing = _timing(layers[:LAYERS], kernels, rows, clock)
-        yield KernelRow(key, len(layers), timing)
+    for key, same in shapes.items():
+        yield KernelRow(key, len(same), _products(same[:LAYERS], kernels, rows, clock))
 
 
-def _timing(
+def _products(
     layers: list[tuple[nn.Module, Matrix]],
     kernels: Kernels,
     rows: Sequence[int],
     clock: Callable[[], float],
 ) -> Timing:
+    """Layers of one shape."""
+
+    def both(count: int) -> tuple[float, float]:
+        calls = [_call(module, matrix, count) for module, matrix in layers]
+        stock = _seconds(calls, clock)
+        with verifying(layers, kernels):
+            return stock, _seconds(calls, clock)
+
+    return _timing(both, rows)
+
+
+def _attention(
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    dtype: mx.Dtype,
+    kernels: Kernels,
+    rows: Sequence[int],
+    clock: Callable[[], float],
+) -> Timing:
+    """Attention over `CONTEXT` tokens, in `LAYERS` caches that take turns."""
+    scale = head_dim**-0.5
+    held = [_noise((1, key_heads, CONTEXT, head_dim), dtype, seed) for seed in range(2 * LAYERS)]
+    pairs = list(zip(held[:LAYERS], held[LAYERS:], strict=True))
+
+    def both(count: int) -> tuple[float, float]:
+        q = _noise((1, heads, count, head_dim), dtype)
+        mask = "causal" if count > 1 else None
+        attend = mx.fast.scaled_dot_product_attention
+        stock = [partial(attend, q, k, v, scale=scale, mask=mask) for k, v in pairs]
+        ours = [partial(kernels.attention, q, k, v, scale=scale) for k, v in pairs]
+        return _seconds(stock, clock), _seconds(ours, clock)
+
+    return _timing(both, rows)
+
+
+def _attention_shape(layer: Any) -> tuple[int, int, int, mx.Dtype] | None:
+    """Heads, heads of keys, numbers in a head and dtype, where our kernel takes them."""
+    attention = getattr(layer, "self_attn", None)
+    if attention is None or is_mla(layer) or not hasattr(attention, "k_proj"):
+        return None
+    heads = next(getattr(attention, name) for name in _HEADS if hasattr(attention, name))
+    head_dim = head_size(attention)
+    key_heads = attention.k_proj.weight.shape[0] // head_dim
+    dtype = _dtype(attention.k_proj)
+    return (heads, key_heads, head_dim, dtype) if head_dim in HEAD_DIMS else None
+
+
+def _timing(both: Callable[[int], tuple[float, float]], rows: Sequence[int]) -> Timing:
+    """The quickest of stock and ours at each number of rows, a layer each, the rows in turns."""
     stock, ours = dict.fromkeys(rows, float("inf")), dict.fromkeys(rows, float("inf"))
     for repeat in range(REPEATS + 1):
         for count in rows:
-            calls = [_call(module, matrix, count) for module, matrix in layers]
-            seconds = _seconds(calls, clock)
-            with verifying(layers, kernels):
-                own = _seconds(calls, clock)
+            seconds, own = both(count)
             if repeat:  # the first one compiles and warms up
-                stock[count] = min(stock[count], seconds / len(layers))
-                ours[count] = min(ours[count], own / len(layers))
+                stock[count] = min(stock[count], seconds)
+                ours[count] = min(ours[count], own)
     return Timing(stock, ours)
 
 
 def _seconds(calls: Sequence[Callable[[], mx.array]], clock: Callable[[], float]) -> float:
+    """Of one of these calls, which are evaluated together."""
     start = clock()
     mx.eval([call() for call in calls])
-    return clock() - start
+    return (clock() - start) / len(calls)
+
+
+def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = SEED) -> mx.array:
+    noise = mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+    mx.eval(noise)
+    return noise
+
+
+def _dtype(layer: Any) -> mx.Dtype:
+    """What a layer's inputs and outputs are computed in."""
+    return layer.scales.dtype if "scales" in layer else layer.weight.dtype
 
 
 def _call(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
     """A forward of the layer over so many rows of noise."""
-    dtype = module.scales.dtype if "scales" in module else module.weight.dtype
-    key, key_of_experts = mx.random.split(mx.random.key(SEED))
-    x = mx.random.normal((1, rows, matrix.depth), key=key).astype(dtype)
+    x = _noise((1, rows, matrix.depth), _dtype(module))
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-        mx.eval(x)
         return lambda: module.as_linear(x)
     if not matrix.experts:
-        mx.eval(x)
         return lambda: module(x)
     # Each row's experts are different ones, as a router's are.
-    chances = mx.random.uniform(shape=(1, rows, matrix.experts), key=key_of_experts)
+    chances = _noise((1, rows, matrix.experts), mx.float32)
     experts = mx.argsort(chances, axis=-1)[..., : matrix.top_k]
-    x = x[..., None, None, :]
-    mx.eval(x, experts)
-    return lambda: module(x, experts)
+    mx.eval(experts)
+    return lambda: module(x[..., None, None, :], experts)

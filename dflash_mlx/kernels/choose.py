@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..chips import Chip
-from .shapes import Matrix
+from .shapes import Matrix, attention_key
 
 WIDEST = 16  # rows of a tile, and of the widest chain
 
@@ -87,16 +87,26 @@ def has_kernel(matrix: Matrix) -> bool:
     return matrix.kind == "affine" and matrix.bits in (4, 8) and matrix.group_size in (32, 64, 128)
 
 
-def attention_from(chip: Chip | None, group: int) -> int | None:
+def attention_from(
+    chip: Chip | None,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    measured: Mapping[str, int | None],
+) -> int | None:
     """The queries from which our attention runs, None for never.
 
     Args:
         chip: where it runs; None for one that is not known.
-        group: query heads per head of keys.
+        heads, key_heads, head_dim: the shape, of queries and of keys.
+        measured: as of `first_row`, by `attention_key`.
     """
+    key = attention_key(heads, key_heads, head_dim)
+    if key in measured:
+        return measured[key]
     if chip is None or chip.generation not in GENERATIONS:
         return None
-    return min(STOCK_QUERIES, STOCK_QUERY_ROWS // group) + 1
+    return min(STOCK_QUERIES, STOCK_QUERY_ROWS * key_heads // heads) + 1
 
 
 def exact_by_default(chip: Chip | None, model: Iterable[Matrix]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -53,12 +53,14 @@ class Wiring:
         exact: whether every row of a verify goes through our kernels, so that its bits do not
             depend on how many rows there are.
         layers: the path of every layer that was swapped, and the rows from which it is ours.
+        measured: as of `first_row`; it decides about attention when that is called.
     """
 
     kernels: Kernels
     chip: Chip | None
     exact: bool
-    layers: Mapping[str, int] = field(default_factory=dict)
+    layers: Mapping[str, int]
+    measured: Mapping[str, int | None]
 
     @property
     def widest(self) -> int | None:
@@ -194,7 +196,7 @@ def wire(
     fuse(model)
     if exact:
         _swap_convolutions(model)
-    return Wiring(kernels, chip, exact, layers)
+    return Wiring(kernels, chip, exact, layers, measured)
 
 
 def _swap_convolutions(model: nn.Module) -> None:

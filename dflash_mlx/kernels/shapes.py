@@ -79,6 +79,11 @@ def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn
             yield path, module, _matrix(module, top_k(config))
 
 
+def attention_key(heads: int, key_heads: int, head_dim: int) -> str:
+    """The name in tables of attention of so many heads: `attention 32/8 heads of 128`."""
+    return f"attention {heads}/{key_heads} heads of {head_dim}"
+
+
 def top_k(config: dict[str, Any]) -> int:
     """The experts a token is sent to, 0 for a model without experts."""
     shape = config.get("text_config") or config

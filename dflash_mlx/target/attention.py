@@ -78,7 +78,7 @@ def _rebound(call: Any, attend: Callable[..., mx.array]) -> Callable[..., Any]:
 
 def _attend(wiring: Wiring) -> Callable[..., mx.array]:
     """What stands for mlx-lm's function: the kernel where the table says so."""
-    kernel, chip, exact = wiring.kernels.attention, wiring.chip, wiring.exact
+    kernel = wiring.kernels.attention
 
     def attend(
         queries: mx.array,
@@ -89,9 +89,12 @@ def _attend(wiring: Wiring) -> Callable[..., mx.array]:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        heads, key_heads = queries.shape[1], _shape(keys)[1]
-        first = 1 if exact else attention_from(chip, heads // key_heads)
-        if first is None or queries.shape[2] < first or not _readable(queries, cache, mask):
+        _, heads, rows, head_dim = queries.shape
+        first: int | None = 1
+        if not wiring.exact:
+            shape = (heads, _key_heads(keys), head_dim)
+            first = attention_from(wiring.chip, *shape, wiring.measured)
+        if first is None or rows < first or not _readable(queries, cache, mask):
             return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
         return _with_kernel(kernel, queries, keys, values, cache, scale, mask, sinks)
 
@@ -154,6 +157,6 @@ def _tree(mask: mx.array, past: int) -> Tree:
     return Tree(past - 1 + ancestors.sum(axis=-1), ancestors)
 
 
-def _shape(stored: Any) -> tuple[int, ...]:
-    """[1, KV, L, D] of keys, or of the codes of quantized ones, whose last dimension differs."""
-    return (stored[0] if isinstance(stored, tuple | list) else stored).shape
+def _key_heads(keys: Any) -> int:
+    """KV of keys [1, KV, L, D], or of the parts of quantized ones."""
+    return int((keys[0] if isinstance(keys, tuple | list) else keys).shape[1])
