@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen3, qwen3_moe, qwen3_next
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
-from .weights import AffineWeights, Weights
+from .weights import Weights
 
 
 class VerifyGated(nn.Module):
@@ -77,7 +77,5 @@ def _form(layer: Any) -> tuple[Any, ...]:
 
 
 def weights(layer: Any) -> Weights:
-    """A layer's weights as the kernels take them."""
-    if "scales" not in layer:
-        return layer.weight
-    return AffineWeights(layer.weight, layer.scales, layer.biases, layer.bits, layer.group_size)
+    """The weights of one of our layers as the kernels take them."""
+    return layer._affine if "scales" in layer else layer.weight

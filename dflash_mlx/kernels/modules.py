@@ -26,6 +26,7 @@ from .shapes import Matrix, matrices
 from .source import KernelFactory
 from .verify_matmul import VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
+from .weights import AffineWeights
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
 
@@ -238,6 +239,9 @@ def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: range) -> None:
     module._rows = rows
     module._kernel = kernels.experts if matrix.experts else kernels.product
     module._top_k = matrix.top_k
+    if "scales" in module:  # checked once, here: the weights of a loaded model do not change
+        stored = (module.weight, module.scales, module.biases)
+        module._affine = AffineWeights(*stored, module.bits, module.group_size)
 
 
 def _is_ours(layer: Any, x: mx.array) -> bool:
