@@ -10,8 +10,8 @@ Every module holds the same three things:
 - the rules for shapes and dtypes, broken with a `KernelError`.
 
 The kernels themselves are functions in `metal/*.metal`; the text handed to the factory as `source`
-only declares threadgroup memory and calls them. When stock kernels are the better choice is not
-decided here.
+only declares threadgroup memory and calls them. When stock kernels are the better choice is decided
+by `choose`, and `modules` puts ours into a model.
 
 Each row's result depends on that row, the weights and the shapes alone, bit for bit: never on how
 many rows share the call. That makes drafted text equal to undrafted text when both use the kernels.

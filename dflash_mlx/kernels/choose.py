@@ -13,6 +13,10 @@ from ..chips import Chip
 from .shapes import Matrix, attention_key
 
 WIDEST = 16  # rows of a tile, and of the widest chain
+HALF = 8  # up to so many rows, half a tile is multiplied
+# What half a tile costs, in rows of a whole one: the weights are unpacked for 8 rows as for 16. An
+# estimate, from 4 operations to unpack a weight and 1.25 for each row.
+HALF_COST = 10
 
 # Rows from which MLX 0.32 leaves its vector kernels for 32-row tiles, for quantized weights with N
 # and K <= 2048, <= 4096 and larger. Source: get_qmv_batch_limit, mlx/backend/metal/quantized.cpp.
@@ -32,13 +36,9 @@ STOCK_TILES = {
 #   0.306 with one of 16 rows. No public timing says who wins below stock's limit: stock stays.
 # float: from 2 rows on stock has tiles of 32 rows, of 64 where N > K (steel_matmul,
 #   mlx/backend/metal/matmul.cpp).
-# The M5 is not named: its tensor units (mpp::tensor_ops) beat kernels on SIMD-group matrices.
-#   Public timing, M5 Max, 27B in 4 bits, 16 rows: stock 112.6 ms, a kernel on tensor units 53.7.
-GENERATIONS = ("M1", "M2", "M3", "M4")
-FLOAT_FROM = 2
 # experts: where the costs below say so. Stock goes row by row (gather_qmv) and reads an expert's
-#   weights once a row; ours reads them once, but multiplies a 16-row tile for whatever rows there
-#   are. With many small experts hardly any two rows share one, and stock is better.
+#   weights once a row; ours reads them once, but multiplies half a tile or a whole one for whatever
+#   rows there are. With many small experts hardly any two rows share one, and stock is better.
 # The M5 is not named: its tensor units (mpp::tensor_ops) beat kernels on SIMD-group matrices.
 #   Public timing, M5 Max, 27B in 4 bits, 16 rows: stock 112.6 ms, a kernel on tensor units 53.7.
 GENERATIONS = ("M1", "M2", "M3", "M4")
@@ -112,8 +112,8 @@ def attention_from(
 def exact_by_default(chip: Chip | None, model: Iterable[Matrix]) -> bool:
     """Whether sending every row through our kernels costs nothing, from 1 row to 16.
 
-    One row pays for a 16-row tile: free where reading the weights takes longer than that, as with
-    16 bits almost everywhere and with 8 on the chips that have few cores for their memory.
+    One row pays for half a tile: free where reading the weights takes longer than that, as with 16
+    bits almost everywhere and with 8 on most chips.
     """
     if chip is None or chip.generation not in GENERATIONS:
         return False
@@ -161,6 +161,8 @@ def stock_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
 
 
 def tile_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
-    """What tiles of 16 rows take, for up to 16 rows: an estimate from the chip's limits."""
-    weights = matrix.columns * matrix.depth
-    return matrix.active(rows) * max(chip.reading(matrix.size), chip.multiplying(WIDEST, weights))
+    """What our kernels take for up to 16 rows: an estimate from the chip's limits."""
+    read, weights = chip.reading(matrix.size), matrix.columns * matrix.depth
+    half, whole = (max(read, chip.multiplying(cost, weights)) for cost in (HALF_COST, WIDEST))
+    crowded = matrix.crowded(rows, HALF)
+    return (matrix.active(rows) - crowded) * half + crowded * whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import comb
 from typing import Any
 
 import mlx.nn as nn
@@ -57,6 +58,16 @@ class Matrix:
         if not self.experts:
             return 1.0
         return self.experts * (1 - (1 - self.top_k / self.experts) ** rows)
+
+    def crowded(self, rows: int, limit: int) -> float:
+        """How many matrices more than `limit` of so many rows read, chosen as for `active`."""
+        if not self.experts:
+            return float(rows > limit)
+        share = self.top_k / self.experts
+        return self.experts * sum(
+            comb(rows, count) * share**count * (1 - share) ** (rows - count)
+            for count in range(limit + 1, rows + 1)
+        )
 
 
 def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn.Module, Matrix]]:
