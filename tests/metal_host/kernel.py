@@ -36,6 +36,15 @@ def _output(shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> 
     return np.full(empty.nbytes, 0xFF, np.uint8).view(empty.dtype).reshape(shape)
 
 
+def _described(array: np.ndarray, suffix: str) -> np.ndarray:
+    """What a kernel is given as `array`, `array_shape`, `array_strides` or `array_ndim`."""
+    if suffix == "_shape":
+        return np.array(array.shape, np.int32)
+    if suffix == "_strides":
+        return np.array([stride // array.itemsize for stride in array.strides], np.int64)
+    return np.array(array.ndim, np.int32) if suffix == "_ndim" else array
+
+
 class EmulatedKernel:
     """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and four more.
 
@@ -172,12 +181,6 @@ class EmulatedKernel:
         values = dict(zip(self.input_names, map(_numpy, arrays), strict=True))
         memory = []
         for parameter in wrapper.parameters[: -len(self.output_names)]:
-            array = values[parameter.array]
-            described = {
-                "": array,
-                "_shape": np.array(array.shape, np.int32),
-                "_strides": np.array([s // array.itemsize for s in array.strides], np.int64),
-                "_ndim": np.array(array.ndim, np.int32),
-            }
-            memory.append(Memory(parameter.name, described[parameter.suffix], False, True))
+            given = _described(values[parameter.array], parameter.suffix)
+            memory.append(Memory(parameter.name, given, False, True))
         return memory

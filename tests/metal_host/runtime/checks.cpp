@@ -150,7 +150,7 @@ void check_buffer(Buffer& buffer, const char* address, unsigned size, const void
 
 template <Access access>
 inline void check(const char* address, unsigned size, bool aligned, const void* code) {
-  if (group.current < 0 || is_own_stack(address)) return;
+  if ((size_t)(address - running_stack) < kStackBytes) return;
   const size_t at = address - arena;
   if (at < kArenaBytes) {
     check_threadgroup<access>(at, size, code);

@@ -47,6 +47,8 @@ asm(".text\n"
 namespace metal_host {
 
 Threadgroup group;
+Fiber* running;
+char* running_stack;
 
 void (*kernel)(void**, const metal_host_thread*);
 void** kernel_buffers;
@@ -65,8 +67,10 @@ char* stack(size_t i) { return stacks + i * kStackBytes; }
 
 void switch_to(void** from, int next) {
   group.current = next;
-  refresh_stamps(group.fibers[next]);
-  metal_host_switch(from, group.fibers[next].stack_pointer);
+  running = &group.fibers[next];
+  running_stack = stack(next);
+  refresh_stamps(*running);
+  metal_host_switch(from, running->stack_pointer);
 }
 
 void fiber_main() {
@@ -168,10 +172,6 @@ void stop_launch() {
   void* abandoned;
   metal_host_switch(&abandoned, launcher);
   __builtin_unreachable();
-}
-
-bool is_own_stack(const char* address) {
-  return (size_t)(address - stack(group.current)) < kStackBytes;
 }
 
 int stack_of(const char* address) {

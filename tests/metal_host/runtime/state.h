@@ -52,7 +52,10 @@ struct Threadgroup {
 };
 extern Threadgroup group;
 
-inline Fiber& fiber() { return group.fibers[group.current]; }
+extern Fiber* running;      // group.fibers[group.current],
+extern char* running_stack;  // and its private memory
+
+inline Fiber& fiber() { return *running; }
 
 // Which memory a barrier orders, and which an access touches.
 enum Space { kThreadgroupSpace = 0, kDeviceSpace = 1 };
@@ -66,7 +69,6 @@ void run_threadgroup();
 void leave_fiber();               // run others until this one is ready again
 [[noreturn]] void stop_launch();  // back to the launcher, for good,
 extern bool stopped;              // which sees this
-bool is_own_stack(const char* address);
 int stack_of(const char* address);  // whose private memory it is; -1: nobody's
 
 // barriers.cpp
