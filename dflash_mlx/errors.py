@@ -11,6 +11,7 @@
     ├── ConfigError                a config.json with a field that is missing or not understood
     ├── IncompatibleDrafterError   a drafter that was made for another target
     ├── UnsupportedCacheError      a cache kind that cannot be rolled back
+    ├── UnsupportedTreeError       a draft tree for a target that reads chains only
     ├── ProposalError              a drafter handed over something that is not a draft
     ├── KernelError                shapes or dtypes that a Metal kernel does not take
     ├── DataError                  a training or benchmark file with a bad line
@@ -63,6 +64,10 @@ class IncompatibleDrafterError(DFlashError):
 
 class UnsupportedCacheError(DFlashError):
     """A cache of the target cannot be rolled back."""
+
+
+class UnsupportedTreeError(DFlashError):
+    """The target cannot read a draft tree; chains it can."""
 
 
 class ProposalError(DFlashError):

@@ -101,7 +101,8 @@ def stream_generate(
         at any time, from any thread: nothing is installed in the target between rounds.
 
     Raises:
-        SettingsError, PromptError, IncompatibleDrafterError: at once, before any work.
+        SettingsError, PromptError, IncompatibleDrafterError: at once, before any work;
+            UnsupportedTreeError, too, where tree_budget asks a target for what it cannot read.
         ProposalError: later, when the drafter's proposal is not a draft from the anchor.
     """
     settings = Sampling.of(

@@ -95,7 +95,8 @@ def plan_rounds(
 ) -> ChainRounds | TreeRounds:
     """The rounds that the settings of `stream_generate` ask for.
 
-    Raises `SettingsError` when they ask for trees of a drafter that drafts none.
+    Raises `SettingsError` when they ask for trees of a drafter that drafts none, and
+    `UnsupportedTreeError` when the target reads none.
     """
     if tree_budget == "auto":
         if not isinstance(policy, TreePolicy):
@@ -103,6 +104,7 @@ def plan_rounds(
     elif tree_budget is not None:
         if not drafts_trees(drafter):
             raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
+        target.check_trees()
         return TreeRounds(FixedBudget(tree_budget), temperature)
     elif block_size is not None and policy is not None:
         policy = FixedWidth(policy.sharpness(temperature))

@@ -193,7 +193,7 @@ def tree_policy(
 ) -> TreePolicy | Policy:
     """The policy of a pair, with trees where the pair can have them; see `Policy.of`."""
     chains = Policy.of(target, drafter, kv_bits=kv_bits, again=again)
-    if not drafts_trees(drafter):
+    if not (drafts_trees(drafter) and target.supports_trees):
         return chains
     costs = pair_costs(target, drafter, chains.widest, kv_bits, again, measure_trees)
     return TreePolicy(chains, costs)

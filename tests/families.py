@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import random
@@ -22,6 +23,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     for row in json.loads((Path(__file__).parent / "data" / "tiny_configs.json").read_text())
 }
 FAMILIES = tuple(CONFIGS)
+TOKENS = 97
+# Windows are 32 rows. The first prompt is longer, the second wraps them while text is generated.
+PROMPTS = {0: 45, 1: 20}
 
 
 def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -83,3 +87,11 @@ def plain_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     """What mlx-lm's own one-token loop generates greedily."""
     steps = generate_step(mx.array(prompt), model, max_tokens=count)
     return [int(token) for token, _ in steps]
+
+
+@functools.cache
+def truth(family: str, seed: int) -> tuple[Target, list[int], list[int]]:
+    """A random target, a prompt, and mlx-lm's own greedy text; made once for all tests."""
+    model = random_model(family, seed)
+    prompt = random_prompt(PROMPTS[seed], seed)
+    return target_of(model, family), prompt, plain_tokens(model, prompt, TOKENS)

@@ -1,6 +1,5 @@
 """Every target family: drafted text is plain mlx-lm text, and a commit leaves the caches true."""
 
-import functools
 import random
 import sys
 from threading import Lock
@@ -8,16 +7,22 @@ from threading import Lock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import CONFIGS, FAMILIES, plain_tokens, random_model, random_prompt, target_of
+from families import (
+    CONFIGS,
+    FAMILIES,
+    PROMPTS,
+    TOKENS,
+    plain_tokens,
+    random_model,
+    random_prompt,
+    target_of,
+    truth,
+)
 from oracle import Oracle
 
 import dflash_mlx as dm
-from dflash_mlx.target import Target
 from dflash_mlx.target.overrides import Overrides
 
-TOKENS = 97
-# Windows are 32 rows. The first prompt is longer, the second wraps them while text is generated.
-PROMPTS = {0: 45, 1: 20}
 # A forward of several rows and one-row steps differ in their rounding here, in mlx-lm itself:
 # a ring holds its rows in another order, and MLA takes another path.
 ROUNDED = {"gpt_oss", "kimi_k25", "deepseek_v3", "glm_moe_dsa", "deepseek_v32"} | {
@@ -25,14 +30,6 @@ ROUNDED = {"gpt_oss", "kimi_k25", "deepseek_v3", "glm_moe_dsa", "deepseek_v32"} 
 }
 # MLX's reference BLAS sums every row alike; Accelerate and Metal choose kernels by the row count.
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
-
-
-@functools.lru_cache(maxsize=2)
-def truth(family: str, seed: int) -> tuple[Target, list[int], list[int]]:
-    """A random target, a prompt, and mlx-lm's own greedy text."""
-    model = random_model(family, seed)
-    prompt = random_prompt(PROMPTS[seed], seed)
-    return target_of(model, family), prompt, plain_tokens(model, prompt, TOKENS)
 
 
 both_seeds = pytest.mark.parametrize(

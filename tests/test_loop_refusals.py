@@ -47,12 +47,6 @@ def test_what_is_no_draft_is_refused(proposal, message):
         generate(target(), Proposes(proposal), PROMPT)
 
 
-def test_a_tree_is_refused_for_now():
-    drafter = Proposes(lambda anchor, width: Proposal([anchor, 1, 2], (-1, 0, 0)))
-    with pytest.raises(SettingsError, match="trees are not supported"):
-        generate(target(), drafter, PROMPT)
-
-
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.int64], ids=str)
 def test_an_array_of_any_integers_is_a_draft(dtype):
     class Typed(Oracle):

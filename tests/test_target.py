@@ -57,12 +57,6 @@ def test_a_layer_it_lacks_cannot_be_tapped(layers):
         target().start(layers)
 
 
-def test_trees_are_refused():
-    session = target().start()
-    with pytest.raises(SettingsError, match="trees are not supported"):
-        session.verify(Proposal([1, 2, 3], (-1, 0, 0)))
-
-
 @pytest.mark.parametrize("family", SUPPORTED)
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @given(data=st.data())

@@ -47,14 +47,18 @@ class Overrides:
         self.replace(module, call)
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Install the subclasses for the forwards run inside, and take them away afterwards."""
+    def installed(self, *others: Overrides) -> Iterator[None]:
+        """Install the subclasses for the forwards run inside, and take them away afterwards.
+
+        `others` are sets of the same target to install as well: of no module that is in this one.
+        """
         with self._lock:
-            originals = [type(module) for module, _ in self._entries]
+            entries = [entry for overrides in (self, *others) for entry in overrides._entries]
+            originals = [type(module) for module, _ in entries]
             try:
-                for module, subclass in self._entries:
+                for module, subclass in entries:
                     module.__class__ = subclass
                 yield
             finally:
-                for (module, _), original in zip(self._entries, originals, strict=True):
+                for (module, _), original in zip(entries, originals, strict=True):
                     module.__class__ = original

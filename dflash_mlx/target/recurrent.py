@@ -10,6 +10,7 @@ reference and never copied, and nothing here depends on the length of the contex
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,8 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from .overrides import Overrides
+from .recurrent_tree import mix
+from .tree_attention import Tree
 
 
 class RecurrentTape:
@@ -35,6 +38,8 @@ class RecurrentTape:
     def __init__(self, cache: ArraysCache, mixer: nn.Module, overrides: Overrides) -> None:
         self._cache, self._mixer = cache, mixer
         self._state: mx.array | None = None
+        self._inputs: mx.array  # of the convolution, [1, kernel - 1 + S, C]
+        self._mixed: mx.array  # what it made of them, [1, S, C]
         self._gates: dict[str, mx.array] = {}  # a: decay, b: beta; each [1, S, Hv]
         overrides.watch(mixer.conv1d, self._record_convolution)
         if isinstance(mixer, Qwen3NextGatedDeltaNet):
@@ -60,6 +65,24 @@ class RecurrentTape:
         values = values.reshape(1, kept, mixer.num_v_heads, mixer.head_v_dim)
         self._cache[1] = self._replay(keys, values, *(self._gates[g][:, rows] for g in "ab"))
 
+    def branch(self, overrides: Overrides, tree: Callable[[], Tree]) -> None:
+        """Have the mixer read the tree that `tree` gives, and the tape record what enters it."""
+
+        def call(mixer: nn.Module, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            output, inputs, mixed = mix(mixer, x, cache, tree())
+            self._record_convolution(inputs, mixed)
+            return output
+
+        overrides.replace(self._mixer, call)
+
+    def move(self, kept: Sequence[int]) -> None:
+        """Put what was recorded of a path in a tree where a chain's would be."""
+        path, past = mx.array(list(kept)), self._mixer.conv_kernel_size - 1
+        new = self._inputs[:, past:][:, path]
+        self._inputs = mx.concatenate([self._inputs[:, :past], new], axis=1)
+        self._mixed = self._mixed[:, path]
+        self._gates = {name: gate[:, path] for name, gate in self._gates.items()}
+
     def _replay(self, keys: mx.array, values: mx.array, a: mx.array, b: mx.array) -> mx.array:
         """The state after the rows of keys [1, n, Hk, Dk], values [1, n, Hv, Dv], gates [1, n, Hv].
 
@@ -74,7 +97,7 @@ class RecurrentTape:
         return gated_delta_update(keys, keys, values, *gates, self._state)[1]
 
     def _record_convolution(self, inputs: mx.array, outputs: mx.array) -> None:
-        self._inputs, self._mixed = inputs, outputs  # [1, kernel - 1 + S, C], [1, S, C]
+        self._inputs, self._mixed = inputs, outputs
 
     def _record_both_gates(self, _: Any, gates: mx.array) -> None:
         """Qwen3-Next projects both gates at once, [b, a] per key head."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import ConfigError, SettingsError
+from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..kernels.modules import Wiring
 from ..proposal import Proposal
 from .attention import attend_with, check_exact
@@ -22,6 +23,7 @@ from .mla import absorb
 from .overrides import Overrides
 from .rollback import rollback_for
 from .taps import Taps
+from .tree_attention import TreeReader, why_no_trees
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -70,11 +72,27 @@ class Target:
         shape = config.get("text_config") or config
         self.context_length: int = shape.get("max_position_embeddings", 2**31)
         self._forwards = threading.Lock()
-        caches = make_cache(model)
-        for cache, layer in zip(caches, self._backbone.layers, strict=False):
-            rollback_for(cache, layer, self.overrides())
+        layers, caches, unused = self._backbone.layers, make_cache(model), self.overrides()
+        rollbacks = [
+            rollback_for(cache, layer, unused)
+            for cache, layer in zip(caches, layers, strict=False)
+        ]
+        problems = (why_no_trees(*of) for of in zip_longest(layers, rollbacks))
+        self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
-            check_exact(self._backbone.layers, caches)
+            check_exact(layers, caches)
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether draft trees can be verified; chains always can."""
+        return self._why_no_trees is None
+
+    def check_trees(self) -> None:
+        """Raise `UnsupportedTreeError` where draft trees cannot be verified."""
+        if self._why_no_trees is not None:
+            raise UnsupportedTreeError(
+                f"{self.name} has {self._why_no_trees}, which reads no draft trees: draft chains."
+            )
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings [N, S, D] of token ids [N, S], as the model feeds them to its first layer."""
@@ -134,7 +152,7 @@ class TargetSession:
         tap_layers: Sequence[int],
         kv_bits: int | None,
     ) -> None:
-        self._model = target.model
+        self._target, self._model = target, target.model
         self._prefill, self._verify = target.overrides(), target.overrides()
         self._prefill_taps = target.tap(tap_layers, self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
@@ -149,6 +167,8 @@ class TargetSession:
         if target.wiring is not None:
             attend_with(target.wiring, layers, self._verify)
             self._widest = target.wiring.widest
+        self._tree_reader: TreeReader | None = None  # made for the first tree
+        self._layers = layers
         self._unsettled = 0  # rows of the last verify that commit has not decided about
         self.position = 0  # committed tokens in the caches
 
@@ -170,26 +190,39 @@ class TargetSession:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
 
         Lazy: nothing is evaluated yet. `commit` must follow before the next forward.
-        Raises `SettingsError` for a tree: this version verifies chains, and for more rows than
-        exact verification takes.
+        Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
+        for more rows than exact verification takes.
         """
         if self._widest is not None and len(proposal) > self._widest:
             raise SettingsError(f"exact: at most {self._widest} rows are verified at once.")
-        if not proposal.is_chain:
-            raise SettingsError("Draft trees are not supported yet: propose a chain.")
+        reader = None if proposal.is_chain else self._reader()
         self._unsettled = len(proposal)
         tokens = proposal.tokens
         if not isinstance(tokens, mx.array):
             tokens = mx.array(list(tokens))
         for rollback in self._rollback:
             rollback.begin()
-        with self._verify.installed():
-            logits = self._model(tokens[None], cache=self._cache)
+        if reader is None:
+            with self._verify.installed():
+                logits = self._model(tokens[None], cache=self._cache)
+        else:
+            with reader.reading(proposal), self._verify.installed(reader.overrides):
+                logits = self._model(tokens[None], cache=self._cache)
         return logits[0], self._verify_taps.take(len(proposal))
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
+        if kept[-1] >= len(kept):  # a path with rejected rows in between
+            self._reader().move(kept)
         for rollback in self._rollback:
             rollback.keep(len(kept), self._unsettled - len(kept))
         self.position += len(kept)
         self._unsettled = 0
+
+    def _reader(self) -> TreeReader:
+        """What reads this request's trees. Raises `UnsupportedTreeError`."""
+        if self._tree_reader is None:
+            self._target.check_trees()
+            of = (self._layers, self._cache, self._rollback, self._target.overrides())
+            self._tree_reader = TreeReader(*of)
+        return self._tree_reader

@@ -1,0 +1,86 @@
+"""Reading a draft tree through a Gated DeltaNet layer: every node goes on from its parent.
+
+The convolution looks along a node's ancestors, and past the root into the inputs that the cache
+holds. The recurrence takes all nodes of a depth in one batch, each from its parent's state, so a
+tree costs as many steps as it is deep and holds the states of two depths at a time. The cache is
+left as it was: the tape, which gets what entered the recurrence, replays the kept path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
+
+from .tree_attention import Tree
+
+
+def mix(mixer: Any, x: mx.array, cache: Any, tree: Tree) -> tuple[mx.array, mx.array, mx.array]:
+    """What a Gated DeltaNet makes of a tree's rows.
+
+    Args:
+        mixer: the layer's `GatedDeltaNet` or `Qwen3NextGatedDeltaNet`.
+        x: the rows [1, N, D].
+        cache: convolution inputs [1, kernel - 1, C] and the state before the tree, or None each.
+        tree: their shape.
+
+    Returns:
+        Its output [1, N, D], and for the tape the convolution's inputs [1, kernel - 1 + N, C] and
+        outputs [1, N, C].
+    """
+    rows, past = len(tree), mixer.conv_kernel_size - 1
+    mixed, z, b, a = _project(mixer, x)
+    held = cache[0]
+    if held is None:
+        held = mx.zeros((1, past, mixer.conv_dim), x.dtype)
+    inputs = mx.concatenate([held, mixed], axis=1)
+    convolved = mixer.conv1d(inputs[0][_windows(tree, past)]).transpose(1, 0, 2)
+    split = mx.split(nn.silu(convolved), [mixer.key_dim, 2 * mixer.key_dim], axis=-1)
+    q, k, v = (
+        part.reshape(rows, 1, -1, size)
+        for part, size in zip(
+            split, (mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim), strict=True
+        )
+    )
+    q, k = normalize_qk(q, k, inv_scale=mixer.head_k_dim**-0.5, eps=1e-6)
+    a, b = a.transpose(1, 0, 2), b.transpose(1, 0, 2)  # each [N, 1, Hv]
+    out = mixer.norm(_recur(mixer, (q, k, v, a, b), cache[1], tree), z)
+    return mixer.out_proj(out.reshape(1, rows, -1)), inputs, convolved
+
+
+def _project(mixer: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Queries, keys and values side by side [1, N, C]; z [1, N, Hv, Dv]; b and a [1, N, Hv]."""
+    if isinstance(mixer, Qwen3NextGatedDeltaNet):
+        q, k, v, z, b, a = mixer.fix_query_key_value_ordering(
+            mixer.in_proj_qkvz(x), mixer.in_proj_ba(x)
+        )
+        return mx.concatenate([q.flatten(2), k.flatten(2), v.flatten(2)], axis=-1), z, b, a
+    z = mixer.in_proj_z(x).reshape(*x.shape[:2], mixer.num_v_heads, mixer.head_v_dim)
+    return mixer.in_proj_qkv(x), z, mixer.in_proj_b(x), mixer.in_proj_a(x)
+
+
+def _windows(tree: Tree, past: int) -> mx.array:
+    """The rows [N, past + 1] that each node's convolution reads, of `past` held ones and N new."""
+    depths = tree.depths[:, None] - mx.arange(past, -1, -1)  # negative: before the root
+    ancestors = mx.take_along_axis(tree.paths, mx.maximum(depths, 0), axis=1)
+    return past + mx.where(depths < 0, depths, ancestors)
+
+
+def _recur(
+    mixer: Any, rows: tuple[mx.array, ...], state: mx.array | None, tree: Tree
+) -> mx.array:
+    """The recurrence's output [1, N, Hv, Dv] of q, k, v, a, b, each [N, 1, ...]."""
+    outputs, above = [], {-1: 0}  # a row's place among those of its depth
+    for level in tree.levels:
+        nodes = mx.array(level)
+        if state is not None:
+            state = state[mx.array([above[tree.parents[row]] for row in level])]
+        step = (part[nodes] for part in rows)
+        out, state = gated_delta_update(*step, mixer.A_log, mixer.dt_bias, state)
+        outputs.append(out)
+        above = {row: place for place, row in enumerate(level)}
+    order = mx.argsort(mx.array([row for level in tree.levels for row in level]))
+    return mx.concatenate(outputs)[order].swapaxes(0, 1)

@@ -1,0 +1,185 @@
+"""Draft trees: masks, what a commit of a path costs, where the text ends, and who reads none."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from families import Letters, random_model, random_prompt, target_of, truth
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
+from trees import TreeOracle
+
+import dflash_mlx as dm
+from dflash_mlx.errors import UnsupportedTreeError
+from dflash_mlx.target import Target
+from dflash_mlx.target.tree_attention import Tree, write_rows
+
+#     0
+#    / \
+#   1   2
+#   |  / \
+#   3 4   5
+FORK = dm.Proposal([7, 8, 9, 10, 11, 12], (-1, 0, 0, 1, 2, 2))
+
+
+def test_a_row_sees_the_past_and_its_ancestors():
+    mask = Tree(FORK).mask(held=2, window=None).tolist()
+    seen = [[column - 2 for column, visible in enumerate(row) if visible] for row in mask]
+    past = [-2, -1]
+    assert seen == [
+        [*past, 0],
+        [*past, 0, 1],
+        [*past, 0, 2],
+        [*past, 0, 1, 3],
+        [*past, 0, 2, 4],
+        [*past, 0, 2, 5],
+    ]
+
+
+def test_a_window_counts_positions():
+    """Row 5 is the third of its path: with a window of 3 it still sees the root, but no past."""
+    mask = Tree(FORK).mask(held=2, window=3).tolist()
+    assert mask[5] == [False, False, True, False, True, False, False, True]
+    assert mask[1] == [False, True, True, True, False, False, False, False]
+
+
+def rows_of(*positions):
+    """Keys of one head whose rows hold their positions."""
+    rows = mx.array(positions, mx.float32)[None, None, :, None]
+    return mx.broadcast_to(rows, (1, 1, len(positions), 32))
+
+
+def append(cache, *positions):
+    """Rows with these positions, to keys and values that share no array."""
+    cache.update_and_fetch(rows_of(*positions), rows_of(*positions) + 0.0)
+
+
+@pytest.mark.parametrize("past", [0, 3, 40])  # less and more than the window
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_path_is_written_in_front(window, past):
+    cache = RotatingKVCache(max_size=window) if window else KVCache()
+    if past:
+        append(cache, *range(past))
+    append(cache, 100, 101, 102, 103, 104, 105)
+    write_rows(cache, rows_of(100, 102, 105), rows_of(100, 102, 105), 6)
+    before = list(range(past))[-7 if window else 0 :]
+    for held in (cache.keys, cache.values):
+        rows = held[0, 0, :, 0].tolist()[: len(before) + 3]
+        assert rows == [*before, 100, 102, 105]
+
+
+def test_a_path_is_written_in_quantized_rows():
+    cache = QuantizedKVCache(32, 8)
+    append(cache, 10, 20, 30, 40)
+    write_rows(cache, rows_of(10, 40), rows_of(10, 40), 4)
+    keys = mx.dequantize(*(part[..., :2, :] for part in cache.keys), group_size=32, bits=8)
+    assert mx.allclose(keys[0, 0, :, 0], mx.array([10.0, 40.0]))
+
+
+def after_a_tree(family: str, context: int):
+    """A session that has read a tree after that many tokens."""
+    session = truth(family, 1)[0].start()
+    list(session.prefill(random_prompt(context, 0)))
+    logits, _ = session.verify(FORK)
+    mx.eval(logits, [cache.state for cache in session._cache])
+    return session
+
+
+def peak_of_commit(session) -> int:
+    """Bytes in use at most while a path of the tree is committed, above those before."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    session.commit([0, 2, 5])
+    mx.eval([cache.state for cache in session._cache])
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss", "deepseek_v3"])
+def test_a_commit_copies_no_history(family):
+    """The memory it takes for a moment is that of a few rows (and states), at any length."""
+    short, long = after_a_tree(family, 300), after_a_tree(family, 1500)
+    history = min(
+        array.nbytes
+        for cache in long._cache
+        for _, array in tree_flatten(cache.state)
+        if isinstance(array, mx.array) and array.ndim == 4 and array.shape[2] > 1000
+    )
+    peaks = peak_of_commit(short), peak_of_commit(long)
+    assert peaks[1] - peaks[0] < history / 2, "a copy of one layer's keys would be more"
+    assert peaks[1] < history
+
+
+def test_a_chain_runs_none_of_this():
+    target, prompt, _ = truth("qwen3", 1)
+    session = target.start()
+    list(session.prefill(prompt))
+    session.verify(dm.Proposal([1, 2, 3]))
+    session.commit([0, 1])
+    assert session._tree_reader is None
+    session.verify(FORK)
+    assert not any("make_mask" in vars(cache) for cache in session._cache), "taken away again"
+
+
+class Ending(Letters):
+    """Letters, some of which end the text."""
+
+    def __init__(self, *eos: int) -> None:
+        self.eos_token_ids = frozenset(eos)
+
+
+@pytest.mark.parametrize("at", [30, 31, 32, 33])  # somewhere inside a path, at one of them
+@pytest.mark.parametrize("end", ["eos", "stop", "length"])
+def test_a_text_ends_inside_a_path(end, at):
+    target, prompt, answer = truth("qwen3", 1)
+    at = next(i for i in range(at, len(answer)) if answer[i] not in answer[:i])
+    settings = {"max_tokens": 97}
+    if end == "eos":
+        target = Target(target.model, Ending(answer[at]), {"model_type": "qwen3"}, "ending")
+    elif end == "stop":
+        settings["stop"] = chr(0x4E00 + answer[at])
+    else:
+        settings["max_tokens"] = at + 1
+    plain = dm.generate(target, None, prompt, **settings)
+    oracle = TreeOracle(prompt, answer, 256, p=1)
+    drafted = dm.generate(target, oracle, prompt, block_size=24, **settings)
+    assert (drafted.text, drafted.tokens) == (plain.text, plain.tokens)
+    assert drafted.finish_reason == plain.finish_reason == ("length" if end == "length" else "stop")
+    assert len(drafted.tokens) == at + 1
+    assert drafted.stats.rounds < (at + 1) / 2
+
+
+def test_positions_of_an_unknown_kind_are_refused():
+    model = random_model("qwen3")
+    for layer in model.layers:
+        layer.self_attn.rope = DynamicNTKScalingRoPE(32, 2048, False, 10000.0, 2.0)
+    target = target_of(model, "qwen3")
+    assert not target.supports_trees
+    with pytest.raises(UnsupportedTreeError, match="DynamicNTKScalingRoPE.*draft chains") as caught:
+        target.start().verify(FORK)
+    assert "\n" not in str(caught.value)
+    target.start().verify(dm.Proposal([1, 2, 3]))
+
+
+def test_a_cache_without_a_way_to_read_trees_is_refused():
+    target = truth("deepseek_v41", 1)[0]
+    with pytest.raises(UnsupportedTreeError, match="deepseek_v41"):
+        target.start().verify(FORK)
+
+
+def test_a_budget_is_refused_before_any_work():
+    """A policy drafts chains for such a target; what was asked for by number cannot be had."""
+    target, drafter = truth("deepseek_v41", 1)[0], SimpleNamespace(tap_layers=(), drafts_trees=True)
+    with pytest.raises(UnsupportedTreeError):
+        dm.stream_generate(target, drafter, [1, 2], tree_budget=16)
+
+
+def test_a_model_that_masks_by_itself_is_refused(monkeypatch):
+    """It would show every branch to every other."""
+    model = random_model("qwen3")
+    target = target_of(model, "qwen3")
+    own = "mlx_lm.models.qwen3.create_attention_mask"
+    monkeypatch.setattr(own, lambda h, cache: "causal")
+    with pytest.raises(UnsupportedTreeError, match="masks of its own"):
+        target.start().verify(FORK)

@@ -1,0 +1,109 @@
+"""Every target family reads draft trees: a tree is its separate paths, text is plain text."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from families import FAMILIES, PROMPTS, TOKENS, random_prompt, truth
+from trees import TreeOracle, random_tree, separate_paths
+
+import dflash_mlx as dm
+from dflash_mlx.target import tree_attention
+
+LIMIT = 5e-5
+FAR = 0.01  # a tree that is read wrongly is further off; the logits are a few units large
+
+READ_TREES = [family for family in FAMILIES if family != "deepseek_v41"]
+
+every_family = pytest.mark.parametrize("family", READ_TREES)
+
+
+def largest_error(family: str, seed: int, rounds: int = 4) -> float:
+    """Of the logits of random trees, with paths and chains committed in between."""
+    target, rng = truth(family, seed)[0], random.Random(seed)
+    text = random_prompt(PROMPTS[seed], 9)
+    session = target.start()
+    list(session.prefill(text))
+    errors = []
+    for _ in range(rounds):
+        tree = random_tree(rng, rng.choice((3, 9, 16)))
+        expected = separate_paths(target, text, tree)
+        logits, _ = session.verify(tree)
+        errors.append(mx.abs(logits - expected).max().item())
+        path = [0, *rng.choice(tree.paths())]
+        session.commit(path)
+        chain = random_prompt(rng.choice((1, 5)), rng.randrange(99))
+        session.verify(dm.Proposal(chain))
+        session.commit([0])
+        text += [*(tree.tokens[row] for row in path), chain[0]]
+        assert session.position == len(text)
+    return max(errors)
+
+
+@pytest.mark.parametrize("seed", PROMPTS)
+@every_family
+def test_a_tree_is_its_separate_paths(family, seed):
+    """Hybrids included; one prompt starts beyond the window, the other wraps it on the way."""
+    assert largest_error(family, seed) <= LIMIT
+
+
+class WrongPositions(tree_attention.Tree):
+    """The control: rows stand at half their depth."""
+
+    def __init__(self, proposal):
+        super().__init__(proposal)
+        self.depths = self.depths // 2
+
+
+class CausalMask(tree_attention.Tree):
+    """The control: a row sees all rows before it, whatever branch they are on."""
+
+    def mask(self, held, window):
+        return mx.tri(len(self), held + len(self), held, mx.bool_)
+
+
+class WrongParents(tree_attention.Tree):
+    """The control: every row goes on from the root."""
+
+    def __init__(self, proposal):
+        super().__init__(dm.Proposal(proposal.tokens, (-1, *[0] * (len(proposal) - 1))))
+
+
+@pytest.mark.parametrize("wrong", [WrongPositions, CausalMask, WrongParents])
+@every_family
+def test_a_tree_read_wrongly_is_noticed(family, wrong, monkeypatch):
+    monkeypatch.setattr(tree_attention, "Tree", wrong)
+    assert largest_error(family, 0, rounds=1) > FAR
+
+
+@pytest.mark.parametrize("p", [0.4, 0.9])
+@every_family
+def test_drafted_text_is_plain_text(family, p):
+    target, prompt, answer = truth(family, 1)
+    oracle = TreeOracle(prompt, answer, 256, p=p)
+    result = dm.generate(target, oracle, prompt, max_tokens=TOKENS, block_size=16)
+    assert result.tokens == answer
+    assert result.stats.rounds < TOKENS * (0.9 if p < 0.5 else 0.5), "paths were accepted"
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.3])
+@every_family
+def test_sampled_text_is_that_without_drafting(family, temperature):
+    target, prompt, _ = truth(family, 1)
+    settings = {"max_tokens": 48, "temperature": temperature, "seed": 11}
+    plain = dm.generate(target, None, prompt, **settings).tokens
+    oracle = TreeOracle(prompt, plain, 256, p=0.7)
+    result = dm.generate(target, oracle, prompt, block_size=16, **settings)
+    assert result.tokens == plain
+    assert result.stats.rounds < 40
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "minimax_m2"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_keys_and_values(family, bits):
+    target, prompt, _ = truth(family, 1)
+    plain = dm.generate(target, None, prompt, max_tokens=60, kv_bits=bits).tokens
+    oracle = TreeOracle(prompt, plain, 256, p=0.7)
+    result = dm.generate(target, oracle, prompt, max_tokens=60, block_size=16, kv_bits=bits)
+    assert result.tokens == plain
+    assert result.stats.rounds < 50
