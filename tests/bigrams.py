@@ -16,6 +16,7 @@ class BigramTarget:
     """Logits are a row of a table [V, V]; there is nothing to cache and nothing to roll back."""
 
     name, context_length, position = "bigrams", 2**31, 0
+    supports_trees = True
 
     def __init__(self, table: np.ndarray) -> None:
         self.table, self.vocab_size = mx.array(table.astype(np.float32)), len(table)
@@ -27,6 +28,9 @@ class BigramTarget:
         session = copy.copy(self)
         session.position = 0
         return session
+
+    def check_trees(self):
+        pass
 
     def prefill(self, tokens):
         return [mx.zeros((1, len(tokens), 0))] if tokens else []
