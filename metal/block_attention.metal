@@ -45,7 +45,7 @@ struct PlainRows {
 
   vec<T, 4> load(int row, int d) const {
     const device T* from = data + row * row_stride + d * stride;
-    if (stride == 1) return *(const device vec<T, 4>*)from;
+    if (stride == 1) return *reinterpret_cast<const device vec<T, 4>*>(from);
     vec<T, 4> values;
     for (int i = 0; i < 4; i++) values[i] = from[i * stride];
     return values;

@@ -10,10 +10,10 @@ def random_parents(nodes: int, seed: int = 0) -> list[int]:
     return [-1, *(int(random.integers(max(0, node - 5), node)) for node in range(1, nodes))]
 
 
-def random_tree(nodes: int) -> tuple[mx.array, mx.array]:
+def random_tree(nodes: int, seed: int = 0) -> tuple[mx.array, mx.array]:
     """Depths [N] of a random tree's nodes and, as booleans [N, N], who is whose ancestor."""
     depths, ancestors = np.zeros(nodes, np.int32), np.eye(nodes, dtype=bool)
-    for node, parent in enumerate(random_parents(nodes)):
+    for node, parent in enumerate(random_parents(nodes, seed)):
         if parent >= 0:
             depths[node] = depths[parent] + 1
             ancestors[node] |= ancestors[parent]
