@@ -1,14 +1,14 @@
 // The 8x8 matrices of a SIMD-group, seen from one lane.
 //
 // A lane holds two neighbouring elements of every matrix, at (row, column) and (row, column + 1)
-// of `place`: the layout that MLX's own kernels rely on. Knowing it lets a kernel fill operands
+// of its `Place`: the layout that MLX's own kernels rely on. Knowing it lets a kernel fill operands
 // from memory of any type and treat accumulators as rows, without a detour through threadgroup
-// memory. All matrices are float: M1 to M4 multiply float as fast as half, and sums lose nothing.
+// memory. All matrices are float, as those of MLX's attention are: sums lose nothing.
 #pragma once
 
-#include <metal_stdlib>
 #include <metal_simdgroup>
 #include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 
 namespace dflash {
 using namespace metal;

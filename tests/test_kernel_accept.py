@@ -1,11 +1,13 @@
 """The accept walk on the emulated device, against the one in Python."""
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from kernel_check import DTYPES, Counted, kernel_factory, on_gpu_or_emulator
 from kernel_trees import random_parents
-from metal_host import needs_compiler
+from metal_host import EmulatedKernel, needs_compiler, needs_strict_compiler
 
 from dflash_mlx.accept import accept
 from dflash_mlx.errors import KernelError
@@ -76,6 +78,14 @@ def test_logits_are_read_once():
     counted, logits = Counted(), mx.zeros((5, 8500), mx.bfloat16)
     AcceptWalk(counted)(logits, mx.zeros(5), mx.arange(-1, 4))
     assert counted.counters("accept_best").buffers["logits"].read == logits.nbytes
+
+
+@needs_compiler
+@needs_strict_compiler
+def test_address_spaces():
+    """Of the smallest inputs too, which MLX hands over in constant memory."""
+    walk = AcceptWalk(partial(EmulatedKernel, strict=True))
+    assert read_walk(walk(mx.zeros((1, 2)), mx.array([0]), mx.array([-1]))) == ([0], 0)
 
 
 def test_what_does_not_fit_is_refused(kernel):

@@ -1,5 +1,7 @@
 """The drafter's keys and values on the emulated device, against the drafter's own layers."""
 
+from functools import partial
+
 import mlx.core as mx
 import pytest
 import tinymodels
@@ -12,7 +14,7 @@ from kernel_check import (
     relative_error,
     same_bits,
 )
-from metal_host import needs_compiler
+from metal_host import EmulatedKernel, needs_compiler, needs_strict_compiler
 
 from dflash_mlx.drafter.rope import YarnRope
 from dflash_mlx.errors import KernelError
@@ -110,6 +112,15 @@ def test_weights_are_read_once(rows):
     traffic = counted.counters("context_kv_plain").buffers
     assert traffic["w"].read == args[1].nbytes
     assert traffic["v"].read == args[2].nbytes
+
+
+@needs_compiler
+@needs_strict_compiler
+@pytest.mark.parametrize("bits", [None, 8])
+def test_address_spaces(bits):
+    """Of the smallest inputs too, which MLX hands over in constant memory."""
+    args, named = arguments(mx.bfloat16, 1, 64, (1, 1, 2), bits)
+    ContextKV(partial(EmulatedKernel, strict=True))(*args, **named)
 
 
 def test_what_does_not_fit_is_refused(kernel):
