@@ -110,6 +110,25 @@ def test_rows_of_a_block_are_the_rows_alone(family):
     assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+def test_nodes_of_a_tree_are_the_rows_alone(family):
+    target = exact_target(family, kernel_factory())
+    prompt, tokens = families.random_prompt(70, seed=2), families.random_prompt(7, seed=3)
+    tree = Proposal(tokens, (-1, 0, 0, 1, 1, 2, 3))
+    together, alone = target.start(), target.start()
+    for session in (together, alone):
+        list(session.prefill(prompt))
+    logits, _ = together.verify(tree)
+    path = [0, 1, 3, 6]  # down to the deepest node
+    for row in path:
+        one, _ = alone.verify(Proposal([tokens[row]]))
+        assert same_bits(one[0], logits[row])
+        alone.commit([0])
+    together.commit(path)
+    (a, _), (b, _) = (session.verify(Proposal([5])) for session in (together, alone))
+    assert same_bits(a, b)
+
+
 def test_quantized_keys_and_values():
     target = exact_target("qwen3", kernel_factory())
     plain = generate(target, None, PROMPT, max_tokens=12, kv_bits=8).tokens
