@@ -5,7 +5,7 @@ from dataclasses import replace
 import metal_host
 import mlx.core as mx
 import pytest
-from metal_host import CompilationError, KernelError, samples
+from metal_host import CheckError, CompilationError, samples
 
 pytestmark = metal_host.needs_compiler
 
@@ -109,7 +109,7 @@ def planted(correct: str, wrong: str) -> samples.Sample:
     return replace(whole, constructor=whole.constructor | changed)
 
 
-def kinds(caught: pytest.ExceptionInfo[KernelError]) -> set[str]:
+def kinds(caught: pytest.ExceptionInfo[CheckError]) -> set[str]:
     return {finding.kind for finding in caught.value.findings}
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_found_in_the_kernel_itself():
 
 @pytest.mark.parametrize("correct,wrong,kind", BUGS.values(), ids=BUGS.keys())
 def test_bug_is_found(correct, wrong, kind):
-    with pytest.raises(KernelError) as caught:
+    with pytest.raises(CheckError) as caught:
         planted(correct, wrong).run()
     assert kind in kinds(caught), caught.value
 
@@ -136,7 +136,7 @@ def test_a_variable_never_set_is_not_zero(compiler):
 def test_finding_names_the_line():
     correct, wrong, _ = BUGS["writes to an input"]
     bug = planted(correct, wrong)
-    with pytest.raises(KernelError) as caught:
+    with pytest.raises(CheckError) as caught:
         bug.run()
     (finding,) = caught.value.findings
     lines = bug.constructor["source"].splitlines()
@@ -147,7 +147,7 @@ def test_finding_names_the_line():
 def test_grid_in_threadgroups_is_found():
     """The grid counts threads. Given in threadgroups, it is too small for a whole one."""
     whole = sample()
-    with pytest.raises(KernelError) as caught:
+    with pytest.raises(CheckError) as caught:
         replace(whole, call=whole.call | {"grid": (64 // 32, 1, 1)}).run()
     assert "divergent-matrix" in kinds(caught)
 

@@ -161,6 +161,29 @@ def test_atomics():
     np.testing.assert_array_equal(got, np.array(values(THREADS)).reshape(-1, 4).sum(0))
 
 
+def test_atomics_in_threadgroup_memory():
+    """In every threadgroup anew, and with plain accesses before and after, barriers between."""
+    body = """
+      threadgroup atomic<uint> count;
+      const uint at = thread_position_in_threadgroup.x;
+      if (at == 0) atomic_store_explicit(&count, 5, memory_order_relaxed);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      atomic_fetch_add_explicit(&count, at, memory_order_relaxed);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      out[t] = atomic_load_explicit(&count, memory_order_relaxed);
+    """
+    assert (run(body, threadgroup=(16, 1, 1)) == 5 + 120).all()
+
+
+def test_an_atomic_sum_that_begins_with_nothing_is_found():
+    with pytest.raises(metal_host.CheckError, match="uninitialised"):
+        run(
+            "atomic_fetch_add_explicit(&out[0], a[t], memory_order_relaxed);",
+            values(THREADS),
+            atomic_outputs=True,
+        )
+
+
 def test_simdgroup_barrier_orders_its_own_lanes_only():
     body = """
       threadgroup float shared[64];
@@ -170,7 +193,7 @@ def test_simdgroup_barrier_orders_its_own_lanes_only():
     """
     a = values(THREADS)
     np.testing.assert_array_equal(run(body.format(1), a), np.array(a)[np.arange(THREADS) ^ 1])
-    with pytest.raises(metal_host.KernelError, match="race"):
+    with pytest.raises(metal_host.CheckError, match="race"):
         run(body.format(32), a)
 
 

@@ -16,14 +16,14 @@ import pytest
 
 from metal_host.compiler import CompilationError, compilers, strict_compiler
 from metal_host.kernel import EmulatedKernel
-from metal_host.launch import Counters, Finding, KernelError, Traffic
+from metal_host.launch import CheckError, Counters, Finding, Traffic
 
 __all__ = [
+    "CheckError",
     "CompilationError",
     "Counters",
     "EmulatedKernel",
     "Finding",
-    "KernelError",
     "Traffic",
     "needs_compiler",
     "needs_strict_compiler",

@@ -49,13 +49,14 @@ class EmulatedKernel:
     """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and four more.
 
     checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
-               runtime/checks.cpp knows, and count memory traffic; a finding raises KernelError
+               runtime/checks.cpp knows, and count memory traffic; a finding raises CheckError
     strict:    also have clang check address spaces; raises CompilationError
     compiler:  one of `compilers()`
     cache_dir: where compiled kernels are kept
 
-    After a call of a checked kernel `counters` has what it did. `kernels` built from one source
-    for several dtypes and template arguments are compiled one by one, as they are called.
+    A source is compiled for each set of dtypes and template arguments that it is called with. After
+    a call of a checked kernel `counters` has what it did. `compile_options` makes no difference:
+    arithmetic is IEEE's, as with MLX's default, the math mode "safe".
     """
 
     def __init__(
@@ -126,7 +127,10 @@ class EmulatedKernel:
         verbose: bool = False,
         stream: object | None = None,
     ) -> list[mx.array]:
-        """Runs the kernel now. Raises KernelError for what the checks find."""
+        """Runs the kernel, now and here, whatever the stream. Raises CheckError for what it finds.
+
+        The other arguments are those of MLX, and so are the ValueErrors for wrong ones.
+        """
         self._refuse_wrong_sizes(inputs, output_shapes, output_dtypes, threadgroup)
         arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
         if self.ensure_row_contiguous:

@@ -88,8 +88,8 @@ class Finding:
         return f"{self.kind}{where} ({self.count}x): {self.message}"
 
 
-class KernelError(RuntimeError):
-    """The kernel did what a Metal kernel must not; `findings` has each of these things."""
+class CheckError(RuntimeError):
+    """The kernel did what a Metal kernel must not: `findings` says what, and where."""
 
     def __init__(self, kernel: str, findings: Sequence[Finding]):
         super().__init__("\n  ".join([f"{kernel}:", *map(str, findings)]))
@@ -142,7 +142,7 @@ def launch(
 ) -> Counters:
     """Runs a compiled kernel over `grid` threads, in place.
 
-    memory: a buffer for each parameter of the kernel. Raises KernelError for what it finds.
+    memory: a buffer for each parameter of the kernel. Raises CheckError for what it finds.
     """
     host, kernel = load(runtime), load(library)
     image = (ctypes.c_void_p * 2).in_dll(kernel, "metal_host_image")
@@ -154,7 +154,7 @@ def launch(
     host.metal_host_launch(ctypes.byref(described))
     findings = _findings(host, library)
     if findings:
-        raise KernelError(name, findings)
+        raise CheckError(name, findings)
     traffic = {
         each.name: Traffic(*(getattr(buffer.traffic, field) for field, _ in _Traffic._fields_))
         for each, buffer in zip(memory, buffers, strict=True)

@@ -9,8 +9,10 @@
 namespace metal_host {
 namespace {
 
-enum Access { kRead, kWrite, kAtomic };
-const char* const kAccess[] = {"read", "write", "atomic access"};
+enum Access { kRead, kWrite, kAtomicRead, kAtomicWrite };
+const char* const kAccess[] = {"read", "write", "atomic read", "atomic write"};
+constexpr bool reads(Access access) { return access == kRead || access == kAtomicRead; }
+constexpr bool is_atomic(Access access) { return access >= kAtomicRead; }
 constexpr ptrdiff_t kRedZone = 4096;  // around every buffer: launch.py
 
 struct Place {
@@ -31,30 +33,29 @@ void report_race(Access access, const Place& place, Stamp earlier, bool written)
 
 template <Space space, Access access>
 inline void check_cell(Cell& cell, Stamp mine, bool initialised, const Place& place) {
-  if (access == kAtomic) {  // ordered with every other atomic access
-    if (!cell.written) cell.written = mine;
-    return;
-  }
-  if (access == kRead) {
-    if (cell.read == mine) return;
+  if (access == kRead && cell.read == mine) return;
+  if (reads(access)) {
     const bool seen = space == kDeviceSpace ? initialised || cell.written
                                             : epoch_of(cell.written) >= first_epochs[space];
     if (!seen) {
       report("uninitialised", place.code, "thread %u of threadgroup %u reads '%s' at byte %zu, "
           "which nobody has written", fiber().place.index, group.number, place.name,
           place.offset);
-    } else if (unordered<space>(cell.written, mine)) {
-      report_race<space>(access, place, cell.written, true);
+      return;
     }
+  }
+  if (!is_atomic(access)) {  // atomic accesses are in order with each other
+    if (unordered<space>(cell.written, mine)) {
+      report_race<space>(access, place, cell.written, true);
+    } else if (access == kWrite && unordered<space>(cell.read, mine)) {
+      report_race<space>(access, place, cell.read, false);
+    }
+  }
+  if (access == kRead) {
     cell.read = joined(cell.read, mine);
-    return;
+  } else if (!reads(access)) {
+    cell.written = mine;
   }
-  if (unordered<space>(cell.written, mine)) {
-    report_race<space>(access, place, cell.written, true);
-  } else if (unordered<space>(cell.read, mine)) {
-    report_race<space>(access, place, cell.read, false);
-  }
-  cell.written = mine;
 }
 
 template <Space space, Access access>
@@ -134,9 +135,8 @@ void check_buffer(Buffer& buffer, const char* address, unsigned size, const void
   const size_t offset = address - buffer.data;
   const Place place = {buffer.name, offset, code};
   Shadow& shadow = buffer_shadows[&buffer - launch->buffers];
-  if (access != kWrite) buffer.traffic.read += size;
-  if (access != kRead) buffer.traffic.written += size;
-  if (access == kRead && !(buffer.flags & kWritable)) {
+  (reads(access) ? buffer.traffic.read : buffer.traffic.written) += size;
+  if (reads(access) && !(buffer.flags & kWritable)) {
     if (size < 1u << shadow.shift) shadow.split(__builtin_ctz(size));
     Cell* cell = &shadow.cells[offset >> shadow.shift];
     for (unsigned i = 0; i < size; i += 1u << shadow.shift) (cell++)->read = 1;
@@ -216,11 +216,11 @@ void* __tsan_memset(void* to, int value, size_t size) {
 
 #define METAL_HOST_ATOMICS(bits, T)                                                          \
   T __tsan_atomic##bits##_load(const volatile T* a, int) {                                   \
-    check<kAtomic>((const char*)a, sizeof(T), true, CODE);                                   \
+    check<kAtomicRead>((const char*)a, sizeof(T), true, CODE);                               \
     return *a;                                                                               \
   }                                                                                          \
   void __tsan_atomic##bits##_store(volatile T* a, T value, int) {                            \
-    check<kAtomic>((const char*)a, sizeof(T), true, CODE);                                   \
+    check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
     *a = value;                                                                              \
   }                                                                                          \
   static bool compare_exchange##bits(volatile T* a, T* expected, T value) {                         \
@@ -232,12 +232,12 @@ void* __tsan_memset(void* to, int value, size_t size) {
   }                                                                                          \
   int __tsan_atomic##bits##_compare_exchange_weak(                                           \
       volatile T* a, T* expected, T value, int, int) {                                       \
-    check<kAtomic>((const char*)a, sizeof(T), true, CODE);                                   \
+    check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
     return compare_exchange##bits(a, expected, value);                                       \
   }                                                                                          \
   int __tsan_atomic##bits##_compare_exchange_strong(                                         \
       volatile T* a, T* expected, T value, int, int) {                                       \
-    check<kAtomic>((const char*)a, sizeof(T), true, CODE);                                   \
+    check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
     return compare_exchange##bits(a, expected, value);                                       \
   }
 METAL_HOST_ATOMICS(8, uint8_t)
