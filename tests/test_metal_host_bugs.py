@@ -144,6 +144,17 @@ def test_finding_names_the_line():
     assert source == "body" and wrong in lines[int(line) - 1]
 
 
+def test_finding_in_a_matrix_load_names_the_call():
+    correct, wrong, _ = BUGS["a tile one row short"]
+    bug = planted(correct, wrong)
+    with pytest.raises(CheckError) as caught:
+        bug.run()
+    lines = {"body": bug.constructor["source"], "header": bug.constructor["header"]}
+    places = [finding.where.split(":") for finding in caught.value.findings]
+    texts = [lines[source].splitlines()[int(line) - 1].strip() for source, line in places]
+    assert [text.split("(")[0].split(" =")[0] for text in texts] == ["out[i]", "simdgroup_load"]
+
+
 def test_grid_in_threadgroups_is_found():
     """The grid counts threads. Given in threadgroups, it is too small for a whole one."""
     whole = sample()

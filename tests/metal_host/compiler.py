@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -173,13 +174,14 @@ def check_strictly(source: str) -> None:
 
 
 def source_line(library: Path, offset: int) -> str:
-    """Where the code at this offset of a checked kernel comes from: `body:12`, or ''."""
+    """The kernel's line that the code at this offset of it comes from: `body:12`, or ''."""
     tool = shutil.which("addr2line")
     if tool is None or offset == 0:
         return ""
-    command = [tool, "-e", str(library), hex(offset - 1)]  # the call, not what follows it
+    command = [tool, "--inlines", "-e", str(library), hex(offset - 1)]  # the call, not what follows
     done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.split()[0].split("/")[-1] if done.stdout else ""
+    places = re.findall(r"/((?:header|body):\d+)", done.stdout)  # else a stand-in's own line
+    return places[0] if places else ""
 
 
 @cache

@@ -5,7 +5,7 @@ The structures mirror those of runtime/buffers.h.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -125,11 +125,15 @@ class Memory:
 
 def _findings(runtime: ctypes.CDLL, library: Path) -> list[Finding]:
     runtime.metal_host_findings.restype = ctypes.c_char_p
-    found = []
+    found: dict[tuple[str, str], Finding] = {}  # a line may be compiled to several accesses
     for line in runtime.metal_host_findings().decode().splitlines():
         kind, offset, count, message = line.split("\t")
-        found.append(Finding(kind, message, source_line(library, int(offset)), int(count)))
-    return found
+        key = kind, source_line(library, int(offset))
+        if key in found:
+            found[key] = replace(found[key], count=found[key].count + int(count))
+        else:
+            found[key] = Finding(kind, message, key[1], int(count))
+    return list(found.values())
 
 
 def launch(

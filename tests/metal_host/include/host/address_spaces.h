@@ -14,6 +14,7 @@
 #endif
 #define thread
 #define METAL_FUNC inline
+#define METAL_HOST_INLINE inline __attribute__((always_inline))
 #define METAL_CONST static constexpr constant
 #define __METAL_VERSION__ 320
 #define __HAVE_BFLOAT__ 1

@@ -43,7 +43,7 @@ inline simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) 
 
 #define METAL_HOST_LOAD_STORE(space)                                                            \
   template <class T>                                                                            \
-  inline void simdgroup_load(thread simdgroup_matrix<T>& matrix, const space T* from,           \
+  METAL_HOST_INLINE void simdgroup_load(thread simdgroup_matrix<T>& matrix, const space T* from,           \
       ulong stride = 8, vec<ulong, 2> origin = {0, 0}, bool transposed = false) {     \
     const MatrixPlace at = matrix_place();                                                      \
     from += origin[1] * stride + origin[0];                                                     \
@@ -52,7 +52,7 @@ inline simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) 
     matrix.elements[1] = from[transposed ? stride : 1];                                         \
   }                                                                                             \
   template <class T>                                                                            \
-  inline void simdgroup_store(const thread simdgroup_matrix<T>& matrix, space T* to,            \
+  METAL_HOST_INLINE void simdgroup_store(const thread simdgroup_matrix<T>& matrix, space T* to,            \
       ulong stride = 8, vec<ulong, 2> origin = {0, 0}, bool transposed = false) {     \
     const MatrixPlace at = matrix_place();                                                      \
     to += origin[1] * stride + origin[0];                                                       \
