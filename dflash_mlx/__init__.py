@@ -19,6 +19,7 @@ from .config import DraftConfig
 from .errors import DFlashError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from .conversation import Conversation
     from .drafter.network import DFlash
     from .events import Event, Result, Stats
     from .loading import load, load_drafter, load_target
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Conversation",
     "DFlash",
     "DFlashError",
     "DraftConfig",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Conversation": ".conversation",
     "DFlash": ".drafter.network",
     "Event": ".events",
     "Policy": ".policy",

@@ -18,6 +18,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, which a conversation's caches held already
     output_tokens: int = 0  # the EOS token included, when there is one
     rounds: int = 0
     drafted_tokens: int = 0  # rows verified beyond the anchor

@@ -17,39 +17,23 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from .accept import accept
+from .conversation import Conversation
 from .errors import ProposalError, SettingsError
 from .events import Event, FinishReason, Result, Stats
 from .prompt import Prompt, encode_prompt
-from .proposal import Proposal
 from .rounds import AnyPolicy, ChainRounds, TreeRounds, plan_rounds
 from .sampling import Sampler, Sampling
 from .stream import TextStream
-from .target import Target, TargetSession
+from .target import Target
 
 DEFAULT_BLOCK_SIZE = 16
 
 
-class NoDrafter:
-    """Proposes the anchor alone: plain decoding."""
-
-    tap_layers = ()
-
-    def start(self, target: Target, sampler: Sampler) -> NoDrafter:
-        return self
-
-    def extend(self, taps: mx.array) -> None:
-        pass
-
-    def propose(self, anchor: int, width: int) -> Proposal:
-        return Proposal([anchor])
-
-
 @dataclass(frozen=True)
 class _Request:
-    """A validated request: its prompt, and its sessions with the target and the drafter."""
+    """A validated request: its prompt, and the caches that it goes on with."""
 
-    target: TargetSession
-    drafter: Any
+    conversation: Conversation
     prompt: list[int]
     sampler: Sampler
     rounds: ChainRounds | TreeRounds
@@ -73,6 +57,7 @@ def stream_generate(
     tree_budget: int | Literal["auto"] | None = None,
     kv_bits: int | None = None,
     stop: str | Sequence[str] | None = None,
+    conversation: Conversation | None = None,
     **sampling: Any,
 ) -> Iterator[Event]:
     """Generate text and yield it as it becomes certain, an event a round.
@@ -95,6 +80,8 @@ def stream_generate(
             unless the policy is a `TreePolicy`.
         kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
         stop: strings that end the text; they are not part of it.
+        conversation: keeps the caches for the next request, which reads only what is new in its
+            prompt; None keeps nothing.
 
     Returns:
         An iterator of events; the last one has a `finish_reason`. It may be abandoned or closed
@@ -114,20 +101,25 @@ def stream_generate(
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
-    if drafter is None:
-        drafter, policy = NoDrafter(), None
+    conversation = conversation or Conversation(target, drafter, kv_bits)
+    conversation.check(target, drafter, kv_bits)
+    policy = policy if drafter is not None else None
     rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
     sampler = Sampler(settings, ids, rounds.sharpness)
     tokens = min(max_tokens, target.context_length - len(ids))
     tokenizer = target.tokenizer
     request = _Request(
-        target=target.start(drafter.tap_layers, kv_bits),
-        drafter=drafter.start(target, sampler),
+        conversation=conversation,
         prompt=ids,
         sampler=sampler,
         rounds=rounds,
         text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
-        stats=Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed),
+        stats=Stats(
+            prompt_tokens=len(ids),
+            reused_tokens=conversation.resume(ids, sampler),
+            block_size=widest,
+            seed=sampler.seed,
+        ),
     )
     return _decode(request)
 
@@ -148,15 +140,16 @@ def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> R
 
 def _decode(request: _Request) -> Iterator[Event]:
     """The rounds of one request."""
-    target, drafter, text, stats = request.target, request.drafter, request.text, request.stats
+    conversation, text, stats = request.conversation, request.text, request.stats
+    target, drafter = conversation.target, conversation.drafter
     sampler, rounds = request.sampler, request.rounds
     if text.finish_reason is not None:  # max_tokens=0: no forward is needed to emit nothing
         yield Event("", [], 0, 0, text.finish_reason, stats)
         return
     mx.reset_peak_memory()
     clock = time.perf_counter()
-    for taps in target.prefill(request.prompt[:-1]):
-        drafter.extend(taps)
+    for _ in conversation.prefill(request.prompt):
+        pass
     anchor = request.prompt[-1]
     stats.prefill_seconds = time.perf_counter() - clock
 
@@ -175,18 +168,20 @@ def _decode(request: _Request) -> Iterator[Event]:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
         kept, anchor = accept(tokens, proposal.parents, choices)
         certain = [*(tokens[row] for row in kept[1:]), anchor]
+        drafted, right = len(proposal) - 1, len(kept) - 1
+        piece = text.add(certain)
+        kept = kept[: len(piece.tokens)]  # what was right after the end is not text
 
         # commit
         target.commit(kept)
         on_a_path = kept[-1] >= len(kept)  # with rejected siblings in between
         drafter.extend(taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)])
+        conversation.ids += (tokens[row] for row in kept)
         sampler.commit(certain)
 
         # emit
-        piece = text.add(certain)
-        drafted, right = len(proposal) - 1, len(kept) - 1
         rounds.observe(proposal, right, certain)
-        accepted = min(right, len(piece.tokens))  # what was right after the end is not text
+        accepted = min(right, len(piece.tokens))
         stats.count_round(drafted, accepted, len(piece.tokens), tree=not proposal.is_chain)
         stats.peak_bytes = mx.get_peak_memory()
         stats.decode_seconds += time.perf_counter() - clock

@@ -20,7 +20,7 @@ LEVELS = [
     {"accept", "sampling"},
     {"target"},
     {"costs", "drafter"},
-    {"policy", "prompt", "stream", "structured", "tree_costs"},
+    {"conversation", "policy", "prompt", "stream", "structured", "tree_costs"},
     {"tree_policy"},
     {"loading", "rounds"},
     {"loop"},

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+ContextMark = tuple[int, tuple[mx.array, mx.array] | None]
+
 
 class ContextCache:
     """The context keys and values of one draft layer, for one request.
@@ -38,6 +40,21 @@ class ContextCache:
         if self.window is not None:
             return self._recent or ()
         return tuple(self._full.state) if self._full.offset else ()
+
+    def cut(self, offset: int) -> None:
+        """Forget the rows from `offset` on. A layer with a window can only `rewind`."""
+        self._full.trim(self.offset - offset)
+        self.offset = offset
+
+    def mark(self) -> ContextMark:
+        """This state, to come back to; nothing is copied."""
+        return self.offset, self._recent
+
+    def rewind(self, mark: ContextMark) -> None:
+        """Forget the rows since the mark."""
+        if self.window is None:
+            self.cut(mark[0])
+        self.offset, self._recent = mark
 
     def update(self, keys: mx.array, values: mx.array, block: int) -> tuple[mx.array, mx.array]:
         """Append new context rows and, behind them, the rows of a block, which are not kept.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..proposal import Proposal
+from .context import ContextMark
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .network import DFlash
 
-
+DraftMark = tuple[list[ContextMark], list[mx.array]]
 MOST_WAITING = 256  # rows of features that wait for a block: one by one they would cost more
 
 
@@ -30,6 +31,38 @@ class DraftSession:
         self._drafter, self._target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
         self._pending: list[mx.array] = []
+
+    def resume(self, sampler: Sampler) -> None:
+        """Go on with another request over the same text, whose settings and seed are these."""
+        self._sampler = sampler
+
+    @property
+    def position(self) -> int:
+        """Tokens whose features were taken in."""
+        return self._cache[0].offset + sum(waiting.shape[1] for waiting in self._pending)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether `cut` can go back to any position, or only `rewind` to a mark."""
+        return all(layer.window is None for layer in self._cache)
+
+    def cut(self, position: int) -> None:
+        """Forget the features of all tokens from a position on."""
+        waiting = self._take_pending()[:, : max(0, position - self._cache[0].offset)]
+        for layer in self._cache:
+            layer.cut(min(position, layer.offset))
+        self._pending = [waiting] if waiting.shape[1] else []
+
+    def mark(self) -> DraftMark:
+        """This state, to come back to; nothing is copied."""
+        return [layer.mark() for layer in self._cache], list(self._pending)
+
+    def rewind(self, mark: DraftMark) -> None:
+        """Forget the features since the mark."""
+        states, pending = mark
+        for layer, state in zip(self._cache, states, strict=True):
+            layer.rewind(state)
+        self._pending = list(pending)
 
     def extend(self, taps: mx.array) -> None:
         """Take in the features [1, S, K*D] of S newly committed tokens, in order."""

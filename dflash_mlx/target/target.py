@@ -17,6 +17,7 @@ import mlx.nn as nn
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..kernels.modules import Wiring
 from ..proposal import Proposal
+from . import marks
 from .attention import attend_with, check_exact
 from .kv_bits import make_cache
 from .mla import absorb
@@ -171,6 +172,7 @@ class TargetSession:
         self._layers = layers
         self._unsettled = 0  # rows of the last verify that commit has not decided about
         self.position = 0  # committed tokens in the caches
+        self.whole = True  # False while a forward changes the caches, and if it never ended
 
     def prefill(self, tokens: Sequence[int]) -> Iterator[mx.array]:
         """Read the prompt in chunks and yield each chunk's taps, [1, S, K*D].
@@ -178,12 +180,14 @@ class TargetSession:
         The chunk's logits are never evaluated, so the vocabulary costs nothing here.
         """
         for start in range(0, len(tokens), PREFILL_STEP):
+            self.whole = False
             chunk = mx.array(list(tokens[start : start + PREFILL_STEP]))
             with self._prefill.installed():
                 self._model(chunk[None], cache=self._cache)
             taps = self._prefill_taps.take(len(chunk))
             mx.eval(taps, [cache.state for cache in self._cache])
             self.position += len(chunk)
+            self.whole = True
             yield taps
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
@@ -196,7 +200,7 @@ class TargetSession:
         if self._widest is not None and len(proposal) > self._widest:
             raise SettingsError(f"exact: at most {self._widest} rows are verified at once.")
         reader = None if proposal.is_chain else self._reader()
-        self._unsettled = len(proposal)
+        self.whole, self._unsettled = False, len(proposal)
         tokens = proposal.tokens
         if not isinstance(tokens, mx.array):
             tokens = mx.array(list(tokens))
@@ -217,7 +221,27 @@ class TargetSession:
         for rollback in self._rollback:
             rollback.keep(len(kept), self._unsettled - len(kept))
         self.position += len(kept)
-        self._unsettled = 0
+        self.whole, self._unsettled = True, 0
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether `cut` can go back to any position, or only `rewind` to a mark."""
+        return all(map(marks.can_be_cut, self._cache))
+
+    def cut(self, position: int) -> None:
+        """Forget all tokens from a position on."""
+        for cache in self._cache:
+            marks.cut(cache, self.position - position)
+        self.position = position
+
+    def mark(self) -> marks.Mark:
+        """This state, to come back to. It holds what cannot be cut: windows and states."""
+        return marks.mark(self._cache, self.position)
+
+    def rewind(self, mark: marks.Mark) -> None:
+        """Forget all tokens since the mark."""
+        marks.rewind(self._cache, self.position, mark)
+        self.position = mark.position
 
     def _reader(self) -> TreeReader:
         """What reads this request's trees. Raises `UnsupportedTreeError`."""

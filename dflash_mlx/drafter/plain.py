@@ -1,0 +1,43 @@
+"""The drafter of plain decoding: nothing is drafted, so the baseline runs through the same loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..proposal import Proposal
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from ..sampling import Sampler
+    from ..target import Target
+
+
+class NoDrafter:
+    """Proposes the anchor alone. It is its own session: there is nothing to remember but where."""
+
+    tap_layers = ()
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def start(self, target: Target, sampler: Sampler) -> NoDrafter:
+        """A session of one request."""
+        return NoDrafter()
+
+    def extend(self, taps: mx.array) -> None:
+        """Take in that so many tokens were committed, [1, S, 0]."""
+        self.position += taps.shape[1]
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """The anchor."""
+        return Proposal([anchor])
+
+    can_be_cut = True
+
+    def resume(self, sampler: Sampler) -> None:
+        """Go on with another request over the same text."""
+
+    def cut(self, position: int) -> None:
+        """Forget all tokens from a position on."""
+        self.position = position

@@ -1,0 +1,136 @@
+"""A conversation keeps its caches: every turn reads only what is new, and its text is the same."""
+
+import pytest
+from families import FAMILIES, random_model, random_prompt, target_of
+from oracle import Oracle
+from tinymodels import random_drafter
+from tinymodels import target as tiny_target
+
+import dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
+
+ANSWER = 20
+WINDOW = 16
+
+
+def small_prompt(length, seed):
+    """Token ids that every tiny vocabulary has."""
+    return [token % 192 for token in random_prompt(length, seed)]
+
+
+class ResumingOracle(Oracle):
+    """An oracle that goes on with another request, as the package's own drafters do."""
+
+    can_be_cut = True
+
+    @property
+    def position(self):
+        return sum(taps.shape[1] for taps in self.taps)
+
+    def resume(self, sampler):
+        self.resumed = True
+
+    def cut(self, position):
+        self.taps = [taps[:, :1] for taps in self.taps for _ in range(taps.shape[1])][:position]
+
+
+def turn(target, drafter, prompt, conversation=None, **settings):
+    return dm.generate(
+        target, drafter, prompt, max_tokens=ANSWER, conversation=conversation, **settings
+    )
+
+
+# One row at a time windows are written in place, which drafting never does.
+PLAIN = ("qwen3", "gpt_oss", "gemma4_dense", "qwen3_5", "deepseek_v41")
+
+
+@pytest.mark.parametrize(
+    ("family", "p"), [*((name, 0.7) for name in FAMILIES), *((name, None) for name in PLAIN)]
+)
+def test_a_turn_reads_only_its_own_tokens(family, p):
+    """On every family, past the end of every window; the last turn goes back into the one before.
+
+    The last token of an answer is new to the next turn: no forward has read it yet.
+    """
+    target = target_of(random_model(family), family)
+    drafter = None if p is None else ResumingOracle([], [], target.vocab_size, p)
+    kept, read = dm.Conversation(target, drafter), []
+    prompt = small_prompt(30, seed=1)
+    for number in range(4):
+        plain = turn(target, None, prompt)
+        if drafter is not None:
+            drafter.text = [*prompt, *plain.tokens]
+        result = turn(target, drafter, prompt, kept, block_size=6)
+        assert result.tokens == plain.tokens
+        assert kept.ids == [*prompt, *plain.tokens][:-1]
+        read.append(len(prompt) - result.stats.reused_tokens)
+        begun = prompt[:-3] if number == 2 else [*prompt, *plain.tokens]
+        prompt = [*begun, *small_prompt(9, seed=2 + number)]
+    assert read[:3] == [30, 10, 10]
+    assert read[3] < len(prompt) / 2
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_drafters_go_on_as_if_they_had_read_it_all(window):
+    """Token for token and round for round: their drafts are those of a fresh request."""
+    sliding = {"sliding_window": window, "layer_types": ["sliding_attention"] * 2}
+    target, drafter = tiny_target(), random_drafter(**(sliding if window else {}))
+    kept, prompt = dm.Conversation(target, drafter), small_prompt(20, seed=3)
+    for number in range(4):
+        fresh = turn(target, drafter, prompt, temperature=0.8, seed=number)
+        result = turn(target, drafter, prompt, kept, temperature=0.8, seed=number)
+        assert result.tokens == fresh.tokens
+        assert result.stats.accepted_per_round == fresh.stats.accepted_per_round
+        assert result.stats.reused_tokens > 0 or number == 0
+        whole = [*prompt, *result.tokens]
+        prompt = [*(prompt[:-2] if number == 1 else whole), *small_prompt(5, seed=number)]
+
+
+def test_an_answer_that_ends_early_leaves_nothing_behind_its_end():
+    target = tiny_target()
+    prompt = small_prompt(10, seed=4)
+    answer = turn(target, None, prompt).tokens
+    oracle = ResumingOracle(prompt, answer, target.vocab_size)
+    kept = dm.Conversation(target, oracle)
+    result = dm.generate(target, oracle, prompt, max_tokens=7, block_size=16, conversation=kept)
+    assert result.tokens == answer[:7] and kept.ids == [*prompt, *answer[:6]]
+
+
+def test_a_stopped_answer_is_gone_on_with():
+    target = tiny_target()
+    kept, prompt = dm.Conversation(target, None), small_prompt(10, seed=5)
+    events = dm.stream_generate(target, None, prompt, max_tokens=ANSWER, conversation=kept)
+    tokens = [next(events).tokens[0] for _ in range(5)]
+    events.close()
+    again = [*prompt, *tokens, 7]
+    assert turn(target, None, again, kept).stats.reused_tokens == len(prompt) + 4
+    assert turn(target, None, again, kept).tokens == turn(target, None, again).tokens
+
+
+def test_caches_of_an_interrupted_forward_are_not_trusted():
+    target = tiny_target()
+    kept, prompt = dm.Conversation(target, None), small_prompt(10, seed=6)
+    turn(target, None, prompt, kept)
+    kept.target.verify(dm.Proposal([1, 2]))  # and no commit: as if Ctrl-C had come in between
+    result = turn(target, None, prompt, kept)
+    assert result.stats.reused_tokens == 0
+    assert result.tokens == turn(target, None, prompt).tokens
+
+
+def test_a_drafter_that_cannot_resume_reads_everything_again():
+    target, prompt = tiny_target(), small_prompt(10, seed=7)
+    answer = turn(target, None, prompt).tokens
+    oracle = Oracle(prompt, answer, target.vocab_size, 0.5)
+    kept = dm.Conversation(target, oracle)
+    assert turn(target, oracle, prompt, kept).tokens == answer
+    oracle.taps.clear()
+    again = turn(target, oracle, prompt, kept)
+    assert again.tokens == answer and again.stats.reused_tokens == 0
+
+
+def test_another_pair_is_refused():
+    target, other = tiny_target(), tiny_target("llama")
+    kept = dm.Conversation(target, None)
+    for pair in ((other, None, None), (target, random_drafter(), None), (target, None, 8)):
+        with pytest.raises(SettingsError, match="another target, drafter or kv_bits"):
+            dm.generate(*pair[:2], [1, 2], conversation=kept, kv_bits=pair[2])
