@@ -14,8 +14,8 @@ from dflash_mlx.bench.datasets import (
     limit_per_category,
     read_prompts,
 )
-from dflash_mlx.bench.plots import check_matplotlib, draw_all
-from dflash_mlx.bench.report import as_files, results_folder
+from dflash_mlx.bench.plots import check_matplotlib, draw_all, draw_trees
+from dflash_mlx.bench.report import as_files, results_folder, write_picture
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.hub import Hub
 
@@ -95,7 +95,7 @@ def bench(
         bool,
         options.flag(
             "--sampling",
-            "Instead: tokens per round at three temperatures, by five ways to draft.",
+            "Instead: tokens per round by temperature and way to draft.",
             WHAT,
         ),
     ] = False,
@@ -107,6 +107,14 @@ def bench(
             WHAT,
         ),
     ] = False,
+    tree_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Instead: chains against draft trees of these sizes.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
     openai: Annotated[
         str | None,
         typer.Option(
@@ -123,10 +131,19 @@ def bench(
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where to draw what --tree-budget finds.",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Measure plain decoding, drafting and mlx-lm on the same prompts, in turns."""
-    lengths = _lengths(context_length)
+    lengths = _numbers("--context-length", context_length)
+    budgets = _numbers("--tree-budget", tree_budget, least=2)
     chosen = _prompts(suite, prompts, limit, Hub(offline=offline))
     setup: dict[str, Any] = {
         "suite": str(prompts or ", ".join(suite or [EMBEDDED])),
@@ -136,13 +153,18 @@ def bench(
         "seed": SEED if temperature else None,
         "context_lengths": lengths,
     }
-    asked_for = {"policy": policy, "sampling": sampling}  # a row for each of `tables.MODES`
+    # A row for each of `tables.MODES`.
+    asked_for = {"policy": policy, "sampling": sampling, "tree_budget": bool(budgets)}
     modes = [name for name, wanted in asked_for.items() if wanted]
     if (modes or kernels) and (out or openai or lengths or temperature or (modes and kernels)):
         raise typer.BadParameter(
             "goes without --out, --openai, --context-length, --temperature and --kernels",
-            param_hint=f"--{modes[0]}" if modes else "--kernels",
+            param_hint=f"--{modes[0].replace('_', '-')}" if modes else "--kernels",
         )
+    if plot and not budgets:
+        raise typer.BadParameter("goes with --tree-budget", param_hint="--plot")
+    if plot and not plot.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
     if openai and (draft or block_size or target_bits or draft_bits or lengths):
         raise typer.BadParameter(
             "goes with --model alone: the server decides what it runs", param_hint="--openai"
@@ -164,7 +186,12 @@ def bench(
         time_kernels(choice, json)
         return
     if modes:
-        tables.draw(open_pair(choice), tables.Asked(chosen, max_tokens, repeats), modes, json)
+        if plot is not None:
+            check_matplotlib()
+        asked = tables.Asked(chosen, max_tokens, repeats, budgets)
+        drawn = tables.draw(open_pair(choice), asked, modes, json)
+        if plot is not None:
+            write_picture(plot, draw_trees(drawn))
         return
     with ExitStack() as stack:
         if out is not None:  # what is in the way is found now, not after an hour of measuring
@@ -182,15 +209,15 @@ def bench(
             write(as_files(content, draw_all(content)))
 
 
-def _lengths(text: str | None) -> list[int]:
-    """The numbers of --context-length."""
+def _numbers(option: str, text: str | None, least: int = 1) -> list[int]:
+    """The numbers that an option names."""
     try:
-        lengths = [int(number) for number in text.split(",")] if text else []
+        numbers = [int(number) for number in text.split(",")] if text else []
     except ValueError:
-        lengths = [0]
-    if any(length < 1 for length in lengths):
-        raise typer.BadParameter("give numbers like 512,2048", param_hint="--context-length")
-    return lengths
+        numbers = [0]
+    if any(number < least for number in numbers):
+        raise typer.BadParameter(f"give numbers from {least} on, like 16,32", param_hint=option)
+    return numbers
 
 
 def _prompts(

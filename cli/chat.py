@@ -37,6 +37,7 @@ def chat(
     min_p: options.MinP = 0.0,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
+    tree_budget: options.TreeBudget = "off",
     kv_bits: options.KvBits = None,
     no_policy: options.NoPolicy = False,
     stop: options.Stop = None,
@@ -55,6 +56,7 @@ def chat(
         offline=offline,
         stock_blas=stock_blas,
         block_size=block_size,
+        tree_budget=tree_budget,
         kv_bits=kv_bits,
         policy=not no_policy,
     )

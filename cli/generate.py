@@ -47,6 +47,7 @@ def generate(
     min_p: options.MinP = 0.0,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
+    tree_budget: options.TreeBudget = "off",
     kv_bits: options.KvBits = None,
     no_policy: options.NoPolicy = False,
     stop: options.Stop = None,
@@ -79,6 +80,7 @@ def generate(
         offline=offline,
         stock_blas=stock_blas,
         block_size=block_size,
+        tree_budget=tree_budget,
         kv_bits=kv_bits,
         policy=not no_policy,
     )
@@ -210,6 +212,7 @@ def _as_json(pair: Pair, comparison: Comparison, result: Result) -> dict[str, An
         "rounds": stats.rounds,
         "block_size": stats.block_size,
         "widths": dict(sorted(stats.widths.items())),
+        "trees": dict(sorted(stats.trees.items())),
         "seed": stats.seed,
         "tokens_per_round": stats.acceptance_length,
         "tokens_per_second": runs.drafted_speed,

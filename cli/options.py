@@ -115,6 +115,15 @@ BlockSize = Annotated[
         min=1,
     ),
 ]
+TreeBudget = Annotated[
+    str,
+    _value(
+        "--tree-budget",
+        metavar="N",
+        help="Verify trees of N tokens, or 'auto'.",
+        group=DECODING,
+    ),
+]
 KvBits = Annotated[
     Bits | None,
     _value(

@@ -17,6 +17,9 @@ from .screen import note, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import DFlash, Policy, Stats, Target
+    from dflash_mlx.tree_policy import FixedBudget, TreePolicy
+
+AUTO, OFF = "auto", "off"  # of --tree-budget
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Choice:
     target_bits: Bits | None = None
     draft_bits: Bits | None = None
     block_size: int | None = None
+    tree_budget: str = "off"  # or "auto", or a number of rows
     stock_blas: bool = False
     quant_mode: QuantMode = QuantMode.affine
     group_size: int | None = None
@@ -47,7 +51,8 @@ class Pair:
     block_size: int | None
     blas: BlasInfo
     kv_bits: int | None = None
-    policy: Policy | None = None
+    policy: Policy | TreePolicy | FixedBudget | None = None
+    tree_budget: int | str | None = None
 
     @property
     def rows(self) -> int:
@@ -60,8 +65,11 @@ class Pair:
     def title(self) -> str:
         """The model and what its speed depends on, in a few words."""
         drafting = "no drafter" if self.drafter is None else f"block size {self.rows}"
-        if self.policy is not None:
-            drafting = f"block size up to {self.policy.widest}"
+        if self.tree_budget is not None:
+            sizes = "as large as pays" if self.tree_budget == AUTO else f"of {self.tree_budget}"
+            drafting = f"trees {sizes}"
+        elif self.policy is not None:
+            drafting = "block size as large as pays"
         exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
         return f"{self.target.name} · {drafting} · {self.blas.name}{exact}"
 
@@ -81,6 +89,7 @@ def open_pair(choice: Choice) -> Pair:
         raise typer.BadParameter(
             "goes with neither --draft nor --block-size", param_hint="--no-draft"
         )
+    budget = _tree_budget(choice)
     blas = dflash_mlx.use_fast_blas(stock=choice.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
@@ -97,11 +106,8 @@ def open_pair(choice: Choice) -> Pair:
             target = load_target(choice.model, target_bits, **settings)
         else:
             target, drafter = load(choice.model, choice.draft, target_bits, draft_bits, **settings)
-    kv_bits, policy = bits_of(choice.kv_bits), None
-    if drafter is not None and choice.policy and not choice.block_size:
-        with waiting("Measuring what a round costs, once for this pair and machine"):
-            policy = dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits)
-    pair = Pair(target, drafter, choice.block_size, blas, kv_bits, policy)
+    policy = None if drafter is None else _policy(choice, budget, target, drafter)
+    pair = Pair(target, drafter, choice.block_size, blas, bits_of(choice.kv_bits), policy, budget)
     with waiting("Warming up"):
         from dflash_mlx.bench.measure import warm_up
 
@@ -109,10 +115,50 @@ def open_pair(choice: Choice) -> Pair:
     return pair
 
 
+def _tree_budget(choice: Choice) -> int | str | None:
+    """What --tree-budget says; None is chains."""
+    text = choice.tree_budget
+    if text == OFF:
+        return None
+    wrong: dict[str, Any] = {"--no-draft": choice.no_draft}
+    if text == AUTO:
+        wrong |= {"--block-size": choice.block_size, "--no-policy": not choice.policy}
+    elif not (text.isdecimal() and int(text) > 1):
+        raise typer.BadParameter(
+            f"{text} is neither a number from 2 on, nor {AUTO}, nor {OFF}",
+            param_hint="--tree-budget",
+        )
+    if other := next((option for option, given in wrong.items() if given), None):
+        raise typer.BadParameter(f"{text} goes without {other}", param_hint="--tree-budget")
+    return AUTO if text == AUTO else int(text)
+
+
+def _policy(
+    choice: Choice, budget: int | str | None, target: Target, drafter: DFlash
+) -> Policy | TreePolicy | FixedBudget | None:
+    """What decides about the rounds, where not every one is a whole block."""
+    if isinstance(budget, int):
+        from dflash_mlx.tree_policy import FixedBudget
+
+        return FixedBudget(budget)
+    if not choice.policy or choice.block_size:
+        return None
+    with waiting("Measuring what a round costs, once for this pair and machine"):
+        kv_bits = bits_of(choice.kv_bits)
+        if budget is None:
+            return dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits)
+        from dflash_mlx.tree_policy import tree_policy
+
+        return tree_policy(target, drafter, kv_bits)
+
+
 def explain(pair: Pair, stats: Stats) -> None:
     """Say how wide the rounds of a generation were, and what made a policy choose so."""
     widths = ", ".join(f"{count} x {rows}" for rows, count in sorted(stats.widths.items()))
     note(f"rounds x rows: {widths or 'none'}")
+    if pair.tree_budget is not None:
+        trees = ", ".join(f"{count} x {rows}" for rows, count in sorted(stats.trees.items()))
+        note(f"of these, trees: {trees or 'none'}")
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
     for line in pair.policy.describe() if pair.policy else ():

@@ -1,4 +1,4 @@
-"""What `bench` measures and prints instead of the comparison: `--policy`, `--sampling`."""
+"""What `bench` measures and prints instead of the comparison: `--policy`, `--sampling`, trees."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from .screen import note, print_json, stdout, waiting
 if TYPE_CHECKING:
     from dflash_mlx.bench.never_slower import PolicyRow
     from dflash_mlx.bench.sampled import SampledRow
+    from dflash_mlx.bench.trees import TreeRow
 
 LONG = 200  # tokens of an answer on which the policy is judged
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a mode measures on: prompts, tokens of an answer, and runs in each way."""
+    """What a mode measures on: prompts, tokens of an answer, runs in each way, rows of trees."""
 
     prompts: list[BenchPrompt]
     max_tokens: int
     repeats: int
+    budgets: Sequence[int] = ()
 
     def token_ids(self, pair: Pair) -> list[list[int]]:
         """The prompts as the target reads them. Raises `PromptError`."""
@@ -36,8 +38,8 @@ class Asked:
         return [encode_prompt(pair.target, prompt.messages) for prompt in self.prompts]
 
 
-def draw(pair: Pair, asked: Asked, modes: Sequence[str], json: bool) -> None:
-    """Measure and print these of the `MODES`."""
+def draw(pair: Pair, asked: Asked, modes: Sequence[str], json: bool) -> dict[str, Any]:
+    """Measure and print these of the `MODES`; returns what --json prints."""
     content: dict[str, Any] = {"model": pair.target.name, "machine": machine(pair.blas)}
     for name in modes:
         content[name], table = MODES[name](pair, asked)
@@ -47,6 +49,7 @@ def draw(pair: Pair, asked: Asked, modes: Sequence[str], json: bool) -> None:
         print_json(content)
     else:
         note(", ".join(f"{name} {value}" for name, value in content["machine"].items()))
+    return content
 
 
 def _policy(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
@@ -65,6 +68,18 @@ def _sampling(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
     with waiting("Three temperatures, five ways to draft"):
         rows = list(sampled_rows(pair.target, pair.drafter, ids, asked.max_tokens))
     return [asdict(row) | {"share": row.share_of_best} for row in rows], _sampled_table(rows)
+
+
+def _trees(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
+    from dflash_mlx.bench.trees import tree_rows
+
+    categories = [prompt.category for prompt in asked.prompts]
+    prompts = list(zip(categories, asked.token_ids(pair), strict=True))
+    with waiting("Chains, trees of each size, and as many rows as pay"):
+        rows = tree_rows(
+            pair.target, pair.drafter, prompts, asked.budgets, asked.max_tokens, asked.repeats
+        )
+    return [asdict(row) for row in rows], _trees_table(rows)
 
 
 def _policy_table(rows: list[PolicyRow]) -> Table:
@@ -98,6 +113,23 @@ def _sampled_table(rows: list[SampledRow]) -> Table:
     return table
 
 
+def _trees_table(rows: list[TreeRow]) -> Table:
+    titles = ("tok/s", "x plain", "auto", "T = 1", "no noise", "identical")
+    table = _new_table("tokens/round", *rows[0].tokens_per_round, *titles)
+    for row in rows:
+        table.add_row(
+            f"tree of {row.way}" if row.way.isdecimal() else row.way,
+            *(f"{length:.2f}" for length in row.tokens_per_round.values()),
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.over_plain:.2f}x",
+            f"{row.auto_over:.2f}x",
+            "-" if row.with_noise is None else f"{row.with_noise:.2f}",
+            "-" if row.without_noise is None else f"{row.without_noise:.2f}",
+            f"{row.identical}/{row.runs}",
+        )
+    return table
+
+
 def _new_table(first: str, *titles: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first)
@@ -106,9 +138,10 @@ def _new_table(first: str, *titles: str) -> Table:
     return table
 
 
-# What `bench` can measure instead of the comparison: each is an option of the same name, and gives
+# What `bench` can measure instead of the comparison: each is an option of that name, and gives
 # the rows of --json and the table people see.
 MODES: dict[str, Callable[[Pair, Asked], tuple[list[dict[str, Any]], Table]]] = {
     "policy": _policy,
     "sampling": _sampling,
+    "tree_budget": _trees,
 }

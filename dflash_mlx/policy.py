@@ -106,10 +106,9 @@ class Policy:
             if not self._parked:
                 self._forget()
             return 1
-        plain, affordable = self._seconds[0], CREDIT + self._account + 1
-        expected = self.expected_tokens()
+        expected, affordable = self.expected_tokens(), self.affordable
         speeds = [
-            tokens / seconds if seconds <= affordable * plain else 0.0
+            tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
         ]
         best = max(range(min(limit, self.widest)), key=speeds.__getitem__)
@@ -118,6 +117,11 @@ class Policy:
         if limit > 1 and not self._worth_waiting_for(expected):
             self._parked, self._park = self._park - 1, min(2 * self._park, LONGEST_PARK)
         return 1
+
+    @property
+    def affordable(self) -> float:
+        """Seconds that the account has for a round."""
+        return (CREDIT + self._account + 1) * self._seconds[0]
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Take in a round that drafted so many rows, of which the target kept the first ones."""

@@ -96,19 +96,20 @@ def plan_rounds(
     """The rounds that the settings of `stream_generate` ask for.
 
     Raises `SettingsError` when they ask for trees of a drafter that drafts none, and
-    `UnsupportedTreeError` when the target reads none.
+    `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
     """
     if tree_budget == "auto":
-        if not isinstance(policy, TreePolicy):
+        possible = drafts_trees(drafter) and target.supports_trees
+        if possible and not isinstance(policy, TreePolicy):
             policy = tree_policy(target, drafter, kv_bits)
     elif tree_budget is not None:
+        policy = FixedBudget(tree_budget)
+    elif block_size is not None and isinstance(policy, Policy | TreePolicy):
+        policy = FixedWidth(policy.sharpness(temperature))
+    if isinstance(policy, TreePolicy | FixedBudget):
         if not drafts_trees(drafter):
             raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
         target.check_trees()
-        return TreeRounds(FixedBudget(tree_budget), temperature)
-    elif block_size is not None and policy is not None:
-        policy = FixedWidth(policy.sharpness(temperature))
-    if isinstance(policy, TreePolicy | FixedBudget):
         return TreeRounds(policy, temperature)
     return ChainRounds(policy or FixedWidth(), temperature)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .costs import DEPTHS, REPEATS, Costs
 from .drafter.calibration import Calibration
 from .proposal import Proposal
+from .sampling import Sampler
 
 if TYPE_CHECKING:
     from .target import Target
@@ -17,44 +18,44 @@ ROWS = (4, 8, 16, 32, 48, MOST_ROWS)
 
 
 def measure_trees(target: Target, drafter: Any, widest: int, kv_bits: int | None = None) -> Costs:
-    """Time a pair's rounds of trees whose paths have at most `widest` rows.
+    """Time a pair's rounds that draft trees whose paths have at most `widest` rows.
 
-    `draft` holds one number of rows, the largest: smaller trees are cut from it.
+    Returns `Costs` of whole rounds, learning from the tree included: under `verify` those that
+    verify so many rows of it, under `draft` those that verify its chain of favourites instead.
     """
-    deepest = target.context_length - 2 * MOST_ROWS - 2 * len(ROWS) * (REPEATS + 1)
-    verify, draft = {}, {}
+    deepest = target.context_length - 2 * MOST_ROWS - 2 * (len(ROWS) + 1) * (REPEATS + 1)
+    trees, chains = {}, {}
     for depth in sorted({max(2, min(depth, deepest)) for depth in DEPTHS}):
-        verify[depth], draft[depth] = _measure_at(target, drafter, depth, widest, kv_bits)
-    return Costs(verify, draft)
+        seconds = _measure_at(target, drafter, depth, widest, kv_bits)
+        chains[depth] = {widest: seconds.pop(0)}
+        trees[depth] = seconds
+    return Costs(trees, chains)
 
 
 def _measure_at(
     target: Target, drafter: Any, depth: int, widest: int, kv_bits: int | None
-) -> tuple[dict[int, float], dict[int, float]]:
-    """The quickest draft, and the quickest verify of each size, one size after another."""
-    from .sampling import Sampler
-
+) -> dict[int, float]:
+    """The quickest round of each size, one size after another; 0 stands for the chain."""
     token, calibration, sampler = 1, Calibration(), Sampler()
     session, drafting = target.start(drafter.tap_layers, kv_bits), drafter.start(target, sampler)
     for taps in session.prefill([token] * depth):
         drafting.extend(taps)
-    verify, drafts = dict.fromkeys(ROWS, float("inf")), []
-    for rows in [*ROWS, *reversed(ROWS)]:
+    quickest = dict.fromkeys((0, *ROWS), float("inf"))
+    for rows in [*quickest, *reversed(quickest)]:
         for repeat in range(REPEATS + 1):
             clock = time.perf_counter()
             tree = drafting.propose_tree(token, MOST_ROWS, widest, calibration)
-            tree.learn([token] * tree.slots)
-            drafts.append(time.perf_counter() - clock)
-            clock = time.perf_counter()
-            proposal = Proposal([token] * rows, _shape(rows, widest))
+            proposal = tree.propose(rows) if rows else tree.propose_chain(widest)
+            if rows:  # of a shape that does not depend on what the drafter makes of such a text
+                proposal = Proposal([token] * rows, _shape(rows, widest))
             logits, taps = session.verify(proposal)
             sampler.choose(proposal, logits)
             session.commit([0])
-            verified = time.perf_counter() - clock
             drafting.extend(taps[:, :1])
+            tree.learn([token] * tree.slots)
             if repeat:  # the first one warms up
-                verify[rows] = min(verify[rows], verified)
-    return verify, {MOST_ROWS: min(drafts)}
+                quickest[rows] = min(quickest[rows], time.perf_counter() - clock)
+    return quickest
 
 
 def _shape(rows: int, widest: int) -> tuple[int, ...]:

@@ -76,6 +76,13 @@ class FixedBudget:
     def learn(self, tree: DraftTree, proposal: Proposal, picks: Sequence[int]) -> None:
         """Take in the candidates that the text went on with, and what of the tree was verified."""
 
+    def describe(self) -> list[str]:
+        """What was learnt, a line each."""
+        return [
+            f"temperature {temperature:g}: log q counts {known.weights[0]:.2f}-fold"
+            for temperature, known in self._calibrations.items()
+        ]
+
 
 class TreePolicy:
     """The budget that pays best; kept, it knows for the next request what this one learnt.
@@ -118,7 +125,9 @@ class TreePolicy:
         speed = max(self._speeds())
         if not self._scored:
             speed = max((trees / of_trees).max(), (chains / of_chains).max())
-        trees, chains = trees - speed * of_trees, chains - speed * of_chains
+        affordable = self.chains.affordable
+        trees = np.where(of_trees <= affordable, trees - speed * of_trees, -np.inf)
+        chains = np.where(of_chains <= affordable, chains - speed * of_chains, -np.inf)
         if chains.max() >= trees.max():
             return tree.propose_chain(int(chains.argmax()) + 1)
         return tree.propose(int(trees.argmax()) + 1)
@@ -167,14 +176,15 @@ class TreePolicy:
         costs, widest = self.chains.costs, self.chains.widest
         self._of_rounds = np.array(costs.rounds(self._depth, widest))  # that draft chains anyway
         self._plain_seconds = float(self._of_rounds[0])
-        draft = curve(self.costs.draft, self._depth, 1)[0]
-        self._of_trees = draft + np.array(curve(self.costs.verify, self._depth, self.rows))
-        self._of_chains = draft + np.array(curve(costs.verify, self._depth, widest))
+        self._of_trees = np.array(curve(self.costs.verify, self._depth, self.rows))
+        extra = curve(self.costs.draft, self._depth, 1)[0] - self._of_rounds[-1]
+        self._of_chains = self._of_rounds + max(0.0, extra)  # cut from a tree
 
     def _seconds(self, proposal: Proposal) -> float:
         """Of a round that drafts a tree and verifies this part of it."""
-        costs = self._of_chains if proposal.is_chain else self._of_trees
-        return float(costs[len(proposal) - 1])
+        rows = len(proposal)
+        known = proposal.is_chain and rows <= len(self._of_chains)
+        return float((self._of_chains if known else self._of_trees)[rows - 1])
 
     def _speeds(self) -> tuple[float, float]:
         """Tokens per second of trees, and what chains of the best width would have had instead."""
@@ -191,7 +201,7 @@ def drafts_trees(drafter: Any) -> bool:
 def tree_policy(
     target: Target, drafter: Any, kv_bits: int | None = None, again: bool = False
 ) -> TreePolicy | Policy:
-    """The policy of a pair, with trees where the pair can have them; see `Policy.of`."""
+    """The policy of a pair, with trees where both of them can have them; see `Policy.of`."""
     chains = Policy.of(target, drafter, kv_bits=kv_bits, again=again)
     if not (drafts_trees(drafter) and target.supports_trees):
         return chains

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.drafter.candidates import Candidates
+from dflash_mlx.drafter.tree import DraftTree
 from dflash_mlx.proposal import Proposal
 
 
@@ -65,6 +67,19 @@ class BigramDrafter:
         rows = [row := row @ self.probabilities for _ in range(width - 1)]
         drafts = self.sampler.draft(mx.log(mx.array(np.array(rows, np.float32))))
         return Proposal(mx.concatenate([mx.array([anchor]), drafts.astype(mx.int32)]))
+
+
+class TreeBigrams(BigramDrafter):
+    """Drafts trees from the same distributions as chains, every token being a candidate."""
+
+    drafts_trees = True
+
+    def propose_tree(self, anchor, rows, width, calibration):
+        row = np.eye(len(self.probabilities))[anchor]
+        log_q = np.log([row := row @ self.probabilities for _ in range(width - 1)])
+        log_q, noise = self.sampler.foresee(mx.array(log_q.astype(np.float32)))
+        tokens = mx.broadcast_to(mx.arange(len(row)), log_q.shape)
+        return DraftTree(anchor, Candidates.read(tokens, log_q[:, None], noise), calibration, rows)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

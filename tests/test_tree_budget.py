@@ -1,15 +1,12 @@
 """Drafting trees in the loop: the same text whatever their size, and a size that pays."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from bigrams import BigramDrafter, BigramTarget, softmax
+from bigrams import BigramDrafter, BigramTarget, TreeBigrams, softmax
 from oracle import Oracle
 
 from dflash_mlx.costs import Costs
 from dflash_mlx.drafter.calibration import Calibration
-from dflash_mlx.drafter.candidates import Candidates
-from dflash_mlx.drafter.tree import DraftTree
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import generate
 from dflash_mlx.policy import Policy
@@ -20,19 +17,6 @@ TABLE = np.random.default_rng(3).normal(size=(VOCABULARY, VOCABULARY)) * 2.5
 TARGET, PROMPT = BigramTarget(TABLE), [1, 2, 3]
 
 
-class TreeBigrams(BigramDrafter):
-    """Drafts trees from the same distributions as chains."""
-
-    drafts_trees = True
-
-    def propose_tree(self, anchor, rows, width, calibration):
-        row = np.eye(VOCABULARY)[anchor]
-        log_q = np.log([row := row @ self.probabilities for _ in range(width - 1)])
-        log_q, noise = self.sampler.foresee(mx.array(log_q.astype(np.float32)))
-        tokens = mx.broadcast_to(mx.arange(VOCABULARY), log_q.shape)
-        return DraftTree(anchor, Candidates.read(tokens, log_q[:, None], noise), calibration, rows)
-
-
 DRAFTER = TreeBigrams(TABLE)
 
 
@@ -41,7 +25,8 @@ def costs(chain: float, tree: float) -> tuple[Costs, Costs]:
     chains = {row: 1.0 + chain * (row - 1) for row in range(1, BLOCK + 1)}
     trees = {row: 1.0 + tree * (row - 1) for row in (1, 64)}
     draft = {row: 0.1 for row in range(1, BLOCK + 1)}
-    return Costs({64: chains}, {64: draft}), Costs({64: trees}, {64: {64: 0.1}})
+    whole = {BLOCK: chains[BLOCK] + 0.1}
+    return Costs({64: chains}, {64: draft}), Costs({64: trees}, {64: whole})
 
 
 def policy(chain: float = 0.05, tree: float = 0.05) -> TreePolicy:

@@ -1,4 +1,4 @@
-"""Drafters to measure against: right by decree, always wrong, slow, or blind to the noise."""
+"""Drafters to measure against: right by decree, always wrong, slow, or unaware of the noise."""
 
 from __future__ import annotations
 
@@ -109,3 +109,23 @@ class IndependentSession:
 
     def propose(self, anchor: int, width: int) -> Proposal:
         return self._session.propose(anchor, width)
+
+
+class Blind:
+    """A drafter whose trees are ranked without the noise of the target's choices, as DDTree's."""
+
+    drafts_trees = True
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter, self.tap_layers = drafter, drafter.tap_layers
+
+    def start(self, target: Target, sampler: Sampler) -> Any:
+        return self.drafter.start(target, _Noiseless(sampler.settings))
+
+
+class _Noiseless(Sampler):
+    """Sees the drafter's log-probabilities and nothing of the noise."""
+
+    def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+        log_q, _ = super().foresee(logits)
+        return log_q, None

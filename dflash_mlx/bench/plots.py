@@ -31,7 +31,7 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            'The plots of --out need matplotlib: pip install -e ".[bench]"'
+            'Plots need matplotlib: pip install -e ".[bench]"'
         ) from error
 
 
@@ -43,6 +43,40 @@ def draw_all(content: Mapping[str, Any]) -> dict[str, bytes]:
     check_matplotlib()
     figures = {SPEEDUP: _speedups(content), ACCEPTED: _histogram(content), CONTEXT: _speed(content)}
     return {name: _png(figure) for name, figure in figures.items() if figure is not None}
+
+
+def draw_trees(content: Mapping[str, Any]) -> bytes:
+    """Tokens per round and speed over the size of draft trees, as PNG.
+
+    Args:
+        content: what `bench --tree-budget` reports: the model, the machine and a row per way.
+
+    Raises `MissingDependencyError`.
+    """
+    check_matplotlib()
+    rows = {row["way"]: row for row in content["tree_budget"]}
+    ways = [way for way in rows if way not in ("plain", "auto")]  # chains first, then the sizes
+    figure, left = _figure(content, "Tokens per round", width=11)
+    grid = figure.add_gridspec(1, 2)
+    left.set_subplotspec(grid[0])
+    for category in rows["chain"]["tokens_per_round"]:
+        lengths = [rows[way]["tokens_per_round"][category] for way in ways]
+        style = {"color": "black", "linewidth": 2.5} if category == "all" else {"alpha": 0.7}
+        left.plot(ways, lengths, marker="o", label=category, **style)
+    left.legend(frameon=False, fontsize=8)
+    right = figure.add_subplot(grid[1])
+    right.set_title("Tokens per second", loc="left", fontweight="bold")
+    right.spines[["top", "right"]].set_visible(False)
+    speeds = [rows[way]["tokens_per_second"] for way in ways]
+    right.plot(ways, speeds, marker="o", color=COLORS["DDTree"], label="fixed")
+    for way, color in (("auto", COLORS["DFlash"]), ("plain", COLORS["plain"])):
+        speed = rows[way]["tokens_per_second"]
+        right.axhline(speed, color=color, linestyle="--", label=way)
+    right.set_ylim(bottom=0)
+    right.legend(frameon=False, fontsize=8)
+    for axes in (left, right):
+        axes.set_xlabel("rows of the tree")
+    return _png(figure)
 
 
 def _figure(content: Mapping[str, Any], title: str, width: float = 8) -> tuple[Figure, Axes]:

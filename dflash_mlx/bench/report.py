@@ -181,6 +181,14 @@ def results_folder(folder: Path) -> Iterator[Callable[[Mapping[str, bytes]], Non
             folder.rmdir()
 
 
+def write_picture(file: Path, content: bytes) -> None:
+    """Write one picture. Raises `OutputError`."""
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise _cannot_write(file, error) from error
+
+
 def _cannot_write(folder: Path, error: OSError) -> OutputError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(f"{folder}: the disk is full, nothing was written; free some of it.")

@@ -1,0 +1,106 @@
+"""`bench --tree-budget`: what it counts is what was decoded, and its picture shows it."""
+
+import json
+
+import numpy as np
+import pytest
+from bigrams import BigramDrafter, BigramTarget, TreeBigrams
+from program import run
+
+from dflash_mlx.bench.plots import draw_trees
+from dflash_mlx.bench.trees import tree_rows
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.loop import generate
+from dflash_mlx.tree_policy import FixedBudget
+
+TABLE = np.random.default_rng(3).normal(size=(24, 24)) * 2.5
+TARGET, DRAFTER = BigramTarget(TABLE), TreeBigrams(TABLE)
+PROMPTS = [("sums", [1, 2]), ("sums", [3, 4]), ("tales", [5])]
+TOKENS, WAYS = 60, ["plain", "chain", "8", "32", "auto"]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row.way: row for row in tree_rows(TARGET, DRAFTER, PROMPTS, [8, 32], TOKENS, 2)}
+
+
+def length(policy, category: str | None = None, drafter=DRAFTER) -> float:
+    """Tokens per round over the prompts, twice as the benchmark goes over them."""
+    tokens = rounds = 0
+    for of, prompt in PROMPTS * 2:
+        stats = generate(TARGET, drafter, prompt, max_tokens=TOKENS, policy=policy).stats
+        tokens += stats.output_tokens * (category in (None, of))
+        rounds += stats.rounds * (category in (None, of))
+    return tokens / rounds
+
+
+def test_every_way_has_its_row(rows):
+    assert list(rows) == WAYS
+    for row in rows.values():
+        assert row.identical == row.runs == 2 * len(PROMPTS)
+        assert list(row.tokens_per_round) == ["sums", "tales", "all"]
+    assert set(rows["plain"].tokens_per_round.values()) == {1.0}
+
+
+def test_lengths_are_those_of_the_runs(rows):
+    chain, tree = rows["chain"].tokens_per_round, rows["32"].tokens_per_round
+    assert chain["all"] == pytest.approx(length(None))
+    assert chain["tales"] == pytest.approx(length(None, "tales"))
+    assert tree["sums"] == pytest.approx(length(FixedBudget(32), "sums"))
+    assert tree["all"] > chain["all"]
+
+
+def test_speeds_are_paired(rows):
+    assert rows["plain"].over_plain == 1.0 == rows["auto"].auto_over
+    assert all(row.tokens_per_second > 0 for row in rows.values())
+
+
+def test_trees_that_know_the_noise_are_longer(rows):
+    for way in ("8", "32"):
+        assert rows[way].with_noise > rows[way].without_noise > 1
+    assert rows["chain"].with_noise is None
+
+
+def test_a_drafter_without_trees_is_refused():
+    with pytest.raises(SettingsError, match="drafts trees"):
+        tree_rows(TARGET, BigramDrafter(TABLE), PROMPTS[:1], [8], 10, 1)
+
+
+def test_the_picture_is_one():
+    row = {"tokens_per_round": {"sums": 2.0, "all": 2.5}, "tokens_per_second": 10.0}
+    content = {"model": "bigrams", "machine": {}, "tree_budget": [row | {"way": w} for w in WAYS]}
+    assert draw_trees(content).startswith(b"\x89PNG")
+
+
+def test_the_command(tmp_path):
+    picture, prompts = tmp_path / "trees.png", tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "What is 47 + 38?"}')
+    done = run(
+        *("bench", "--tree-budget", "8,16", "--prompts", prompts, "--max-tokens", "16"),
+        *("--repeats", "1", "--plot", picture, "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert [row["way"] for row in content["tree_budget"]] == ["plain", "chain", "8", "16", "auto"]
+    assert all(row["identical"] == row["runs"] for row in content["tree_budget"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["bench", "--tree-budget", "1"], "numbers from 2 on"),
+        (["bench", "--tree-budget", "many"], "numbers from 2 on"),
+        (["bench", "--plot", "x.png"], "goes with"),
+        (["bench", "--tree-budget", "8", "--plot", "no/such/x.png"], "no folder"),
+        (["generate", "hi", "--tree-budget", "1"], "neither a number"),
+        (["generate", "hi", "--tree-budget", "on"], "neither a number"),
+        (["generate", "hi", "--tree-budget", "8", "--no-draft"], "goes without"),
+        (["chat", "--tree-budget", "auto", "--block-size", "8"], "goes without"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_are_one_line(options, message):
+    done = run(*options)
+    assert done.returncode == 2 and message in done.stderr
+    assert "Traceback" not in done.stderr
