@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -19,15 +20,13 @@ from dflash_mlx.bench.report import as_files, results_folder, write_picture
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.hub import Hub
 
-from . import comparison, options, tables
+from . import bench_options, comparison, options, tables
+from .bench_options import EMBEDDED, SOME
 from .kernels import time_kernels
 from .pair import Choice, open_pair
 from .screen import print_json
 
-EMBEDDED = "embedded"
-SOME = 10  # prompts of a suite of the hub, unless --limit says otherwise
 SEED = 0  # of a benchmark's sampling: the same texts in every run
-WHAT = "What is measured"
 
 
 def bench(
@@ -41,104 +40,21 @@ def bench(
     offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
     max_tokens: options.MaxTokens = 256,
-    block_size: options.BlockSize = None,
+    block_size: bench_options.BlockSize = None,
     temperature: options.Temperature = 0.0,
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"{EMBEDDED} (the default), {', '.join(SUITES)}; several if given several times.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='JSONL of {"prompt" or "messages", "category", "answer"} instead of a suite.',
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help=f"At most N prompts of each category; by default {SOME} of a suite of the hub, "
-            "all of others.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    repeats: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Runs of each prompt in each way.", rich_help_panel=WHAT
-        ),
-    ] = 3,
-    context_length: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="Put the prompts behind text that makes them so many tokens long.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    policy: Annotated[
-        bool,
-        options.flag(
-            "--policy",
-            "Instead: is drafting ever slower than not, with four drafters from good to useless?",
-            WHAT,
-        ),
-    ] = False,
-    sampling: Annotated[
-        bool,
-        options.flag(
-            "--sampling",
-            "Instead: tokens per round by temperature and way to draft.",
-            WHAT,
-        ),
-    ] = False,
-    kernels: Annotated[
-        bool,
-        options.flag(
-            "--kernels",
-            "Instead: MLX's kernels against ours for the model's shapes; decides from then on.",
-            WHAT,
-        ),
-    ] = False,
-    tree_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="Instead: chains against draft trees of these sizes.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    openai: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Instead: ask an OpenAI-compatible server; --model is its name there.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write JSON, CSV, Markdown and plots into this folder.",
-            rich_help_panel=options.OUTPUT,
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where to draw what --tree-budget finds.",
-            rich_help_panel=options.OUTPUT,
-        ),
-    ] = None,
+    suite: bench_options.Suite = None,
+    prompts: bench_options.Prompts = None,
+    limit: bench_options.Limit = None,
+    repeats: bench_options.Repeats = 3,
+    context_length: bench_options.ContextLength = None,
+    trees: bench_options.Trees = None,
+    policy: bench_options.Policy = False,
+    sampling: bench_options.Sampling = False,
+    kernels: bench_options.Kernels = False,
+    tree_budget: bench_options.TreeBudgets = None,
+    openai: bench_options.OpenAI = None,
+    out: bench_options.Out = None,
+    plot: bench_options.Plot = None,
     json: options.Json = False,
 ) -> None:
     """Measure plain decoding, drafting and mlx-lm on the same prompts, in turns."""
@@ -152,20 +68,27 @@ def bench(
         "temperature": temperature,
         "seed": SEED if temperature else None,
         "context_lengths": lengths,
+        "tree_budget": _budget(trees),
     }
     # A row for each of `tables.MODES`.
     asked_for = {"policy": policy, "sampling": sampling, "tree_budget": bool(budgets)}
     modes = [name for name, wanted in asked_for.items() if wanted]
-    if (modes or kernels) and (out or openai or lengths or temperature or (modes and kernels)):
-        raise typer.BadParameter(
-            "goes without --out, --openai, --context-length, --temperature and --kernels",
-            param_hint=f"--{modes[0].replace('_', '-')}" if modes else "--kernels",
-        )
+    _check_alone(
+        [*modes, *["kernels"] * kernels],
+        {
+            "--out": out,
+            "--openai": openai,
+            "--context-length": lengths,
+            "--temperature": temperature,
+            "--trees": trees,
+            "--kernels": kernels and modes,
+        },
+    )
     if plot and not budgets:
         raise typer.BadParameter("goes with --tree-budget", param_hint="--plot")
     if plot and not plot.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
-    if openai and (draft or block_size or target_bits or draft_bits or lengths):
+    if openai and (draft or block_size or target_bits or draft_bits or lengths or trees):
         raise typer.BadParameter(
             "goes with --model alone: the server decides what it runs", param_hint="--openai"
         )
@@ -193,20 +116,32 @@ def bench(
         if plot is not None:
             write_picture(plot, draw_trees(drawn))
         return
+    if openai is not None:
+        _run(out, json, lambda: comparison.of_server(openai, model, chosen, setup))
+    else:
+        _run(out, json, lambda: comparison.of_pair(open_pair(choice), chosen, setup))
+
+
+def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) -> None:
+    """Measure, show, and write the files, all of them or none."""
     with ExitStack() as stack:
         if out is not None:  # what is in the way is found now, not after an hour of measuring
             check_matplotlib()
             write = stack.enter_context(results_folder(out))
-        if openai is not None:
-            content = comparison.of_server(openai, model, chosen, setup)
-        else:
-            content = comparison.of_pair(open_pair(choice), chosen, setup)
+        content = measure()
         if json:
             print_json(content)
         else:
             comparison.show(content)
         if out is not None:
             write(as_files(content, draw_all(content)))
+
+
+def _check_alone(modes: Sequence[str], others: Mapping[str, Any]) -> None:
+    """Raise `BadParameter` for options that were given together with one that measures alone."""
+    given = [name for name, value in others.items() if value]
+    if modes and given:
+        raise typer.BadParameter(f"goes without {', '.join(given)}", param_hint=f"--{modes[0]}")
 
 
 def _numbers(option: str, text: str | None, least: int = 1) -> list[int]:
@@ -218,6 +153,15 @@ def _numbers(option: str, text: str | None, least: int = 1) -> list[int]:
     if any(number < least for number in numbers):
         raise typer.BadParameter(f"give numbers from {least} on, like 16,32", param_hint=option)
     return numbers
+
+
+def _budget(text: str | None) -> int | str | None:
+    """The value of --trees."""
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 2:
+        raise typer.BadParameter("give a number from 2 on, or auto", param_hint="--trees")
+    return int(text)
 
 
 def _prompts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -16,7 +16,10 @@ from dflash_mlx.bench.server import Server, measure_server
 from dflash_mlx.bench.summary import DRAFTING, Measured
 
 from .pair import Pair
-from .screen import note, stderr, stdout
+from .screen import note, stderr, stdout, waiting
+
+if TYPE_CHECKING:
+    from dflash_mlx.rounds import AnyPolicy
 
 TINY = "tiny"  # what --model is when nobody gave it; no server has it
 
@@ -33,10 +36,23 @@ def of_pair(pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]) ->
     settings: dict[str, Any] = {"max_tokens": tokens, "block_size": pair.block_size}
     if setup["temperature"]:
         settings["sampling"] = {"temperature": setup["temperature"], "seed": setup["seed"]}
+    settings["trees"] = _trees(pair, setup["tree_budget"])
     measured = measure_all(target, pair.drafter, prompts, setup["repeats"], **settings)
     what = {"model": target.name, "title": pair.title, "block_size": pair.rows}
     done = _shown(measured, len(prompts))
     return run_content({**what, **setup, "machine": machine(pair.blas)}, done)
+
+
+def _trees(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
+    """What decides how large draft trees are; None leaves them out."""
+    from dflash_mlx.tree_policy import FixedBudget, tree_policy
+
+    if budget is None:
+        return None
+    if isinstance(budget, int):
+        return FixedBudget(budget)
+    with waiting("Measuring what trees cost, once for this pair and machine"):
+        return tree_policy(pair.target, pair.drafter, pair.kv_bits)
 
 
 def of_server(

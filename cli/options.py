@@ -43,7 +43,7 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="NAME",
-        help="A hub repository or a folder; 'tiny' is the embedded pair.",
+        help="A hub repository, a folder, or tiny.",
         group=MODEL,
     ),
 ]
@@ -53,7 +53,7 @@ Draft = Annotated[
         "--draft",
         "-d",
         metavar="NAME",
-        help="The drafter; found by itself for what 'dflash-mlx models' lists.",
+        help="The drafter; known ones are found by themselves.",
         group=MODEL,
     ),
 ]
@@ -75,7 +75,7 @@ Quantize = Annotated[
     _value(
         "--quant-mode",
         metavar="MODE",
-        help="How --target-bits and --draft-bits quantize: affine, mxfp4, mxfp8 or nvfp4.",
+        help="To affine, mxfp4, mxfp8 or nvfp4.",
         group=MODEL,
     ),
 ]
@@ -84,7 +84,7 @@ GroupSize = Annotated[
     _value(
         "--group-size",
         metavar="N",
-        help="Weights that share a scale; by default as many as is usual for the mode.",
+        help="Weights that share a scale; by default the mode's.",
         group=MODEL,
     ),
 ]
@@ -143,7 +143,7 @@ Temperature = Annotated[
         "--temperature",
         "-t",
         metavar="T",
-        help="0 takes the likeliest token; 1 samples as the model was trained.",
+        help="0 takes the likeliest token, 1 samples.",
         group=DECODING,
     ),
 ]

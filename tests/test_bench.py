@@ -251,6 +251,15 @@ def test_measure_prompts():
     assert said == [first.prompt.question, first.runs["plain"][0].text, "and 1 more?"]
 
 
+def test_trees_take_part_where_they_are_asked_for():
+    pair = tinymodels.target(), tinymodels.random_drafter()
+    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, trees=FixedBudget(8))
+    assert list(one.runs) == ["plain", "DFlash", "DDTree", "mlx-lm"]
+    assert one.differences == dict.fromkeys(one.runs)
+    [drafted] = one.runs["DDTree"]
+    assert max(drafted.stats.widths) == 8
+
+
 def test_sampled_runs_are_plain_decodings_own():
     settings = {"max_tokens": 10, "sampling": {"temperature": 1.0, "seed": 3}}
     pair = tinymodels.target(), tinymodels.random_drafter()

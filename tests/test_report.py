@@ -139,6 +139,8 @@ def test_a_context_sweep_has_a_row_for_each_length(tiny, tmp_path):
         ["--context-length", "many"],
         ["--context-length", "0"],
         ["--suite", "nope"],
+        ["--trees", "1"],
+        ["--trees", "many"],
         ["--suite", "gsm8k", "--prompts", "a.jsonl"],
         ["--policy", "--out", "x"],
         ["--openai", "http://localhost:1", "--block-size", "4"],

@@ -24,7 +24,6 @@ from ..prompt import encode_prompt
 from ..proposal import Proposal
 from ..rounds import AnyPolicy
 from ..target import Target
-from ..tree_policy import FixedBudget, TreePolicy
 from .datasets import BenchPrompt
 from .overhead import raw_forwards
 from .summary import DDTREE, DFLASH, MLX_LM, PLAIN, Difference, Measured
@@ -55,7 +54,7 @@ class Comparison:
     kv_bits: int | None = None
     policy: AnyPolicy | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    trees: FixedBudget | TreePolicy | None = None
+    trees: AnyPolicy | None = None
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
     tree: list[Result] = field(default_factory=list)
