@@ -354,13 +354,7 @@ def test_bench(pair, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": QUESTION, "category": "sums", "answer": "85"}] * 2
     prompts.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "tell me"}])))
-    options = ["--prompts", prompts, "-n", "8", "--repeats", "1", *pair]
-    content = json.loads(run("bench", "--json", "--limit", "1", *options).stdout)
-    assert [row["category"] for row in content["categories"]] == ["sums", "prompts"]
-    assert content["overall"]["prompts"] == content["overall"]["identical"] == 2
-    assert content["overall"]["identical_to_mlx_lm"] == 2 and not content["differences"]
-    assert {"chip", "blas", "mlx", "mlx-lm", "python"} <= set(content["machine"])
-    shown = run("bench", *options)
+    shown = run("bench", "--prompts", prompts, "-n", "8", "--repeats", "1", *pair)
     assert shown.returncode == 0 and "sums" in shown.stdout and "3/3" in shown.stdout
     assert "overhead per round" in shown.stderr and not CONTROL.search(shown.stderr)
 

@@ -119,6 +119,21 @@ def test_differences_are_told(folder):
     assert "DFlash, token 5 (logit gap 0.012): a b" in text and "(one ended)" in text
 
 
+def test_json_for_programs(tiny, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "what is 37 + 48?", "category": "sums", "answer": "85"}] * 2
+    prompts.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "tell me"}])))
+    options = ["--prompts", prompts, "-n", "8", "--repeats", "1", "--limit", "1"]
+    done = program("bench", "--json", *options)
+    assert done.stdout.count("\n") == 1 and not done.stderr
+    content = json.loads(done.stdout)
+    jsonschema.validate(content, SCHEMA)
+    assert [row["category"] for row in content["categories"]] == ["sums", "prompts"]
+    assert content["overall"]["prompts"] == content["overall"]["identical"] == 2
+    assert content["overall"]["identical_to_mlx_lm"] == 2 and not content["differences"]
+    assert {"chip", "blas", "mlx", "mlx-lm", "python"} <= set(content["machine"])
+
+
 def test_a_context_sweep_has_a_row_for_each_length(tiny, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "what is 37 + 48?"}')
