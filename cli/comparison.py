@@ -13,7 +13,7 @@ from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.bench.machine import computer, machine
 from dflash_mlx.bench.report import run_content
 from dflash_mlx.bench.server import Server, measure_server
-from dflash_mlx.bench.summary import DRAFTING, Measured
+from dflash_mlx.bench.summary import DDTREE, DRAFTING, Measured
 
 from .pair import Pair
 from .screen import note, stderr, stdout, waiting
@@ -101,7 +101,8 @@ def show(content: Mapping[str, Any]) -> None:
         where = f"{one['way']} is not identical from token {one['token'] + 1} on ({gap})"
         stdout().print(Text(f"{where}: {' '.join(one['prompt'].split())[:80]}", style="red"))
     repeats, overall = content["repeats"], content["overall"]
-    note(f"{content['title']}; medians; runs of each prompt in each way, in turns: {repeats}")
+    note(f"{content['title']}; medians of tokens per second and of speedups (x), tokens a round")
+    note(f"runs of each prompt in each way, in turns: {repeats}")
     waits = (
         f"{name} {1e3 * way['first_token_seconds']['median']:,.0f} ms"
         for name, way in overall["ways"].items()
@@ -121,9 +122,12 @@ def _table(content: Mapping[str, Any]) -> Table:
     ways = sorted(overall["ways"], key=lambda name: name in DRAFTING)  # the baselines first
     exact = overall["exact"] is not None
     compared = any(way["identical"] is not None for way in overall["ways"].values())
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    dense = DDTREE in ways  # two ways to draft in 80 columns
+    further = ("x", "round") if dense else ("speedup", "tok/round")
+    padding = (0, 1, 0, 0) if dense else (0, 2, 0, 0)
+    table = Table(box=None, pad_edge=False, padding=padding, header_style="bold")
     table.add_column("category", no_wrap=True)
-    titles = [t for n in ways for t in ((n, "speedup", "tok/round") if n in DRAFTING else (n,))]
+    titles = [t for n in ways for t in ((n, *further) if n in DRAFTING else (n,))]
     for title in (*titles, *["identical"] * compared, *["exact"] * exact):
         table.add_column(title, justify="right", no_wrap=True)
     for row in (*content["categories"], overall):
