@@ -7,7 +7,7 @@ from oracle import Oracle
 
 from dflash_mlx.costs import Costs
 from dflash_mlx.drafter.calibration import Calibration
-from dflash_mlx.errors import SettingsError
+from dflash_mlx.errors import SettingsError, UnsupportedTreeError
 from dflash_mlx.loop import generate
 from dflash_mlx.policy import Policy
 from dflash_mlx.tree_policy import FixedBudget, TreePolicy, tree_policy
@@ -167,3 +167,18 @@ def test_calibration_learns_that_a_drafter_is_always_wrong():
         kept.learn(log_q, None, np.full(4, 3))
     assert np.exp(kept.log_probs(log_q[:, None], None)).sum(axis=-1).max() < 0.2
     assert np.isfinite(kept.weights).all()
+
+
+def test_a_target_that_reads_no_trees_refuses_them_or_is_given_chains():
+    class Chains(BigramTarget):
+        supports_trees = False
+
+        def check_trees(self):
+            raise UnsupportedTreeError("bigrams: draft chains.")
+
+    target, settings = Chains(TABLE), {"max_tokens": 20, "block_size": BLOCK}
+    with pytest.raises(UnsupportedTreeError):
+        generate(target, DRAFTER, PROMPT, tree_budget=16, **settings)
+    assert isinstance(tree_policy(target, DRAFTER), Policy)
+    free = generate(target, DRAFTER, PROMPT, tree_budget="auto", **settings)
+    assert free.tokens == decode(None, max_tokens=20).tokens and not free.stats.trees
