@@ -21,6 +21,7 @@ from ..chips import Chip
 from ..errors import SettingsError
 from .block_attention import MOST_NODES, BlockAttention
 from .choose import WIDEST, exact_by_default, first_row, has_kernel
+from .delta_replay import DeltaReplay, DeltaVerify
 from .gated import fuse, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
@@ -42,6 +43,7 @@ class Kernels:
         self.product = VerifyMatmul(metal_kernel)
         self.experts = VerifyMatmulMoe(metal_kernel)
         self.attention = BlockAttention(metal_kernel)
+        self.delta, self.delta_replay = DeltaVerify(metal_kernel), DeltaReplay(metal_kernel)
 
 
 @dataclass(frozen=True)

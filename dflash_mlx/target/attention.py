@@ -28,7 +28,7 @@ from ..kernels.modules import Wiring
 from ..kernels.weights import AffineWeights
 from .kv_bits import head_size
 from .mla import is_mla
-from .overrides import Overrides
+from .overrides import Overrides, rebound
 
 _NAME = "scaled_dot_product_attention"
 
@@ -38,7 +38,7 @@ def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Override
     for layer in layers:
         attention = getattr(layer, "self_attn", None)
         if attention is not None and _calls_attention(attention) and not is_mla(layer):
-            call = _rebound(type(attention).__call__, _attend(wiring))
+            call = rebound(type(attention).__call__, **{_NAME: _attend(wiring)})
             overrides.replace(attention, call)
 
 
@@ -61,19 +61,6 @@ def _calls_attention(attention: nn.Module) -> bool:
     """Whether this layer's own code calls attention by the name that is bound anew."""
     call = type(attention).__call__
     return isinstance(call, FunctionType) and _NAME in call.__code__.co_names
-
-
-def _rebound(call: Any, attend: Callable[..., mx.array]) -> Callable[..., Any]:
-    """A function of the same code, in which the name of attention means `attend`."""
-    other = FunctionType(
-        call.__code__,
-        {**call.__globals__, _NAME: attend},
-        call.__name__,
-        call.__defaults__,
-        call.__closure__,
-    )
-    other.__kwdefaults__ = call.__kwdefaults__
-    return other
 
 
 def _attend(wiring: Wiring) -> Callable[..., mx.array]:

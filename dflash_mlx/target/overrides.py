@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +51,8 @@ class Overrides:
     def installed(self, *others: Overrides) -> Iterator[None]:
         """Install the subclasses for the forwards run inside, and take them away afterwards.
 
-        `others` are sets of the same target to install as well: of no module that is in this one.
+        `others` are sets of the same target to install as well; of a module that is in several,
+        the last one counts.
         """
         with self._lock:
             entries = [entry for overrides in (self, *others) for entry in overrides._entries]
@@ -62,3 +64,16 @@ class Overrides:
             finally:
                 for (module, _), original in zip(entries, originals, strict=True):
                     module.__class__ = original
+
+
+def rebound(call: Any, **names: Any) -> Callable[..., Any]:
+    """A function of the same code as `call`, in which these global names mean something else."""
+    other = FunctionType(
+        call.__code__,
+        {**call.__globals__, **names},
+        call.__name__,
+        call.__defaults__,
+        call.__closure__,
+    )
+    other.__kwdefaults__ = call.__kwdefaults__
+    return other

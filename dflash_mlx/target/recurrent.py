@@ -20,8 +20,9 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_q
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
-from .overrides import Overrides
-from .recurrent_tree import mix
+from ..kernels.modules import Kernels
+from .overrides import Overrides, rebound
+from .recurrent_tree import delta_gates, first_state, mix
 from .tree_attention import Tree
 
 
@@ -41,6 +42,7 @@ class RecurrentTape:
         self._inputs: mx.array  # of the convolution, [1, kernel - 1 + S, C]
         self._mixed: mx.array  # what it made of them, [1, S, C]
         self._gates: dict[str, mx.array] = {}  # a: decay, b: beta; each [1, S, Hv]
+        self._kernels: Kernels | None = None
         overrides.watch(mixer.conv1d, self._record_convolution)
         if isinstance(mixer, Qwen3NextGatedDeltaNet):
             overrides.watch(mixer.in_proj_ba, self._record_both_gates)
@@ -65,11 +67,20 @@ class RecurrentTape:
         values = values.reshape(1, kept, mixer.num_v_heads, mixer.head_v_dim)
         self._cache[1] = self._replay(keys, values, *(self._gates[g][:, rows] for g in "ab"))
 
+    def compute_with(self, kernels: Kernels, overrides: Overrides) -> None:
+        """Have the recurrence and its replay run on our kernels, in chains and in trees.
+
+        The mixer runs its own code with the recurrence's name bound to ours, as in `attention`.
+        """
+        self._kernels = kernels
+        call = rebound(type(self._mixer).__call__, gated_delta_update=self._update)
+        overrides.replace(self._mixer, call)
+
     def branch(self, overrides: Overrides, tree: Callable[[], Tree]) -> None:
         """Have the mixer read the tree that `tree` gives, and the tape record what enters it."""
 
         def call(mixer: nn.Module, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-            output, inputs, mixed = mix(mixer, x, cache, tree())
+            output, inputs, mixed = mix(mixer, x, cache, tree(), self._kernels)
             self._record_convolution(inputs, mixed)
             return output
 
@@ -89,12 +100,35 @@ class RecurrentTape:
         Bit for bit what mlx-lm computes for these rows.
         """
         mixer = self._mixer
+        if self._kernels is not None:
+            gates = delta_gates(mixer, a, b)
+            state = first_state(values, keys) if self._state is None else self._state
+            rows = mx.arange(keys.shape[1])
+            return self._kernels.delta_replay(keys, values, *gates, state, rows, rows.size)
         if self._state is not None and mx.default_device() == mx.Device(mx.cpu):
             decay = compute_g(mixer.A_log, a, mixer.dt_bias)
             return _replay_steps(self._state, keys, values, decay, mx.sigmoid(b))
         # One Metal kernel; the keys stand in for the queries, which shape the output alone.
-        gates = (a, b, mixer.A_log, mixer.dt_bias)
-        return gated_delta_update(keys, keys, values, *gates, self._state)[1]
+        inputs = (a, b, mixer.A_log, mixer.dt_bias)
+        return gated_delta_update(keys, keys, values, *inputs, self._state)[1]
+
+    def _update(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        A_log: mx.array,
+        dt_bias: mx.array,
+        state: mx.array | None = None,
+        mask: None = None,
+        use_kernel: bool = True,
+    ) -> tuple[mx.array, mx.array | None]:
+        """What stands for mlx-lm's `gated_delta_update` in a chain; there is never a mask."""
+        assert self._kernels is not None
+        state = first_state(v, k) if state is None else state
+        return self._kernels.delta(q, k, v, *delta_gates(self._mixer, a, b), state)
 
     def _record_convolution(self, inputs: mx.array, outputs: mx.array) -> None:
         self._inputs, self._mixed = inputs, outputs

@@ -12,13 +12,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
+from ..kernels.modules import Kernels
 from .tree_attention import Tree
 
 
-def mix(mixer: Any, x: mx.array, cache: Any, tree: Tree) -> tuple[mx.array, mx.array, mx.array]:
+def mix(
+    mixer: Any, x: mx.array, cache: Any, tree: Tree, kernels: Kernels | None = None
+) -> tuple[mx.array, mx.array, mx.array]:
     """What a Gated DeltaNet makes of a tree's rows.
 
     Args:
@@ -26,6 +29,7 @@ def mix(mixer: Any, x: mx.array, cache: Any, tree: Tree) -> tuple[mx.array, mx.a
         x: the rows [1, N, D].
         cache: convolution inputs [1, kernel - 1, C] and the state before the tree, or None each.
         tree: their shape.
+        kernels: what the recurrence runs on; None for mlx-lm's own.
 
     Returns:
         Its output [1, N, D], and for the tape the convolution's inputs [1, kernel - 1 + N, C] and
@@ -47,7 +51,7 @@ def mix(mixer: Any, x: mx.array, cache: Any, tree: Tree) -> tuple[mx.array, mx.a
     )
     q, k = normalize_qk(q, k, inv_scale=mixer.head_k_dim**-0.5, eps=1e-6)
     a, b = a.transpose(1, 0, 2), b.transpose(1, 0, 2)  # each [N, 1, Hv]
-    out = mixer.norm(_recur(mixer, (q, k, v, a, b), cache[1], tree), z)
+    out = mixer.norm(_recur(mixer, (q, k, v, a, b), cache[1], tree, kernels), z)
     return mixer.out_proj(out.reshape(1, rows, -1)), inputs, convolved
 
 
@@ -69,10 +73,28 @@ def _windows(tree: Tree, past: int) -> mx.array:
     return past + mx.where(depths < 0, depths, ancestors)
 
 
+def delta_gates(mixer: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+    """Decay and beta, as our kernels take them, of what a mixer projects for its gates."""
+    return compute_g(mixer.A_log, a, mixer.dt_bias), mx.sigmoid(b)
+
+
+def first_state(values: mx.array, keys: mx.array) -> mx.array:
+    """The state [1, Hv, Dv, Dk] before the first row of values [.., Hv, Dv], keys [.., Hk, Dk]."""
+    return mx.zeros((1, *values.shape[-2:], keys.shape[-1]))
+
+
 def _recur(
-    mixer: Any, rows: tuple[mx.array, ...], state: mx.array | None, tree: Tree
+    mixer: Any,
+    rows: tuple[mx.array, ...],
+    state: mx.array | None,
+    tree: Tree,
+    kernels: Kernels | None,
 ) -> mx.array:
     """The recurrence's output [1, N, Hv, Dv] of q, k, v, a, b, each [N, 1, ...]."""
+    if kernels is not None:
+        q, k, v, a, b = (part.swapaxes(0, 1) for part in rows)
+        state = first_state(v, k) if state is None else state
+        return kernels.delta(q, k, v, *delta_gates(mixer, a, b), state, tree.parents)[0]
     outputs, above = [], {-1: 0}  # a row's place among those of its depth
     for level in tree.levels:
         nodes = mx.array(level)

@@ -168,6 +168,9 @@ class TargetSession:
         if target.wiring is not None:
             attend_with(target.wiring, layers, self._verify)
             self._widest = target.wiring.widest
+            for rollback in self._rollback if target.wiring.exact else ():
+                if hasattr(rollback, "compute_with"):
+                    rollback.compute_with(target.wiring.kernels, self._verify)
         self._tree_reader: TreeReader | None = None  # made for the first tree
         self._layers = layers
         self._unsettled = 0  # rows of the last verify that commit has not decided about
