@@ -177,8 +177,10 @@ class TreePolicy:
         self._of_rounds = np.array(costs.rounds(self._depth, widest))  # that draft chains anyway
         self._plain_seconds = float(self._of_rounds[0])
         self._of_trees = np.array(curve(self.costs.verify, self._depth, self.rows))
-        extra = curve(self.costs.draft, self._depth, 1)[0] - self._of_rounds[-1]
-        self._of_chains = self._of_rounds + max(0.0, extra)  # cut from a tree
+        # A chain cut from a tree pays for the tree, however short it is.
+        verify = np.array(curve(costs.verify, self._depth, widest))
+        whole = max(curve(self.costs.draft, self._depth, 1)[0], float(self._of_rounds[-1]))
+        self._of_chains = verify + (whole - verify[-1])
 
     def _seconds(self, proposal: Proposal) -> float:
         """Of a round that drafts a tree and verifies this part of it."""

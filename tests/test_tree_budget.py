@@ -81,6 +81,17 @@ def test_where_nothing_pays_nothing_is_drafted():
     assert stats.widths[1] > 0.8 * stats.rounds
 
 
+def test_what_a_tree_has_cost_already_does_not_make_a_round_shorter():
+    """Rows cost next to nothing and drafts much: once there is a draft, it is verified."""
+    of_chains, of_trees = costs(chain=0.02, tree=0.02)
+    dear = dict.fromkeys(range(1, BLOCK + 1), 0.5)
+    of_chains = Costs(of_chains.verify, {64: dear})
+    of_trees = Costs({64: {row: 1.5 + 0.02 * (row - 1) for row in (1, 64)}}, {64: {BLOCK: 1.6}})
+    kept = TreePolicy(Policy(of_chains, BLOCK), of_trees)
+    stats = decode(temperature=1.0, policy=kept, tree_budget="auto").stats
+    assert stats.trees and stats.widths[1] <= 1  # the last token needs no draft
+
+
 def test_decisions_can_be_repeated():
     first, second = (decode(policy=policy(), tree_budget="auto").stats for _ in range(2))
     assert first.widths == second.widths and first.trees == second.trees
