@@ -5,7 +5,7 @@ from dataclasses import replace
 import metal_host
 import mlx.core as mx
 import pytest
-from metal_host import CheckError, CompilationError, samples
+from metal_host import CheckError, CompilationError, EmulatedKernel, samples
 
 pytestmark = metal_host.needs_compiler
 
@@ -161,6 +161,26 @@ def test_grid_in_threadgroups_is_found():
     with pytest.raises(CheckError) as caught:
         replace(whole, call=whole.call | {"grid": (64 // 32, 1, 1)}).run()
     assert "divergent-matrix" in kinds(caught)
+
+
+@pytest.mark.parametrize("threads", [1, 64])
+def test_too_much_private_memory_is_found(threads):
+    """And the next launch finds every thread's stack in order again."""
+    body = """
+      const uint t = thread_position_in_grid.x;
+      float own[SIZE];
+      for (uint i = 0; i < SIZE; i++) own[(i * 7 + t) % SIZE] = i;
+      threadgroup_barrier(mem_flags::mem_none);
+      out[t] = own[t];
+    """
+    kernel = EmulatedKernel("private", [], ["out"], body)
+    call = dict(output_shapes=[(threads,)], output_dtypes=[mx.float32], inputs=[])
+    call |= dict(grid=(threads, 1, 1), threadgroup=(threads, 1, 1))
+    with pytest.raises(CheckError) as caught:
+        kernel(template=[("SIZE", 10_000)], **call)
+    assert kinds(caught) & {"stack-overflow", "thread-memory", "out-of-bounds"}, caught.value
+    (result,) = kernel(template=[("SIZE", 100)], **call)
+    assert result[0].item() == 0
 
 
 @metal_host.needs_strict_compiler

@@ -7,6 +7,7 @@
     launch.py       the call: buffers with red zones, findings, counters
     include/        stand-ins for Metal's headers
     runtime/        fibers for threads, barriers, SIMD-group functions, the checks
+    samples.py      small kernels that the emulator's own tests run
 
 Tests that need it say `pytestmark = metal_host.needs_compiler`, so that a machine without a
 compiler skips them and says why.

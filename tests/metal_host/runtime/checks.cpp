@@ -82,9 +82,9 @@ void check_elsewhere(const char* address, unsigned size, Access access, const vo
   const unsigned thread = fiber().place.index;
   const int owner = stack_of(address);
   if (owner >= 0) {
-    report("thread-memory", code, "thread %u touches the private memory of thread %d", thread,
-        owner);
-    return;
+    report("thread-memory", code, "thread %u touches the private memory of thread %d: it has run "
+        "out of its own, or has a pointer of the other's; the launch ends here", thread, owner);
+    stop_launch();
   }
   if (is_ours(address)) return;
   for (uint32_t i = 0; i < launch->buffer_count; i++) {
@@ -223,7 +223,7 @@ void* __tsan_memset(void* to, int value, size_t size) {
     check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
     *a = value;                                                                              \
   }                                                                                          \
-  static bool compare_exchange##bits(volatile T* a, T* expected, T value) {                         \
+  static bool compare_exchange##bits(volatile T* a, T* expected, T value) {                  \
     const T old = *a;                                                                        \
     if (old == *expected) *a = value;                                                        \
     const bool equal = old == *expected;                                                     \

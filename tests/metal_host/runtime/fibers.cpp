@@ -99,13 +99,11 @@ void prepare_stack(size_t i) {
   group.fibers[i].stack_pointer = frame;
 }
 
-void check_canaries() {
-  for (int i = 0; i < group.size; i++) {
-    if (*(uint64_t*)stack(i) == kCanary) continue;
-    *(uint64_t*)stack(i) = kCanary;
-    report("stack-overflow", nullptr, "a thread used more than %zu bytes of private memory",
-        kStackBytes);
-  }
+void check_canary() {
+  if (*(uint64_t*)running_stack == kCanary) return;
+  report("stack-overflow", nullptr, "a thread used more than %zu bytes of private memory; the "
+      "launch ends here", kStackBytes);
+  stop_launch();
 }
 
 // The first fiber that is ready, beginning after the current one: its own SIMD-group's first,
@@ -127,13 +125,14 @@ int next_ready() {
 
 void make_fibers(int count) {
   if ((size_t)count > stack_count) {
-    if (stacks) munmap(stacks, stack_count * kStackBytes);
-    stacks = (char*)mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE,
+    if (stacks) munmap(stacks - kStackBytes, (stack_count + 1) * kStackBytes);
+    void* memory = mmap(nullptr, (count + 1) * kStackBytes, PROT_READ | PROT_WRITE,
         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) {
+    if (memory == MAP_FAILED) {
       perror("metal_host: no memory for the stacks of a threadgroup");
       abort();
     }
+    stacks = (char*)memory + kStackBytes;  // what is below is for the first one to run over into
     stack_count = count;
     group.fibers = std::vector<Fiber>(count);
     fresh = false;
@@ -146,11 +145,11 @@ void make_fibers(int count) {
 void run_threadgroup() {
   switch_to(&launcher, 0);
   group.current = -1;
-  check_canaries();
 }
 
 void leave_fiber() {
   Fiber& self = fiber();
+  check_canary();
   for (;;) {
     const int next = next_ready();
     if (next == group.current) return;

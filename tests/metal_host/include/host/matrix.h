@@ -41,24 +41,26 @@ inline simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) 
   return filled;
 }
 
-#define METAL_HOST_LOAD_STORE(space)                                                            \
-  template <class T>                                                                            \
-  METAL_HOST_INLINE void simdgroup_load(thread simdgroup_matrix<T>& matrix, const space T* from,           \
-      ulong stride = 8, vec<ulong, 2> origin = {0, 0}, bool transposed = false) {     \
-    const MatrixPlace at = matrix_place();                                                      \
-    from += origin[1] * stride + origin[0];                                                     \
-    from += transposed ? at.column * stride + at.row : at.row * stride + at.column;             \
-    matrix.elements[0] = from[0];                                                               \
-    matrix.elements[1] = from[transposed ? stride : 1];                                         \
-  }                                                                                             \
-  template <class T>                                                                            \
-  METAL_HOST_INLINE void simdgroup_store(const thread simdgroup_matrix<T>& matrix, space T* to,            \
-      ulong stride = 8, vec<ulong, 2> origin = {0, 0}, bool transposed = false) {     \
-    const MatrixPlace at = matrix_place();                                                      \
-    to += origin[1] * stride + origin[0];                                                       \
-    to += transposed ? at.column * stride + at.row : at.row * stride + at.column;               \
-    to[0] = matrix.elements[0];                                                                 \
-    to[transposed ? stride : 1] = matrix.elements[1];                                           \
+#define METAL_HOST_LOAD_STORE(space)                                                          \
+  template <class T>                                                                          \
+  METAL_HOST_INLINE void simdgroup_load(thread simdgroup_matrix<T>& matrix,                   \
+      const space T* from, ulong stride = 8, vec<ulong, 2> origin = {0, 0},                   \
+      bool transposed = false) {                                                              \
+    const MatrixPlace at = matrix_place();                                                    \
+    from += origin[1] * stride + origin[0];                                                   \
+    from += transposed ? at.column * stride + at.row : at.row * stride + at.column;           \
+    matrix.elements[0] = from[0];                                                             \
+    matrix.elements[1] = from[transposed ? stride : 1];                                       \
+  }                                                                                           \
+  template <class T>                                                                          \
+  METAL_HOST_INLINE void simdgroup_store(const thread simdgroup_matrix<T>& matrix,            \
+      space T* to, ulong stride = 8, vec<ulong, 2> origin = {0, 0},                           \
+      bool transposed = false) {                                                              \
+    const MatrixPlace at = matrix_place();                                                    \
+    to += origin[1] * stride + origin[0];                                                     \
+    to += transposed ? at.column * stride + at.row : at.row * stride + at.column;             \
+    to[0] = matrix.elements[0];                                                               \
+    to[transposed ? stride : 1] = matrix.elements[1];                                         \
   }
 METAL_HOST_LOAD_STORE(device)
 #ifdef METAL_HOST_STRICT

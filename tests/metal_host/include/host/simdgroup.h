@@ -94,7 +94,8 @@ inline T simd_fold(T value, int site, F combine) {
   for (int half_width = 16; half_width; half_width /= 2) {
     for (int i = 0; i < half_width; i++) {
       const bool low = present >> i & 1, high = present >> (i + half_width) & 1;
-      if (high) folded[i] = low ? combine(folded[i], folded[i + half_width]) : folded[i + half_width];
+      const T other = folded[i + half_width];
+      if (high) folded[i] = low ? combine(folded[i], other) : other;
       present |= (uint32_t)high << i;
     }
   }
