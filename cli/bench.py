@@ -73,25 +73,13 @@ def bench(
     # A row for each of `tables.MODES`.
     asked_for = {"policy": policy, "sampling": sampling, "tree_budget": bool(budgets)}
     modes = [name for name, wanted in asked_for.items() if wanted]
-    _check_alone(
-        [*modes, *["kernels"] * kernels],
-        {
-            "--out": out,
-            "--openai": openai,
-            "--context-length": lengths,
-            "--temperature": temperature,
-            "--trees": trees,
-            "--kernels": kernels and modes,
-        },
-    )
-    if plot and not budgets:
-        raise typer.BadParameter("goes with --tree-budget", param_hint="--plot")
-    if plot and not plot.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
-    if openai and (draft or block_size or target_bits or draft_bits or lengths or trees):
-        raise typer.BadParameter(
-            "goes with --model alone: the server decides what it runs", param_hint="--openai"
-        )
+    others = {"out": out, "openai": openai, "context-length": lengths, "trees": trees}
+    others |= {"temperature": temperature, "kernels": kernels and modes}
+    _check_alone([*modes, *["kernels"] * kernels], others)
+    _check_plot(plot, budgets)
+    ours = (draft, block_size, target_bits, draft_bits, lengths, trees)
+    if openai and any(ours):
+        raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
     choice = Choice(
         model=model,
         draft=draft,
@@ -109,17 +97,23 @@ def bench(
         time_kernels(choice, json)
         return
     if modes:
-        if plot is not None:
-            check_matplotlib()
-        asked = tables.Asked(chosen, max_tokens, repeats, budgets)
-        drawn = tables.draw(open_pair(choice), asked, modes, json)
-        if plot is not None:
-            write_picture(plot, draw_trees(drawn))
+        _draw(choice, tables.Asked(chosen, max_tokens, repeats, budgets), modes, plot, json)
         return
     if openai is not None:
         _run(out, json, lambda: comparison.of_server(openai, model, chosen, setup))
     else:
         _run(out, json, lambda: comparison.of_pair(open_pair(choice), chosen, setup))
+
+
+def _draw(
+    choice: Choice, asked: tables.Asked, modes: list[str], plot: Path | None, json: bool
+) -> None:
+    """Measure and show what is asked for instead, and draw it where --plot says."""
+    if plot is not None:
+        check_matplotlib()
+    drawn = tables.draw(open_pair(choice), asked, modes, json)
+    if plot is not None:
+        write_picture(plot, draw_trees(drawn))
 
 
 def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) -> None:
@@ -139,9 +133,18 @@ def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) ->
 
 def _check_alone(modes: Sequence[str], others: Mapping[str, Any]) -> None:
     """Raise `BadParameter` for options that were given together with one that measures alone."""
-    given = [name for name, value in others.items() if value]
+    given = [f"--{name}" for name, value in others.items() if value]
     if modes and given:
-        raise typer.BadParameter(f"goes without {', '.join(given)}", param_hint=f"--{modes[0]}")
+        alone = f"--{modes[0].replace('_', '-')}"
+        raise typer.BadParameter(f"goes without {', '.join(given)}", param_hint=alone)
+
+
+def _check_plot(plot: Path | None, budgets: list[int]) -> None:
+    """Raise `BadParameter` for a --plot of nothing, or into a folder that is not there."""
+    if plot and not budgets:
+        raise typer.BadParameter("goes with --tree-budget", param_hint="--plot")
+    if plot and not plot.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
 
 
 def _numbers(option: str, text: str | None, least: int = 1) -> list[int]:
