@@ -73,8 +73,8 @@ def bench(
     # A row for each of `tables.MODES`.
     asked_for = {"policy": policy, "sampling": sampling, "tree_budget": bool(budgets)}
     modes = [name for name, wanted in asked_for.items() if wanted]
-    others = {"out": out, "openai": openai, "context-length": lengths, "trees": trees}
-    others |= {"temperature": temperature, "kernels": kernels and modes}
+    others: dict[str, Any] = {"out": out, "openai": openai, "context-length": lengths}
+    others |= {"temperature": temperature, "trees": trees, "kernels": kernels and modes}
     _check_alone([*modes, *["kernels"] * kernels], others)
     _check_plot(plot, budgets)
     ours = (draft, block_size, target_bits, draft_bits, lengths, trees)
