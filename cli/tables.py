@@ -114,20 +114,23 @@ def _sampled_table(rows: list[SampledRow]) -> Table:
 
 
 def _trees_table(rows: list[TreeRow]) -> Table:
-    titles = ("tok/s", "x plain", "auto", "T = 1", "no noise", "identical")
-    table = _new_table("tokens/round", *rows[0].tokens_per_round, *titles)
-    for row in rows:
-        table.add_row(
-            f"tree of {row.way}" if row.way.isdecimal() else row.way,
-            *(f"{length:.2f}" for length in row.tokens_per_round.values()),
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.over_plain:.2f}x",
-            f"{row.auto_over:.2f}x",
-            "-" if row.with_noise is None else f"{row.with_noise:.2f}",
-            "-" if row.without_noise is None else f"{row.without_noise:.2f}",
-            f"{row.identical}/{row.runs}",
-        )
+    """A column for each way to draft: categories and figures are too many to be columns."""
+    table = _new_table("tokens/round", *(row.way for row in rows))
+    for category in rows[0].tokens_per_round:
+        table.add_row(category, *(f"{row.tokens_per_round[category]:.2f}" for row in rows))
+    table.add_section()
+    table.add_row("T = 1", *(_length(row.with_noise) for row in rows))
+    table.add_row("without noise", *(_length(row.without_noise) for row in rows))
+    table.add_section()
+    table.add_row("tokens/s", *(f"{row.tokens_per_second:,.0f}" for row in rows))
+    table.add_row("over plain", *(f"{row.over_plain:.2f}x" for row in rows))
+    table.add_row("auto over it", *(f"{row.auto_over:.2f}x" for row in rows))
+    table.add_row("identical", *(f"{row.identical}/{row.runs}" for row in rows))
     return table
+
+
+def _length(tokens_per_round: float | None) -> str:
+    return "-" if tokens_per_round is None else f"{tokens_per_round:.2f}"
 
 
 def _new_table(first: str, *titles: str) -> Table:

@@ -1,14 +1,17 @@
 """`bench --tree-budget`: what it counts is what was decoded, and its picture shows it."""
 
 import json
+from io import StringIO
 
 import numpy as np
 import pytest
 from bigrams import BigramDrafter, BigramTarget, TreeBigrams
 from program import run
+from rich.console import Console
 
 from dflash_mlx.bench.plots import draw_trees
 from dflash_mlx.bench.trees import tree_rows
+from dflash_mlx.cli.tables import _trees_table
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import generate
 from dflash_mlx.tree_policy import FixedBudget
@@ -104,3 +107,10 @@ def test_wrong_options_are_one_line(options, message):
     done = run(*options)
     assert done.returncode == 2 and message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_table_fits_a_terminal(rows):
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(_trees_table(list(rows.values())))
+    text = console.export_text()
+    assert "…" not in text and all(name in text for name in ("sums", "tales", "all", *WAYS))

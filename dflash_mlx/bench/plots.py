@@ -63,7 +63,7 @@ def draw_trees(content: Mapping[str, Any]) -> bytes:
         lengths = [rows[way]["tokens_per_round"][category] for way in ways]
         style = {"color": "black", "linewidth": 2.5} if category == "all" else {"alpha": 0.7}
         left.plot(ways, lengths, marker="o", label=category, **style)
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     right = figure.add_subplot(grid[1])
     right.set_title("Tokens per second", loc="left", fontweight="bold")
     right.spines[["top", "right"]].set_visible(False)
