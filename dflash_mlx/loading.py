@@ -26,6 +26,7 @@ from .kernels.source import KernelFactory
 from .quantization import Quantization
 from .registry import drafter_for
 from .target import Target
+from .target.attention import attends_exactly
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
 EMBEDDED = "tiny"
@@ -176,7 +177,11 @@ def _open_target(
     except RuntimeError as error:  # from mx.load
         raise WeightsError(f"{name}: the weights cannot be read ({_one_line(error)}).") from error
     _settle(model, quantization)
-    wiring = None if kernels is None else _wire(model, config, kernels, exact)
+    wiring = None
+    if kernels is not None:
+        if exact is None and not attends_exactly(model):
+            exact = False
+        wiring = _wire(model, config, kernels, exact)
     return Target(model, _tokenizer(folder, config), config, name, wiring)
 
 

@@ -223,6 +223,16 @@ def test_the_table_decides_where_nobody_asks(chip, first, monkeypatch, tmp_path)
         assert mx.allclose(*logits, rtol=1e-3, atol=1e-3)
 
 
+def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
+    """In 8 bits it is free on an M3 Pro, with heads that the attention kernel takes."""
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M3 Pro"})
+    for head_dim, exact in ((HEAD, True), (HEAD // 2, False)):
+        folder = str(tinymodels.save_target(tmp_path / str(head_dim), head_dim=head_dim))
+        target = dm.load_target(folder, bits=8, group_size=32, kernels=kernel_factory())
+        assert target.wiring.exact == exact
+        target.start().verify(Proposal([7, 9]))
+
+
 def test_exact_is_asked_for_at_load(tmp_path):
     folder = str(tinymodels.save_target(tmp_path, "qwen3", head_dim=HEAD))
     target = dm.load_target(folder, exact=True, kernels=kernel_factory())
@@ -270,6 +280,8 @@ def test_what_cannot_be_exact_is_refused():
     assert "MoEGate" in refusal(kimi, "kimi_k25")
     assert not {type(module) for module in kimi.modules()} & set(SWAPS.values())
     assert "Attention" in refusal(families.random_model("qwen3"), "qwen3")  # heads of 32
+    sharing = families.random_model("gemma4_E4B-like", head_dim=HEAD)
+    assert "Attention" in refusal(sharing, "gemma4_E4B-like")
     with pytest.raises(SettingsError, match="kernels=False"):
         dm.load_target("tiny", exact=True, kernels=False)
 

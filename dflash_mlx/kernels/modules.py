@@ -218,7 +218,9 @@ def _own_channel(convolution: Any) -> bool:
 
 def can_swap(module: nn.Module, matrix: Matrix) -> bool:
     """Whether there is a layer of ours, on a kernel of ours, for this one."""
-    return type(module) in SWAPS and has_kernel(matrix)
+    if type(module) not in SWAPS or not has_kernel(matrix):
+        return False
+    return "scales" not in module or module.scales.dtype == module.biases.dtype
 
 
 @contextmanager

@@ -13,6 +13,7 @@ what the kernel cannot read (MLA's latents), stays with the stock function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from types import FunctionType
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..kernels.block_attention import HEAD_DIMS, BlockAttention, Tree
 from ..kernels.choose import attention_from
 from ..kernels.modules import Wiring
 from ..kernels.weights import AffineWeights
-from .kv_bits import head_size
+from .kv_bits import head_size, make_cache
 from .mla import is_mla
 from .overrides import Overrides, rebound
 
@@ -44,17 +45,27 @@ def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Override
 
 def check_exact(layers: Sequence[nn.Module], caches: Sequence[Any]) -> None:
     """Raise `SettingsError` for a layer whose attention the kernel cannot compute."""
-    for layer, cache in zip(layers, caches, strict=True):
-        attention = getattr(layer, "self_attn", None)
-        if attention is None:  # a recurrent layer: see `recurrent`
-            continue
-        plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
-        known = plain and _calls_attention(attention) and hasattr(attention, "k_proj")
-        if not known or head_size(attention) not in HEAD_DIMS:
+    for layer, cache in zip_longest(layers, caches):  # shared keys and values: fewer caches
+        if not _can_be_exact(layer, cache):
             raise SettingsError(
-                f"exact: the attention of {type(attention).__name__} has no kernel whose rows are "
-                "independent; leave exact out."
+                f"exact: the attention of {type(layer.self_attn).__name__} has no kernel whose "
+                "rows are independent; leave exact out."
             )
+
+
+def attends_exactly(model: Any) -> bool:
+    """Whether the kernel can compute the attention of every layer of an mlx-lm model."""
+    caches = make_cache(model)
+    return all(_can_be_exact(*of) for of in zip_longest(model.layers, caches))
+
+
+def _can_be_exact(layer: nn.Module, cache: Any) -> bool:
+    attention = getattr(layer, "self_attn", None)
+    if attention is None:  # a recurrent layer: see `recurrent`
+        return True
+    plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
+    known = plain and _calls_attention(attention) and hasattr(attention, "k_proj")
+    return known and head_size(attention) in HEAD_DIMS
 
 
 def _calls_attention(attention: nn.Module) -> bool:

@@ -201,7 +201,10 @@ class TargetSession:
         for more rows than exact verification takes.
         """
         if self._widest is not None and len(proposal) > self._widest:
-            raise SettingsError(f"exact: at most {self._widest} rows are verified at once.")
+            raise SettingsError(
+                f"exact: at most {self._widest} rows are verified at once; load the model with "
+                "exact=False (--no-exact) for more."
+            )
         reader = None if proposal.is_chain else self._reader()
         self.whole, self._unsettled = False, len(proposal)
         tokens = proposal.tokens
