@@ -150,11 +150,16 @@ def test_a_text_ends_inside_a_path(end, at):
     assert drafted.stats.rounds < (at + 1) / 2
 
 
-def test_positions_of_an_unknown_kind_are_refused():
+def without_trees() -> Target:
+    """A target whose rotations depend on how many rows there are."""
     model = random_model("qwen3")
     for layer in model.layers:
         layer.self_attn.rope = DynamicNTKScalingRoPE(32, 2048, False, 10000.0, 2.0)
-    target = target_of(model, "qwen3")
+    return target_of(model, "qwen3")
+
+
+def test_positions_of_an_unknown_kind_are_refused():
+    target = without_trees()
     assert not target.supports_trees
     with pytest.raises(UnsupportedTreeError, match="DynamicNTKScalingRoPE.*draft chains") as caught:
         target.start().verify(FORK)
@@ -162,17 +167,11 @@ def test_positions_of_an_unknown_kind_are_refused():
     target.start().verify(dm.Proposal([1, 2, 3]))
 
 
-def test_a_cache_without_a_way_to_read_trees_is_refused():
-    target = truth("deepseek_v41", 1)[0]
-    with pytest.raises(UnsupportedTreeError, match="deepseek_v41"):
-        target.start().verify(FORK)
-
-
 def test_a_budget_is_refused_before_any_work():
     """A policy drafts chains for such a target; what was asked for by number cannot be had."""
-    target, drafter = truth("deepseek_v41", 1)[0], SimpleNamespace(tap_layers=(), drafts_trees=True)
+    drafter = SimpleNamespace(tap_layers=(), drafts_trees=True)
     with pytest.raises(UnsupportedTreeError):
-        dm.stream_generate(target, drafter, [1, 2], tree_budget=16)
+        dm.stream_generate(without_trees(), drafter, [1, 2], tree_budget=16)
 
 
 def test_a_model_that_masks_by_itself_is_refused(monkeypatch):

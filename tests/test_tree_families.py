@@ -4,7 +4,15 @@ import random
 
 import mlx.core as mx
 import pytest
-from families import FAMILIES, PROMPTS, TOKENS, random_prompt, truth
+from families import (
+    FAMILIES,
+    PROMPTS,
+    TOKENS,
+    random_model,
+    random_prompt,
+    target_of,
+    truth,
+)
 from trees import TreeOracle, random_tree, separate_paths
 
 import dflash_mlx as dm
@@ -13,14 +21,12 @@ from dflash_mlx.target import tree_attention
 LIMIT = 5e-5
 FAR = 0.01  # a tree that is read wrongly is further off; the logits are a few units large
 
-READ_TREES = [family for family in FAMILIES if family != "deepseek_v41"]
-
-every_family = pytest.mark.parametrize("family", READ_TREES)
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def largest_error(family: str, seed: int, rounds: int = 4) -> float:
+def largest_error(target: dm.Target, seed: int, rounds: int = 4) -> float:
     """Of the logits of random trees, with paths and chains committed in between."""
-    target, rng = truth(family, seed)[0], random.Random(seed)
+    rng = random.Random(seed)
     text = random_prompt(PROMPTS[seed], 9)
     session = target.start()
     list(session.prefill(text))
@@ -44,7 +50,26 @@ def largest_error(family: str, seed: int, rounds: int = 4) -> float:
 @every_family
 def test_a_tree_is_its_separate_paths(family, seed):
     """Hybrids included; one prompt starts beyond the window, the other wraps it on the way."""
-    assert largest_error(family, seed) <= LIMIT
+    assert largest_error(truth(family, seed)[0], seed) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_ratios": [0, 1, 1, 1]},
+        {
+            "candidate_source_layer_id": 1,
+            "candidate_topk_blocks": 2,
+            "candidate_block_size": 4,
+            "index_source_layer_ids": [1, 3],
+            "index_topk": 6,
+        },
+    ],
+    ids=["a group is a row", "candidates"],
+)
+def test_deepseek_v41_compressed_in_other_ways(changes):
+    target = target_of(random_model("deepseek_v41", **changes), "deepseek_v41")
+    assert largest_error(target, 0) <= LIMIT
 
 
 class WrongPositions(tree_attention.Tree):
@@ -61,6 +86,9 @@ class CausalMask(tree_attention.Tree):
     def mask(self, held, window):
         return mx.tri(len(self), held + len(self), held, mx.bool_)
 
+    def windows(self, size, held):
+        return held + mx.arange(len(self))[:, None] - mx.arange(size - 1, -1, -1)
+
 
 class WrongParents(tree_attention.Tree):
     """The control: every row goes on from the root."""
@@ -73,7 +101,7 @@ class WrongParents(tree_attention.Tree):
 @every_family
 def test_a_tree_read_wrongly_is_noticed(family, wrong, monkeypatch):
     monkeypatch.setattr(tree_attention, "Tree", wrong)
-    assert largest_error(family, 0, rounds=1) > FAR
+    assert largest_error(truth(family, 0)[0], 0, rounds=1) > FAR
 
 
 @pytest.mark.parametrize("p", [0.4, 0.9])

@@ -9,13 +9,16 @@ puts the kept rows behind the old ones: no layer runs again.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.deepseek_v41 import LayerCache
 
+from .compressed_tree import Groups, branch
 from .overrides import Overrides
+from .tree_attention import Tree
 
 
 class CompressedTape:
@@ -28,7 +31,9 @@ class CompressedTape:
     """
 
     def __init__(self, cache: LayerCache, layer: nn.Module, overrides: Overrides) -> None:
-        self._cache = cache
+        self._cache, self._attention = cache, layer.self_attn
+        self._tree: Callable[[], Tree]
+        self._rows: mx.array  # of the window, [1, S, D], as the last verify made them
         self._record_window(cache)
         compressor: Any = getattr(layer.self_attn, "compressor", None)
         # With a ratio of 1 every row is its own group, and none is ever open.
@@ -59,6 +64,29 @@ class CompressedTape:
             closed = kv.shape[1] - kv.shape[1] % self._ratio
             cache.pending_kv, cache.pending_gate = kv[:, closed:], gate[:, closed:]
             self._keep_groups(cache.offset // self._ratio)
+
+    def branch(self, overrides: Overrides, tree: Callable[[], Tree]) -> None:
+        """Have the layer read the tree that `tree` gives while `overrides` is installed."""
+        self._tree = tree
+        branch(self._attention, overrides, tree)
+
+    def move(self, kept: Sequence[int]) -> None:
+        """Put what was recorded of a path in a tree where a chain's would be.
+
+        Entries are written over those of other branches. That may copy the entries, as mlx-lm does
+        in every forward that adds one; their number is a `ratio`-th of the context's.
+        """
+        path = mx.array(list(kept))
+        self._rows = self._rows[:, path]
+        self._pending = {name: rows[:, path] for name, rows in self._pending.items()}
+        if self._ratio:
+            groups = Groups(self._tree(), self._offset, self._ratio)
+            line, start = groups.lines[kept[-1]], groups.before
+            for name in ("compress_kv", "index_k") if line else ():
+                entries: Any = getattr(self._cache, name)
+                if entries is not None:
+                    new = entries[:, start:][:, mx.array(line)]
+                    entries[:, start : start + len(line)] = new
 
     def _record_window(self, cache: LayerCache) -> None:
         """Have this request's cache object also hand its new window rows [1, S, D] to the tape."""

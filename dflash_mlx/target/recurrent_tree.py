@@ -41,7 +41,7 @@ def mix(
     if held is None:
         held = mx.zeros((1, past, mixer.conv_dim), x.dtype)
     inputs = mx.concatenate([held, mixed], axis=1)
-    convolved = mixer.conv1d(inputs[0][_windows(tree, past)]).transpose(1, 0, 2)
+    convolved = mixer.conv1d(inputs[0][tree.windows(past + 1, past)]).transpose(1, 0, 2)
     split = mx.split(nn.silu(convolved), [mixer.key_dim, 2 * mixer.key_dim], axis=-1)
     q, k, v = (
         part.reshape(rows, 1, -1, size)
@@ -64,13 +64,6 @@ def _project(mixer: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.
         return mx.concatenate([q.flatten(2), k.flatten(2), v.flatten(2)], axis=-1), z, b, a
     z = mixer.in_proj_z(x).reshape(*x.shape[:2], mixer.num_v_heads, mixer.head_v_dim)
     return mixer.in_proj_qkv(x), z, mixer.in_proj_b(x), mixer.in_proj_a(x)
-
-
-def _windows(tree: Tree, past: int) -> mx.array:
-    """The rows [N, past + 1] that each node's convolution reads, of `past` held ones and N new."""
-    depths = tree.depths[:, None] - mx.arange(past, -1, -1)  # negative: before the root
-    ancestors = mx.take_along_axis(tree.paths, mx.maximum(depths, 0), axis=1)
-    return past + mx.where(depths < 0, depths, ancestors)
 
 
 def delta_gates(mixer: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:

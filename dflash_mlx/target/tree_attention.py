@@ -52,9 +52,21 @@ class Tree:
         longest = len(self.levels) - 1
         paths = [[0, *path, *[-1] * (longest - len(path))] for path in proposal.paths()]
         self.paths = mx.array(paths, mx.int32)
+        self._windows: dict[tuple[int, int], mx.array] = {}
 
     def __len__(self) -> int:
         return len(self.parents)
+
+    def windows(self, size: int, held: int) -> mx.array:
+        """The last `size` rows of each row's path, itself the last, [N, size] int32.
+
+        Rows are numbered with `held` older ones before the root; negative: before those.
+        """
+        if (size, held) not in self._windows:  # every layer asks for the same
+            depths = self.depths[:, None] - mx.arange(size - 1, -1, -1)
+            ancestors = mx.take_along_axis(self.paths, mx.maximum(depths, 0), axis=1)
+            self._windows[size, held] = held + mx.where(depths < 0, depths, ancestors)
+        return self._windows[size, held]
 
     def mask(self, held: int, window: int | None) -> mx.array:
         """Which keys each row sees, [N, held + N] bool: `held` older rows, then the tree's own.
@@ -156,12 +168,13 @@ class TreeReader:
         return self._tree
 
     def _by_depth(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        """A rotation of x [1, H, N, D] by the offset plus each row's depth."""
+        """A rotation of x [1, H, N, D] or [1, N, D] by the offset plus each row's depth."""
 
-        def call(rope: nn.Module, x: mx.array, offset: Any = 0) -> mx.array:
+        def call(rope: nn.Module, x: mx.array, offset: Any = 0, **settings: Any) -> mx.array:
+            if not isinstance(offset, mx.array) or not offset.ndim:
+                offset = offset + self._current().depths
             # Rows on the batch axis: there each may have its own position.
-            rows = own(rope, x.transpose(2, 1, 0, 3), offset=offset + self._current().depths)
-            return rows.transpose(2, 1, 0, 3)
+            return own(rope, x.swapaxes(0, -2), offset=offset, **settings).swapaxes(0, -2)
 
         return call
 
