@@ -99,6 +99,7 @@ class TreePolicy:
         self._tokens, self._spent = 0.0, 0.0  # what the trees so far brought, and their seconds
         self._scored, self._paused, self._pause = 0, 0, FIRST_PAUSE
         self._depth = 0
+        self._tables: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by depth
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter's chains at this temperature."""
@@ -160,7 +161,7 @@ class TreePolicy:
         """The costs and the beliefs that the sizes follow from, a line each."""
         lines = self.chains.describe()
         if self._scored:
-            plain = self._plain_seconds
+            plain = float(self._of_rounds[0])
             trees, chains = (speed * plain for speed in self._speeds())
             lines.append(f"trees: {trees:.2f} x the speed, chains in their place: {chains:.2f} x")
             for rows in SHOWN:
@@ -173,14 +174,18 @@ class TreePolicy:
         if self._depth <= context < 2 * self._depth:
             return
         self._depth = 1 << max(context, 1).bit_length() - 1
+        if self._depth not in self._tables:  # each request passes the same depths
+            self._tables[self._depth] = self._costs_at(self._depth)
+        self._of_rounds, self._of_chains, self._of_trees = self._tables[self._depth]
+
+    def _costs_at(self, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of rounds of 1, 2, ... rows that draft chains, cut chains, and cut trees."""
         costs, widest = self.chains.costs, self.chains.widest
-        self._of_rounds = np.array(costs.rounds(self._depth, widest))  # that draft chains anyway
-        self._plain_seconds = float(self._of_rounds[0])
-        self._of_trees = np.array(curve(self.costs.verify, self._depth, self.rows))
+        rounds, verify = costs.rounds(depth, widest), curve(costs.verify, depth, widest)
         # A chain cut from a tree pays for the tree, however short it is.
-        verify = np.array(curve(costs.verify, self._depth, widest))
-        whole = max(curve(self.costs.draft, self._depth, 1)[0], float(self._of_rounds[-1]))
-        self._of_chains = verify + (whole - verify[-1])
+        whole = max(curve(self.costs.draft, depth, 1)[0], rounds[-1])
+        chains = np.array(verify) + (whole - verify[-1])
+        return np.array(rounds), chains, np.array(curve(self.costs.verify, depth, self.rows))
 
     def _seconds(self, proposal: Proposal) -> float:
         """Of a round that drafts a tree and verifies this part of it."""
