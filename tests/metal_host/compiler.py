@@ -28,12 +28,12 @@ _COMMON = (
 )
 # Of these sanitizers only the calls that they put into the code are used: runtime/checks.cpp.
 _CHECKED = (
-    "-Og",  # -O1 and -O2 run a little faster, and take far longer to compile
+    "-Og",  # -O1 and -O2 run a little faster, but take far longer to compile
     "-g1",
     "-ftrivial-auto-var-init=pattern",  # a variable that nobody sets is not zero by chance
     "-fno-tree-vectorize",
     "-fno-tree-slp-vectorize",
-    "-fsanitize=thread,shift,bounds,integer-divide-by-zero",
+    "-fsanitize=thread,shift,integer-divide-by-zero",
 )
 _OLDEST_GCC, _OLDEST_CLANG = 12, 17  # with `_Float16` in C++; with arithmetic on `__bf16`
 _CLANG = ("clang++", *(f"clang++-{version}" for version in range(25, _OLDEST_CLANG - 1, -1)))
@@ -62,10 +62,11 @@ class Compiler:
         return ("-fexcess-precision=16",)
 
     @property
-    def only_accesses(self) -> tuple[str, ...]:
-        """Options: the thread sanitizer does not tell of functions that begin and end."""
-        prefix = ("-mllvm", "-") if self.is_clang else ("--param", "")
-        return (prefix[0], f"{prefix[1]}tsan-instrument-func-entry-exit=0")
+    def checked(self) -> tuple[str, ...]:
+        """Options: checked indices that do not end the process, no calls as functions begin."""
+        if self.is_clang:
+            return ("-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0")
+        return ("-fsanitize=bounds", "--param", "tsan-instrument-func-entry-exit=0")
 
 
 @cache
@@ -156,7 +157,7 @@ class Build:
 
     def kernel(self, source: str) -> Path:
         """A kernel, linked to the runtime."""
-        mode = (*_CHECKED, *self.compiler.only_accesses) if self.checked else ("-O1",)
+        mode = (*_CHECKED, *self.compiler.checked) if self.checked else ("-O1",)
         linked = [str(self.runtime), "-nostdlib", "-lm"]  # without the rest it links twice as fast
         return self._library("kernel", source, _digest("include"), mode, linked)
 

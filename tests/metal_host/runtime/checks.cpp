@@ -240,10 +240,20 @@ void* __tsan_memset(void* to, int value, size_t size) {
     check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
     return compare_exchange##bits(a, expected, value);                                       \
   }
+// What g++ has as _weak and _strong, clang calls so; it returns what was there.
+#define METAL_HOST_EXCHANGE(bits, T)                                                         \
+  T __tsan_atomic##bits##_compare_exchange_val(                                              \
+      volatile T* a, T expected, T value, int, int) {                                        \
+    check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
+    compare_exchange##bits(a, &expected, value);                                             \
+    return expected;                                                                         \
+  }
 METAL_HOST_ATOMICS(8, uint8_t)
 METAL_HOST_ATOMICS(16, uint16_t)
 METAL_HOST_ATOMICS(32, uint32_t)
 METAL_HOST_ATOMICS(64, uint64_t)
+METAL_HOST_EXCHANGE(32, uint32_t)
+METAL_HOST_EXCHANGE(64, uint64_t)
 
 // The same for what the language leaves undefined: -fsanitize=shift,bounds,integer-divide-by-zero.
 // After an index or a division the host has no way to go on.
