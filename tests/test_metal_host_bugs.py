@@ -78,7 +78,7 @@ BUGS = {
     "a shift by more than the bits": ("(4 * i)", "(4 * i + 8)", "shift"),
     "an index past a thread's own array": (
         "const uint x_row = t / 8,",
-        "uint own[4] = {}; own[s + 1]++; const uint x_row = t / 8,",
+        "uint own[4] = {}; own[s + 2]++; const uint x_row = own[s + 2] - 1 + t / 8,",
         "array-index",
     ),
     "a division by zero": ("column * (K / 8)", "column * (K / (8 * int(s)))", "division"),
@@ -144,6 +144,10 @@ def test_finding_names_the_line():
     assert source == "body" and wrong in lines[int(line) - 1]
 
 
+@pytest.mark.skipif(
+    any(compiler.is_clang for compiler in metal_host.compilers()[:1]),
+    reason="clang's line tables do not say from where an inlined function was called",
+)
 def test_finding_in_a_matrix_load_names_the_call():
     correct, wrong, _ = BUGS["a tile one row short"]
     bug = planted(correct, wrong)

@@ -182,7 +182,7 @@ def source_line(library: Path, offset: int) -> str:
         return ""
     command = [tool, "--inlines", "-e", str(library), hex(offset - 1)]  # the call, not what follows
     done = subprocess.run(command, capture_output=True, text=True)
-    places = re.findall(r"/((?:header|body):\d+)", done.stdout)  # else a stand-in's own line
+    places = re.findall(r"\b((?:header|body):\d+)", done.stdout)  # else a stand-in's own line
     return places[0] if places else ""
 
 
