@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
-
-import dflash_mlx
 from dflash_mlx.errors import PromptError
 
 from . import options
-from .pair import Choice, Pair, explain, open_pair
-from .screen import error_line, note, show_text
-
-if TYPE_CHECKING:
-    from dflash_mlx import Event
-
-PROMPT = ">>> "
-HELP = "/clear forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+from .chat_loop import Chat
+from .dialogue import Dialogue
+from .pair import Choice, open_pair
 
 
 def chat(
@@ -71,94 +62,4 @@ def chat(
         "policy": pair.policy,
         "stop": stop or (),
     }
-    Conversation(pair, settings, verbose).run()
-
-
-class Conversation:
-    """The messages so far, and the loop that adds to them."""
-
-    def __init__(self, pair: Pair, settings: dict[str, Any], verbose: bool = False) -> None:
-        self.pair, self.settings, self.verbose = pair, settings, verbose
-        self.messages: list[dict[str, str]] = []
-        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-
-    def run(self) -> None:
-        """Take turns until the person leaves. Raises `PromptError` in a pipe only."""
-        if self.interactive:
-            import readline  # noqa: F401  gives input() its line editing and history
-
-            note(f"{self.pair.title}\n{HELP}")
-        while (line := self._read()) is not None:
-            command = line.strip()
-            if command == "/quit":
-                return
-            if command == "/clear":
-                self.messages.clear()
-                note("The conversation is forgotten.")
-            elif command == "/help":
-                note(HELP)
-            elif command.startswith("/") and " " not in command and self.interactive:
-                note(f"There is no {command}: {HELP}")
-            elif command:
-                self.take_turn(line)
-
-    def _read(self) -> str | None:
-        """The next line; None when there are no more."""
-        if not self.interactive:
-            try:
-                line = sys.stdin.buffer.readline().decode()
-            except UnicodeError as error:
-                raise PromptError("The input is not text in UTF-8.") from error
-            return line.rstrip("\n") if line else None
-        try:
-            return input(PROMPT)
-        except EOFError:
-            print()
-            return None
-        except KeyboardInterrupt:
-            print()
-            note("Ctrl-D or /quit leaves.")
-            return ""
-        except UnicodeError:
-            error_line("That was not text in UTF-8.")
-            return ""
-
-    def take_turn(self, line: str) -> None:
-        """Answer, and remember both sides; a stopped answer is kept as far as it came."""
-        self.messages.append({"role": "user", "content": line})
-        events: list[Event] = []
-        stopped = False
-        try:
-            answer = dflash_mlx.stream_generate(
-                self.pair.target, self.pair.drafter, self.messages, **self.settings
-            )
-            show_text(answer, events)
-        except PromptError as error:  # the conversation has outgrown the context
-            if not self.interactive:
-                raise
-            self.messages.pop()
-            error_line(f"{error} /clear starts a new conversation.")
-            return
-        except KeyboardInterrupt:
-            if not self.interactive:
-                raise
-            stopped = True
-            print()
-        self.messages.append({"role": "assistant", "content": "".join(e.text for e in events)})
-        if events:
-            note(_status(self.pair, events[-1], stopped))
-            if self.verbose:
-                explain(self.pair, events[-1].stats)
-
-
-def _status(pair: Pair, last: Event, stopped: bool) -> str:
-    """One line about an answer."""
-    stats = last.stats
-    parts = [f"{stats.output_tokens} tokens", f"{stats.tokens_per_second:,.0f} tok/s"]
-    if stats.drafted_tokens:
-        parts.append(f"{stats.acceptance_length:.1f} tokens per round")
-    if stopped:
-        parts.append("stopped")
-    elif last.finish_reason == "length":
-        parts.append(pair.limit_reached(stats))
-    return " · ".join(parts)
+    Chat(Dialogue(pair, settings), verbose).run()

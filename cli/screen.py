@@ -35,8 +35,9 @@ def error_line(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """A line about what is being done and why."""
-    stderr().print(Text(message, style="dim"), soft_wrap=True)
+    """A line about what is being done and why; a narrow terminal has it wrapped at words."""
+    console = stderr()
+    console.print(Text(message, style="dim"), soft_wrap=not console.is_terminal)
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def waiting(message: str, quiet: bool = False) -> Iterator[None]:
     if quiet or not console.is_terminal:
         yield
     else:
-        with console.status(Text(f"{message} ...")):
+        with console.status(Text(f"{message} ...", no_wrap=True, overflow="ellipsis")):
             yield
 
 

@@ -44,6 +44,9 @@ class FixedWidth:
     def __init__(self, sharpness: Sharpness | None = None) -> None:
         self._sharpness = sharpness
 
+    def begin(self) -> None:
+        pass
+
     def width(self, context: int, limit: int) -> int:
         return limit
 
@@ -91,6 +94,12 @@ class Policy:
         config = getattr(drafter, "config", None)
         widest = min(widest, getattr(config, "block_size", widest))
         return cls(pair_costs(target, drafter, widest, kv_bits, again), widest)
+
+    def begin(self) -> None:
+        """A request begins. Its text may suit the drafter better, so a park ends."""
+        if self._parked:
+            self._parked = 0
+            self._forget()
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter at this temperature, to be gone on with."""

@@ -25,6 +25,7 @@ class ChainRounds:
 
     def __init__(self, policy: Policy | FixedWidth, temperature: float) -> None:
         self._policy, self.sharpness = policy, policy.sharpness(temperature)
+        policy.begin()
 
     def propose(self, session: Any, anchor: int, context: int, limit: int) -> Proposal:
         """The drafter's proposal of at most `limit` rows, with `context` tokens committed.
@@ -52,6 +53,7 @@ class TreeRounds:
     def __init__(self, budget: FixedBudget | TreePolicy, temperature: float) -> None:
         self._budget, self._calibration = budget, budget.calibration(temperature)
         self.sharpness = budget.sharpness(temperature)
+        budget.begin()
         self._text: list[int] = []  # generated so far
         # Trees that the text has not passed yet: where they start, and what of them was verified.
         self._waiting: deque[tuple[int, DraftTree, Proposal]] = deque()

@@ -54,6 +54,9 @@ class FixedBudget:
         self.rows = rows
         self._calibrations: dict[float, Calibration] = {}
 
+    def begin(self) -> None:
+        """A request begins."""
+
     def sharpness(self, temperature: float) -> Sharpness:
         """Of chains, which are not drafted."""
         return Sharpness()
@@ -100,6 +103,10 @@ class TreePolicy:
         self._scored, self._paused, self._pause = 0, 0, FIRST_PAUSE
         self._depth = 0
         self._tables: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by depth
+
+    def begin(self) -> None:
+        """A request begins, see `Policy.begin`."""
+        self.chains.begin()
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter's chains at this temperature."""

@@ -2,9 +2,7 @@
 
 import json
 import os
-import pty
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -18,10 +16,7 @@ import tinymodels
 from program import HERE, PROGRAM, run
 from typer.testing import CliRunner
 
-from dflash_mlx.blas import BlasInfo
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.chat import Conversation
-from dflash_mlx.cli.pair import Pair
 from dflash_mlx.loop import generate
 
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
@@ -277,77 +272,6 @@ def test_ctrl_c(moment, pair):
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b"" and process.wait(60) == 130
-
-
-def test_chat_in_a_pipe(pair, answer):
-    done = run("chat", "-n", "24", *pair, stdin=f"{QUESTION}\n\n/clear\n{QUESTION}\n/quit\nnever")
-    assert done.returncode == 0
-    assert done.stdout == 2 * (answer + "\n" * (not answer.endswith("\n")))
-    assert done.stderr.count("24 tokens · ") == 2 and "forgotten" in done.stderr
-    assert not CONTROL.search(done.stdout + done.stderr)
-
-
-def test_chat_remembers(pair):
-    done = run("chat", "-n", "8", *pair, stdin="one\ntwo")
-    messages = [{"role": "user", "content": "one"}]
-    target = tinymodels.target()
-    first = generate(target, None, messages, max_tokens=8).text
-    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
-    second = generate(target, None, messages, max_tokens=8).text
-    assert done.stdout == f"{first}\n{second}\n"
-
-
-class Terminal:
-    """The program in a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.controller, terminal = pty.openpty()
-        streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-        self.process = subprocess.Popen([*PROGRAM, *arguments], cwd=HERE, **streams)
-        os.close(terminal)
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self.controller, text.encode())
-
-    def wait_for(self, pattern: str) -> None:
-        """Read on until `pattern` appears in what was not matched yet."""
-        while not (found := re.search(pattern, self.seen)):
-            assert select.select([self.controller], [], [], 60)[0], self.seen
-            try:
-                self.seen += os.read(self.controller, 4096).decode(errors="replace")
-            except OSError as error:  # the other end is closed
-                raise AssertionError(self.seen) from error
-        self.seen = self.seen[found.end() :]
-
-
-def test_chat_on_a_terminal(pair):
-    terminal = Terminal("chat", "-n", "4000", *pair)
-    terminal.wait_for(">>> ")
-    terminal.type("hello\n")
-    terminal.wait_for("hello\r\n.*?[a-z]")
-    terminal.process.send_signal(signal.SIGINT)  # in the middle of the answer
-    terminal.wait_for("tokens per round · stopped")
-    terminal.wait_for(">>> ")
-    terminal.type("/help\n")
-    terminal.wait_for("/clear forgets")
-    terminal.wait_for(">>> ")
-    terminal.type("/nope\n")
-    terminal.wait_for("There is no /nope")
-    terminal.wait_for(">>> ")
-    terminal.type("\x04")
-    assert terminal.process.wait(60) == 0
-
-
-def test_chat_outlives_a_turn_that_does_not_fit(capsys):
-    target = tinymodels.target(max_position_embeddings=64)
-    loaded = Pair(target, None, None, BlasInfo("openblas", None, "made up"))
-    conversation = Conversation(loaded, {"max_tokens": 64})
-    conversation.interactive = True
-    conversation.take_turn("hi")
-    assert "the context is full" in capsys.readouterr().err
-    conversation.take_turn("x" * 100)
-    assert capsys.readouterr().err.count("\n") == 1 and len(conversation.messages) == 2
 
 
 def test_bench(pair, tmp_path):

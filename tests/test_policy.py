@@ -109,6 +109,18 @@ def test_what_was_learnt_stays_in_the_policy():
     assert sum(width > 1 for width in widths) <= 2
 
 
+def test_another_request_ends_a_park_and_still_costs_little():
+    pair = costs(1.8, 0.4)
+    policy = Policy(pair, WIDEST)
+    run(policy, pair, DRAFTERS["always wrong"], 1000)
+    for _ in range(10):
+        policy.begin()
+        speed, widths = run(policy, pair, DRAFTERS["always wrong"], 100)
+        assert widths[0] > 1 and speed > 0.95
+    policy.begin()
+    assert run(policy, pair, DRAFTERS["trained"], 200)[0] > 1.5
+
+
 def test_the_same_costs_and_tokens_make_the_same_widths():
     pair = costs(1.8, 0.4)
     runs = [run(Policy(pair, WIDEST), pair, DRAFTERS["right at 0.6"], 500)[1] for _ in range(2)]

@@ -1,0 +1,174 @@
+"""A conversation of `dflash-mlx chat`: the messages, their answers, and how fast those came."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dflash_mlx
+from dflash_mlx.errors import DataError
+
+from .pair import Pair
+
+if TYPE_CHECKING:
+    from dflash_mlx import Event, Stats
+
+ROLES = ("system", "user", "assistant")
+PLAIN_TEXTS, PLAIN_TOKENS = 4, 12  # of the measurement of plain decoding
+
+
+@dataclass
+class Answer:
+    """What one turn generated.
+
+    Attributes:
+        prompt: token ids that were answered.
+        events: one a round, as far as the answer came.
+        stopped: whether the person ended it.
+    """
+
+    prompt: list[int]
+    events: list[Event] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(event.text for event in self.events)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids."""
+        return [token for event in self.events for token in event.tokens]
+
+    @property
+    def stats(self) -> Stats | None:
+        """The request's counters; None when nothing was generated."""
+        return self.events[-1].stats if self.events else None
+
+
+class Dialogue:
+    """Messages and answers, with the caches that go from turn to turn.
+
+    Args:
+        pair: what answers.
+        settings: of `stream_generate`, the same for every turn.
+    """
+
+    def __init__(self, pair: Pair, settings: dict[str, Any]) -> None:
+        self.pair, self.settings = pair, settings
+        self.messages: list[dict[str, str]] = []
+        self.answers: list[Answer] = []  # of this session, undone ones too
+        self.last: Answer | None = None  # the answer that the messages end with
+        self._kept = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
+
+    def ask(self, text: str) -> Answer:
+        """Begin a turn. Raises `PromptError` when it does not fit, and then forgets it."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            return self._begin()
+        except dflash_mlx.DFlashError:
+            self.messages.pop()
+            raise
+
+    def retry(self) -> Answer | None:
+        """Begin the last turn anew, with another seed where there is one; None without a turn."""
+        if not any(message["role"] == "user" for message in self.messages):
+            return None
+        if self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+        if self.settings["seed"] is not None:
+            self.settings["seed"] = (self.settings["seed"] + 1) % 2**32
+        return self._begin()
+
+    def _begin(self) -> Answer:
+        from dflash_mlx.prompt import encode_prompt
+
+        return Answer(encode_prompt(self.pair.target, self.messages))
+
+    def stream(self, answer: Answer) -> Generator[Event]:
+        """Generate a turn's answer, an event a round; it is remembered as far as it came."""
+        self.answers.append(answer)
+        self.last = answer
+        pair = self.pair
+        try:
+            for event in dflash_mlx.stream_generate(
+                pair.target, pair.drafter, answer.prompt, conversation=self._kept, **self.settings
+            ):
+                answer.events.append(event)
+                yield event
+        finally:
+            self.messages.append({"role": "assistant", "content": answer.text})
+
+    def held(self, answer: Answer) -> int:
+        """At least so many tokens of an answer's prompt need not be read again."""
+        return min(len(self._kept.ids), len(answer.prompt))
+
+    def compare(self, answer: Answer) -> dflash_mlx.Result:
+        """The same answer by plain decoding, to the same length."""
+        settings = self.settings | {"block_size": None, "policy": None, "tree_budget": None}
+        settings["max_tokens"] = len(answer.tokens)
+        return dflash_mlx.generate(self.pair.target, None, answer.prompt, **settings)
+
+    def undo(self) -> bool:
+        """Forget the last question and its answer; whether there was one."""
+        while self.messages and self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+        if not self.messages or self.messages[-1]["role"] != "user":
+            return False
+        self.messages.pop()
+        self.last = None
+        return True
+
+    def clear(self) -> None:
+        """Forget everything but the system message."""
+        self.last = None
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def set_system(self, text: str) -> None:
+        """Set the system message, or remove it with an empty text."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *others] if text else others
+
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON, all or nothing. Raises `OSError`."""
+        content = {"model": self.pair.target.name, "messages": self.messages}
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", "utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> None:
+        """Go on from a file that `save` wrote. Raises `DataError` and leaves all as it was."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+        except ValueError as error:
+            raise DataError(f"{path}: not a saved conversation ({error}).") from error
+        messages = content.get("messages") if isinstance(content, dict) else None
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise DataError(f"{path}: not a saved conversation (it lists no messages).")
+        self.messages, self.last = messages, None
+
+
+def measure_plain(pair: Pair) -> float | None:
+    """Tokens per second of plain decoding, the best of a few short texts; None if all are empty."""
+    texts = [[first] * 8 for first in range(PLAIN_TEXTS)]
+    runs = [dflash_mlx.generate(pair.target, None, text, max_tokens=PLAIN_TOKENS) for text in texts]
+    return max((run.stats.tokens_per_second for run in runs), default=None) or None
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and set(message) == {"role", "content"}
+        and message["role"] in ROLES
+        and isinstance(message["content"], str)
+    )
