@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ import dflash_mlx
 from dflash_mlx.errors import PromptError
 
 from . import options
+from .output import as_line, as_text, check_writable, write_whole
 from .pair import Choice, Pair, explain, open_pair
 from .screen import panel, print_json, show_text, speeds, stderr, waiting
 
@@ -29,6 +31,10 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(help="The question; '-', or nothing in a pipe, reads it from stdin."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", metavar="FILE", help="Read the question from FILE instead."),
     ] = None,
     model: options.Model = "tiny",
     draft: options.Draft = None,
@@ -51,6 +57,14 @@ def generate(
     kv_bits: options.KvBits = None,
     no_policy: options.NoPolicy = False,
     stop: options.Stop = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What the model is told before the question; by default nothing.",
+            rich_help_panel=options.DECODING,
+        ),
+    ] = None,
     raw: Annotated[
         bool,
         options.flag("--no-chat-template", "Continue the prompt as it is.", options.DECODING),
@@ -64,10 +78,22 @@ def generate(
         ),
     ] = True,
     verbose: options.Verbose = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write what would go to stdout to FILE, when it is whole.",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Answer one prompt: the text on stdout, what drafting did for it on stderr."""
-    text = _read_prompt(prompt)
+    messages = _messages(_read_prompt(prompt, file), system, raw)
+    if output is not None:
+        check_writable(output)
     choice = Choice(
         model=model,
         draft=draft,
@@ -85,42 +111,62 @@ def generate(
         policy=not no_policy,
     )
     pair = open_pair(choice)
-    comparison = _comparison(pair, text, raw, max_tokens, stop or [])
+    comparison = _comparison(pair, messages, max_tokens, stop or [])
     comparison.sampling = options.sampling(temperature, top_p, top_k, min_p, seed)
-    result = _stream(comparison, quiet=json)
+    result = _stream(comparison, quiet=json or output is not None)
     if compare and pair.drafter is not None and result.tokens:
         with waiting("Decoding plainly, to compare (--no-compare skips this)"):
             _compare(comparison)
-    if json:
-        print_json(_as_json(pair, comparison, result))
-    else:
+    content = _as_json(pair, comparison, result) if json else None
+    if output is not None:
+        write_whole(output, as_text(result.text) if content is None else as_line(content))
+    elif content is not None:
+        print_json(content)
+    if content is None:
         stderr().print(panel(pair.title, _summary(pair, comparison, result)))
     if verbose:
         explain(pair, result.stats)
 
 
-def _read_prompt(prompt: str | None) -> str:
-    """The prompt given, or all of stdin. Raises `PromptError` when there is none."""
-    if prompt is None and sys.stdin.isatty():
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt given, a file's text, or all of stdin. Raises `PromptError` when it is none."""
+    if file is not None and prompt is not None:
+        raise typer.BadParameter("goes without a PROMPT", param_hint="--file")
+    if prompt is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter("give some text, or pipe it in", param_hint="PROMPT")
     try:
-        if prompt is None or prompt == "-":
-            prompt = sys.stdin.buffer.read().decode()
-        prompt.encode()  # an argument may hold bytes that are no text
+        if file is not None:
+            text = file.read_bytes().decode()
+        elif prompt is None or prompt == "-":
+            text = sys.stdin.buffer.read().decode()
+        else:
+            text = prompt
+        text.encode()  # an argument may hold bytes that are no text
     except UnicodeError as error:
         raise PromptError("The prompt is not text in UTF-8.") from error
-    if not prompt.strip():
+    if not text.strip():
         raise PromptError("The prompt is empty: give some text.")
-    return prompt
+    return text
 
 
-def _comparison(pair: Pair, text: str, raw: bool, max_tokens: int, stop: list[str]) -> Comparison:
+def _messages(text: str, system: str | None, raw: bool) -> str | list[dict[str, str]]:
+    """The prompt in the form that `encode_prompt` takes."""
+    if raw:
+        if system is not None:
+            raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
+        return text
+    told = [] if system is None else [{"role": "system", "content": system}]
+    return [*told, {"role": "user", "content": text}]
+
+
+def _comparison(
+    pair: Pair, prompt: str | list[dict[str, str]], max_tokens: int, stop: list[str]
+) -> Comparison:
     from dflash_mlx.bench.measure import Comparison
     from dflash_mlx.prompt import encode_prompt
 
-    if not raw and not pair.target.tokenizer.has_chat_template:
+    if not isinstance(prompt, str) and not pair.target.tokenizer.has_chat_template:
         raise PromptError(f"{pair.target.name} has no chat template: add --no-chat-template.")
-    prompt = text if raw else [{"role": "user", "content": text}]
     ids = encode_prompt(pair.target, prompt)
     return Comparison(
         pair.target,
