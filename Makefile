@@ -19,10 +19,11 @@ demo: .venv/has-mlx
 
 test: .venv/has-dev check
 
+# A file's tests stay in one process: their fixtures, trained pairs among them, are made once.
 check:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
