@@ -92,7 +92,7 @@ Exact = Annotated[
     bool | None,
     flag(
         "--exact/--no-exact",
-        "On Metal, drafted text equal to plain text bit for bit; default: where it is free.",
+        "On Metal, drafted text equal to plain text bit for bit; default: where measured free.",
         MODEL,
     ),
 ]

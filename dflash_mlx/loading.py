@@ -5,6 +5,7 @@ A name is the embedded pair ("tiny"), a local folder, or a repository of the Hug
 
 from __future__ import annotations
 
+import warnings
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from .chips import find_chip
 from .config import read_json
 from .drafter.checkpoint import read_drafter
 from .drafter.network import DFlash
-from .errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
+from .errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
 from .hub import Hub
 from .kernels.calibration import choices, read_timings
 from .kernels.modules import Kernels, Wiring, wire
+from .kernels.selfcheck import fault
 from .kernels.source import KernelFactory
 from .quantization import Quantization
 from .registry import drafter_for
@@ -139,7 +141,7 @@ def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | Non
     if callable(kernels):
         return Kernels(kernels)
     if kernels and not _on_cpu() and mx.metal.is_available():
-        return Kernels()
+        return _working(Kernels(), exact)
     if exact and not kernels:
         raise SettingsError("exact runs on our kernels: leave kernels=False out.")
     if exact:
@@ -147,6 +149,24 @@ def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | Non
             "exact runs on our kernels, and they need Metal, which this machine lacks: leave it "
             "out, and MLX's own kernels run."
         )
+    return None
+
+
+def _working(kernels: Kernels, exact: bool | None) -> Kernels | None:
+    """The kernels if they compute what they should here, else a warning and MLX's own.
+
+    Raises `KernelError` instead if exact decoding, which needs them, was asked for.
+    """
+    problem = fault(kernels)
+    if problem is None:
+        return kernels
+    if exact:
+        raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
+    warnings.warn(
+        f"dflash-mlx: MLX's own kernels run, for ours are broken here: {problem}. Please report "
+        "this.",
+        stacklevel=4,
+    )
     return None
 
 

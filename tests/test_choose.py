@@ -82,15 +82,15 @@ def test_attention_runs_where_stock_does_not_split_the_keys(group, row):
     assert attention_from(chip_named("M5"), *shape, {attention_key(*shape): 2}) == 2
 
 
-def test_exact_is_the_default_where_it_is_free():
-    # 16 and 8 bits are read more slowly than half a tile multiplies; 4 bits are not.
-    assert exact_by_default(chip_named("M4 Max"), [HALF, HALF])
-    assert exact_by_default(chip_named("M4 Max"), [EIGHT])
-    assert not exact_by_default(chip_named("M4 Max"), [HALF, FOUR])
-    assert not exact_by_default(chip_named("M5 Max"), [HALF])
-    assert not exact_by_default(None, [HALF])
+def test_exact_is_the_default_where_it_was_measured_to_be_free():
+    free = {HALF.key: 1, EIGHT.key: 1}
+    assert exact_by_default([HALF, EIGHT], free)
+    assert not exact_by_default([HALF, FOUR], free), "4 bits were not measured"
+    assert not exact_by_default([HALF, FOUR], free | {FOUR.key: 6}), "one row is slower"
+    assert not exact_by_default([HALF, FOUR], free | {FOUR.key: None})
+    assert not exact_by_default([HALF], {})
     # Without a kernel for every matrix there is nothing exact to offer.
-    assert not exact_by_default(chip_named("M4 Max"), [HALF, replace(HALF, bits=64)])
+    assert not exact_by_default([replace(HALF, bits=64)], {replace(HALF, bits=64).key: 1})
 
 
 def test_the_experts_that_more_rows_read():

@@ -51,8 +51,6 @@ FLOAT_FROM = 2
 # 0.81 ms, 16 queries 1.90.
 STOCK_QUERIES, STOCK_QUERY_ROWS = 8, 32
 
-TOLERANCE = 1.02  # exact decoding is the default where it costs no more than this
-
 
 def first_row(chip: Chip | None, matrix: Matrix, measured: Mapping[str, int | None]) -> int | None:
     """The rows from which our kernel multiplies by this matrix, None for never.
@@ -109,22 +107,13 @@ def attention_from(
     return min(STOCK_QUERIES, STOCK_QUERY_ROWS * key_heads // heads) + 1
 
 
-def exact_by_default(chip: Chip | None, model: Iterable[Matrix]) -> bool:
+def exact_by_default(model: Iterable[Matrix], measured: Mapping[str, int | None]) -> bool:
     """Whether sending every row through our kernels costs nothing, from 1 row to 16.
 
-    One row pays for half a tile: free where reading the weights takes longer than that, as with 16
-    bits almost everywhere and with 8 on most chips.
+    Only timings of this machine can say so (`dflash-mlx bench --kernels`): one row is most of what
+    plain decoding does, and the estimates of the table are not good enough to slow it down by.
     """
-    if chip is None or chip.generation not in GENERATIONS:
-        return False
-    found = list(model)
-    if not all(has_kernel(matrix) for matrix in found):
-        return False
-    for rows in range(1, WIDEST + 1):
-        ours = sum(tile_seconds(chip, matrix, rows) for matrix in found)
-        if ours > TOLERANCE * sum(stock_seconds(chip, matrix, rows) for matrix in found):
-            return False
-    return True
+    return all(has_kernel(matrix) and measured.get(matrix.key) == 1 for matrix in model)
 
 
 def summary(chip: Chip) -> str:

@@ -174,7 +174,7 @@ def wire(
         chip: whose table is asked; None for a chip that is not known.
         measured: as of `first_row`.
         exact: True sends every verify of up to 64 rows through our kernels; False asks the table;
-            None is True where that costs nothing.
+            None is True where that was measured to cost nothing.
 
     Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
     """
@@ -183,7 +183,7 @@ def wire(
         (path, module, matrix) for path, module, matrix in found if not can_swap(module, matrix)
     ]
     if exact is None:
-        exact = not foreign and exact_by_default(chip, [matrix for _, _, matrix in found])
+        exact = not foreign and exact_by_default([matrix for _, _, matrix in found], measured)
     if exact and foreign:
         path, module, matrix = foreign[0]
         raise SettingsError(
