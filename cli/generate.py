@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Group
@@ -14,10 +12,12 @@ from rich.text import Text
 import dflash_mlx
 from dflash_mlx.errors import PromptError
 
-from . import options
+from . import generate_options, options
+from .counters import counter_lines, counters
 from .output import as_line, as_text, check_writable, write_whole
 from .pair import Choice, Pair, explain, open_pair
-from .screen import panel, print_json, show_text, speeds, stderr, waiting
+from .question import read_prompt, utf8
+from .screen import note, panel, print_json, show_text, speeds, stderr, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Result
@@ -28,14 +28,8 @@ COMPARE_SECONDS, COMPARE_PAIRS = 2.0, 9
 
 
 def generate(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(help="The question; '-', or nothing in a pipe, reads it from stdin."),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", "-f", metavar="FILE", help="Read the question from FILE instead."),
-    ] = None,
+    prompt: generate_options.Prompt = None,
+    file: generate_options.File = None,
     model: options.Model = "tiny",
     draft: options.Draft = None,
     no_draft: options.NoDraft = False,
@@ -57,41 +51,19 @@ def generate(
     kv_bits: options.KvBits = None,
     no_policy: options.NoPolicy = False,
     stop: options.Stop = None,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="What the model is told before the question; by default nothing.",
-            rich_help_panel=options.DECODING,
-        ),
-    ] = None,
-    raw: Annotated[
-        bool,
-        options.flag("--no-chat-template", "Continue the prompt as it is.", options.DECODING),
-    ] = False,
-    compare: Annotated[
-        bool,
-        options.flag(
-            "--compare/--no-compare",
-            "Decode plainly as well: shows the speedup, and that the text is the same.",
-            options.OUTPUT,
-        ),
-    ] = True,
+    system: generate_options.System = None,
+    raw: generate_options.Raw = False,
+    compare: generate_options.Compare = True,
     verbose: options.Verbose = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write what would go to stdout to FILE, when it is whole.",
-            rich_help_panel=options.OUTPUT,
-        ),
-    ] = None,
+    stats: generate_options.Stats = False,
+    output: generate_options.Output = None,
     json: options.Json = False,
 ) -> None:
     """Answer one prompt: the text on stdout, what drafting did for it on stderr."""
-    messages = _messages(_read_prompt(prompt, file), system, raw)
+    if raw and system is not None:
+        raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
+    text = read_prompt(prompt, file)
+    asked = text if raw else _messages(text, system)
     if output is not None:
         check_writable(output)
     choice = Choice(
@@ -111,52 +83,32 @@ def generate(
         policy=not no_policy,
     )
     pair = open_pair(choice)
-    comparison = _comparison(pair, messages, max_tokens, stop or [])
+    comparison = _comparison(pair, asked, max_tokens, stop or [])
     comparison.sampling = options.sampling(temperature, top_p, top_k, min_p, seed)
     result = _stream(comparison, quiet=json or output is not None)
     if compare and pair.drafter is not None and result.tokens:
         with waiting("Decoding plainly, to compare (--no-compare skips this)"):
             _compare(comparison)
     content = _as_json(pair, comparison, result) if json else None
+    if content is not None and stats:
+        content["stats"] = counters(result.stats)
     if output is not None:
         write_whole(output, as_text(result.text) if content is None else as_line(content))
     elif content is not None:
         print_json(content)
     if content is None:
         stderr().print(panel(pair.title, _summary(pair, comparison, result)))
+        for line in counter_lines(result.stats) if stats else ():
+            note(line)
     if verbose:
         explain(pair, result.stats)
 
 
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt given, a file's text, or all of stdin. Raises `PromptError` when it is none."""
-    if file is not None and prompt is not None:
-        raise typer.BadParameter("goes without a PROMPT", param_hint="--file")
-    if prompt is None and file is None and sys.stdin.isatty():
-        raise typer.BadParameter("give some text, or pipe it in", param_hint="PROMPT")
-    try:
-        if file is not None:
-            text = file.read_bytes().decode()
-        elif prompt is None or prompt == "-":
-            text = sys.stdin.buffer.read().decode()
-        else:
-            text = prompt
-        text.encode()  # an argument may hold bytes that are no text
-    except UnicodeError as error:
-        raise PromptError("The prompt is not text in UTF-8.") from error
-    if not text.strip():
-        raise PromptError("The prompt is empty: give some text.")
-    return text
-
-
-def _messages(text: str, system: str | None, raw: bool) -> str | list[dict[str, str]]:
-    """The prompt in the form that `encode_prompt` takes."""
-    if raw:
-        if system is not None:
-            raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
-        return text
-    told = [] if system is None else [{"role": "system", "content": system}]
-    return [*told, {"role": "user", "content": text}]
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    asked = [{"role": "user", "content": text}]
+    if system is not None:
+        asked.insert(0, {"role": "system", "content": utf8(system, "The system message")})
+    return asked
 
 
 def _comparison(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.errors import SettingsError
+from dflash_mlx.errors import OutputError
 
 
 def as_line(content: dict[str, Any]) -> str:
@@ -21,23 +24,34 @@ def as_text(answer: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that cannot become a file, before any work. Raises `SettingsError`."""
-    folder = path.resolve().parent
-    if path.exists() and not path.is_file():
-        raise SettingsError(f"{path} is not a file: choose another --output.")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise SettingsError(f"{folder} is not a folder to write to: choose another --output.")
+    """Refuse a path that cannot become a file, before any work. Raises `OutputError`."""
+    try:
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path} is not a file: choose another --output.")
+        # Permissions alone would not tell of a disk that is mounted for reading only.
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        raise OutputError.because(path, error) from error
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write the text beside `path` and move it there: a failure leaves what was there before.
 
-    Raises `OSError`, with nothing left behind.
+    A file that is replaced hands on its permissions. Raises `OutputError`, with nothing left
+    behind.
     """
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    place = path.resolve()
+    partial = place.with_name(f".unfinished-{secrets.token_hex(8)}")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        with partial.open("xb") as file:
+            if place.exists():
+                shutil.copymode(place, partial)
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())  # some disks say only now that they are full
+        os.replace(partial, place)
+    except OSError as error:
+        raise OutputError.because(path, error) from error
     finally:
         partial.unlink(missing_ok=True)

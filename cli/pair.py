@@ -12,6 +12,7 @@ import dflash_mlx
 from dflash_mlx.blas import BlasInfo
 from dflash_mlx.hub import Hub
 
+from .counters import rounds_by_rows
 from .options import Bits, QuantMode
 from .screen import note, waiting
 
@@ -154,11 +155,9 @@ def _policy(
 
 def explain(pair: Pair, stats: Stats) -> None:
     """Say how wide the rounds of a generation were, and what made a policy choose so."""
-    widths = ", ".join(f"{count} x {rows}" for rows, count in sorted(stats.widths.items()))
-    note(f"rounds x rows: {widths or 'none'}")
+    note(f"rounds x rows: {rounds_by_rows(stats.widths)}")
     if pair.tree_budget is not None:
-        trees = ", ".join(f"{count} x {rows}" for rows, count in sorted(stats.trees.items()))
-        note(f"of these, trees: {trees or 'none'}")
+        note(f"of these, trees: {rounds_by_rows(stats.trees)}")
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
     for line in pair.policy.describe() if pair.policy else ():

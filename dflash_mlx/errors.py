@@ -21,6 +21,14 @@
 The command line prints the message and nothing else; a traceback is a bug.
 """
 
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 class DFlashError(Exception):
     """The parent of every error this package raises on purpose."""
@@ -84,6 +92,13 @@ class DataError(DFlashError):
 
 class OutputError(DFlashError):
     """Results cannot be written where they should go."""
+
+    @classmethod
+    def because(cls, path: Path, error: OSError) -> OutputError:
+        """What to say when `error` kept a file or folder from being written."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return cls(f"{path}: the disk is full, nothing was written; free some of it.")
+        return cls(f"{path}: cannot be written ({error.strerror}); choose another place.")
 
 
 class ServerError(DFlashError):

@@ -1,63 +1,230 @@
-"""`generate`: where its prompt comes from, and where its answer goes."""
+"""`generate`: where its prompt comes from, where its answer goes, and its counters."""
 
+import errno
 import json
-from pathlib import Path
+import os
+import stat
+import subprocess
 
 import pytest
 import tinymodels
+from oracle import Oracle
 from program import run
 from typer.testing import CliRunner
 
+from dflash_mlx.blas import BlasInfo
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.output import write_whole
+from dflash_mlx.cli.output import check_writable, write_whole
+from dflash_mlx.cli.pair import Pair
+from dflash_mlx.errors import OutputError
 from dflash_mlx.loop import generate
+from dflash_mlx.prompt import encode_prompt
+
+QUESTION = "what is 1 + 2?"
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def refused(*arguments: str) -> str:
+def invoke(*arguments, stdin: str | bytes = ""):
+    """`generate` in this process."""
+    given = ["generate", *map(str, arguments)]
+    return CliRunner().invoke(app, given, input=stdin, prog_name="dflash-mlx")
+
+
+def refused(*arguments, stdin: str | bytes = "") -> str:
     """The one-line error of a run that ends before any model is loaded."""
-    done = CliRunner().invoke(app, ["generate", *arguments], prog_name="dflash-mlx")
+    done = invoke(*arguments, "--model", "no/such-model", "--offline", stdin=stdin)
     assert done.exit_code == 1 and not done.stdout and done.stderr.count("\n") == 1
+    assert "no/such-model" not in done.stderr
     return done.stderr
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> Pair:
+    """A pair that `generate` finds loaded, so that it can run in this process."""
+    blas = BlasInfo("openblas", None, "made up")
+    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), 4, blas)
+    monkeypatch.setattr("dflash_mlx.cli.generate.open_pair", lambda _: pair)
+    return pair
+
+
+def expected(loaded: Pair, prompt=None, **settings):
+    """What the library itself answers, drafted as the command line does it."""
+    prompt = prompt or [{"role": "user", "content": QUESTION}]
+    settings = {"max_tokens": 12, "block_size": loaded.block_size} | settings
+    return generate(loaded.target, loaded.drafter, prompt, **settings)
 
 
 def test_a_file_is_asked_and_a_file_is_written(pair, tmp_path):
     question, answer = tmp_path / "question.txt", tmp_path / "answer.json"
-    question.write_text("what is 1 + 2?", encoding="utf-8")
-    options = ["-n", "8", "--no-compare", "--json", "--system", "be brief", *pair]
+    question.write_text(QUESTION, encoding="utf-8")
+    options = ["-n", "8", "--no-compare", "--json", "--stats", "--system", "be brief", *pair]
     done = run("generate", "--file", question, "--output", answer, *options)
     assert done.returncode == 0 and not done.stdout, done.stderr
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "what is 1 + 2?"},
-    ]
-    expected = generate(tinymodels.target(), None, messages, max_tokens=8).text
-    assert json.loads(answer.read_text(encoding="utf-8"))["text"] == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["answer.json", "question.txt"]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
+    content = json.loads(answer.read_text(encoding="utf-8"))
+    assert content["text"] == generate(tinymodels.target(), None, messages, max_tokens=8).text
+    assert content["stats"]["output_tokens"] == 8
+    assert sorted(os.listdir(tmp_path)) == ["answer.json", "question.txt"]
 
 
-def test_paths_that_cannot_work(tmp_path):
-    assert "choose another --output" in refused("hi", "--output", str(tmp_path))
-    assert "choose another --output" in refused("hi", "--output", str(tmp_path / "no" / "a.txt"))
-    assert "No such file" in refused("--file", str(tmp_path / "nowhere.txt"))
+@pytest.mark.parametrize("source", ["argument", "file", "stdin", "dash"])
+def test_every_source_of_a_prompt_is_the_same(source, loaded, tmp_path):
+    file = tmp_path / "question.txt"
+    file.write_text(QUESTION)
+    arguments = {"argument": [QUESTION], "file": ["-f", file], "stdin": [], "dash": ["-"]}[source]
+    stdin = QUESTION if source in ("stdin", "dash") else ""
+    done = invoke(*arguments, "-n", "12", "--no-compare", stdin=stdin)
+    assert done.exit_code == 0 and done.stdout.removesuffix("\n") == expected(loaded).text
 
 
 @pytest.mark.parametrize(
-    "arguments", [["hi", "--file", "x"], ["hi", "--system", "x", "--no-chat-template"]]
+    "arguments",
+    [
+        ["hi", "--file", "x"],
+        ["-", "--file", "x"],
+        ["hi", "--system", "x", "--no-chat-template"],
+    ],
 )
 def test_options_that_exclude_each_other(arguments):
-    done = CliRunner().invoke(app, ["generate", *arguments], prog_name="dflash-mlx")
-    assert done.exit_code == 2
+    assert invoke(*arguments).exit_code == 2
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "answer.txt"
-    write_whole(path, "before")
+def test_prompts_that_cannot_be_used(tmp_path):
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"caf\xe9")
+    missing = tmp_path / "nowhere.txt"
+    assert f"{missing}: cannot be read (No such file" in refused("--file", missing)
+    assert f"{tmp_path}: cannot be read (Is a directory)" in refused("--file", tmp_path)
+    assert f"{empty} is empty" in refused("--file", empty)
+    assert f"{binary} is not text in UTF-8" in refused("--file", binary)
+    assert "The system message is empty" in refused("hi", "--system", " ")
+    assert "The system message is not text" in refused("hi", "--system", "a\udcff")
 
-    def full(self: Path, text: str, encoding: str) -> None:
-        self.touch()
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(path, "after")
-    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+@pytest.fixture
+def scripted(monkeypatch) -> dict[str, object]:
+    """A pair for `generate` that keeps 3, 0, 3 and 2 drafts of at most 3, and its counters."""
+    target = tinymodels.target()
+    ids = encode_prompt(target, [{"role": "user", "content": QUESTION}])
+    answer = generate(target, None, ids, max_tokens=12).tokens
+
+    def open_pair(_) -> Pair:
+        oracle = Oracle(ids, answer, target.vocab_size, script=[3, 0, 3, 2])
+        return Pair(target, oracle, 4, BlasInfo("openblas", None, "made up"))
+
+    monkeypatch.setattr("dflash_mlx.cli.generate.open_pair", open_pair)
+    return {
+        "prompt_tokens": len(ids),
+        "reused_tokens": 0,
+        "output_tokens": 4 + 1 + 4 + 3,
+        "rounds": 4,
+        "drafted_tokens": 3 + 3 + 3 + 2,  # the last round has room for two
+        "accepted_tokens": 3 + 0 + 3 + 2,
+        "acceptance_length": 12 / 4,
+        "acceptance_rate": 8 / 11,
+        "widths": {"3": 1, "4": 3},
+        "trees": {},
+    }
+
+
+def test_the_counters_as_lines(scripted):
+    asked = (QUESTION, "-n", "12", "--no-compare")
+    lines = invoke(*asked, "--stats").stderr.splitlines()
+    shown = {line[:18].strip(): line[18:] for line in lines if line[:1].isalpha()}
+    counts = {name: shown.pop(name) for name in [*shown][:7]}
+    assert counts == {
+        "prompt": f"{scripted['prompt_tokens']} tokens, 0 of them reused",
+        "output": "12 tokens in 4 rounds",
+        "drafted": "11 tokens",
+        "accepted": "8 tokens, 72.7% of the drafted",
+        "acceptance length": "3.00 tokens per round",
+        "rounds x rows": "1 x 3, 3 x 4",
+        "of these, trees": "none",
+    }
+    assert [*shown] == ["prefill", "decode", "first token", "peak memory"]
+    assert "acceptance length" not in invoke(*asked).stderr
+
+
+def test_the_counters_in_json(scripted):
+    asked = (QUESTION, "-n", "12", "--no-compare", "--json")
+    done = invoke(*asked, "--stats")
+    counted = json.loads(done.stdout)["stats"]
+    assert not done.stderr and {name: counted.pop(name) for name in scripted} == scripted
+    assert [*counted] == ["prefill_seconds", "decode_seconds", "first_token_seconds", "peak_bytes"]
+    assert all(value > 0 for value in counted.values())
+    assert "stats" not in json.loads(invoke(*asked).stdout)
+
+
+def test_an_answer_in_a_file(loaded, tmp_path):
+    answer = tmp_path / "answer.txt"
+    answer.write_text("before")
+    answer.chmod(0o600)
+    done = invoke(QUESTION, "-n", "12", "--output", answer)
+    assert done.exit_code == 0 and not done.stdout and "identical" in done.stderr
+    assert answer.read_text().removesuffix("\n") == expected(loaded).text
+    assert os.listdir(tmp_path) == ["answer.txt"]
+    assert stat.S_IMODE(answer.stat().st_mode) == 0o600
+
+
+def test_outputs_that_cannot_work(tmp_path):
+    nowhere, long = tmp_path / "no" / "a.txt", tmp_path / ("a" * 300)
+    assert "is not a file: choose another --output" in refused("hi", "--output", tmp_path)
+    assert f"{nowhere}: cannot be written (No such file" in refused("hi", "--output", nowhere)
+    assert "cannot be written (File name too long)" in refused("hi", "--output", long)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in refused("hi", "--output", tmp_path / "answer.txt")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_disk_full_at_the_end_leaves_what_was_there(there, loaded, tmp_path, monkeypatch):
+    answer = tmp_path / "answer.txt"
+    if there:
+        answer.write_text("before")
+
+    def fsync(descriptor: int) -> None:
+        raise FULL
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    done = invoke(QUESTION, "-n", "2", "--no-compare", "--output", answer)
+    assert done.exit_code == 1 and not done.stdout
+    assert done.stderr.startswith(f"error: {answer}: the disk is full, nothing was written;")
+    assert done.stderr.count("\n") == 1
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"] * there
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(mounted)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        answer = mounted / "answer.txt"
+        write_whole(answer, "before")
+        with pytest.raises(OutputError, match="the disk is full"):
+            write_whole(answer, "x" * 100_000)
+        assert answer.read_text() == "before" and list(mounted.iterdir()) == [answer]
+        subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+        with pytest.raises(OutputError, match="Read-only"):
+            check_writable(answer)
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_ctrl_c_writes_no_file(loaded, tmp_path, monkeypatch):
+    import dflash_mlx
+
+    def interrupted(*arguments, **settings):
+        yield next(stream(*arguments, **settings))
+        raise KeyboardInterrupt
+
+    stream = dflash_mlx.stream_generate
+    monkeypatch.setattr(dflash_mlx, "stream_generate", interrupted, raising=False)
+    done = invoke(QUESTION, "-n", "12", "--output", tmp_path / "answer.txt")
+    assert done.exit_code == 130 and not done.stdout and not list(tmp_path.iterdir())

@@ -7,7 +7,6 @@ is whole. docs/bench.schema.json describes the JSON.
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
 import os
@@ -159,7 +158,7 @@ def results_folder(folder: Path) -> Iterator[Callable[[Mapping[str, bytes]], Non
             raise OutputError(f"{folder} holds a run already: choose another folder.")
         aside = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise OutputError.because(folder, error) from error
 
     def write(files: Mapping[str, bytes]) -> None:
         try:
@@ -171,7 +170,7 @@ def results_folder(folder: Path) -> Iterator[Callable[[Mapping[str, bytes]], Non
             for name in files:
                 os.replace(aside / name, folder / name)
         except OSError as error:
-            raise _cannot_write(folder, error) from error
+            raise OutputError.because(folder, error) from error
 
     try:
         yield write
@@ -186,13 +185,7 @@ def write_picture(file: Path, content: bytes) -> None:
     try:
         file.write_bytes(content)
     except OSError as error:
-        raise _cannot_write(file, error) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> OutputError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(f"{folder}: the disk is full, nothing was written; free some of it.")
-    return OutputError(f"{folder}: cannot be written ({error.strerror}); choose another folder.")
+        raise OutputError.because(file, error) from error
 
 
 def read_run(path: Path) -> dict[str, Any]:
