@@ -70,15 +70,16 @@ def test_a_turn_reads_only_its_own_tokens(family, p):
     assert read[3] < len(prompt) / 2
 
 
+@pytest.mark.parametrize("trees", [{}, {"tree_budget": 12}], ids=["chains", "trees"])
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_drafters_go_on_as_if_they_had_read_it_all(window):
+def test_drafters_go_on_as_if_they_had_read_it_all(window, trees):
     """Token for token and round for round: their drafts are those of a fresh request."""
     sliding = {"sliding_window": window, "layer_types": ["sliding_attention"] * 2}
     target, drafter = tiny_target(), random_drafter(**(sliding if window else {}))
     kept, prompt = dm.Conversation(target, drafter), small_prompt(20, seed=3)
     for number in range(4):
-        fresh = turn(target, drafter, prompt, temperature=0.8, seed=number)
-        result = turn(target, drafter, prompt, kept, temperature=0.8, seed=number)
+        fresh = turn(target, drafter, prompt, temperature=0.8, seed=number, **trees)
+        result = turn(target, drafter, prompt, kept, temperature=0.8, seed=number, **trees)
         assert result.tokens == fresh.tokens
         assert result.stats.accepted_per_round == fresh.stats.accepted_per_round
         assert result.stats.reused_tokens > 0 or number == 0
