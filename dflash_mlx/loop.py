@@ -80,8 +80,7 @@ def stream_generate(
             unless the policy is a `TreePolicy`.
         kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
         stop: strings that end the text; they are not part of it.
-        conversation: keeps the caches for the next request, which reads only what is new in its
-            prompt; None keeps nothing.
+        conversation: keeps the caches for the next request, which reads only what is new to them.
 
     Returns:
         An iterator of events; the last one has a `finish_reason`. It may be abandoned or closed

@@ -96,10 +96,13 @@ class Policy:
         return cls(pair_costs(target, drafter, widest, kv_bits, again), widest)
 
     def begin(self) -> None:
-        """A request begins. Its text may suit the drafter better, so a park ends."""
+        """A request begins. Its text may suit the drafter better, so a park ends as if none was.
+
+        A drafter that is always wrong gains nothing from it: what it may lose is in the account.
+        """
         if self._parked:
-            self._parked = 0
-            self._forget()
+            self._parked, self._park = 0, FIRST_PARK
+            self._scale(0.0)
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter at this temperature, to be gone on with."""
