@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .folders import cache_folder
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 12, 16)
 DEPTHS = (64, 1024)  # tokens of context; attention is linear in between and beyond
-REPEATS = 3  # in a row, and twice; the quickest counts: other programs only ever add time
-FORMAT = 2  # of the cached file
+REPEATS = 4  # in a row, and twice; their median counts, as decoding has no lucky rounds only
+FORMAT = 3  # of the cached file
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def measure(target: Target, drafter: Any, widest: int, kv_bits: int | None = Non
 def _measure_at(
     target: Target, drafter: Any, depth: int, rows: list[int], kv_bits: int | None
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """The quickest verify and draft of each number of rows.
+    """The median verify and draft of each number of rows.
 
     Rounds of one width follow each other, as they do in decoding: a width that differs from the
     last one's is slower by up to a fifth (on a CPU, for a small model). The second time the widths
@@ -161,7 +162,8 @@ def _measure_at(
     drafting = drafter.start(target, sampler)
     for taps in session.prefill([token] * depth):
         drafting.extend(taps)
-    verify, draft = dict.fromkeys(rows, float("inf")), dict.fromkeys(rows, float("inf"))
+    verify: dict[int, list[float]] = {row: [] for row in rows}
+    draft: dict[int, list[float]] = {row: [] for row in rows}
     for row in [*rows, *reversed(rows)]:
         for repeat in range(REPEATS + 1):
             clock = time.perf_counter()
@@ -177,9 +179,14 @@ def _measure_at(
             verified = time.perf_counter() - clock
             drafting.extend(taps[:, :1])
             if repeat:  # the first one warms up
-                draft[row], verify[row] = min(draft[row], drafted), min(verify[row], verified)
-    draft[1] = 0.0
-    return verify, draft
+                draft[row].append(drafted)
+                verify[row].append(verified)
+    draft[1] = [0.0]
+    return _medians(verify), _medians(draft)
+
+
+def _medians(samples: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    return {row: median(seconds) for row, seconds in samples.items()}
 
 
 def _read(path: Path) -> Costs:

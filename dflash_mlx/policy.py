@@ -31,7 +31,7 @@ GAIN = 1.02  # what drafting has to promise over plain decoding
 CREDIT = 6.0  # plain tokens that may be lost before drafting has paid anything back,
 ALLOWANCE = 0.01  # and the share of all tokens that may be lost in the long run
 SAVINGS = 10.0  # plain tokens gained that the account remembers at most
-FIRST_PARK, LONGEST_PARK = 32, 512  # rounds
+FIRST_PARK, LONGEST_PARK = 64, 512  # rounds
 
 
 class FixedWidth:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .costs import DEPTHS, REPEATS, Costs
@@ -35,13 +36,13 @@ def measure_trees(target: Target, drafter: Any, widest: int, kv_bits: int | None
 def _measure_at(
     target: Target, drafter: Any, depth: int, widest: int, kv_bits: int | None
 ) -> dict[int, float]:
-    """The quickest round of each size, one size after another; 0 stands for the chain."""
+    """The median round of each size, one size after another; 0 stands for the chain."""
     token, calibration, sampler = 1, Calibration(), Sampler()
     session, drafting = target.start(drafter.tap_layers, kv_bits), drafter.start(target, sampler)
     for taps in session.prefill([token] * depth):
         drafting.extend(taps)
-    quickest = dict.fromkeys((0, *ROWS), float("inf"))
-    for rows in [*quickest, *reversed(quickest)]:
+    samples: dict[int, list[float]] = {rows: [] for rows in (0, *ROWS)}
+    for rows in [*samples, *reversed(samples)]:
         for repeat in range(REPEATS + 1):
             clock = time.perf_counter()
             tree = drafting.propose_tree(token, MOST_ROWS, widest, calibration)
@@ -54,8 +55,8 @@ def _measure_at(
             drafting.extend(taps[:, :1])
             tree.learn([token] * tree.slots)
             if repeat:  # the first one warms up
-                quickest[rows] = min(quickest[rows], time.perf_counter() - clock)
-    return quickest
+                samples[rows].append(time.perf_counter() - clock)
+    return {rows: median(seconds) for rows, seconds in samples.items()}
 
 
 def _shape(rows: int, widest: int) -> tuple[int, ...]:
