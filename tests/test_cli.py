@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -262,14 +261,24 @@ def test_a_full_disk_is_one_line():
     assert done.returncode == 1 and re.fullmatch("error: .*No space left.*\n", done.stderr)
 
 
+# A program that says when it begins to import what it needs.
+ANNOUNCED = """
+import sys
+from dflash_mlx.cli.main import main
+class Announcer:
+    def find_spec(self, name, *rest):
+        if name == "dflash_mlx.cli.app":
+            print(" ", flush=True)
+sys.meta_path.insert(0, Announcer())
+main()
+"""
+
+
 @pytest.mark.parametrize("moment", ["starting", "decoding"])
 def test_ctrl_c(moment, pair):
-    program = list(PROGRAM)
-    if moment == "starting":
-        program[2] = program[2].replace("main()", "print(' ', flush=True); main()")
+    program = [*PROGRAM[:2], ANNOUNCED] if moment == "starting" else PROGRAM
     with popen([*program, "generate", QUESTION, "-n", "4000", *pair]) as process:
         assert process.stdout.read(1)
-        time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b"" and process.wait(60) == 130
 
