@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_mlx.errors import DataError
+from dflash_mlx.errors import DataError, OutputError
 
 from .screen import error_line, note, stderr, waiting
 
@@ -68,8 +68,8 @@ def _save(chat: Chat, name: str) -> None:
         return
     try:
         chat.dialogue.save(Path(name).expanduser())
-    except OSError as error:
-        error_line(f"{name}: cannot be written ({error.strerror}).")
+    except OutputError as error:
+        error_line(str(error))
         return
     note(f"Saved in {name}.")
 

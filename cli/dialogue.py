@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import dflash_mlx
 from dflash_mlx.errors import DataError
 
+from .output import write_whole
 from .pair import Pair
 
 if TYPE_CHECKING:
@@ -135,14 +135,9 @@ class Dialogue:
         self.messages = [{"role": "system", "content": text}, *others] if text else others
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON, all or nothing. Raises `OSError`."""
+        """Write the messages as JSON, all or nothing. Raises `OutputError`."""
         content = {"model": self.pair.target.name, "messages": self.messages}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", "utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, path: Path) -> None:
         """Go on from a file that `save` wrote. Raises `DataError` and leaves all as it was."""

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,4 +55,5 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         raise OutputError.because(path, error) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it was moved, or never was
+            partial.unlink()

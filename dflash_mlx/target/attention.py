@@ -87,6 +87,7 @@ def _attend(wiring: Wiring) -> Callable[..., mx.array]:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        """Attend with queries [1, H, N, D], as mlx-lm's `scaled_dot_product_attention` does."""
         _, heads, rows, head_dim = queries.shape
         first: int | None = 1
         if not wiring.exact:

@@ -83,6 +83,7 @@ def _compress(tree: Callable[[], Tree]) -> Callable[..., Any]:
     def compress(
         self: Any, x: mx.array, start_pos: int, cache: Any
     ) -> tuple[mx.array | None, int | mx.array]:
+        """The entries that close in rows x [1, N, D], None if none does, and their positions."""
         if self.ratio == 1:
             return self.kv_norm(self.kv_proj(x)), start_pos
         kv, gate = self.kv_proj(x.astype(mx.float32)), self.gate_proj(x.astype(mx.float32))
@@ -115,6 +116,7 @@ def _index(tree: Callable[[], Tree]) -> Callable[..., Any]:
         rope: nn.Module,
         start_pos: int,
     ) -> tuple[mx.array, mx.array | None]:
+        """The entries [1, N, k] that each row reads, and candidate blocks for later layers."""
         if index_k is None or not index_k.shape[1]:
             return mx.zeros((1, x.shape[1], 0), mx.int32), candidates
         groups = Groups(tree(), start_pos, self.ratio)

@@ -137,6 +137,7 @@ def draft_loss(drafter: DFlash, target: Target, gamma: float) -> Loss:
     def loss(
         parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array
     ) -> tuple[mx.array, mx.array]:
+        """Loss and tau over ids [N, L], blocks at anchors [N, A], answers that stop at `ends`."""
         drafter.update(parameters)
         (n, a), block = anchors.shape, config.block_size
         logits, taps = target.features(ids, config.target_layer_ids)
