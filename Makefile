@@ -41,7 +41,7 @@ clean:
 
 # pip is the last thing a virtual environment gets, so without it the environment is not whole.
 $(BIN)/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
-	|| { echo "dflash-mlx needs Python 3.10+, which $(PYTHON) is not: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	|| { echo "dflash-mlx needs Python 3.11+, which $(PYTHON) is not: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo 'Making .venv ...'
 	@$(PYTHON) -m venv --upgrade-deps .venv

@@ -18,13 +18,15 @@ from dflash_mlx.bench.datasets import (
 from dflash_mlx.bench.plots import check_matplotlib, draw_all, draw_trees
 from dflash_mlx.bench.report import as_files, results_folder, write_picture
 from dflash_mlx.bench.suites import SUITES, suite_prompts
-from dflash_mlx.hub import Hub
+from dflash_mlx.loading.hub import Hub
 
-from . import bench_options, comparison, options, tables
+from . import bench_comparison as comparison
+from . import bench_options, options
+from . import bench_tables as tables
 from .bench_options import EMBEDDED, SOME
-from .kernels import time_kernels
 from .pair import Choice, open_pair
 from .screen import print_json
+from .tune_kernels import time_kernels
 
 SEED = 0  # of a benchmark's sampling: the same texts in every run
 

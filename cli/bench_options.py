@@ -54,9 +54,7 @@ Limit = Annotated[
 ]
 Repeats = Annotated[
     int,
-    typer.Option(
-        min=1, metavar="N", help="Runs of each prompt in each way.", rich_help_panel=WHAT
-    ),
+    typer.Option(min=1, metavar="N", help="Runs of each prompt in each way.", rich_help_panel=WHAT),
 ]
 ContextLength = Annotated[
     str | None,

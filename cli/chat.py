@@ -5,8 +5,9 @@ from __future__ import annotations
 from dflash_mlx.errors import PromptError
 
 from . import options
+from .chat_commands import obey
+from .chat_dialogue import Dialogue
 from .chat_loop import Chat
-from .dialogue import Dialogue
 from .pair import Choice, open_pair
 
 
@@ -62,4 +63,4 @@ def chat(
         "policy": pair.policy,
         "stop": stop or (),
     }
-    Chat(Dialogue(pair, settings), verbose).run()
+    Chat(Dialogue(pair, settings), obey, verbose).run()

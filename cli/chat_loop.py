@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import FrameType
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from dflash_mlx.errors import PromptError
 
-from .commands import obey
-from .dialogue import Answer, Dialogue, measure_plain
+from .chat_dialogue import Answer, Dialogue, measure_plain
 from .pair import explain
 from .screen import error_line, note, waiting
 from .writer import Writer, ribbon
@@ -31,6 +30,7 @@ class Chat:
 
     Args:
         dialogue: the messages and what answers them.
+        obey: carries out a line that is a command, and says whether it was one.
         verbose: whether to say how wide the rounds of an answer were, and why.
 
     Attributes:
@@ -39,8 +39,10 @@ class Chat:
         plain: measured tokens per second of plain decoding; None where it was not.
     """
 
-    def __init__(self, dialogue: Dialogue, verbose: bool = False) -> None:
-        self.dialogue, self.verbose = dialogue, verbose
+    def __init__(
+        self, dialogue: Dialogue, obey: Callable[[Chat, str], bool], verbose: bool = False
+    ) -> None:
+        self.dialogue, self.verbose, self._obey = dialogue, verbose, obey
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.ribbon, self.leaving = False, False
         self.plain: float | None = None
@@ -56,7 +58,7 @@ class Chat:
 
             note(f"{pair.title}\n{HINT}")
         while not self.leaving and (line := self._read()) is not None:
-            if line.strip() and not obey(self, line.strip()):
+            if line.strip() and not self._obey(self, line.strip()):
                 self.take_turn(line)
 
     def take_turn(self, line: str) -> None:
@@ -109,9 +111,7 @@ class Chat:
         begun = tokenizer.decode(answer.prompt[-8:]).rstrip().endswith(tags[0])
         return Writer(tags, thinking=begun, styled=self.interactive)
 
-    def _first_awaited(
-        self, events: Generator[Event], answer: Answer
-    ) -> Iterator[Event]:
+    def _first_awaited(self, events: Generator[Event], answer: Answer) -> Iterator[Event]:
         """The events; while a long prompt is read, the screen says so."""
         new = len(answer.prompt) - self.dialogue.held(answer)
         with waiting(f"Reading {new:,} tokens", quiet=new < LONG):

@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 import dflash_mlx
-from dflash_mlx.bench.machine import GB, computer, installed, memory_bytes
-from dflash_mlx.blas import BlasInfo
-from dflash_mlx.chips import find_chip
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.hub import Hub
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.machine.chips import find_chip
+from dflash_mlx.machine.facts import GB, computer, installed, memory_bytes
 
 from . import options
 from .screen import print_json, stdout, waiting

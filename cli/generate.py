@@ -14,9 +14,9 @@ from dflash_mlx.errors import PromptError
 
 from . import generate_options, options
 from .counters import counter_lines, counters
+from .generate_question import read_prompt, utf8
 from .output import as_line, as_text, check_writable, write_whole
 from .pair import Choice, Pair, explain, open_pair
-from .question import read_prompt, utf8
 from .screen import note, panel, print_json, show_text, speeds, stderr, waiting
 
 if TYPE_CHECKING:

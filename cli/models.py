@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from dflash_mlx.drafter.inspect import inspect_drafter
-from dflash_mlx.hub import Listing, listings
+from dflash_mlx.loading.hub import Listing, listings
+from dflash_mlx.loading.inspect import inspect_drafter
 
 from . import options
 from .screen import print_json, stdout

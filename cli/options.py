@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +12,14 @@ import typer
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
 
 
-class Bits(str, Enum):
+class Bits(StrEnum):
     """Widths of quantized weights."""
 
     four = "4"
     eight = "8"
 
 
-class QuantMode(str, Enum):
+class QuantMode(StrEnum):
     """Ways to quantize weights, see `mx.quantize`."""
 
     affine = "affine"

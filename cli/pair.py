@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
-from dflash_mlx.blas import BlasInfo
-from dflash_mlx.hub import Hub
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
 from .options import Bits, QuantMode
@@ -18,7 +18,7 @@ from .screen import note, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import DFlash, Policy, Stats, Target
-    from dflash_mlx.tree_policy import FixedBudget, TreePolicy
+    from dflash_mlx.policy.trees import FixedBudget, TreePolicy
 
 AUTO, OFF = "auto", "off"  # of --tree-budget
 
@@ -139,7 +139,7 @@ def _policy(
 ) -> Policy | TreePolicy | FixedBudget | None:
     """What decides about the rounds, where not every one is a whole block."""
     if isinstance(budget, int):
-        from dflash_mlx.tree_policy import FixedBudget
+        from dflash_mlx.policy.trees import FixedBudget
 
         return FixedBudget(budget)
     if not choice.policy or choice.block_size:
@@ -148,7 +148,7 @@ def _policy(
         kv_bits = bits_of(choice.kv_bits)
         if budget is None:
             return dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits)
-        from dflash_mlx.tree_policy import tree_policy
+        from dflash_mlx.policy.trees import tree_policy
 
         return tree_policy(target, drafter, kv_bits)
 

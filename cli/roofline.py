@@ -10,12 +10,12 @@ import typer
 from rich.table import Table
 
 import dflash_mlx
-from dflash_mlx.chips import Chip, chip_named, chips, find_chip
-from dflash_mlx.config import read_json
+from dflash_mlx.drafter.config import read_json
 from dflash_mlx.errors import ModelNotFoundError
-from dflash_mlx.hub import Hub
-from dflash_mlx.quantization import Quantization
-from dflash_mlx.registry import pair_of
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.loading.registry import pair_of
+from dflash_mlx.machine.chips import Chip, chip_named, chips, find_chip
 
 from . import options
 from .screen import note, print_json, stdout, waiting

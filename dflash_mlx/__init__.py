@@ -14,17 +14,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .blas import use_fast_blas
-from .config import DraftConfig
+from .drafter.config import DraftConfig
 from .errors import DFlashError, MissingDependencyError
+from .machine.blas import use_fast_blas
 
 if TYPE_CHECKING:
     from .conversation import Conversation
     from .drafter.network import DFlash
     from .events import Event, Result, Stats
-    from .loading import load, load_drafter, load_target
+    from .loading.load import load, load_drafter, load_target
     from .loop import generate, stream_generate
-    from .policy import Policy
+    from .policy.widths import Policy
     from .proposal import Proposal
     from .target import Target
 
@@ -53,15 +53,15 @@ _HOME = {
     "Conversation": ".conversation",
     "DFlash": ".drafter.network",
     "Event": ".events",
-    "Policy": ".policy",
+    "Policy": ".policy.widths",
     "Proposal": ".proposal",
     "Result": ".events",
     "Stats": ".events",
     "Target": ".target",
     "generate": ".loop",
-    "load": ".loading",
-    "load_drafter": ".loading",
-    "load_target": ".loading",
+    "load": ".loading.load",
+    "load_drafter": ".loading.load",
+    "load_target": ".loading.load",
     "stream_generate": ".loop",
 }
 

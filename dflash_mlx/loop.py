@@ -20,8 +20,8 @@ from .accept import accept
 from .conversation import Conversation
 from .errors import ProposalError, SettingsError
 from .events import Event, FinishReason, Result, Stats
+from .policy.rounds import AnyPolicy, ChainRounds, TreeRounds, plan_rounds
 from .prompt import Prompt, encode_prompt
-from .rounds import AnyPolicy, ChainRounds, TreeRounds, plan_rounds
 from .sampling import Sampler, Sampling
 from .stream import TextStream
 from .target import Target

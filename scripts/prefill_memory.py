@@ -17,7 +17,7 @@ dflash_mlx.use_fast_blas()
 
 import mlx.core as mx  # noqa: E402  after the BLAS
 
-from dflash_mlx.config import DraftConfig  # noqa: E402
+from dflash_mlx.drafter.config import DraftConfig  # noqa: E402
 from dflash_mlx.drafter.network import DFlash  # noqa: E402
 from dflash_mlx.target.target import PREFILL_STEP  # noqa: E402
 

@@ -14,5 +14,5 @@ if [ ! -x "$python" ]; then
     echo "train_tiny.sh: no .venv here: run 'make demo' or 'make test' first" >&2
     exit 1
 fi
-"$python" -m dflash_mlx.train "$out" --work "$out/work"
-"$python" -m dflash_mlx.train "$out" --work "$out/work" --dflash2
+"$python" -m dflash_mlx.tiny.recipe "$out" --work "$out/work"
+"$python" -m dflash_mlx.tiny.recipe "$out" --work "$out/work" --dflash2

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.blas import use_fast_blas
+from dflash_mlx.machine.blas import use_fast_blas
 
 PER_CATEGORY = 9  # prompts compared with mlx-lm; 7 categories make 63
 FIRST_TOKENS = 20  # of each answer compared with mlx-lm
@@ -41,7 +41,7 @@ def identity(folder: Path, bits: int | None) -> dict[str, Any]:
     from oracle import Oracle
     from tinymodels import greedy
 
-    from dflash_mlx.loading import load_drafter, load_target
+    from dflash_mlx.loading.load import load_drafter, load_target
     from dflash_mlx.loop import generate
 
     target = load_target(str(folder / "target"), bits=bits)
@@ -68,7 +68,7 @@ def identity(folder: Path, bits: int | None) -> dict[str, Any]:
 
 def quality(folder: Path) -> list[dict[str, Any]]:
     """Every prompt answered to its end, drafted, and on some of them plainly too."""
-    from dflash_mlx.loading import load_drafter, load_target
+    from dflash_mlx.loading.load import load_drafter, load_target
     from dflash_mlx.loop import generate
 
     target = load_target(str(folder / "target"))

@@ -29,7 +29,7 @@ from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
-from dflash_mlx.tree_policy import FixedBudget
+from dflash_mlx.policy.trees import FixedBudget
 
 PROMPT = [5, 40, 80, 13]
 WAYS = ["plain", "DFlash", "mlx-lm"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dflash_mlx.bench.suites import LONG_TASKS, SUITES, suite_prompts
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DataError, DownloadError, MissingDependencyError, ModelNotFoundError
-from dflash_mlx.hub import Hub
+from dflash_mlx.loading.hub import Hub
 
 PROBLEM = {"problem": "Find {x}.", "answer": "3", "solution": "..."}
 ROWS = {  # two rows of each, with the columns that the data sets' pages list

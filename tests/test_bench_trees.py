@@ -11,10 +11,10 @@ from rich.console import Console
 
 from dflash_mlx.bench.plots import draw_trees
 from dflash_mlx.bench.trees import tree_rows
-from dflash_mlx.cli.tables import _trees_table
+from dflash_mlx.cli.bench_tables import _trees_table
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import generate
-from dflash_mlx.tree_policy import FixedBudget
+from dflash_mlx.policy.trees import FixedBudget
 
 TABLE = np.random.default_rng(3).normal(size=(24, 24)) * 2.5
 TARGET, DRAFTER = BigramTarget(TABLE), TreeBigrams(TABLE)

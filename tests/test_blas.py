@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mlx import blas
 from dflash_mlx.errors import SettingsError
+from dflash_mlx.machine import blas
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate elsewhere")
 needs_compiler = pytest.mark.skipif(

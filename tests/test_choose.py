@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_mlx.chips import chip_named, chips
 from dflash_mlx.kernels import calibration
 from dflash_mlx.kernels.calibration import Timing, choices, read_timings, store_timings
 from dflash_mlx.kernels.choose import (
@@ -16,6 +15,7 @@ from dflash_mlx.kernels.choose import (
     tile_seconds,
 )
 from dflash_mlx.kernels.shapes import Matrix, attention_key
+from dflash_mlx.machine.chips import chip_named, chips
 
 FOUR = Matrix(12288, 4096, 12288 * 4096 * 9 // 16, "affine", 4, 64)
 EIGHT = Matrix(12288, 4096, 12288 * 4096 * 17 // 16, "affine", 8, 64)

@@ -123,7 +123,7 @@ def test_models():
 
 def test_models_says_what_is_downloaded(monkeypatch):
     copies = {"mlx-community/Qwen3-8B-4bit": 4_612_000_000, "z-lab/Qwen3-8B-DFlash-b16": 10**9}
-    monkeypatch.setattr("dflash_mlx.hub.Hub.copies", lambda _: copies)
+    monkeypatch.setattr("dflash_mlx.loading.hub.Hub.copies", lambda _: copies)
     shown = in_process("models").stdout
     assert shown.count("downloaded:") == 2
     assert "downloaded: mlx-community/Qwen3-8B-4bit, 4.6 GB" in shown

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import ConfigError, IncompatibleDrafterError
 
 MINIMAL = {

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinymodels import random_drafter, target
 
-from dflash_mlx import costs
-from dflash_mlx.costs import Costs, curve, measure, monotone, pair_costs
+from dflash_mlx.policy import costs
+from dflash_mlx.policy.costs import Costs, curve, measure, monotone, pair_costs
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))

@@ -12,13 +12,13 @@ import reference
 from mlx.utils import tree_flatten, tree_map_with_path
 
 import dflash_mlx as dm
-from dflash_mlx.config import DraftConfig
 from dflash_mlx.drafter.candidates import top_candidates
-from dflash_mlx.drafter.checkpoint import read_drafter
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2, convolve
-from dflash_mlx.drafter.inspect import inspect_drafter
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.errors import SettingsError, WeightsError
+from dflash_mlx.loading.checkpoint import read_drafter
+from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.sampling import Sampler
 
 GOLDEN = Path(__file__).parent / "data" / "golden" / "dflash2"

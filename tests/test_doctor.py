@@ -14,11 +14,11 @@ from program import HERE, run
 from typer.testing import CliRunner
 
 import dflash_mlx
-from dflash_mlx.blas import BlasInfo
 from dflash_mlx.cli import doctor
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DownloadError, WeightsError
-from dflash_mlx.hub import Hub
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.machine.blas import BlasInfo
 
 NAMES = "Python mlx mlx-lm packages memory disk hub chip Metal kernels g++ BLAS".split()
 Usage = namedtuple("Usage", "total used free")

@@ -12,12 +12,12 @@ from oracle import Oracle
 from program import run
 from typer.testing import CliRunner
 
-from dflash_mlx.blas import BlasInfo
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.output import check_writable, write_whole
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import OutputError
 from dflash_mlx.loop import generate
+from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.prompt import encode_prompt
 
 QUESTION = "what is 1 + 2?"

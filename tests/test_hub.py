@@ -9,8 +9,8 @@ from hubserver import HubServer
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.hub import Hub, listings
-from dflash_mlx.loading import load, load_target
+from dflash_mlx.loading.hub import Hub, listings
+from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loop import generate
 
 TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
@@ -106,7 +106,7 @@ def test_a_disk_that_fills_up_on_the_way(hub, monkeypatch):
     def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dflash_mlx.hub.snapshot_download", fail)
+    monkeypatch.setattr("dflash_mlx.loading.hub.snapshot_download", fail)
     assert "disk is full" in refusal(DownloadError, hub, TARGET)
 
 

@@ -3,10 +3,10 @@
 import pytest
 from metal_host import EmulatedKernel
 
-from dflash_mlx import loading
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.modules import Kernels
 from dflash_mlx.kernels.selfcheck import fault
+from dflash_mlx.loading import load as loading
 
 
 def broken(name, wrong):

@@ -18,19 +18,19 @@ from oracle import Oracle
 from typer.testing import CliRunner
 
 import dflash_mlx as dm
-from dflash_mlx import loading
 from dflash_mlx.bench.kernels import KernelRow, kernel_rows
-from dflash_mlx.chips import chip_named
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.kernels import show
+from dflash_mlx.cli.tune_kernels import show
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.calibration import Timing
 from dflash_mlx.kernels.gated import UNITS, VerifySwitchGLU
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
+from dflash_mlx.loading import load as loading
+from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loop import generate
+from dflash_mlx.machine.chips import chip_named
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.quantization import Quantization
 from dflash_mlx.target import Target
 
 pytestmark = on_gpu_or_emulator

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -33,8 +33,8 @@ from dflash_mlx.errors import (
     UnsupportedCacheError,
     WeightsError,
 )
-from dflash_mlx.hub import Hub
-from dflash_mlx.loading import load, load_drafter, load_target
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.load import load, load_drafter, load_target
 from dflash_mlx.loop import generate
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
@@ -212,7 +212,7 @@ def test_what_the_hub_answers_is_one_line(kind, monkeypatch):
     def fail(*arguments, **options):
         raise hub_error(kind, "404 Client Error.\n\nRepository Not Found for url\nmore")
 
-    monkeypatch.setattr("dflash_mlx.hub.snapshot_download", fail)
+    monkeypatch.setattr("dflash_mlx.loading.hub.snapshot_download", fail)
     offline = partial(load_target, hub=Hub(offline=True))
     assert "owner/name" in message_of((ModelNotFoundError, DownloadError), offline, "owner/name")
 

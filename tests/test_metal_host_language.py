@@ -62,9 +62,7 @@ def test_simd_functions():
     body = "".join(f"out[{i} * 64 + t] = {call};\n" for i, call in enumerate(SIMD_FUNCTIONS))
     got = run(body, a, shape=(len(SIMD_FUNCTIONS), THREADS))
     rows = np.array(a).reshape(2, LANES)
-    for name, result, expected in zip(
-        SIMD_FUNCTIONS, got, SIMD_FUNCTIONS.values(), strict=True
-    ):
+    for name, result, expected in zip(SIMD_FUNCTIONS, got, SIMD_FUNCTIONS.values(), strict=True):
         np.testing.assert_array_equal(
             result, np.concatenate([expected(row) for row in rows]), err_msg=name
         )

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map
 from tinymodels import drafter_config
 
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.network import DFlash
-from dflash_mlx.loading import load_drafter
+from dflash_mlx.loading.load import load_drafter
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 ROUNDS = range(6)

@@ -8,8 +8,8 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
-from dflash_mlx.costs import Costs
-from dflash_mlx.policy import ALLOWANCE, CREDIT, FixedWidth, Policy
+from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.widths import ALLOWANCE, CREDIT, FixedWidth, Policy
 
 WIDEST = 16
 

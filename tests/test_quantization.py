@@ -8,9 +8,9 @@ from oracle import Oracle
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.loading import load, load_drafter, load_target
+from dflash_mlx.loading.load import load, load_drafter, load_target
+from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loop import generate
-from dflash_mlx.quantization import Quantization
 
 MODES = [("affine", 4, None), ("affine", 8, 32), ("affine", 4, 128)]
 MODES += [("mxfp4", 4, None), ("mxfp8", 8, None), ("nvfp4", 4, None)]

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_mlx.errors import ModelNotFoundError
-from dflash_mlx.registry import drafter_for, pairs
+from dflash_mlx.loading.registry import drafter_for, pairs
 
 
 def test_every_row_is_a_pair_of_repositories():

@@ -16,10 +16,10 @@ import tinymodels
 from typer.testing import CliRunner
 
 from dflash_mlx.bench.report import as_markdown, not_alike, read_run, results_folder
-from dflash_mlx.blas import BlasInfo
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import DataError, OutputError
+from dflash_mlx.machine.blas import BlasInfo
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "bench.schema.json").read_text())
 PLOTS = ["acceptance.png", "context.png", "speedup.png"]

@@ -12,11 +12,11 @@ from program import run
 from typer.testing import CliRunner
 
 from dflash_mlx.bench.roofline import Shapes, chance, model_of, rounds, shapes_of
-from dflash_mlx.chips import chip_named, chips, find_chip
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.shapes import Matrix
-from dflash_mlx.quantization import Quantization
+from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.machine.chips import chip_named, chips, find_chip
 
 # T16/T1 of a 9B dense target, from the public bandwidths and estimated peaks: with a tile of 16
 # rows in 4 and 8 bits, with MLX's tile of 32 rows in 4 and 8 bits.

@@ -7,7 +7,7 @@ from oracle import Oracle
 from tinymodels import drafter_config, random_drafter, target
 
 import dflash_mlx as dm
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 
 PROMPT = list(range(20, 40))

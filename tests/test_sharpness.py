@@ -5,7 +5,7 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
-from dflash_mlx.policy import FixedWidth
+from dflash_mlx.policy.widths import FixedWidth
 from dflash_mlx.sampling import Sampler, Sampling
 from dflash_mlx.sharpness import FIRST, GRID, Sharpness, Trials
 

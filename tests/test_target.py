@@ -18,7 +18,7 @@ from tinymodels import (
 )
 
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.loading import load_target
+from dflash_mlx.loading.load import load_target
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.target import Target
 from dflash_mlx.target.target import PREFILL_STEP

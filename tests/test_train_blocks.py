@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.train.blocks import draft_hidden

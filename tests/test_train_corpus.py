@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.train import corpus, passages, problems
-from dflash_mlx.train.problems import Turn
+from dflash_mlx.tiny.recipe import corpus, passages, problems
+from dflash_mlx.tiny.recipe.problems import Turn
 
 STREAM = 6000
 

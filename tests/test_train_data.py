@@ -8,9 +8,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from dflash_mlx.errors import DataError
+from dflash_mlx.tiny.recipe.tokenizer import save_tokenizer, train_tokenizer
 from dflash_mlx.train.batches import BatchStream, group
 from dflash_mlx.train.data import Sample, encode_chat, read_samples
-from dflash_mlx.train.tokenizer import save_tokenizer, train_tokenizer
 
 CHAT = [
     {"role": "user", "content": "one"},

@@ -16,11 +16,13 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import IncompatibleDrafterError, SettingsError, WeightsError
-from dflash_mlx.loading import load_drafter
+from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.target import Target
+from dflash_mlx.tiny.recipe.target import collate, new_model, next_token_loss
+from dflash_mlx.tiny.recipe.tokenizer import save_tokenizer, train_tokenizer
 from dflash_mlx.train.batches import BatchStream
 from dflash_mlx.train.data import Sample, read_samples
 from dflash_mlx.train.drafter import (
@@ -34,8 +36,6 @@ from dflash_mlx.train.drafter import (
 from dflash_mlx.train.fit import FitSettings, Report, fit
 from dflash_mlx.train.optimizers import by_name, schedule
 from dflash_mlx.train.regenerate import regenerate_file
-from dflash_mlx.train.target import collate, new_model, next_token_loss
-from dflash_mlx.train.tokenizer import save_tokenizer, train_tokenizer
 
 SHAPE = {
     "hidden_size": 32,

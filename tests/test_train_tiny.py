@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 
-from dflash_mlx.train import corpus
-from dflash_mlx.train.tiny_pair import (
+from dflash_mlx.tiny.recipe import corpus
+from dflash_mlx.tiny.recipe.pair import (
     DFLASH2_CONFIG,
     DRAFTER_CONFIG,
     SUITE_SIZE,

@@ -5,12 +5,12 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget, TreeBigrams, softmax
 from oracle import Oracle
 
-from dflash_mlx.costs import Costs
 from dflash_mlx.drafter.calibration import Calibration
 from dflash_mlx.errors import SettingsError, UnsupportedTreeError
 from dflash_mlx.loop import generate
-from dflash_mlx.policy import Policy
-from dflash_mlx.tree_policy import FixedBudget, TreePolicy, tree_policy
+from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.trees import FixedBudget, TreePolicy, tree_policy
+from dflash_mlx.policy.widths import Policy
 
 VOCABULARY, BLOCK, TOKENS = 24, 6, 120
 TABLE = np.random.default_rng(3).normal(size=(VOCABULARY, VOCABULARY)) * 2.5

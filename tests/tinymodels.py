@@ -16,10 +16,10 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.config import DraftConfig
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import network_for
 from dflash_mlx.drafter.network import DFlash
-from dflash_mlx.loading import load_target
+from dflash_mlx.loading.load import load_target
 from dflash_mlx.target import Target
 
 END = "<|end|>"

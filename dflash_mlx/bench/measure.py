@@ -20,9 +20,9 @@ from mlx_lm.sample_utils import make_sampler
 from ..errors import PromptError
 from ..events import FinishReason, Result, Stats
 from ..loop import generate
+from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
 from ..proposal import Proposal
-from ..rounds import AnyPolicy
 from ..target import Target
 from .datasets import BenchPrompt
 from .overhead import raw_forwards
@@ -82,9 +82,7 @@ class Comparison:
     def run_mlx_lm(self) -> None:
         """Decode once with mlx-lm's own generator. It knows no stop strings."""
         temperature, seed = self.sampling.get("temperature", 0.0), self.sampling.get("seed")
-        self.mlx_lm.append(
-            run_mlx_lm(self.target, self.prompt, self.max_tokens, temperature, seed)
-        )
+        self.mlx_lm.append(run_mlx_lm(self.target, self.prompt, self.max_tokens, temperature, seed))
 
     def run_pair(self) -> None:
         """Decode plainly and with the drafter, in the opposite order of the last pair."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ..costs import pair_costs
 from ..loop import generate
-from ..policy import Policy
+from ..policy.costs import pair_costs
+from ..policy.widths import Policy
 from ..target import Target
 from .drafters import Oracle, Slow
 

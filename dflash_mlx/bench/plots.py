@@ -30,9 +30,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(
-            'Plots need matplotlib: pip install -e ".[bench]"'
-        ) from error
+        raise MissingDependencyError('Plots need matplotlib: pip install -e ".[bench]"') from error
 
 
 def draw_all(content: Mapping[str, Any]) -> dict[str, bytes]:
@@ -158,9 +156,7 @@ def _speed(content: Mapping[str, Any]) -> Figure:
             if (way := one["ways"].get(name))
         ]
         lengths, speeds = zip(*sorted(points), strict=True)
-        axes.scatter(
-            lengths, speeds, s=24, alpha=0.6, color=COLORS[name], linewidths=0, label=name
-        )
+        axes.scatter(lengths, speeds, s=24, alpha=0.6, color=COLORS[name], linewidths=0, label=name)
         centres = sorted(
             (_centre(row), row["ways"][name]["tokens_per_second"]["median"])
             for row in (content["categories"] if content["context_lengths"] else ())

@@ -18,11 +18,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
-from ..chips import Chip
 from ..errors import ConfigError, SettingsError
 from ..kernels.choose import stock_seconds, tile_seconds
 from ..kernels.shapes import Matrix, matrices
-from ..quantization import Quantization
+from ..loading.quantization import Quantization
+from ..machine.chips import Chip
 
 WIDEST = 16
 _DTYPES = {"float32": mx.float32, "float16": mx.float16}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..loop import generate
-from ..policy import FixedWidth
+from ..policy.widths import FixedWidth
 from ..sampling import Sampling
 from ..sharpness import Sharpness
 from ..target import Target

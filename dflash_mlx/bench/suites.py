@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, MissingDependencyError
-from ..hub import Hub
+from ..loading.hub import Hub
 from .datasets import BenchPrompt, parse_object, read_lines
 
 Turns = tuple[str, ...]
@@ -79,9 +79,7 @@ def _long(context: str, question: str) -> Turns:
 
 
 SUITES = {
-    "gsm8k": Suite(
-        "openai/gsm8k", "main/test-00000-of-00001.parquet", ("question",), _asked(MATH)
-    ),
+    "gsm8k": Suite("openai/gsm8k", "main/test-00000-of-00001.parquet", ("question",), _asked(MATH)),
     "math500": Suite("HuggingFaceH4/MATH-500", "test.jsonl", ("problem",), _asked(MATH)),
     "humaneval": Suite(
         "openai/openai_humaneval",
@@ -95,9 +93,7 @@ SUITES = {
         ("prompt",),
         _asked("{}"),
     ),
-    "mt-bench": Suite(
-        "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", ("prompt",), tuple
-    ),
+    "mt-bench": Suite("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", ("prompt",), tuple),
     "aime24": Suite(
         "HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet", ("problem",), _asked(MATH)
     ),

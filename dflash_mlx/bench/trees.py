@@ -14,10 +14,10 @@ from typing import Any
 
 from ..events import Result
 from ..loop import generate
-from ..policy import FixedWidth
-from ..rounds import AnyPolicy
+from ..policy.rounds import AnyPolicy
+from ..policy.trees import FixedBudget, tree_policy
+from ..policy.widths import FixedWidth
 from ..target import Target
-from ..tree_policy import FixedBudget, tree_policy
 from .drafters import Blind
 
 PLAIN, CHAIN, AUTO = "plain", "chain", "auto"

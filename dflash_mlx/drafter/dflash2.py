@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config import DraftConfig
 from .candidates import Candidates, top_candidates
+from .config import DraftConfig
 from .network import DFlash, DraftLayer, Sublayer
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from ..config import DraftConfig
 from ..sampling import Sampler
 from .candidates import MOST_CANDIDATES, Candidates, top_candidates
+from .config import DraftConfig
 from .context import ContextCache
 from .rope import make_rope
 from .session import DraftSession
@@ -157,7 +157,7 @@ class DFlash(nn.Module):
         self, config: DraftConfig, own_embedding: bool = False, own_head: bool = False
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config: DraftConfig = config
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ..config import DraftConfig
+from .config import DraftConfig
 
 
 class YarnRope(nn.Module):

@@ -2,32 +2,64 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 
 from ..proposal import Proposal
-from .context import ContextMark
+from .context import ContextCache, ContextMark
 from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..sampling import Sampler
     from ..target import Target
     from .calibration import Calibration
-    from .network import DFlash
+    from .candidates import Candidates
+    from .config import DraftConfig
 
 DraftMark = tuple[list[ContextMark], list[mx.array]]
 MOST_WAITING = 256  # rows of features that wait for a block: one by one they would cost more
 
 
+class Network(Protocol):
+    """What a session asks of the network it drafts with; `DFlash` says what each part does."""
+
+    @property
+    def config(self) -> DraftConfig: ...
+
+    def make_cache(self) -> list[ContextCache]: ...
+
+    def embed(self, tokens: mx.array, target: Target) -> mx.array: ...
+
+    def extend(self, taps: mx.array, cache: list[ContextCache]) -> None: ...
+
+    def __call__(
+        self, block_embeddings: mx.array, taps: mx.array, cache: list[ContextCache]
+    ) -> mx.array: ...
+
+    def draft(
+        self, hidden: mx.array, anchor: mx.array, target: Target, sampler: Sampler
+    ) -> mx.array: ...
+
+    def candidates(
+        self,
+        hidden: mx.array,
+        anchor: mx.array,
+        target: Target,
+        sampler: Sampler,
+        calibration: Calibration,
+        count: int,
+    ) -> Candidates: ...
+
+
 class DraftSession:
-    """Drafts chains and trees for one request with a `DFlash` network over its target.
+    """Drafts chains and trees for one request with a network over its target.
 
     The newest features wait until the next block, so that their keys and values are computed in
     the same products as the block's own.
     """
 
-    def __init__(self, drafter: DFlash, target: Target, sampler: Sampler) -> None:
+    def __init__(self, drafter: Network, target: Target, sampler: Sampler) -> None:
         self._drafter, self._target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
         self._pending: list[mx.array] = []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..folders import cache_folder
+from ..machine.folders import cache_folder
 
 GAIN = 0.98  # of stock's time: what is less of a gain may be chance, and stock stays
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..chips import Chip
+from ..machine.chips import Chip
 from .shapes import Matrix, attention_key
 
 WIDEST = 16  # rows of a tile, and of the widest chain

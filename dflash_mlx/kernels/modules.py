@@ -17,8 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..chips import Chip
 from ..errors import SettingsError
+from ..machine.chips import Chip
 from .block_attention import MOST_NODES, BlockAttention
 from .choose import WIDEST, exact_by_default, first_row, has_kernel
 from .delta_replay import DeltaReplay, DeltaVerify

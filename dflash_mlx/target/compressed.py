@@ -18,7 +18,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from .compressed_tree import Groups, branch
 from .overrides import Overrides
-from .tree_attention import Tree
+from .tree import Tree
 
 
 class CompressedTape:

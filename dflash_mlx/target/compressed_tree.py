@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.deepseek_v41 import _apply_rope, _fake_quant_fp4
 
 from .overrides import Overrides
-from .tree_attention import Tree
+from .tree import Tree
 
 
 class Groups:

@@ -23,7 +23,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 from ..kernels.modules import Kernels
 from .overrides import Overrides, rebound
 from .recurrent_tree import delta_gates, first_state, mix
-from .tree_attention import Tree
+from .tree import Tree
 
 
 class RecurrentTape:

@@ -16,7 +16,7 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_q
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from ..kernels.modules import Kernels
-from .tree_attention import Tree
+from .tree import Tree
 
 
 def mix(

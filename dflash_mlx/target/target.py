@@ -75,8 +75,7 @@ class Target:
         self._forwards = threading.Lock()
         layers, caches, unused = self._backbone.layers, make_cache(model), self.overrides()
         rollbacks = [
-            rollback_for(cache, layer, unused)
-            for cache, layer in zip(caches, layers, strict=False)
+            rollback_for(cache, layer, unused) for cache, layer in zip(caches, layers, strict=False)
         ]
         problems = (why_no_trees(*of) for of in zip_longest(layers, rollbacks))
         self._why_no_trees = next(filter(None, problems), None)

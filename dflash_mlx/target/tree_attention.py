@@ -26,60 +26,11 @@ from mlx_lm.models.cache import CacheList, QuantizedKVCache, RotatingKVCache
 from ..errors import UnsupportedTreeError
 from ..proposal import Proposal
 from .overrides import Overrides
-from .rollback import RowRollback
+from .rows import RowRollback
+from .tree import Tree
 
 # Rotations whose angle depends on a row's own position alone, and which take one for each row.
 ROPES = {"RoPE", "Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE"}
-
-
-class Tree:
-    """A proposal of N rows as arrays.
-
-    Attributes:
-        depths: [N] int32, how far each row is from the root.
-        paths: [N, deepest + 1] int32, the row of each ancestor by its depth, the row itself last;
-            -1 past it.
-        levels: the rows at each depth.
-        parents: the row of each row's parent, -1 for the root.
-    """
-
-    def __init__(self, proposal: Proposal) -> None:
-        self.parents, depths = proposal.parents, proposal.depths
-        self.depths = mx.array(depths, mx.int32)
-        self.levels: list[list[int]] = [[] for _ in range(max(depths) + 1)]
-        for row, depth in enumerate(depths):
-            self.levels[depth].append(row)
-        longest = len(self.levels) - 1
-        paths = [[0, *path, *[-1] * (longest - len(path))] for path in proposal.paths()]
-        self.paths = mx.array(paths, mx.int32)
-        self._windows: dict[tuple[int, int], mx.array] = {}
-
-    def __len__(self) -> int:
-        return len(self.parents)
-
-    def windows(self, size: int, held: int) -> mx.array:
-        """The last `size` rows of each row's path, itself the last, [N, size] int32.
-
-        Rows are numbered with `held` older ones before the root; negative: before those.
-        """
-        if (size, held) not in self._windows:  # every layer asks for the same
-            depths = self.depths[:, None] - mx.arange(size - 1, -1, -1)
-            ancestors = mx.take_along_axis(self.paths, mx.maximum(depths, 0), axis=1)
-            self._windows[size, held] = held + mx.where(depths < 0, depths, ancestors)
-        return self._windows[size, held]
-
-    def mask(self, held: int, window: int | None) -> mx.array:
-        """Which keys each row sees, [N, held + N] bool: `held` older rows, then the tree's own.
-
-        With a window, those fewer than `window` positions back.
-        """
-        rows = mx.arange(len(self))
-        ancestors = (self.paths[:, :, None] == rows).any(axis=1)
-        mask = mx.concatenate([mx.ones((len(self), held), mx.bool_), ancestors], axis=1)
-        if window is None:
-            return mask
-        positions = mx.concatenate([mx.arange(-held, 0), self.depths])  # the root's is 0
-        return mask & (self.depths[:, None] - positions < window)
 
 
 class TreeReader:

@@ -21,7 +21,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..config import DraftConfig
+from ..drafter.config import DraftConfig
 from ..drafter.dflash2 import DFlash2, network_for
 from ..drafter.network import DFlash
 from ..target import Target

@@ -118,9 +118,7 @@ class Memory:
 
     def described(self) -> _Buffer:
         element = self.values.itemsize
-        return _Buffer(
-            self.name.encode(), self.values.ctypes.data, self.size, element, self.flags
-        )
+        return _Buffer(self.name.encode(), self.values.ctypes.data, self.size, element, self.flags)
 
 
 def _findings(runtime: ctypes.CDLL, library: Path) -> list[Finding]:
@@ -152,9 +150,7 @@ def launch(
     image = (ctypes.c_void_p * 2).in_dll(kernel, "metal_host_image")
     buffers = (_Buffer * len(memory))(*(each.described() for each in memory))
     function = ctypes.cast(kernel.metal_host_kernel, ctypes.c_void_p)
-    described = _Launch(
-        function, image, tuple(grid), tuple(threadgroup), len(memory), buffers
-    )
+    described = _Launch(function, image, tuple(grid), tuple(threadgroup), len(memory), buffers)
     host.metal_host_launch(ctypes.byref(described))
     findings = _findings(host, library)
     if findings:

@@ -6,7 +6,7 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from ..blas import BlasInfo
+from .blas import BlasInfo
 
 GB = 1e9
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from dflash_mlx.bench.datasets import BenchPrompt
-from dflash_mlx.bench.machine import machine
+from dflash_mlx.machine.facts import machine
 
 from .pair import Pair
 from .screen import note, print_json, stdout, waiting

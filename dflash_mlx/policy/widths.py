@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..sharpness import Sharpness
 from .costs import Costs, pair_costs
-from .sharpness import Sharpness
 
 if TYPE_CHECKING:
-    from .target import Target
+    from ..target import Target
 
 HOPE = 0.9  # how often slot 1 is taken to be right before anything is known,
 HOPE_WEIGHT = 1.5  # and how many rounds that belief counts for

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
+import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
 
-from .errors import ModelNotFoundError
+from ..errors import ModelNotFoundError
 from .quantization import Quantization
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # How conversions are named: Qwen3-8B-4bit, Qwen3-8B-MLX-8bit, Qwen3-8B-4bit-DWQ,
 # gpt-oss-20b-MXFP4-Q8.
@@ -60,7 +55,7 @@ class Pair:
 
 def pairs() -> list[Pair]:
     """All pairs of the registry."""
-    text = files("dflash_mlx").joinpath("registry.toml").read_text(encoding="utf-8")
+    text = files("dflash_mlx.loading").joinpath("registry.toml").read_text(encoding="utf-8")
     return [Pair(**row | {"targets": tuple(row["targets"])}) for row in tomllib.loads(text)["pair"]]
 
 

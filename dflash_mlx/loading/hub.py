@@ -37,7 +37,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
-from .errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
+from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
 from .registry import Pair, pairs
 from .weights import GB, check_safetensors
 

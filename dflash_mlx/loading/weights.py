@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import NotEnoughMemoryError, WeightsError
+from ..errors import NotEnoughMemoryError, WeightsError
 from .quantization import Quantization
 
 GB = 1e9

@@ -6,13 +6,13 @@ import time
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..drafter.calibration import Calibration
+from ..proposal import Proposal
+from ..sampling import Sampler
 from .costs import DEPTHS, REPEATS, Costs
-from .drafter.calibration import Calibration
-from .proposal import Proposal
-from .sampling import Sampler
 
 if TYPE_CHECKING:
-    from .target import Target
+    from ..target import Target
 
 MOST_ROWS = 64
 ROWS = (4, 8, 16, 32, 48, MOST_ROWS)

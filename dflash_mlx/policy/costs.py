@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from .folders import cache_folder
-from .proposal import Proposal
+from ..machine.folders import cache_folder
+from ..proposal import Proposal
 
 if TYPE_CHECKING:
-    from .target import Target
+    from ..target import Target
 
 ROWS = (1, 2, 4, 8, 12, 16)
 DEPTHS = (64, 1024)  # tokens of context; attention is linear in between and beyond
@@ -155,7 +155,7 @@ def _measure_at(
     """
     import mlx.core as mx
 
-    from .sampling import Sampler
+    from ..sampling import Sampler
 
     token = 1
     session, sampler = target.start(drafter.tap_layers, kv_bits), Sampler()

@@ -2,12 +2,12 @@
 
 import sys
 
-from ..blas import use_fast_blas
+from ...machine.blas import use_fast_blas
 
 if __name__ == "__main__":
     blas = use_fast_blas(flush_denormals=True)
     print(f"BLAS: {blas.name} ({blas.reason})", file=sys.stderr)
 
-    from .tiny_pair import main
+    from .pair import main
 
     main()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dflash_mlx.errors import DataError, OutputError
 
+from .chat_loop import Chat
 from .screen import error_line, note, stderr, waiting
 
-if TYPE_CHECKING:
-    from .chat_loop import Chat
-
-Command = Callable[["Chat", str], None]
+Command = Callable[[Chat, str], None]
 
 
 def obey(chat: Chat, line: str) -> bool:

@@ -15,20 +15,20 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
-from .chips import find_chip
-from .config import read_json
-from .drafter.checkpoint import read_drafter
-from .drafter.network import DFlash
-from .errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
+from ..drafter.config import read_json
+from ..drafter.network import DFlash
+from ..errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
+from ..kernels.calibration import choices, read_timings
+from ..kernels.modules import Kernels, Wiring, wire
+from ..kernels.selfcheck import fault
+from ..kernels.source import KernelFactory
+from ..machine.chips import find_chip
+from ..target import Target
+from ..target.attention import attends_exactly
+from .checkpoint import read_drafter
 from .hub import Hub
-from .kernels.calibration import choices, read_timings
-from .kernels.modules import Kernels, Wiring, wire
-from .kernels.selfcheck import fault
-from .kernels.source import KernelFactory
 from .quantization import Quantization
 from .registry import drafter_for
-from .target import Target
-from .target.attention import attends_exactly
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
 EMBEDDED = "tiny"
@@ -205,9 +205,7 @@ def _open_target(
     return Target(model, _tokenizer(folder, config), config, name, wiring)
 
 
-def _wire(
-    model: nn.Module, config: dict[str, Any], kernels: Kernels, exact: bool | None
-) -> Wiring:
+def _wire(model: nn.Module, config: dict[str, Any], kernels: Kernels, exact: bool | None) -> Wiring:
     """Give a model's layers to our kernels where this machine's table says so."""
     chip = find_chip(str(mx.device_info().get("device_name", "")))
     return wire(model, config, kernels, chip, choices(read_timings()), exact)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..config import Decision, DraftConfig
-from ..weights import check_safetensors
+from ..drafter.config import Decision, DraftConfig
+from .weights import check_safetensors
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 

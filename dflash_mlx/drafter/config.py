@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, IncompatibleDrafterError
+from ..errors import ConfigError, IncompatibleDrafterError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DFLASH, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"

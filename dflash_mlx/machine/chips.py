@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
 
-from .errors import SettingsError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from ..errors import SettingsError
 
 BANDWIDTH_SHARE = 0.85  # of the memory's bandwidth that a kernel reads weights with
 TILE_SHARE = 0.65  # of the peak that a 16-row tile computes with
@@ -46,7 +41,7 @@ class Chip:
 
 def chips() -> list[Chip]:
     """All chips that are known, the oldest first."""
-    content = tomllib.loads(files("dflash_mlx").joinpath("chips.toml").read_text("utf-8"))
+    content = tomllib.loads(files("dflash_mlx.machine").joinpath("chips.toml").read_text("utf-8"))
     return [
         Chip(
             name=name,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
-from ..errors import SettingsError
+from ...errors import SettingsError
 from . import passages, problems
 from .problems import Turn
 

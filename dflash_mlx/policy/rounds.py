@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from .drafter.tree import DraftTree
-from .errors import ProposalError, SettingsError
-from .policy import FixedWidth, Policy
-from .proposal import Proposal
-from .target import Target
-from .tree_policy import FixedBudget, TreePolicy, drafts_trees, tree_policy
+from ..drafter.tree import DraftTree
+from ..errors import ProposalError, SettingsError
+from ..proposal import Proposal
+from ..target import Target
+from .trees import FixedBudget, TreePolicy, drafts_trees, tree_policy
+from .widths import FixedWidth, Policy
 
 AnyPolicy = FixedWidth | Policy | FixedBudget | TreePolicy
 

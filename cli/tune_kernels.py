@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import dflash_mlx
-from dflash_mlx.hub import Hub
+from dflash_mlx.loading.hub import Hub
 
 from .pair import Choice, bits_of
 from .screen import error_line, note, print_json, stdout, waiting

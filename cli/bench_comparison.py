@@ -10,16 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.bench.datasets import BenchPrompt
-from dflash_mlx.bench.machine import computer, machine
 from dflash_mlx.bench.report import run_content
 from dflash_mlx.bench.server import Server, measure_server
 from dflash_mlx.bench.summary import DDTREE, DRAFTING, Measured
+from dflash_mlx.machine.facts import computer, machine
 
 from .pair import Pair
 from .screen import note, stderr, stdout, waiting
 
 if TYPE_CHECKING:
-    from dflash_mlx.rounds import AnyPolicy
+    from dflash_mlx.policy.rounds import AnyPolicy
 
 TINY = "tiny"  # what --model is when nobody gave it; no server has it
 
@@ -45,7 +45,7 @@ def of_pair(pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]) ->
 
 def _trees(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
     """What decides how large draft trees are; None leaves them out."""
-    from dflash_mlx.tree_policy import FixedBudget, tree_policy
+    from dflash_mlx.policy.trees import FixedBudget, tree_policy
 
     if budget is None:
         return None

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_lm.utils import load_tokenizer
 
-from ..config import DraftConfig
-from ..loading import load_drafter, load_target
+from ...drafter.config import DraftConfig
+from ...loading.load import load_drafter, load_target
+from ...train.batches import BatchStream
+from ...train.data import Sample, encode_chat
+from ...train.drafter import DrafterSettings, save_drafter, train_drafter
+from ...train.evaluate import evaluate, total
+from ...train.fit import FitSettings, Report, fit
+from ...train.optimizers import muon
 from . import corpus
-from .batches import BatchStream
-from .data import Sample, encode_chat
-from .drafter import DrafterSettings, save_drafter, train_drafter
-from .evaluate import evaluate, total
-from .fit import FitSettings, Report, fit
-from .optimizers import muon
 from .target import collate, new_model, next_token_loss, save_model
 from .tokenizer import save_tokenizer, train_tokenizer
 

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..drafter.calibration import Calibration
+from ..drafter.tree import DraftTree, Tree
+from ..errors import SettingsError
+from ..proposal import Proposal
+from ..sharpness import Sharpness
 from .costs import Costs, curve, pair_costs
-from .drafter.calibration import Calibration
-from .drafter.tree import DraftTree, Tree
-from .errors import SettingsError
-from .policy import Policy
-from .proposal import Proposal
-from .sharpness import Sharpness
 from .tree_costs import MOST_ROWS, measure_trees
+from .widths import Policy
 
 if TYPE_CHECKING:
-    from .target import Target
+    from ..target import Target
 
 MEMORY = 0.98  # a tree's weight against the next one's: the last 50 or so count
 DOUBT = 20.0  # tokens for which expectations count as right before anything is known

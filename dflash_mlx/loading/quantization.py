@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import SettingsError
+from ..errors import SettingsError
 
 if TYPE_CHECKING:
     import mlx.nn as nn

@@ -9,12 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..config import DraftConfig
+from ..drafter.config import DraftConfig
+from ..drafter.dflash2 import network_for
+from ..drafter.network import DFlash
 from ..errors import WeightsError
-from ..weights import check_safetensors
-from .dflash2 import network_for
 from .inspect import EMBEDDING, HEAD
-from .network import DFlash
+from .weights import check_safetensors
 
 
 def read_drafter(folder: Path) -> DFlash:

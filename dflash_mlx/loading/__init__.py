@@ -1,0 +1,1 @@
+"""Names or paths -> a target and its drafter: files found, judged, read and put in place."""

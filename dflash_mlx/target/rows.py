@@ -1,0 +1,59 @@
+"""Removing rejected rows from caches that hold a row per token: the last rows go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+
+
+class Rollback(Protocol):
+    """How one layer's cache forgets rejected rows, for one request."""
+
+    def begin(self) -> None:
+        """Get ready for a verify forward."""
+
+    def keep(self, kept: int, rejected: int) -> None:
+        """Leave the first `kept` rows of the last verify in the cache, not the others."""
+
+
+class RowRollback:
+    """Rollback of a cache that holds a row per token: the last rows go, nothing is remembered."""
+
+    def __init__(self, cache: Any, remove: Callable[[Any, int], None]) -> None:
+        self._cache, self._remove = cache, remove
+
+    def begin(self) -> None:
+        pass
+
+    def keep(self, kept: int, rejected: int) -> None:
+        if rejected:
+            self._remove(self._cache, rejected)
+
+
+def trim_rows(cache: KVCache | QuantizedKVCache, rejected: int) -> None:
+    """Forget the last rows of a cache that never drops any; the next rows overwrite them.
+
+    MLA keeps its latents and rotary keys in the same kind of cache.
+    """
+    cache.trim(rejected)
+
+
+def cut_rotating_rows(cache: RotatingKVCache, rejected: int) -> None:
+    """Forget the last rows of a sliding window, wrapped or not.
+
+    A forward of several rows leaves the rows in temporal order and `max_size - 1` older ones
+    before them, so cutting the end loses nothing that a later row can see. (The cache's own
+    `trim` refuses once the window has wrapped, and would leave the ring in the wrong order.)
+    """
+    end = cache._idx - rejected
+    cache.keys, cache.values = cache.keys[..., :end, :], cache.values[..., :end, :]
+    cache._idx = end
+    cache.offset -= rejected
+
+
+def trim_each(cache: CacheList, rejected: int) -> None:
+    """Forget the last rows of every cache of a layer that has several (GLM-5, DeepSeek-V3.2)."""
+    for part in cache.caches:
+        trim_rows(part, rejected)
