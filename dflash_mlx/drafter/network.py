@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 
 from ..sampling import Sampler
@@ -167,6 +168,17 @@ class DFlash(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         if own_head:
             self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+
+    @property
+    def block_size(self) -> int:
+        """The rows of a block that it was trained for, the anchor included."""
+        return self.config.block_size
+
+    @property
+    def identity(self) -> str:
+        """The kind of network, and the bytes of its weights, which tell every quantization."""
+        size = sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+        return f"{type(self).__name__} {size}"
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
