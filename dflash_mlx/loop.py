@@ -10,7 +10,7 @@ first anchor: it is verified together with the first draft, so no round is speci
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,8 +83,8 @@ def stream_generate(
         conversation: keeps the caches for the next request, which reads only what is new to them.
 
     Returns:
-        An iterator of events; the last one has a `finish_reason`. It may be abandoned or closed
-        at any time, from any thread: nothing is installed in the target between rounds.
+        An iterator of events; the last one has a `finish_reason`. Any thread may read the next,
+        one at a time, and abandon or close it: nothing is installed in the target between rounds.
 
     Raises:
         SettingsError, PromptError, IncompatibleDrafterError: at once, before any work;
@@ -115,12 +115,14 @@ def stream_generate(
         text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
         stats=Stats(
             prompt_tokens=len(ids),
-            reused_tokens=conversation.resume(ids, sampler),
             block_size=widest,
             seed=sampler.seed,
         ),
     )
-    return _decode(request)
+    events = _decode(request)
+    conversation.open(events)
+    request.stats.reused_tokens = conversation.resume(ids, sampler)
+    return events
 
 
 def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> Result:
@@ -137,7 +139,7 @@ def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> R
     return Result("".join(text), tokens, finish_reason, stats)
 
 
-def _decode(request: _Request) -> Iterator[Event]:
+def _decode(request: _Request) -> Generator[Event, None, None]:
     """The rounds of one request."""
     conversation, text, stats = request.conversation, request.text, request.stats
     target, drafter = conversation.target, conversation.drafter
@@ -145,7 +147,6 @@ def _decode(request: _Request) -> Iterator[Event]:
     if text.finish_reason is not None:  # max_tokens=0: no forward is needed to emit nothing
         yield Event("", [], 0, 0, text.finish_reason, stats)
         return
-    mx.reset_peak_memory()
     clock = time.perf_counter()
     for _ in conversation.prefill(request.prompt):
         pass
