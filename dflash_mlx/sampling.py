@@ -225,6 +225,7 @@ class Sampler:
         self._position += len(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
+            mx.async_eval(self._history)  # the next round may be another thread's
         if self.temperature > 0:
             self._trials.commit(tokens)
 

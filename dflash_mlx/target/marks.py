@@ -51,6 +51,12 @@ def rewind(caches: Sequence[Any], position: int, mark: Mark) -> None:
             vars(cache).update({name: _held(value) for name, value in state.items()})
 
 
+def arrays(cache: Any) -> list[Any]:
+    """A cache's own fields, arrays or trees of them among them; nothing is sliced or copied."""
+    parts = cache.caches if type(cache) is CacheList else (cache,)
+    return [value for part in parts for value in vars(part).values()]
+
+
 def _state(cache: Any) -> dict[str, Any]:
     """A cache's own fields: arrays, the lists of them, and positions."""
     if type(cache) is ArraysCache:

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..kernels.modules import Wiring
 from ..proposal import Proposal
+from ..threads import evaluate
 from . import marks
 from .attention import attend_with, check_exact
 from .kv_bits import make_cache
@@ -81,6 +82,7 @@ class Target:
         self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
             check_exact(layers, caches)
+        evaluate(model)
 
     @property
     def supports_trees(self) -> bool:
@@ -111,7 +113,8 @@ class Target:
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
         overrides = self.overrides()
-        taps = self.tap(layers, overrides)
+        with self._forwards:
+            taps = self.tap(layers, overrides)
         with overrides.installed():
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
@@ -139,7 +142,8 @@ class Target:
 
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
-        return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
+        with self._forwards:  # another thread's would have modules of other classes
+            return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
 
 
 class TargetSession:
@@ -227,6 +231,7 @@ class TargetSession:
             rollback.keep(len(kept), self._unsettled - len(kept))
         self.position += len(kept)
         self.whole, self._unsettled = True, 0
+        self._start_computing()
 
     @property
     def can_be_cut(self) -> bool:
@@ -248,10 +253,15 @@ class TargetSession:
         marks.rewind(self._cache, self.position, mark)
         self.position = mark.position
 
+    def _start_computing(self) -> None:
+        """Leave nothing lazy in the caches: the next forward may be another thread's."""
+        mx.async_eval([marks.arrays(cache) for cache in self._cache])
+
     def _reader(self) -> TreeReader:
         """What reads this request's trees. Raises `UnsupportedTreeError`."""
         if self._tree_reader is None:
             self._target.check_trees()
             of = (self._layers, self._cache, self._rollback, self._target.overrides())
-            self._tree_reader = TreeReader(*of)
+            with self._target._forwards:  # as in `start`
+                self._tree_reader = TreeReader(*of)
         return self._tree_reader
