@@ -9,7 +9,7 @@ first anchor: it is verified together with the first draft, so no round is speci
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal
 
 from .conversation import Conversation
@@ -69,8 +69,8 @@ def stream_generate(
         conversation: keeps the caches for the next request, which reads only what is new to them.
 
     Returns:
-        An iterator of events; the last one has a `finish_reason`. It may be abandoned or closed
-        at any time, from any thread: nothing is installed in the target between rounds.
+        An iterator of events; the last one has a `finish_reason`. Any thread may read the next,
+        one at a time, and abandon or close it: nothing is installed in the target between rounds.
 
     Raises:
         SettingsError, PromptError, IncompatibleDrafterError: at once, before any work;
@@ -101,12 +101,14 @@ def stream_generate(
         TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
         Stats(
             prompt_tokens=len(ids),
-            reused_tokens=conversation.resume(ids, sampler),
             block_size=widest,
             seed=sampler.seed,
         ),
     )
-    return _decode(request)
+    events = _decode(request)
+    conversation.open(events)
+    request.stats.reused_tokens = conversation.resume(ids, sampler)
+    return events
 
 
 def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any) -> Result:
@@ -123,7 +125,7 @@ def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings
     return Result("".join(text), tokens, finish_reason, stats)
 
 
-def _decode(request: Request) -> Iterator[Event]:
+def _decode(request: Request) -> Generator[Event, None, None]:
     """The rounds of one request; what it proposes and how it accepts is in `request`."""
     if request.finished:
         yield request.nothing()

@@ -246,6 +246,7 @@ class Sampler:
         self._position += len(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
+            mx.async_eval(self._history)  # the next round may be another thread's
         for blocks, text in self._trials.commit(tokens):
             self.sharpness.learn([matching(block, text) for block in blocks])
 

@@ -17,15 +17,20 @@ from ..kernels.block_attention import HEAD_DIMS
 from ..kernels.calibration import Timing
 from ..kernels.modules import Kernels, can_swap, verifying
 from ..kernels.shapes import Matrix, attention_key, matrices
-from ..target.kv_bits import head_size
-from ..target.mla import is_mla
+from ..target.internals import (
+    attention_of,
+    has_key_projection,
+    head_size,
+    is_mla,
+    key_heads,
+    query_heads,
+)
 
 ROWS = (1, 2, 4, 6, 8, 12, 16)
 CONTEXT = 4096  # tokens that attention is timed over
 LAYERS = 8  # of one shape that take turns, or the weights would come from a cache
 REPEATS = 5  # of which the quickest counts: other programs only ever add time
 SEED = 0
-_HEADS = ("n_heads", "num_attention_heads", "num_heads")
 
 
 @dataclass(frozen=True)
@@ -123,14 +128,13 @@ def _attention(
 
 def _attention_shape(layer: Any) -> tuple[int, int, int, mx.Dtype] | None:
     """Heads, heads of keys, numbers in a head and dtype, where our kernel takes them."""
-    attention = getattr(layer, "self_attn", None)
-    if attention is None or is_mla(layer) or not hasattr(attention, "k_proj"):
+    attention = attention_of(layer)
+    if attention is None or is_mla(layer) or not has_key_projection(attention):
         return None
-    heads = next(getattr(attention, name) for name in _HEADS if hasattr(attention, name))
-    head_dim = head_size(attention)
-    key_heads = attention.k_proj.weight.shape[0] // head_dim
-    dtype = _dtype(attention.k_proj)
-    return (heads, key_heads, head_dim, dtype) if head_dim in HEAD_DIMS else None
+    head_dim, dtype = head_size(attention), _dtype(attention.k_proj)
+    if head_dim not in HEAD_DIMS:
+        return None
+    return query_heads(attention), key_heads(attention), head_dim, dtype
 
 
 def _timing(both: Callable[[int], tuple[float, float]], rows: Sequence[int]) -> Timing:

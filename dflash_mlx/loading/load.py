@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from ..drafter.config import read_json
@@ -25,6 +24,7 @@ from ..kernels.source import KernelFactory
 from ..machine.chips import find_chip
 from ..target import Target
 from ..target.attention import attends_exactly
+from ..threads import evaluate
 from .checkpoint import read_drafter
 from .hub import Hub
 from .quantization import Quantization
@@ -225,6 +225,7 @@ def _open_drafter(
     _settle(drafter, quantization)
     if kernels is not None:
         _wire(drafter, {}, kernels, exact=False)  # drafts may differ, only the text may not
+    evaluate(drafter)
     return drafter
 
 
@@ -267,7 +268,7 @@ def _settle(model: nn.Module, quantization: Quantization | None) -> None:
     if _on_cpu():
         _lay_out_by_column(model)
     model.eval()
-    mx.eval([value for _, value in tree_flatten(model.parameters())])
+    evaluate(model)
 
 
 def _lay_out_by_column(model: nn.Module) -> None:

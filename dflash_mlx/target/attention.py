@@ -19,27 +19,34 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from ..errors import SettingsError
 from ..kernels.block_attention import HEAD_DIMS, BlockAttention, Tree
 from ..kernels.choose import attention_from
 from ..kernels.modules import Wiring
 from ..kernels.weights import AffineWeights
-from .kv_bits import head_size, make_cache
-from .mla import is_mla
+from .internals import (
+    ATTENTION,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    attention_of,
+    has_key_projection,
+    head_size,
+    in_temporal_order,
+    is_mla,
+    scaled_dot_product_attention,
+)
+from .kv_bits import make_cache
 from .overrides import Overrides, rebound
-
-_NAME = "scaled_dot_product_attention"
 
 
 def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Overrides) -> None:
     """Have the attention layers of a model use the kernel while `overrides` is installed."""
     for layer in layers:
-        attention = getattr(layer, "self_attn", None)
+        attention = attention_of(layer)
         if attention is not None and _calls_attention(attention) and not is_mla(layer):
-            call = rebound(type(attention).__call__, **{_NAME: _attend(wiring)})
+            call = rebound(type(attention).__call__, **{ATTENTION: _attend(wiring)})
             overrides.replace(attention, call)
 
 
@@ -60,18 +67,18 @@ def attends_exactly(model: Any) -> bool:
 
 
 def _can_be_exact(layer: nn.Module, cache: Any) -> bool:
-    attention = getattr(layer, "self_attn", None)
+    attention = attention_of(layer)
     if attention is None:  # a recurrent layer: see `recurrent`
         return True
     plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
-    known = plain and _calls_attention(attention) and hasattr(attention, "k_proj")
+    known = plain and _calls_attention(attention) and has_key_projection(attention)
     return known and head_size(attention) in HEAD_DIMS
 
 
 def _calls_attention(attention: nn.Module) -> bool:
     """Whether this layer's own code calls attention by the name that is bound anew."""
     call = type(attention).__call__
-    return isinstance(call, FunctionType) and _NAME in call.__code__.co_names
+    return isinstance(call, FunctionType) and ATTENTION in call.__code__.co_names
 
 
 def _attend(wiring: Wiring) -> Callable[..., mx.array]:
@@ -143,7 +150,7 @@ def _affine(
 
 def _in_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     """A sliding window's rows by position: a step of one row leaves them as a ring."""
-    return rows if cache.offset <= rows.shape[2] else cache._temporal_order(rows)
+    return rows if cache.offset <= rows.shape[2] else in_temporal_order(cache, rows)
 
 
 def _tree(mask: mx.array, past: int) -> Tree:
