@@ -24,7 +24,7 @@ from .overrides import Overrides
 def absorb(layers: list[nn.Module], overrides: Overrides) -> None:
     """Have the MLA layers of a model compute all rows in the absorbed form."""
     for layer in layers:
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         if type(attention) is DeepseekV3Attention:
             overrides.replace(attention, _dense)
         elif type(attention) is DeepseekV32Attention:
