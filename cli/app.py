@@ -13,8 +13,9 @@ from typer.core import TyperGroup
 from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 
-from . import bench, chat, doctor, generate, models, report, roofline
+from . import bench, chat, doctor, generate, models, report, roofline, tune
 from .screen import error_line
+from .spread import spread
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as a shell reports it
 
@@ -68,13 +69,14 @@ COMMANDS = (
     generate.generate,
     chat.chat,
     bench.bench,
+    tune.tune,
     report.report,
     roofline.roofline,
     models.models,
     doctor.doctor,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(spread(command))
 
 
 def _show_version(wanted: bool) -> None:

@@ -178,7 +178,7 @@ def _kernels() -> Check:
     timed = ""
     if measured:
         won = sum(first is not None for first in measured.values())
-        timed = f"; of {len(measured)} shapes timed by 'bench --kernels' ours run {won}"
+        timed = f"; of {len(measured)} shapes timed by 'tune' ours run {won}"
     if chip is None:
         return Check("kernels", "warn", f"MLX's own: this chip is not known{timed}", REPORT)
     if chip.generation not in GENERATIONS:

@@ -19,35 +19,35 @@ File = Annotated[
 ]
 System = Annotated[
     str | None,
-    typer.Option(
+    options.value(
+        group=options.DECODING,
         metavar="TEXT",
         help="What the model is told before the question; by default nothing.",
-        rich_help_panel=options.DECODING,
     ),
 ]
 Raw = Annotated[
     bool,
-    options.flag("--no-chat-template", "Continue the prompt as it is.", options.DECODING),
+    options.flag("--no-chat-template", options.DECODING, "Continue the prompt as it is."),
 ]
 Compare = Annotated[
     bool,
     options.flag(
         "--compare/--no-compare",
-        "Decode plainly as well: shows the speedup, and that the text is the same.",
         options.OUTPUT,
+        "Decode plainly as well: shows the speedup, and that the text is the same.",
     ),
 ]
 Stats = Annotated[
     bool,
-    options.flag("--stats", "Count tokens, rounds, seconds and memory.", options.OUTPUT),
+    options.flag("--stats", options.OUTPUT, "Count tokens, rounds, seconds and memory."),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option(
+    options.value(
         "--output",
         "-o",
+        group=options.OUTPUT,
         metavar="FILE",
         help="Write what would go to stdout to FILE, when it is whole.",
-        rich_help_panel=options.OUTPUT,
     ),
 ]

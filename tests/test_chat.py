@@ -15,8 +15,8 @@ from dflash_mlx.cli import options
 from dflash_mlx.cli.chat_commands import obey
 from dflash_mlx.cli.chat_dialogue import Dialogue
 from dflash_mlx.cli.chat_loop import Chat
+from dflash_mlx.cli.chat_writer import BARS, DIM, NORMAL, Writer, ribbon
 from dflash_mlx.cli.pair import Pair
-from dflash_mlx.cli.writer import BARS, DIM, NORMAL, Writer, ribbon
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.blas import BlasInfo
 
