@@ -58,8 +58,8 @@ def _forget_output() -> None:
 
 app = typer.Typer(
     cls=Commands,
-    help="Text several times faster, token for token the same: DFlash drafting for MLX.",
-    epilog="Start with: dflash-mlx generate 'What is 47 plus 38?'",
+    help="Lossless speculative decoding on MLX: the same text, several times faster.",
+    epilog="Try: dflash-mlx generate 'What is 47 plus 38?'",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

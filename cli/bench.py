@@ -51,7 +51,7 @@ def bench(
     plot: bench_options.Plot = None,
     json: options.Json = False,
 ) -> None:
-    """Measure plain decoding, drafting and mlx-lm on the same prompts, in turns."""
+    """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
     lengths = _numbers("--context-length", context_length)
     budgets = _numbers("--tree-budget", tree_budget, least=2)
     chosen = _prompts(suite, prompts, limit, Hub(offline=weights.offline))

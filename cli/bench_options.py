@@ -20,7 +20,7 @@ BlockSize = Annotated[
         "-b",
         group=DECODING,
         metavar="N",
-        help="Tokens verified at once; by default the drafter's own.",
+        help="Tokens to verify at once. Default: the drafter's own block size.",
         min=1,
     ),
 ]
@@ -29,7 +29,7 @@ Suite = Annotated[
     value(
         group=WHAT,
         metavar="NAME",
-        help=f"{EMBEDDED} (the default), {', '.join(SUITES)}; can be given several times.",
+        help=f"{EMBEDDED} (the default), {', '.join(SUITES)}. Repeatable.",
     ),
 ]
 Prompts = Annotated[
@@ -37,7 +37,7 @@ Prompts = Annotated[
     value(
         group=WHAT,
         metavar="FILE",
-        help='JSONL of {"prompt" or "messages", "category", "answer"} instead of a suite.',
+        help='JSONL of {"prompt" or "messages", "category", "answer"} to use instead.',
     ),
 ]
 Limit = Annotated[
@@ -45,21 +45,25 @@ Limit = Annotated[
     value(
         group=WHAT,
         metavar="N",
-        help=f"At most N prompts of each category; by default {SOME} of a suite of the hub, "
-        "all of others.",
+        help=f"At most N prompts per category. Default: {SOME} for suites from the hub, all "
+        "otherwise.",
         min=1,
     ),
 ]
 Repeats = Annotated[
-    int, value(group=WHAT, metavar="N", help="Runs of each prompt in each way.", min=1)
+    int, value(group=WHAT, metavar="N", help="Times to run each prompt, each way.", min=1)
 ]
 ContextLength = Annotated[
     str | None,
-    value(group=WHAT, metavar="N,N", help="Make prompts so long by text before them."),
+    value(group=WHAT, metavar="N,N", help="Pad prompts to these lengths with other prompts' text."),
 ]
 Trees = Annotated[
     str | None,
-    value(group=WHAT, metavar="N|auto", help="Draft trees as well, of N tokens or as many as pay."),
+    value(
+        group=WHAT,
+        metavar="N|auto",
+        help="Also measure draft trees of N tokens, or of the best size ('auto').",
+    ),
 ]
 TreeBudgets = Annotated[
     str | None,
@@ -67,7 +71,7 @@ TreeBudgets = Annotated[
         "--tree-budget",
         group=WHAT,
         metavar="N,N",
-        help="Instead: chains against draft trees of these sizes.",
+        help="Instead, compare chains with draft trees of these sizes.",
     ),
 ]
 OpenAI = Annotated[
@@ -75,18 +79,14 @@ OpenAI = Annotated[
     value(
         group=WHAT,
         metavar="URL",
-        help="Instead: ask an OpenAI-compatible server; --model is its name there.",
+        help="Instead, measure an OpenAI-compatible server; --model is its name there.",
     ),
 ]
 Out = Annotated[
     Path | None,
-    value(
-        group=OUTPUT,
-        metavar="DIR",
-        help="Write JSON, CSV, Markdown and plots into this folder.",
-    ),
+    value(group=OUTPUT, metavar="DIR", help="Write JSON, CSV, Markdown and plots to this folder."),
 ]
 Plot = Annotated[
     Path | None,
-    value(group=OUTPUT, metavar="FILE", help="Where to draw what --tree-budget finds."),
+    value(group=OUTPUT, metavar="FILE", help="Save a plot of the --tree-budget comparison."),
 ]

@@ -22,7 +22,7 @@ def chat(
     stop: options.Stop = None,
     verbose: options.Verbose = False,
 ) -> None:
-    """Talk with a model. In a pipe every line is a turn, and stdout holds the answers alone."""
+    """Chat with a model. In a pipe, each line is a turn and stdout has only the answers."""
     pair = open_pair(names, weights, rounds, no_draft)
     if not pair.target.tokenizer.has_chat_template:
         raise PromptError(f"{pair.target.name} has no chat template: it cannot chat.")

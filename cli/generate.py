@@ -46,7 +46,7 @@ def generate(
     output: generate_options.Output = None,
     json: options.Json = False,
 ) -> None:
-    """Answer one prompt: the text on stdout, what drafting did for it on stderr."""
+    """Answer one prompt: the text goes to stdout, a summary to stderr."""
     if raw and system is not None:
         raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
     text = read_prompt(prompt, file)

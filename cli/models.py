@@ -23,13 +23,13 @@ Inspect = Annotated[
     options.value(
         group=options.OUTPUT,
         metavar="PATH",
-        help="Show how a drafter's folder or config.json is understood, field by field.",
+        help="Show how a drafter's folder or config.json is read, field by field.",
     ),
 ]
 
 
 def models(json: options.Json = False, inspect: Inspect = None) -> None:
-    """List the models whose drafters are known, the embedded pair first."""
+    """List the models that have a known drafter, and what is downloaded."""
     if inspect is not None:
         show_decisions(inspect, json)
         return

@@ -43,20 +43,24 @@ def value(*names: str, group: str, metavar: str, help: str, **limits: Any) -> An
 Model = Annotated[
     str,
     value(
-        "--model", "-m", group=MODEL, metavar="NAME", help="A hub repository, a folder, or tiny."
+        "--model",
+        "-m",
+        group=MODEL,
+        metavar="NAME",
+        help="A folder, a Hugging Face repository, or 'tiny'.",
     ),
 ]
-NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode plainly, without a drafter.")]
+NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]
 TargetBits = Annotated[
     Bits | None, value(group=MODEL, metavar="4|8", help="Quantize the model's weights on load.")
 ]
-Offline = Annotated[bool, flag("--offline", MODEL, "Use what is downloaded, ask no network.")]
+Offline = Annotated[bool, flag("--offline", MODEL, "Use only what is already downloaded.")]
 StockBlas = Annotated[
-    bool, flag("--stock-blas", MODEL, "On Linux: keep the slow BLAS that comes with MLX.")
+    bool, flag("--stock-blas", MODEL, "On Linux, keep the slow BLAS that ships with MLX.")
 ]
 MaxTokens = Annotated[
     int,
-    value("--max-tokens", "-n", group=DECODING, metavar="N", help="End after N tokens.", min=0),
+    value("--max-tokens", "-n", group=DECODING, metavar="N", help="Stop after N tokens.", min=0),
 ]
 Temperature = Annotated[
     float,
@@ -65,23 +69,19 @@ Temperature = Annotated[
         "-t",
         group=DECODING,
         metavar="T",
-        help="0 takes the likeliest token, 1 samples.",
+        help="0 always picks the most likely token; 1 samples.",
     ),
 ]
 KvBits = Annotated[
     Bits | None,
-    value(
-        group=DECODING,
-        metavar="4|8",
-        help="Keep the model's keys and values in fewer bits, where it can.",
-    ),
+    value(group=DECODING, metavar="4|8", help="Quantize the KV cache, if the model allows it."),
 ]
 Stop = Annotated[
     list[str] | None,
-    value(group=DECODING, metavar="TEXT", help="End before this text; can be given several times."),
+    value(group=DECODING, metavar="TEXT", help="Stop before this text. Repeatable."),
 ]
 Verbose = Annotated[
-    bool, flag("--verbose", OUTPUT, "Say how many rows each round had and why, and the seed.")
+    bool, flag("--verbose", OUTPUT, "Explain the width of the rounds, and show the seed.")
 ]
 Json = Annotated[bool, flag("--json", OUTPUT, "Print one JSON object and nothing else.")]
 
@@ -98,7 +98,7 @@ class Names:
             "-d",
             group=MODEL,
             metavar="NAME",
-            help="The drafter; known ones are found by themselves.",
+            help="The drafter. Found automatically for known models.",
         ),
     ] = None
 
@@ -113,22 +113,19 @@ class Weights:
         value(group=MODEL, metavar="4|8", help="Quantize the drafter's weights on load."),
     ] = None
     quant_mode: Annotated[
-        QuantMode, value(group=MODEL, metavar="MODE", help="To affine, mxfp4, mxfp8 or nvfp4.")
+        QuantMode,
+        value(group=MODEL, metavar="MODE", help="How to quantize: affine, mxfp4, mxfp8 or nvfp4."),
     ] = QuantMode.affine
     group_size: Annotated[
         int | None,
-        value(
-            group=MODEL,
-            metavar="N",
-            help="Weights that share a scale; by default the mode's.",
-        ),
+        value(group=MODEL, metavar="N", help="Weights per scale. Default: the mode's own."),
     ] = None
     exact: Annotated[
         bool | None,
         flag(
             "--exact/--no-exact",
             MODEL,
-            "On Metal, drafted text equal to plain text bit for bit; default: where measured free.",
+            "On Metal, match plain decoding bit for bit. Default: where measured to cost nothing.",
         ),
     ] = None
     offline: Offline = False
@@ -150,25 +147,31 @@ class Sampling:
 
     temperature: Temperature = 0.0
     top_p: Annotated[
-        float, value(group=DECODING, metavar="P", help="Sample from the likeliest P of all.")
+        float,
+        value(
+            group=DECODING,
+            metavar="P",
+            help="Sample from the likeliest tokens, up to probability P.",
+        ),
     ] = 1.0
     top_k: Annotated[
-        int, value(group=DECODING, metavar="K", help="Sample from the likeliest K tokens.")
+        int,
+        value(
+            group=DECODING, metavar="K", help="Sample from the K most likely tokens; 0 means all."
+        ),
     ] = 0
     min_p: Annotated[
         float,
         value(
             group=DECODING,
             metavar="P",
-            help="Sample from tokens at least P times as likely as the likeliest.",
+            help="Ignore tokens under P times the top token's probability.",
         ),
     ] = 0.0
     seed: Annotated[
         int | None,
         value(
-            group=DECODING,
-            metavar="N",
-            help="Of what is random: the same seed is the same text, drafted or not.",
+            group=DECODING, metavar="N", help="The same seed gives the same text, drafted or not."
         ),
     ] = None
 
@@ -192,19 +195,16 @@ class Rounds:
             "-b",
             group=DECODING,
             metavar="N",
-            help="Tokens verified at once; by default as many as are fastest, by measured costs.",
+            help="Tokens to verify at once. Default: whatever is fastest, by measured costs.",
             min=1,
         ),
     ] = None
     tree_budget: Annotated[
-        str, value(group=DECODING, metavar="N", help="Verify trees of N tokens, or 'auto'.")
+        str, value(group=DECODING, metavar="N", help="Verify draft trees of N tokens, or 'auto'.")
     ] = "off"
     kv_bits: KvBits = None
     no_policy: Annotated[
-        bool,
-        flag(
-            "--no-policy", DECODING, "Draft whole blocks, even where fewer rows or none are faster."
-        ),
+        bool, flag("--no-policy", DECODING, "Always draft whole blocks, even where that is slower.")
     ] = False
 
 

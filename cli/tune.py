@@ -20,9 +20,7 @@ ByRows = dict[int, dict[int, float]]  # context -> rows -> milliseconds
 
 Again = Annotated[
     bool,
-    options.flag(
-        "--again", options.OUTPUT, "Measure even what is known: the machine may have been busy."
-    ),
+    options.flag("--again", options.OUTPUT, "Measure again, even if results are already stored."),
 ]
 
 
@@ -34,7 +32,7 @@ def tune(
     again: Again = False,
     json: options.Json = False,
 ) -> None:
-    """Measure a model on this machine: what its rounds cost and, on Metal, whose kernels win."""
+    """Measure what a model's rounds cost here and, on Metal, which kernels are faster."""
     kernels = None
     if sys.platform == "darwin":  # elsewhere there is no Metal, and the BLAS comes before MLX
         kernels = tune_kernels.time_kernels(names, weights, again)
