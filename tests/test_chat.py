@@ -125,7 +125,7 @@ def test_a_pipe_has_the_librarys_own_text(pair):
 def chat(monkeypatch) -> Chat:
     """A chat with a person, whose target answers eight tokens of nonsense."""
     pair = Pair(tinymodels.target(max_position_embeddings=128), None, None, BlasInfo("", None, ""))
-    chat = Chat(Dialogue(pair, options.sampling(0.0, 1.0, 0, 0.0, None) | {"max_tokens": 8}), obey)
+    chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 8}), obey)
     chat.interactive = True
     lines = iter(())
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/quit"))
