@@ -15,14 +15,10 @@ import tinymodels
 from kernel_check import kernel_factory, on_gpu_or_emulator, same_bits
 from mlx.utils import tree_flatten
 from oracle import Oracle
-from typer.testing import CliRunner
 
 import dflash_mlx as dm
-from dflash_mlx.bench.kernels import KernelRow, kernel_rows
-from dflash_mlx.cli.app import app
-from dflash_mlx.cli.tune_kernels import show
+from dflash_mlx.bench.kernels import kernel_rows
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.kernels.calibration import Timing
 from dflash_mlx.kernels.gated import UNITS, VerifySwitchGLU
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
@@ -301,7 +297,11 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
     model, config = half_precision("qwen3_moe"), families.CONFIGS["qwen3_moe"]
     types = [type(module) for module in model.modules()]
     kernels = Kernels(launches)
-    rows = list(kernel_rows(model, config, kernels, (1, 2), lambda: sum(launches.counts.values())))
+
+    def clock() -> int:
+        return sum(launches.counts.values())
+
+    rows = list(kernel_rows(model, config, kernels, {}, (1, 2), clock))
     assert [type(module) for module in model.modules()] == types
     shapes = [matrix.key for _, _, matrix in matrices(model, config)]
     shapes += ["attention 4/2 heads of 64"] * config["num_hidden_layers"]
@@ -309,23 +309,6 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
     for row in rows:
         assert row.timing.stock == {1: 0, 2: 0} and row.timing.first_row is None
         assert all(1 <= launched <= 2 for launched in row.timing.ours.values())
-
-
-def test_the_bench_of_kernels_says_what_it_needs():
-    if mx.metal.is_available():
-        pytest.skip("this machine has Metal")
-    done = CliRunner().invoke(app, ["bench", "--kernels"], prog_name="dflash-mlx")
-    assert done.exit_code == 1 and done.stderr.count("\n") == 1
-    assert "need Metal" in done.stderr and "MLX's own CPU kernels run instead" in done.stderr
-    done = CliRunner().invoke(app, ["bench", "--kernels", "--policy"], prog_name="dflash-mlx")
-    assert done.exit_code == 2
-
-
-def test_the_table_of_timings(capsys):
-    timing = Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4})
-    show([KernelRow("4096x4096 affine 4-bit g64", 36, timing)], json=False)
-    printed = capsys.readouterr().out
-    assert "100/200" in printed and "500/300" in printed and printed.split()[-1] == "16"
-    show([KernelRow("4096x4096 affine 4-bit g64", 36, timing)], json=True)
-    [row] = json.loads(capsys.readouterr().out)["kernels"]
-    assert row["ours_from"] == 16 and row["stock_us"]["16"] == pytest.approx(500)
+    known, before = {row.key: row.timing for row in rows}, clock()
+    assert list(kernel_rows(model, config, kernels, known, (1, 2), clock)) == rows
+    assert clock() == before, "what is known was timed again"

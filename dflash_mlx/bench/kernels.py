@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import SettingsError
 from ..kernels.block_attention import HEAD_DIMS
 from ..kernels.calibration import Timing
 from ..kernels.modules import Kernels, can_swap, verifying
@@ -48,18 +47,11 @@ class KernelRow:
     timing: Timing
 
 
-def check_metal() -> None:
-    """Raise `SettingsError` where there is no Metal to time."""
-    if not mx.metal.is_available():
-        raise SettingsError(
-            "Our kernels need Metal, which this machine lacks: MLX's own CPU kernels run instead."
-        )
-
-
 def kernel_rows(
     model: nn.Module,
     config: dict[str, Any],
     kernels: Kernels,
+    known: Mapping[str, Timing],
     rows: Sequence[int] = ROWS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[KernelRow]:
@@ -69,19 +61,22 @@ def kernel_rows(
         model: an mlx-lm model with stock layers.
         config: its config.json.
         kernels: ours.
+        known: timings by key, which are not taken again.
         rows: at how many rows.
         clock: seconds.
     """
     layers: list[Any] = model.layers
     attentions = Counter(shape for layer in layers if (shape := _attention_shape(layer)))
     for shape, count in attentions.items():
-        yield KernelRow(attention_key(*shape[:3]), count, _attention(*shape, kernels, rows, clock))
+        key = attention_key(*shape[:3])
+        yield KernelRow(key, count, known.get(key) or _attention(*shape, kernels, rows, clock))
     shapes: dict[str, list[tuple[nn.Module, Matrix]]] = {}
     for _, module, matrix in matrices(model, config):
         if can_swap(module, matrix):
             shapes.setdefault(matrix.key, []).append((module, matrix))
     for key, same in shapes.items():
-        yield KernelRow(key, len(same), _products(same[:LAYERS], kernels, rows, clock))
+        timing = known.get(key) or _products(same[:LAYERS], kernels, rows, clock)
+        yield KernelRow(key, len(same), timing)
 
 
 def _products(
