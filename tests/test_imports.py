@@ -15,7 +15,7 @@ PACKAGE = ROOT / "dflash_mlx"
 LEVELS = [
     {"errors"},
     {"events", "machine", "metal", "reading", "sharpness", "tiny"},
-    {"kernels"},
+    {"foreign", "kernels"},
     {"proposal"},
     {"accept", "sampling"},
     {"target"},

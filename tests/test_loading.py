@@ -260,7 +260,6 @@ def test_a_config_that_is_no_object(content, folder):
         {"model_type": "unheard_of"},
         {"model_type": ...},
         {"hidden_size": ...},
-        {"num_attention_heads": "many"},
         {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
         {"model_file": "evil.py"},
     ],
