@@ -9,8 +9,9 @@ first anchor: it is verified together with the first draft, so no round is speci
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from .errors import ProposalError, SettingsError
 from .events import Event, FinishReason, Result, Stats
 from .policy.rounds import AnyPolicy, ChainRounds, TreeRounds, plan_rounds
 from .prompt import Prompt, encode_prompt
+from .reading import is_whole, shown
 from .sampling import Sampler, Sampling
 from .stream import TextStream
 from .target import Target
@@ -94,8 +96,10 @@ def stream_generate(
     settings = Sampling.of(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **sampling
     )
-    if not isinstance(max_tokens, int) or max_tokens < 0:
-        raise SettingsError(f"max_tokens must be a whole number, 0 or more, not {max_tokens}.")
+    if not is_whole(max_tokens, 0, sys.maxsize):
+        raise SettingsError(
+            f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
+        )
     widest = _block_size(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
@@ -191,6 +195,8 @@ def _decode(request: _Request) -> Iterator[Event]:
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """None, one string or several as a tuple. Raises `SettingsError`."""
+    if stop is not None and not isinstance(stop, Iterable):
+        raise SettingsError(f"stop must be one or more strings, not {shown(stop)}.")
     strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
     if any(not isinstance(text, str) or not text for text in strings):
         raise SettingsError("stop must be one or more strings that are not empty.")
@@ -201,8 +207,10 @@ def _block_size(drafter: Any, requested: int | None) -> int:
     """Rows per round. Raises `SettingsError` for a size the drafter was not made for."""
     config = getattr(drafter, "config", None)
     largest = getattr(config, "block_size", None)
-    if requested is not None and requested < 1:
-        raise SettingsError(f"block_size must be 1 or more, not {requested}.")
+    if requested is not None and not is_whole(requested):
+        raise SettingsError(
+            f"block_size must be a whole number, 1 or more, not {shown(requested)}."
+        )
     if drafter is None:
         return 1
     if requested is None:

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from ..errors import SettingsError
+from ..reading import shown
 from .mla import is_mla
 
 GROUP_SIZES = (64, 32)  # of mlx's quantization, the first that divides the head size is taken
@@ -25,8 +26,8 @@ def make_cache(
     caches: list[Any] = make_prompt_cache(model)
     if kv_bits is None:
         return caches
-    if kv_bits not in (8, 4):
-        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {kv_bits}.")
+    if type(kv_bits) is not int or kv_bits not in (8, 4):
+        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {shown(kv_bits)}.")
     return [_quantized(cache, layer, kv_bits) for cache, layer in zip(caches, layers, strict=False)]
 
 
