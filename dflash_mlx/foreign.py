@@ -24,6 +24,7 @@ _KNOWN = (
     LookupError,  # KeyError, IndexError: a field, token or layer that is missing
     MemoryError,  # a size that no machine has
     OSError,  # a file that is missing or may not be read
+    SyntaxError,  # jinja writes Python of a template, and {% break %} may stand outside of a loop
     RuntimeError,  # MLX's own; RecursionError and NotImplementedError are such, too
     TypeError,  # text in place of a number
     ValueError,  # MLX's for shapes, mlx-lm's for weights that do not fit; UnicodeError is one

@@ -81,6 +81,6 @@ def shown(value: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of another library's message, short enough to be part of ours."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200].rstrip(".")
+    """Another library's message in one line, short enough to be part of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (text if len(text) <= 200 else f"{text[:196]} ...").rstrip(".")

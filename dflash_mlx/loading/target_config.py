@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelNotFoundError
-from ..reading import MOST_JSON, check_file, is_finite, is_positive, is_whole, read_json, shown
+from ..reading import MOST_JSON, check_file, is_finite, is_whole, read_json, shown
 from .weights import read_header
 
 # What is counted one by one, in Python: the loops of mlx-lm's models run over these.
@@ -25,9 +25,8 @@ _SIZES = re.compile(
     r"(\w+_)?(num|n)_(\w+_)?(heads?|experts?|groups?)|n_embd|d_model|hc_mult|(\w+_)?(dim|rank)"
     r"|\w*(hidden|intermediate|vocab|embedding)_size\w*"
 )
-_POSITIVE = re.compile(r"hidden_size|vocab_size|num_hidden_layers|num_attention_heads|head_dim")
-_BASES = re.compile(r"\w*rope_theta|rope_\w*base\w*|rope_freq_base")
-_EPSILONS = re.compile(r"(\w+_)?eps(ilon)?")
+_POSITIVE = re.compile(r"hidden_size|vocab_size|num_hidden_layers|num_attention_heads")
+_FINITE = re.compile(r"(\w+_)?(rope_theta|eps|epsilon)|rope_\w*base\w*")
 _FEW = 256  # layers and rounds that are built at once, whatever the weights are
 # The files that mlx-lm and transformers open by themselves.
 _READ_BY_OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -74,9 +73,9 @@ def _check_text_config(config: Mapping[str, Any], path: Path) -> None:
         raise ConfigError(f"{path}: text_config must be an object, not {shown(text)}.")
     for part in (config, text or {}):
         length = part.get("max_position_embeddings")
-        if length is not None and not is_whole(length, 1, 2**63):
+        if length is not None and not (is_finite(length) and length >= 1):
             raise ConfigError(
-                f"{path}: max_position_embeddings must be a whole number of at least 1, "
+                f"{path}: max_position_embeddings must be a number of at least 1, "
                 f"not {shown(length)}."
             )
 
@@ -88,20 +87,16 @@ def _check_numbers(config: Mapping[str, Any], layers: int, bits: int, path: Path
         counted = _COUNTS.fullmatch(name) is not None
         if counted or _SIZES.fullmatch(name):
             least = 1 if _POSITIVE.fullmatch(name) else 0
-            if not is_whole(value, least, 2**63):
-                raise ConfigError(
-                    f"{wrong} a whole number of at least {least}, not {shown(value)}."
-                )
+            if isinstance(value, str) or not value >= least:
+                raise ConfigError(f"{wrong} a number of at least {least}, not {shown(value)}.")
             most = layers if counted else bits
             if value > most:
                 raise ConfigError(
                     f"{path}: {name} is {shown(value)}, and the weights are those of a smaller "
                     "model."
                 )
-        elif _BASES.fullmatch(name) and not is_positive(value):
-            raise ConfigError(f"{wrong} a positive number, not {shown(value)}.")
-        elif _EPSILONS.fullmatch(name) and not (is_finite(value) and value >= 0):
-            raise ConfigError(f"{wrong} a number of at least 0, not {shown(value)}.")
+        elif _FINITE.fullmatch(name) and not (is_finite(value) and value >= 0):
+            raise ConfigError(f"{wrong} a finite number of at least 0, not {shown(value)}.")
         elif isinstance(value, float) and value != value:
             raise ConfigError(f"{wrong} a number, not NaN.")
 
