@@ -365,5 +365,7 @@ def _items(name: str, value: Any) -> Sequence[Any]:
 def _check_bias(bias: Any) -> None:
     """Raise `SettingsError` unless these are finite numbers by token id."""
     whole = isinstance(bias, Mapping) and all(type(token) is int for token in bias)
-    if not whole or not all(isinstance(b, Real) and abs(b) <= MOST_F32 for b in bias.values()):
+    values: list[Any] = list(bias.values()) if whole else []
+    numbers = all(isinstance(value, Real) for value in values)
+    if not whole or not numbers or not all(abs(value) <= MOST_F32 for value in values):
         raise SettingsError(f"logit_bias must map token ids to finite numbers, not {shown(bias)}.")

@@ -240,21 +240,6 @@ def test_bits_out_of_range(bits, loader, pair):
     assert "4 or 8 bits" in message_of(SettingsError, loader, pair[loader is load_drafter], bits)
 
 
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [({"mode": []}, "modes are"), ({"mode": 4}, "modes are"), ({"group_size": 64.0}, "groups of")],
-    ids=str,
-)
-def test_how_to_quantize_out_of_range(settings, word, pair):
-    assert word in message_of(SettingsError, partial(load_target, **settings), pair[0], 4)
-
-
-@pytest.mark.parametrize("name", [None, 5, b"tiny"])
-def test_what_is_no_name(name):
-    with pytest.raises(SettingsError, match="named by text"):
-        load_target(name)
-
-
 # Spoilt targets
 
 

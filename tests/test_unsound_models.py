@@ -8,7 +8,13 @@ import pytest
 from families import plain_tokens
 from tinymodels import save_drafter, save_target
 
-from dflash_mlx.errors import ConfigError, DFlashError, ModelNotFoundError, WeightsError
+from dflash_mlx.errors import (
+    ConfigError,
+    DFlashError,
+    ModelNotFoundError,
+    SettingsError,
+    WeightsError,
+)
 from dflash_mlx.loading.load import load_drafter, load_target
 from dflash_mlx.loop import generate
 
@@ -54,6 +60,12 @@ def test_a_folder_of_any_name_loads(name, tmp_path):
 @pytest.mark.parametrize("name", ["x" * 5000, "\0", "~nobody-at-all/x", "a/" + "b" * 300, ""])
 def test_names_that_the_system_refuses(name):
     refusal(name, ModelNotFoundError)
+
+
+@pytest.mark.parametrize("name", [None, 5, b"tiny"])
+def test_what_is_no_name(name):
+    with pytest.raises(SettingsError, match="named by text"):
+        load_target(name)
 
 
 @pytest.mark.parametrize(

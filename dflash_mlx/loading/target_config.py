@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelNotFoundError
-from ..reading import MOST_JSON, check_file, is_finite, is_whole, read_json, shown
+from ..reading import MOST_JSON, check_file, is_finite, read_json, shown
 from .weights import read_header
 
 # What is counted one by one, in Python: the loops of mlx-lm's models run over these.
@@ -114,7 +114,7 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _check_end(end: Any, path: Path) -> None:
     """Raise `ConfigError` unless these are the token ids that end a text, or none."""
     ids = end if isinstance(end, list) else [] if end is None else [end]
-    if not all(is_whole(one, 0) for one in ids):
+    if not all(type(one) is int for one in ids):
         raise ConfigError(
             f"{path}: eos_token_id must be a token id or a list of them, not {shown(end)}."
         )

@@ -73,7 +73,7 @@ def template_ids(
         ids: Any = tokenizer.apply_chat_template(
             list(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False
         )
-        return list(ids)
+    return list(ids)
 
 
 def read_samples(path: Path, tokenizer: TokenizerWrapper) -> list[Sample]:
