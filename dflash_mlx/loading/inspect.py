@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ..drafter.config import Decision, DraftConfig
-from .weights import check_safetensors
+from .weights import check_safetensors, read_header
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -23,7 +22,7 @@ def inspect_drafter(path: Path) -> list[Decision]:
     decisions = [Decision("network", network, source), *config.describe()]
     if path.is_file():
         return decisions
-    tensors = _tensor_names(path)
+    tensors = {name for file in check_safetensors(path) for name in read_header(file)}
     for part, tensor in (("embedding", EMBEDDING), ("head", HEAD)):
         if tensor in tensors:
             decisions.append(Decision(part, "its own", f"tensor {tensor}"))
@@ -32,12 +31,3 @@ def inspect_drafter(path: Path) -> list[Decision]:
         else:
             decisions.append(Decision(part, "the target's", f"no tensor {tensor}"))
     return decisions
-
-
-def _tensor_names(folder: Path) -> set[str]:
-    names: set[str] = set()
-    for file in check_safetensors(folder):
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            names |= json.loads(stream.read(length)).keys()
-    return names

@@ -12,23 +12,26 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+from mlx_lm.utils import dequantize_model
 
-from ..drafter.config import read_json
 from ..drafter.network import DFlash
 from ..errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
+from ..foreign import Foreign
 from ..kernels.calibration import choices, read_timings
 from ..kernels.modules import Kernels, Wiring, wire
 from ..kernels.selfcheck import fault
 from ..kernels.source import KernelFactory
 from ..machine.chips import find_chip
+from ..reading import shown
 from ..target import Target
 from ..target.attention import attends_exactly
 from ..threads import evaluate
-from .checkpoint import read_drafter
+from .checkpoint import read_drafter, read_target, read_tokenizer
 from .hub import Hub
 from .quantization import Quantization
 from .registry import drafter_for
+from .soundness import check_finite, check_runs, check_types
+from .target_config import read_target_config
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
 EMBEDDED = "tiny"
@@ -180,29 +183,21 @@ def _open_target(
 ) -> Target:
     """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
     weights = check_safetensors(folder)
-    if not (folder / "config.json").exists():
-        raise ModelNotFoundError(f"{folder}: there is no config.json.")
-    config = read_json(folder / "config.json")
+    config = read_target_config(folder, weights)
     quantized = "quantization" in config or "quantization_config" in config
     if quantization is not None and quantized:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
     _check_memory(name, weights, quantization, reserved, quantized)
-    try:
-        model, config = load_model(folder, lazy=True)
-    except (ValueError, KeyError, TypeError) as error:
-        # mlx-lm's ways to say: unknown model_type, a config field missing, weights that don't fit
-        raise ConfigError(
-            f"{folder / 'config.json'}: mlx-lm cannot load it ({_one_line(error)})."
-        ) from error
-    except RuntimeError as error:  # from mx.load
-        raise WeightsError(f"{name}: the weights cannot be read ({_one_line(error)}).") from error
-    _settle(model, quantization)
+    model, config = read_target(name, folder, weights)
+    _settle(name, model, quantization)
     wiring = None
     if kernels is not None:
         if exact is None and not attends_exactly(model):
             exact = False
         wiring = _wire(model, config, kernels, exact)
-    return Target(model, _tokenizer(folder, config), config, name, wiring)
+    target = Target(model, read_tokenizer(folder, config), config, name, wiring)
+    check_runs(target)
+    return target
 
 
 def _wire(model: nn.Module, config: dict[str, Any], kernels: Kernels, exact: bool | None) -> Wiring:
@@ -216,13 +211,15 @@ def _open_drafter(
 ) -> DFlash:
     """Load the drafter in a folder, DFlash or DFlash2, as its config says."""
     _check_memory(name, check_safetensors(folder), quantization)
-    drafter = read_drafter(folder)
+    with Foreign(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
+        drafter = read_drafter(folder)
+    check_types(name, drafter)
     if quantization is not None and drafter.config.quantization is not None:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
     if drafter.config.quantization is not None and _on_cpu():
         # MLX's quantized products are slow on a CPU, and what drafts does not change the text.
         dequantize_model(drafter)
-    _settle(drafter, quantization)
+    _settle(name, drafter, quantization)
     if kernels is not None:
         _wire(drafter, {}, kernels, exact=False)  # drafts may differ, only the text may not
     evaluate(drafter)
@@ -258,17 +255,19 @@ def _check_memory(
     check_memory(name, needed(quantization), machine_memory(), fewer)
 
 
-def _settle(model: nn.Module, quantization: Quantization | None) -> None:
+def _settle(name: str, model: nn.Module, quantization: Quantization | None) -> None:
     """Give the weights the form they compute in, and read them into memory."""
-    if _on_cpu():
-        # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
-        model.set_dtype(mx.float32)
-    if quantization is not None:
-        quantization.apply(model)
-    if _on_cpu():
-        _lay_out_by_column(model)
-    model.eval()
-    evaluate(model)
+    with Foreign(WeightsError, f"{name}: the weights cannot be used"):
+        if _on_cpu():
+            # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
+            model.set_dtype(mx.float32)
+        if quantization is not None:
+            quantization.apply(model)
+        if _on_cpu():
+            _lay_out_by_column(model)
+        model.eval()
+        evaluate(model)
+    check_finite(name, model)
 
 
 def _lay_out_by_column(model: nn.Module) -> None:
@@ -295,29 +294,16 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
 
 def _check_name(name: str) -> None:
     """Raise `ModelNotFoundError` unless it is "tiny", a folder, or may be a hub repository."""
-    folder = Path(name).expanduser()
-    if name == EMBEDDED or folder.is_dir():
+    if not isinstance(name, str):
+        raise SettingsError(f"A model is named by text, a path too, not by {shown(name)}.")
+    with Foreign(ModelNotFoundError, f"No model {shown(name)}"):  # too long, a home of nobody
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    if name == EMBEDDED or (is_folder and name):
         return
-    if folder.exists():
+    if exists and name:
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a hub repository (owner/name), or {EMBEDDED!r}."
         )
-
-
-def _tokenizer(folder: Path, config: dict[str, Any]) -> Any:
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        raise ModelNotFoundError(f"{folder}: there is no tokenizer.json, the tokenizer is missing.")
-    try:
-        return load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{folder}: the tokenizer cannot be read ({_one_line(error)})."
-        ) from error
-
-
-def _one_line(error: Exception) -> str:
-    """The first line of another library's message, short enough to read."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200].rstrip(".")

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import SettingsError
+from ..reading import shown
 from .internals import (
     ArraysCache,
     KVCache,
@@ -33,8 +34,8 @@ def make_cache(
     caches: list[Any] = make_prompt_cache(model)
     if kv_bits is None:
         return caches
-    if kv_bits not in (8, 4):
-        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {kv_bits}.")
+    if type(kv_bits) is not int or kv_bits not in (8, 4):
+        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {shown(kv_bits)}.")
     return [_quantized(cache, layer, kv_bits) for cache, layer in zip(caches, layers, strict=False)]
 
 

@@ -71,7 +71,7 @@ class Target:
         self.hidden_size: int = self._backbone.norm.weight.shape[0]
         self.vocab_size: int = self._backbone.embed_tokens.weight.shape[0]
         shape = config.get("text_config") or config
-        self.context_length: int = shape.get("max_position_embeddings", 2**31)
+        self.context_length = int(shape.get("max_position_embeddings") or 2**31)
         self._forwards = threading.Lock()
         layers, caches, unused = self._backbone.layers, make_cache(model), self.overrides()
         rollbacks = [
