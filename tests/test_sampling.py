@@ -9,9 +9,10 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget, softmax
 
 import dflash_mlx as dm
+from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler, Sampling, gumbel, keep_min_p, keep_top_k, keep_top_p
+from dflash_mlx.sampling import Sampler, Sampling
 
 VOCABULARIES = [16, 50, 200]
 
