@@ -175,7 +175,9 @@ def _decode(request: _Request) -> Generator[Event, None, None]:
         # commit
         target.commit(kept)
         on_a_path = kept[-1] >= len(kept)  # with rejected siblings in between
-        drafter.extend(taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)])
+        taps = taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)]
+        mx.async_eval(taps)  # the drafter may use them in another thread
+        drafter.extend(taps)
         conversation.ids += (tokens[row] for row in kept)
         sampler.commit(certain)
 
