@@ -25,7 +25,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.load import load
 
 PROMPT = random_prompt(40, seed=3)  # longer than the windows of 32 rows
-TOKENS = 24
+TOKENS = 16
 
 
 def in_a_thread(call: Callable[[], Any]) -> Any:
