@@ -106,6 +106,7 @@ class Conversation:
             tokens: S of them.
             taps: their features, [1, S, K*D].
         """
+        mx.async_eval(taps)  # the drafter may use them in another thread
         if isinstance(self.drafter, ReadsText):
             self.drafter.read(tokens)
         self.drafter.extend(taps)

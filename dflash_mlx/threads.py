@@ -11,7 +11,9 @@ way, may be used by all. So nothing lazy crosses from one thread to another here
 
 And what a thread compiled goes with the thread. MLX frees it in the destructors of C++, for which
 it needs Python's lock; in a thread that ends beside the interpreter the lock is gone, and the
-process aborts. `mx.clear_streams` is MLX's remedy, to be called at the end of each thread.
+process aborts. `mx.clear_streams` is MLX's remedy, to be called at the end of each thread, as
+`clean_up_at_end` sees to. Nothing helps a daemon thread that still runs when the interpreter ends:
+Python before 3.14 kills it, destructors and all. End your threads, or let them wait for something.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.load import load
 
 PROMPT = random_prompt(40, seed=3)  # longer than the windows of 32 rows
-TOKENS = 24
+TOKENS = 16
 
 
 def in_a_thread(call: Callable[[], Any]) -> Any:
@@ -130,6 +130,21 @@ def test_one_request_after_another_of_a_changing_width():
 
     events = dm.stream_generate(target, Varying(), prompt, max_tokens=TOKENS)
     assert tokens_of(in_new_threads(events)) == truth
+
+
+def test_a_drafter_of_ones_own_gets_features_that_any_thread_can_read():
+    target, sums = tiny_target(), []
+
+    class Reader(Oracle):
+        def propose(self, anchor, width):
+            sums.append(mx.abs(mx.concatenate(self.taps, axis=1)).sum().item())
+            return super().propose(anchor, width)
+
+    answer = dm.generate(target, None, [1, 2, 3], max_tokens=12).tokens
+    reader = Reader([1, 2, 3], answer, target.vocab_size, p=0.5, tap_layers=(0, 2))
+    events = dm.stream_generate(target, reader, [1, 2, 3], max_tokens=12, block_size=4)
+    assert tokens_of(in_new_threads(events)) == answer
+    assert sums == sorted(sums) and len(sums) > 3
 
 
 def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):

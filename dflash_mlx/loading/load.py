@@ -222,7 +222,6 @@ def _open_drafter(
     _settle(name, drafter, quantization)
     if kernels is not None:
         _wire(drafter, {}, kernels, exact=False)  # drafts may differ, only the text may not
-    evaluate(drafter)
     return drafter
 
 
