@@ -7,9 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_host.compiler import CACHE, Build, Compiler, check_strictly
-from metal_host.glue import program, strict_program
+from metal_host.compiler import CACHE, Build, Compiler
+from metal_host.glue import program
 from metal_host.launch import Counters, Memory, launch
+from metal_host.strict import check_strictly
 from metal_host.wrapper import TemplateArguments, Wrapper, wrap
 
 _MOST_THREADS = 1024  # of a threadgroup
@@ -50,7 +51,7 @@ class EmulatedKernel:
 
     checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
                runtime/checks.cpp knows, and count memory traffic; a finding raises CheckError
-    strict:    also have clang check address spaces; raises CompilationError
+    strict:    also have clang read it as Metal would (strict.py); raises CompilationError
     compiler:  one of `compilers()`
     cache_dir: where compiled kernels are kept
 
@@ -177,7 +178,7 @@ class EmulatedKernel:
     def _library(self, wrapper: Wrapper) -> Path:
         if wrapper.name not in self._libraries:
             if self.strict:
-                check_strictly(strict_program(wrapper))
+                check_strictly([wrapper])
             self._libraries[wrapper.name] = self._build.kernel(program(wrapper))
         return self._libraries[wrapper.name]
 
