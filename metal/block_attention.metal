@@ -43,10 +43,11 @@ struct PlainRows {
   const device T* data;
   long row_stride, stride;
 
-  vec<T, 4> load(int row, int d) const {
+  vec<T, 4> load(int row, int d) const thread {
     const device T* from = data + row * row_stride + d * stride;
     if (stride == 1) return *reinterpret_cast<const device vec<T, 4>*>(from);
     vec<T, 4> values;
+    DFLASH_UNROLL
     for (int i = 0; i < 4; i++) values[i] = from[i * stride];
     return values;
   }
@@ -60,12 +61,13 @@ struct QuantizedRows {
   Scales scales, biases;
   long code_stride, scale_stride;
 
-  vec<T, 4> load(int row, int d) const {
+  vec<T, 4> load(int row, int d) const thread {
     constexpr int PER_WORD = 32 / BITS;
     const uint word = codes[row * code_stride + d / PER_WORD] >> (d % PER_WORD * BITS);
     const float scale = float(scales[row * scale_stride + d / GROUP]);
     const float bias = float(biases[row * scale_stride + d / GROUP]);
     vec<T, 4> values;
+    DFLASH_UNROLL
     for (int i = 0; i < 4; i++) {
       values[i] = T(fma(scale, float(word >> (i * BITS) & ((1u << BITS) - 1)), bias));
     }
@@ -115,6 +117,7 @@ inline void load_tile(
   for (int i = thread_index; i < KEYS * D / 4; i += threads) {
     const int key = i / (D / 4), d = i % (D / 4) * 4;
     const vec<T, 4> four = rows[key] < 0 ? vec<T, 4>(T(0)) : from.load(rows[key], d);
+    DFLASH_UNROLL
     for (int j = 0; j < 4; j++) tile[key * (D + kPad) + d + j] = four[j];
   }
 }
@@ -126,9 +129,11 @@ struct QueryRows {
   Fragment output[D / 8];
   float top, total;  // of this lane's row: the largest score, the sum of the weights
 
-  void begin(const device T* row, bool mine, Place place) {
+  void begin(const device T* row, bool mine, Place place) thread {
+    DFLASH_UNROLL
     for (int i = 0; i < D / 8; i++) {
       const device T* from = row + i * 8 + place.column;
+      DFLASH_UNROLL
       for (int e = 0; e < 2; e++) query[i][e] = mine ? from[e] : T(0);
       output[i] = Fragment(0);
     }
@@ -137,13 +142,16 @@ struct QueryRows {
   }
 
   // Scores against a tile of keys: a sum over D, eight at a time in the order of D.
-  void score(thread Fragment* scores, const threadgroup T* keys, Place place) {
+  void score(thread Fragment* scores, const threadgroup T* keys, Place place) thread {
+    DFLASH_UNROLL
     for (int j = 0; j < KEYS / 8; j++) scores[j] = Fragment(0);
+    DFLASH_UNROLL
     for (int i = 0; i < D / 8; i++) {
-      const Fragment rows = fragment(float(query[i][0]), float(query[i][1]));
+      const Fragment rows = filled_with(float(query[i][0]), float(query[i][1]));
+      DFLASH_UNROLL
       for (int j = 0; j < KEYS / 8; j++) {
         const threadgroup T* key = keys + (j * 8 + place.column) * (D + kPad) + i * 8 + place.row;
-        const Fragment column = fragment(float(key[0]), float(key[D + kPad]));
+        const Fragment column = filled_with(float(key[0]), float(key[D + kPad]));
         simdgroup_multiply_accumulate(scores[j], rows, column, scores[j]);
       }
     }
@@ -153,10 +161,12 @@ struct QueryRows {
   // was there is scaled to that. `scale` brings scores to units of log 2.
   // This lane's row sees the slots of the tile from `oldest` to `newest` that hold a row.
   void weigh(thread Fragment* scores, const threadgroup int* rows, int oldest, int newest,
-      float scale, Place place) {
+      float scale, Place place) thread {
     float highest = top, weights = 0;
+    DFLASH_UNROLL
     for (int j = 0; j < KEYS / 8; j++) {
       thread auto& pair = scores[j].thread_elements();
+      DFLASH_UNROLL
       for (int e = 0; e < 2; e++) {
         const int slot = j * 8 + place.column + e;
         const bool seen = rows[slot] >= 0 && oldest <= slot && slot <= newest;
@@ -168,8 +178,10 @@ struct QueryRows {
       }
     }
     highest = row_max(highest);
+    DFLASH_UNROLL
     for (int j = 0; j < KEYS / 8; j++) {
       thread auto& pair = scores[j].thread_elements();
+      DFLASH_UNROLL
       for (int e = 0; e < 2; e++) {
         pair[e] = pair[e] > kHidden ? exp2(fma(pair[e], scale, -highest)) : 0.0f;
         weights += pair[e];
@@ -178,6 +190,7 @@ struct QueryRows {
     const float faded = exp2(top - highest);
     total = fma(total, faded, row_sum(weights));
     top = highest;
+    DFLASH_UNROLL
     for (int i = 0; i < D / 8; i++) {
       output[i].thread_elements()[0] *= faded;
       output[i].thread_elements()[1] *= faded;
@@ -185,11 +198,13 @@ struct QueryRows {
   }
 
   // Adds the weighted values, eight keys at a time in the order of their positions.
-  void gather(thread Fragment* weights, const threadgroup T* values, Place place) {
+  void gather(thread Fragment* weights, const threadgroup T* values, Place place) thread {
+    DFLASH_UNROLL
     for (int j = 0; j < KEYS / 8; j++) {
       const threadgroup T* row = values + (j * 8 + place.row) * (D + kPad) + place.column;
+      DFLASH_UNROLL
       for (int i = 0; i < D / 8; i++) {
-        const Fragment value = fragment(float(row[i * 8]), float(row[i * 8 + 1]));
+        const Fragment value = filled_with(float(row[i * 8]), float(row[i * 8 + 1]));
         simdgroup_multiply_accumulate(output[i], weights[j], value, output[i]);
       }
     }
@@ -244,6 +259,7 @@ inline void attend_chunk(const device T* queries, Rows keys, Rows values,
 
   if (!mine) return;
   const int out = (int(group_at.y * key_heads) * of.group + head) * of.nodes + node;
+  DFLASH_UNROLL
   for (int i = 0; i < D / 8; i++) {
     partial[out * D + i * 8 + place.column] = block.output[i].thread_elements()[0];
     partial[out * D + i * 8 + place.column + 1] = block.output[i].thread_elements()[1];

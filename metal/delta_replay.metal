@@ -19,6 +19,8 @@
 #include <metal_simdgroup>
 #include <metal_stdlib>
 
+#include "language.h"
+
 namespace dflash {
 using namespace metal;
 
@@ -35,12 +37,14 @@ struct StateRow {
   }
 
   template <typename Pointer>
-  void load(Pointer row, int lane) {
+  void load(Pointer row, int lane) thread {
+    DFLASH_UNROLL
     for (int i = 0; i < per_lane; i++) values[i] = element(row, i, lane);
   }
 
   template <typename Pointer>
-  void store(Pointer row, int lane) const {
+  void store(Pointer row, int lane) const thread {
+    DFLASH_UNROLL
     for (int i = 0; i < per_lane; i++) {
       if (i * 32 + lane < DK) row[i * 32 + lane] = values[i];
     }
@@ -48,18 +52,22 @@ struct StateRow {
 
   // The product with a key or query [Dk], the same on all lanes.
   template <typename T>
-  float dot(const device T* row, int lane) const {
+  float dot(const device T* row, int lane) const thread {
     float sum = 0;
+    DFLASH_UNROLL
     for (int i = 0; i < per_lane; i++) sum = fma(values[i], element(row, i, lane), sum);
+    DFLASH_UNROLL
     for (ushort distance = 1; distance < 32; distance *= 2) sum += simd_shuffle_xor(sum, distance);
     return sum;
   }
 
   // The state decays, and what it does not yet recall of the value for this key is added.
   template <typename T>
-  void step(const device T* key, float value, float decay, float beta, int lane) {
+  void step(const device T* key, float value, float decay, float beta, int lane) thread {
+    DFLASH_UNROLL
     for (int i = 0; i < per_lane; i++) values[i] *= decay;
     const float missing = (value - dot(key, lane)) * beta;
+    DFLASH_UNROLL
     for (int i = 0; i < per_lane; i++) values[i] = fma(element(key, i, lane), missing, values[i]);
   }
 };
@@ -78,7 +86,7 @@ struct DeltaInputs {
     return (row * key_heads + head / (heads / key_heads)) * DK;
   }
 
-  void step(thread StateRow<DK>& state, int row, int head, int d, int lane) const {
+  void step(thread StateRow<DK>& state, int row, int head, int d, int lane) const thread {
     const int gate = row * heads + head;
     const float value = float(values[gate * value_dim + d]);
     state.step(keys + key_at(row, head), value, decay[gate], float(beta[gate]), lane);

@@ -10,6 +10,8 @@
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
+#include "language.h"
+
 namespace dflash {
 using namespace metal;
 
@@ -24,7 +26,7 @@ inline Place place_of(uint lane) {
   return {short((quad & 4) + (lane / 2) % 4), short((quad & 2) * 2 + (lane % 2) * 2)};
 }
 
-inline Fragment fragment(float first, float second) {
+inline Fragment filled_with(float first, float second) {
   Fragment filled;
   filled.thread_elements()[0] = first;
   filled.thread_elements()[1] = second;

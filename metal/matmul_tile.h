@@ -47,7 +47,7 @@ struct DenseRows {
   int first;
   int count;
 
-  void fetch(thread typename PlainMatrix<T, T>::Piece& piece, int row, int k) const {
+  void fetch(thread typename PlainMatrix<T, T>::Piece& piece, int row, int k) const thread {
     x.fetch(piece, first + row, k, row < count && k < x.K);
   }
 };
@@ -63,7 +63,7 @@ struct Columns {
   int first;
   int N;
 
-  void fetch(thread typename Weights::Piece& piece, int row, int k) const {
+  void fetch(thread typename Weights::Piece& piece, int row, int k) const thread {
     const bool second = GATE_UP && row >= width;
     const int column = first + (second ? row - width : row);
     const bool inside = column < N && k < w.K;
@@ -87,7 +87,7 @@ struct TileLoader {
   typename Matrix::Piece pieces[count];
 
   template <typename Source>
-  void fetch(Source source, int k, int t) {
+  void fetch(Source source, int k, int t) thread {
     DFLASH_UNROLL
     for (int i = 0; i < count; i++) {
       const int piece = i * kThreads + t;
@@ -95,7 +95,7 @@ struct TileLoader {
     }
   }
 
-  void store(threadgroup T* tile, int t) const {
+  void store(threadgroup T* tile, int t) const thread {
     DFLASH_UNROLL
     for (int i = 0; i < count; i++) {
       const int piece = i * kThreads + t;
@@ -111,7 +111,7 @@ struct TileSums {
   enum : int { stride = kRowBytes / sizeof(T) };
   simdgroup_matrix<float, 8, 8> sums[ROW_BLOCKS][2];
 
-  TileSums() {
+  void clear() thread {
     DFLASH_UNROLL
     for (int r = 0; r < ROW_BLOCKS; r++) {
       DFLASH_UNROLL
@@ -120,7 +120,7 @@ struct TileSums {
   }
 
   // Adds `depth` values along K; x and w are rows of the two tiles at the first of them.
-  void multiply_add(const threadgroup T* x, const threadgroup T* w, int depth) {
+  void multiply_add(const threadgroup T* x, const threadgroup T* w, int depth) thread {
     for (int k = 0; k < depth; k += 8) {
       simdgroup_matrix<T, 8, 8> rows[ROW_BLOCKS], columns[2];
       DFLASH_UNROLL
@@ -140,7 +140,7 @@ struct TileSums {
   }
 
   // to: [16, kTileColumns], at the first of its columns.
-  void store(threadgroup float* to) const {
+  void store(threadgroup float* to) const thread {
     DFLASH_UNROLL
     for (int r = 0; r < ROW_BLOCKS; r++) {
       DFLASH_UNROLL
@@ -166,6 +166,7 @@ void multiply_tile(Rows rows, Columns<Weights, GATE_UP> columns, int begin, int 
   TileLoader<T, PlainMatrix<T, T>, 8 * ROW_BLOCKS> x_loader;
   TileLoader<T, Weights, kTileColumns> w_loader;
   TileSums<T, ROW_BLOCKS> sums;
+  sums.clear();
   x_loader.fetch(rows, begin, t);
   w_loader.fetch(columns, begin, t);
   for (int k = begin; k < end; k += depth) {

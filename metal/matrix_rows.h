@@ -15,8 +15,7 @@
 
 #include <metal_stdlib>
 
-// For loops over small arrays, which are registers only if every index is known.
-#define DFLASH_UNROLL _Pragma("clang loop unroll(full)")
+#include "language.h"
 
 namespace dflash {
 using namespace metal;
@@ -39,7 +38,7 @@ struct PlainMatrix {
   const device W* values;  // [rows, K]
   int K;
 
-  void fetch(thread Piece& piece, int row, int k, bool inside) const {
+  void fetch(thread Piece& piece, int row, int k, bool inside) const thread {
     const device W* from = values + size_t(row) * K + k;
     if (inside && K % piece_values == 0) {
       DFLASH_UNROLL
@@ -65,7 +64,7 @@ struct PlainMatrix {
   }
 
   // The matrix of one expert, when `values` is [experts, rows, K].
-  PlainMatrix expert(int index, int rows) const {
+  PlainMatrix expert(int index, int rows) const thread {
     return {values + size_t(index) * rows * K, K};
   }
 };
@@ -91,7 +90,7 @@ struct AffineWeights {
   const device S* biases;    // [rows, K / GROUP]
   int K;
 
-  void fetch(thread Piece& piece, int row, int k, bool inside) const {
+  void fetch(thread Piece& piece, int row, int k, bool inside) const thread {
     if (!inside) {
       piece.words = vec<uint, piece_words>(0);
       piece.scale = piece.bias = 0;
@@ -120,7 +119,7 @@ struct AffineWeights {
   }
 
   // The weights of one expert, when the arrays are [experts, rows, ...].
-  AffineWeights expert(int index, int rows) const {
+  AffineWeights expert(int index, int rows) const thread {
     const size_t first = size_t(index) * rows;
     return {words + first * (K / per_word), scales + first * (K / GROUP),
             biases + first * (K / GROUP), K};

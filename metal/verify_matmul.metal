@@ -57,6 +57,7 @@ void merge_splits(const device float* sums, device Out* y, int splits, size_t si
   constexpr int parts = GATE_UP ? 2 : 1;
   float totals[2] = {0, 0};
   for (int split = 0; split < splits; split++) {
+    DFLASH_UNROLL
     for (int part = 0; part < parts; part++) {
       totals[part] += sums[(size_t(split) * parts + part) * size + at];
     }

@@ -25,7 +25,7 @@ struct RoutedRows {
   int count;
   int pairs_per_row;
 
-  void fetch(thread typename PlainMatrix<T, T>::Piece& piece, int row, int k) const {
+  void fetch(thread typename PlainMatrix<T, T>::Piece& piece, int row, int k) const thread {
     const bool inside = row < count && k < x.K;
     x.fetch(piece, inside ? order[first + row] / pairs_per_row : 0, k, inside);
   }

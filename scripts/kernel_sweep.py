@@ -22,7 +22,6 @@ from dflash_mlx.kernels.block_attention import (
     Tree,
     block_attention_reference,
 )
-from dflash_mlx.kernels.context_kv import ContextKV, context_kv_reference
 from dflash_mlx.kernels.delta_replay import DeltaVerify, delta_verify_reference
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, verify_matmul_reference
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
@@ -119,31 +118,12 @@ def delta(verify: DeltaVerify, choose: random.Random, dtype: mx.Dtype) -> tuple[
     return relative_error(y, truth), same_bits(alone[:, -1], y[:, -1])
 
 
-def context(make: ContextKV, choose: random.Random, dtype: mx.Dtype) -> tuple[float, bool]:
-    """As `dense`, for the keys of a drafter's layers."""
-    layers, heads, head_dim = choose.randint(1, 3), choose.randint(1, 2), 2 * choose.randint(8, 128)
-    bits, rows = choose.choice([None, 4, 8]), choose.randint(1, 20)
-    depth = 64 * choose.randint(1, 12) if bits else choose.randint(8, 700)
-    pair = [random_weights((layers, heads * head_dim, depth), dtype, bits) for _ in range(2)]
-    x, norms = mx.random.normal((rows, depth)).astype(dtype), mx.random.normal((layers, head_dim))
-    frequencies = 1e6 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
-    named = {"position": choose.randint(0, 5000), "eps": 1e-6}
-    y = mx.concatenate(make(x, *pair, norms, frequencies, **named))
-    exact = x.astype(mx.float32)
-    truth = mx.concatenate(context_kv_reference(exact, *pair, norms, frequencies, **named))
-    row = choose.randrange(rows)
-    named["position"] += row
-    alone = mx.concatenate(make(x[row : row + 1], *pair, norms, frequencies, **named))
-    return relative_error(y, truth), same_bits(alone, y[:, :, row : row + 1])
-
-
 # What a kind of call needs, and how often it is drawn.
 KERNELS = {
     dense: (VerifyMatmul, 4),
     routed: (VerifyMatmulMoe, 2),
     attention: (BlockAttention, 2),
     delta: (DeltaVerify, 1),
-    context: (ContextKV, 1),
 }
 
 

@@ -22,7 +22,7 @@ MOST_NODES = 64
 # sum, so it cannot depend on the length. More keys mean less parallel work in a short context and
 # fewer partial sums to write and read in a long one.
 CHUNK = 512
-_UNLIMITED = 2**31 - 1  # a window no context fills
+_UNLIMITED = 2**30  # a window no context fills; what is subtracted from it still fits an int
 
 _MEMORY = """
   constexpr int KEYS = dflash::keys_per_tile(D * sizeof(T));
