@@ -1,7 +1,6 @@
 """Block attention on the emulated device, against softmax written out in numpy."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ from kernel_check import (
     same_bits,
 )
 from kernel_trees import random_tree
-from metal_host import EmulatedKernel, needs_compiler, needs_strict_compiler
+from metal_host import needs_compiler
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.errors import KernelError
@@ -216,16 +215,6 @@ def test_a_window_leaves_the_rest_of_the_keys_unread():
     BlockAttention(counted)(queries, keys, values, **named)
     rows = counted.counters("block_attention").buffers["keys"].read // keys[0, 0, 0].nbytes
     assert 103 <= rows < 103 + 32
-
-
-@needs_compiler
-@needs_strict_compiler
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("tree", [False, True])
-def test_address_spaces(bits, tree):
-    """Of the smallest inputs too, which MLX hands over in constant memory."""
-    args, named = Case(length=1, bits=bits, tree=tree).arguments()
-    BlockAttention(partial(EmulatedKernel, strict=True))(*args, **named)
 
 
 def test_what_does_not_fit_is_refused(kernel):

@@ -1,6 +1,5 @@
 """verify_matmul: its float32 reference, the same bits for a row in every call, its work."""
 
-from functools import partial
 from itertools import cycle, product
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ from kernel_check import (
     relative_error,
     same_bits,
 )
-from metal_host import EmulatedKernel, needs_compiler, needs_strict_compiler
+from metal_host import needs_compiler
 
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k, verify_matmul_reference
@@ -138,16 +137,6 @@ def test_a_bad_row_spoils_no_other(matmul):
     good = mx.array([i for i in range(16) if i not in (3, 7)])
     assert same_bits(spoilt[good], y[good])
     assert not mx.isfinite(spoilt[mx.array([3, 7])]).any().item()
-
-
-@needs_compiler
-@needs_strict_compiler
-@pytest.mark.parametrize("kind", KINDS)
-def test_address_spaces(kind):
-    """One column has 4 scales: so few elements MLX would hand over in `constant` memory."""
-    dtype, bits, shape, count = KINDS[kind]
-    weights = [random_weights(shape, dtype, bits) for _ in range(count)]
-    VerifyMatmul(partial(EmulatedKernel, strict=True))(mx.ones((2, shape[1]), dtype), *weights)
 
 
 @needs_compiler

@@ -9,14 +9,12 @@ clang comes with the PyPI package `ziglang`, so these checks run wherever the te
 read in batches: all that share a header are one translation unit, and none is kept on disk.
 """
 
-import json
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from metal_host.compiler import HERE, CompilationError
 from metal_host.glue import shared_names, sources
@@ -35,7 +33,7 @@ _VECTOR = re.compile(
     r"\b(?:(float|half|bfloat|u?(?:char|short|int|long))([234])"
     r"|vec\s*<([^<>()]*(?:<[^<>]*>)?[^<>()]*)>)\s*\("
 )
-_SYSTEM_INCLUDE = re.compile(r"^\s*#\s*include\s*<[^>]*>", re.MULTILINE)
+_SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<[^>]*>", re.MULTILINE)
 
 
 @cache
@@ -66,10 +64,8 @@ def _function(wrapper: Wrapper, signature: str, body: str) -> str:
     text = f'#line 1 "{wrapper.name}"\n{_readable(body)}'
     if names := shared_names(wrapper.body):
         used = " + ".join(f"sizeof({name}_shared)" for name in names)
-        end = text.rindex("}")
-        text = (
-            f'{text[:end]}static_assert({used} <= {THREADGROUP_MEMORY}, "threadgroup memory");\n}}\n'
-        )
+        limit = f'static_assert({used} <= {THREADGROUP_MEMORY}, "threadgroup memory");'
+        text = f"{text[: text.rindex('}')]}{limit}\n}}\n"
     text = signature + text
     if wrapper.template:
         types = [p.type for p in wrapper.parameters] + [ATTRIBUTES[a] for a in wrapper.attributes]
@@ -91,10 +87,11 @@ def units(wrappers: Iterable[Wrapper]) -> Iterator[str]:
 def check_strictly(wrappers: Iterable[Wrapper]) -> None:
     """Raises CompilationError for what Metal refuses in a kernel, with clang's own messages."""
     for unit in units(wrappers):
-        _clang(unit)
+        read(unit)
 
 
-def _clang(unit: str, *options: str) -> str:
+def read(unit: str, *options: str) -> str:
+    """What clang prints of a unit of `units`. Raises CompilationError."""
     command = [*clang(), *_OPTIONS, *options, "-"]
     done = subprocess.run(command, input=unit, capture_output=True, text=True)
     if done.returncode:

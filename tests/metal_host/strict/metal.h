@@ -202,8 +202,8 @@ struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "Metal has 8x8 only");
   vec<T, 2> elements;
 
-  simdgroup_matrix() thread = default;
-  explicit simdgroup_matrix(T diagonal) thread;
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T diagonal);
   thread vec<T, 2>& thread_elements() thread { return elements; }
   const thread vec<T, 2>& thread_elements() const thread { return elements; }
 };
