@@ -44,4 +44,11 @@ inline float row_sum(float value) {
   return value + simd_shuffle_xor(value, 8);
 }
 
+// The eight lanes of a matrix column differ in the others: 1, 2 and 4.
+inline float column_sum(float value) {
+  value += simd_shuffle_xor(value, 2);
+  value += simd_shuffle_xor(value, 4);
+  return value + simd_shuffle_xor(value, 16);
+}
+
 }  // namespace dflash

@@ -15,19 +15,19 @@ namespace dflash {
 
 // x [M, K], w and up [N, K] (`up` is read only with GATE_UP).
 // y: [M, N] without SPLIT; else [splits, 1 or (GATE_UP) 2, M, N] in float32: sums yet to be merged.
-// tile: threadgroup in the grid; grid: its size; scratch: kScratch float4; t, s: this thread.
+// tile: threadgroup in the grid; grid: its size; scratch: kScratch floats; t, s: this thread.
 template <typename T, bool GATE_UP, bool SPLIT, typename Weights, typename Out>
 void verify_matmul(const device T* x, Weights w, Weights up, device Out* y, int M, int N,
-                   threadgroup float4* scratch, uint3 tile, uint3 grid, uint t, uint s) {
+                   threadgroup float* scratch, uint3 tile, uint3 grid, uint t, uint s) {
   constexpr int width = Columns<Weights, GATE_UP>::width;
-  constexpr int depth = tile_depth<T>();
+  constexpr int step = Weights::step;
   const int first_row = tile.z * kTileRows;
   const int first_column = tile.x * width;
-  const int steps = (w.K + depth - 1) / depth;
-  const int begin = steps * int(tile.y) / int(grid.y) * depth;
-  const int end = min(w.K, steps * int(tile.y + 1) / int(grid.y) * depth);
+  const int steps = (w.K + step - 1) / step;
+  const int begin = steps * int(tile.y) / int(grid.y) * step;
+  const int end = min(w.K, steps * int(tile.y + 1) / int(grid.y) * step);
 
-  const DenseRows<T> rows = {{x, w.K}, first_row, min(int(kTileRows), M - first_row)};
+  const DenseRows<T> rows = {x, w.K, first_row, min(int(kTileRows), M - first_row)};
   const Columns<Weights, GATE_UP> columns = {w, up, first_column, N};
   if (rows.count <= 8) {  // half of the work, and for each row the same sums
     multiply_tile<T, 1>(rows, columns, begin, end, scratch, t, s);

@@ -19,25 +19,25 @@ namespace dflash {
 // has `pairs_per_row` pairs.
 template <typename T>
 struct RoutedRows {
-  PlainMatrix<T, T> x;
+  const device T* x;
+  int K;
   const device uint* order;
   int first;
   int count;
   int pairs_per_row;
 
-  void fetch(thread typename PlainMatrix<T, T>::Piece& piece, int row, int k) const thread {
-    const bool inside = row < count && k < x.K;
-    x.fetch(piece, inside ? order[first + row] / pairs_per_row : 0, k, inside);
+  const device T* row(int index) const thread {
+    return x + size_t(order[first + index] / pairs_per_row) * K;
   }
 };
 
 // x [M, K]; w and up [E, N, K] (`up` is read only with GATE_UP); experts [P]: each pair's expert;
 // order [P]: the pairs, sorted by their experts; y [P, N].
-// tile: threadgroup in the grid; pairs: P; scratch: kScratch float4; t, s: this thread.
+// tile: threadgroup in the grid; pairs: P; scratch: kScratch floats; t, s: this thread.
 template <typename T, bool GATE_UP, typename Weights>
 void verify_matmul_moe(const device T* x, Weights w, Weights up, const device uint* order,
                        const device uint* experts, device T* y, int M, int N, int pairs,
-                       threadgroup float4* scratch, uint3 tile, uint t, uint s) {
+                       threadgroup float* scratch, uint3 tile, uint t, uint s) {
   constexpr int width = Columns<Weights, GATE_UP>::width;
   const int start = tile.y;
   const uint expert = experts[order[start]];
@@ -50,7 +50,7 @@ void verify_matmul_moe(const device T* x, Weights w, Weights up, const device ui
                                              first_column, N};
   for (int first = start; first < end; first += kTileRows) {
     const int count = min(int(kTileRows), end - first);
-    const RoutedRows<T> rows = {{x, w.K}, order, first, count, pairs / M};
+    const RoutedRows<T> rows = {x, w.K, order, first, count, pairs / M};
     if (count <= 8) {  // as almost always: the rows spread over the experts
       multiply_tile<T, 1>(rows, columns, 0, w.K, scratch, t, s);
     } else {

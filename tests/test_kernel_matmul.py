@@ -150,19 +150,22 @@ def test_every_weight_is_read_once_and_multiplied_by_no_more_than_16_rows(rows, 
     counted = factory.counters("verify_matmul_affine")
     columns, depth = shape
     assert counted.buffers["w"].read == counted.buffers["w"].distinct_read == w.words.nbytes
-    assert counted.fmas == columns * depth  # each weight is dequantized once
-    assert counted.multiply_accumulates == (8 if rows <= 8 else 16) * columns * depth
+    # Each code is made once; scale and bias enter once for a group, column and row, and the bias
+    # is that of the codes' middle, in each of the four lanes of a column.
+    multiplied, groups = 8 if rows <= 8 else 16, depth // w.group_size
+    assert counted.fmas == columns * (depth + groups * (2 * multiplied + 4))
+    assert counted.multiply_accumulates == multiplied * columns * depth
     sums = splits * rows * columns * 4 if splits > 1 else rows * columns * 2
     assert counted.buffers["y"].written == sums
 
 
 @needs_compiler
-def test_ragged_shapes_are_rounded_up_to_a_tile_of_columns_and_to_8_along_k():
+def test_ragged_shapes_are_rounded_up_to_a_tile_of_columns_and_to_32_along_k():
     factory, w = Counted(), random_weights((250, 600), mx.bfloat16)
     VerifyMatmul(factory)(mx.ones((16, 600), mx.bfloat16), w)
     counted = factory.counters("verify_matmul_plain")
     assert counted.buffers["w"].read == w.nbytes
-    assert counted.multiply_accumulates == 16 * 256 * 600
+    assert counted.multiply_accumulates == 16 * 256 * 608
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -35,7 +35,7 @@ _ENOUGH_TILES = 256
 _SHORTEST_SPLIT = 512
 
 _CALL = """
-    threadgroup float4 scratch[dflash::kScratch];
+    threadgroup float scratch[dflash::kScratch];
     dflash::verify_matmul<T, GATE_UP, SPLIT>(
         x, left, right, y, x_shape[0], w_shape[0], scratch, threadgroup_position_in_grid,
         threadgroups_per_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
