@@ -204,9 +204,25 @@ FOUND = {
         (("= sums[0] +", "= sums[lane % 4] +"),),
         "sums in registers by an index that is not unrolled",
     ),
+    "an index that some callers know and another does not": (
+        (
+            ("float at(int i) const thread {", "float pick(int i) const thread {\n"
+             "    return held.values[i];\n  }\n  float at(int i) const thread {"),
+            ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
+        ),
+        "values in registers by an index that is not unrolled",
+    ),
     "an unrolled loop whose length is not known": (
         (("j < 4; j++", "j < int(lane); j++"),),
-        "an unrolled loop whose length is not known",
+        "an index that some callers know and another does not": (
+        (
+            ("float at(int i) const thread {", "float pick(int i) const thread {\n"
+             "    return held.values[i];\n  }\n  float at(int i) const thread {"),
+            ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
+        ),
+        "values in registers by an index that is not unrolled",
+    ),
+    "an unrolled loop whose length is not known",
     ),
 }
 

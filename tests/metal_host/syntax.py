@@ -7,6 +7,7 @@ results, several times slower. Such a loop is reported elsewhere as 333 ms again
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from metal_host.strict import read, units
@@ -29,7 +30,9 @@ RESERVED = {
 _MEMORY = ("__global", "__local", "__constant")
 _TEMPLATED = ("FunctionDecl", "CXXMethodDecl", "CXXConstructorDecl", "CXXRecordDecl")
 _MENTIONS = ("UsingDirectiveDecl", "CXXConstructorDecl")
-_LOOPS = ("ForStmt", "WhileStmt", "DoStmt", "CXXForRangeStmt")
+_CALLS = ("CallExpr", "CXXMemberCallExpr")
+_NAMES = ("DeclRefExpr", "MemberExpr")
+_CONSTANTS = ("EnumConstantDecl", "NonTypeTemplateParmDecl", "FunctionDecl", "CXXMethodDecl")
 
 
 def faults(wrappers: Iterable[Wrapper]) -> list[str]:
@@ -39,12 +42,21 @@ def faults(wrappers: Iterable[Wrapper]) -> list[str]:
     """
     found: dict[str, None] = {}
     for unit in units(wrappers):
-        tree = json.loads(read(unit, "-Xclang", "-ast-dump=json"))
         reader = _Reader()
-        for node in tree["inner"]:
+        for node in json.loads(read(unit, "-Xclang", "-ast-dump=json"))["inner"]:
             reader.visit(node)
+        reader.judge()
         found |= dict.fromkeys(reader.found)
     return list(found)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An expression whose value the compiler has to know, and what is wrong if it does not."""
+
+    where: str
+    fault: str
+    expression: Node
 
 
 class _Reader:
@@ -53,25 +65,24 @@ class _Reader:
     def __init__(self) -> None:
         self.found: list[str] = []
         self._file, self._line = "", 0
-        self._variables: dict[str, Node] = {}  # those that are local to a function, by their id
-        self._unrolled: set[str] = set()  # the loop variables of unrolled loops
         self._patterns = 0  # templates around the node, in which types are not known yet
+        self._variables: dict[str, Node] = {}  # by id
+        self._unrolled: set[str] = set()  # the variables of unrolled loops
+        self._parameters: dict[str, tuple[str, int]] = {}  # of which function, and its how manyth
+        self._calls: dict[str, list[tuple[str, list[Node]]]] = {}  # of a function: where, arguments
+        self._asked: list[_Asked] = []
 
     def visit(self, node: Node, unrolled: bool = False) -> None:
         """unrolled: whether the node is a loop that a pragma unrolls."""
         self._place(node)
-        kind = node.get("kind")
+        kind = node.get("kind", "")
         if kind == "NamespaceDecl" and node.get("name") == "metal":
             return
         if node.get("isImplicit") and "loc" in node:
             return  # a copy constructor, say, that nobody has written
-        if kind == "VarDecl":
-            self._variables[node["id"]] = node
-        if kind in _LOOPS:
-            self._loop(node, unrolled)
-        if kind == "ArraySubscriptExpr" and not self._patterns:
-            self._subscript(node)
         self._declaration(node)
+        if not self._patterns:
+            self._statement(node, unrolled)
         hinted = kind == "AttributedStmt" and _has(node, "LoopHintAttr")
         pattern = kind in ("FunctionTemplateDecl", "ClassTemplateDecl")
         for child in node.get("inner", ()):
@@ -81,6 +92,21 @@ class _Reader:
             self._patterns -= itself
             pattern = pattern and not itself  # what follows are its instances
 
+    def judge(self) -> None:
+        """Look at what the compiler has to know. A parameter is known where all calls know it."""
+        seen = set()
+        while self._asked:
+            asked = self._asked.pop()
+            for parameter in self._unknown(asked.expression):
+                function, place = self._parameters.get(parameter, ("", 0))
+                calls = self._calls.get(function)
+                if calls is None:  # no parameter, or a kernel's
+                    self.found.append(f"{asked.where}: {asked.fault}")
+                elif parameter not in seen:
+                    seen.add(parameter)
+                    for where, arguments in calls:
+                        self._asked.append(_Asked(where, asked.fault, arguments[place]))
+
     def _place(self, node: Node) -> None:
         for where in (node.get("loc", {}), *node.get("range", {}).values()):
             for spot in (where.get("spellingLoc"), where.get("expansionLoc", where)):
@@ -89,61 +115,79 @@ class _Reader:
                 if spot and ("file" in spot or "presumedFile" in spot):
                     self._file = spot.get("presumedFile") or spot["file"]
 
+    @property
+    def _where(self) -> str:
+        return f"{self._file if self._file == 'header' else 'body'}:{self._line}"
+
     def _report(self, what: str) -> None:
         if "/" not in self._file:  # not what the prelude declares
-            place = self._file if self._file == "header" else "body"
-            self.found.append(f"{place}:{self._line}: {what}")
+            self.found.append(f"{self._where}: {what}")
 
-    def _loop(self, node: Node, unrolled: bool) -> None:
-        if unrolled and node["kind"] == "ForStmt":
+    def _statement(self, node: Node, unrolled: bool) -> None:
+        kind = node.get("kind")
+        if kind == "ForStmt" and unrolled:
             begin, _, condition, *_ = node["inner"]
-            own = {each["id"] for each in _every(begin) if each.get("kind") == "VarDecl"}
-            self._unrolled |= own
-            if not self._patterns and not self._is_known(condition):
-                self._report("an unrolled loop whose length is not known")
+            self._unrolled |= {e["id"] for e in _every(begin) if e.get("kind") == "VarDecl"}
+            what = "an unrolled loop whose length is not known"
+            self._asked.append(_Asked(self._where, what, condition))
+        elif kind == "ArraySubscriptExpr":
+            base, index = node["inner"]
+            base = _bare(base)
+            type_ = base["type"].get("desugaredQualType", base["type"]["qualType"])
+            if not any(space in type_ for space in _MEMORY):
+                name = base.get("name") or base.get("referencedDecl", {}).get("name", "an array")
+                what = f"{name} in registers by an index that is not unrolled"
+                self._asked.append(_Asked(self._where, what, index))
+        elif kind in _CALLS:
+            called, *arguments = node["inner"]
+            called = _bare(called)
+            function = called.get("referencedMemberDecl") or called.get("referencedDecl", {}).get(
+                "id"
+            )
+            self._calls.setdefault(function, []).append((self._where, arguments))
 
-    def _subscript(self, node: Node) -> None:
-        base, index = node["inner"]
-        while base["kind"] in ("ImplicitCastExpr", "ParenExpr"):
-            base = base["inner"][0]
-        type_ = base["type"].get("desugaredQualType", base["type"]["qualType"])
-        if "dependent" in type_ or any(space in type_ for space in _MEMORY):
-            return
-        if not self._is_known(index):
-            name = base.get("name") or base.get("referencedDecl", {}).get("name", "")
-            self._report(f"{name or 'an array'} in registers by an index that is not unrolled")
-
-    def _is_known(self, expression: Node) -> bool:
-        """Whether the compiler knows its value: constants and the variables of unrolled loops."""
-        return all(
-            self._is_known_variable(each)
-            for each in _every(expression)
-            if each.get("kind") in ("DeclRefExpr", "MemberExpr", "CallExpr", "ArraySubscriptExpr")
-        )
-
-    def _is_known_variable(self, node: Node) -> bool:
-        if node["kind"] == "CallExpr":
-            return True  # of a constexpr function: what it is called with is looked at by itself
-        referred = node.get("referencedDecl", {})
-        if referred.get("kind") in ("EnumConstantDecl", "NonTypeTemplateParmDecl", "FunctionDecl"):
-            return True
-        if referred.get("id") in self._unrolled:
-            return True
-        variable = self._variables.get(referred.get("id", ""))
-        if variable is None or not variable["type"]["qualType"].startswith("const "):
-            return False
-        return all(self._is_known(each) for each in variable.get("inner", ()))
+    def _unknown(self, expression: Node) -> Iterator[str]:
+        """What a value depends on but constants and unrolled loops: the ids of what it is."""
+        for each in _every(expression):
+            if each.get("kind") not in _NAMES:
+                continue
+            referred = each.get("referencedDecl", {})
+            id_ = referred.get("id", "")
+            if referred.get("kind") in _CONSTANTS or id_ in self._unrolled:
+                continue
+            if each["kind"] == "MemberExpr" and each["type"]["qualType"].startswith("<bound"):
+                continue  # a member function that is called
+            variable = self._variables.get(id_)
+            if id_ in self._parameters:
+                yield id_
+            elif variable is not None and variable["type"]["qualType"].startswith("const "):
+                for child in variable.get("inner", ()):
+                    yield from self._unknown(child)
+            else:
+                yield id_ or "a member"
 
     def _declaration(self, node: Node) -> None:
         kind, type_ = node.get("kind", ""), node.get("type", {}).get("qualType", "")
+        if kind == "VarDecl":
+            self._variables[node["id"]] = node
         if kind.endswith("Decl") and node.get("name") in RESERVED and kind not in _MENTIONS:
             self._report(f"{node['name']} is a type of Metal's, not a name to use")
+        if kind in ("FunctionDecl", "CXXMethodDecl"):
+            parameters = [e for e in node.get("inner", ()) if e.get("kind") == "ParmVarDecl"]
+            self._parameters |= {p["id"]: (node["id"], i) for i, p in enumerate(parameters)}
         if kind in ("CXXMethodDecl", "CXXConstructorDecl"):
             if node.get("storageClass") != "static" and "__generic" in type_.rpartition(")")[2]:
                 self._report(f"{node['name']} has a generic `this`: say `thread`")
         elif kind in ("ParmVarDecl", "VarDecl", "FieldDecl", "FunctionDecl", "TypedefDecl"):
             if "__generic" in type_:
                 self._report(f"{node.get('name', 'a parameter')} has no address space: {type_}")
+
+
+def _bare(node: Node) -> Node:
+    """The expression without brackets and conversions around it."""
+    while node["kind"] in ("ImplicitCastExpr", "ParenExpr"):
+        node = node["inner"][0]
+    return node
 
 
 def _has(node: Node, kind: str) -> bool:
