@@ -182,6 +182,7 @@ def test_what_metal_refuses_is_refused(changes):
         strict.check_strictly([kernel(changes)])
 
 
+PICK = "float pick(int i) const thread { return held.values[i]; }\n  "
 UNROLL = '_Pragma("clang loop unroll(full)")\n'
 FOUND = {
     "a generic `this` that does no harm": (
@@ -206,23 +207,25 @@ FOUND = {
     ),
     "an index that some callers know and another does not": (
         (
-            ("float at(int i) const thread {", "float pick(int i) const thread {\n"
-             "    return held.values[i];\n  }\n  float at(int i) const thread {"),
+            (
+                "float at(int i) const thread {",
+                "float pick(int i) const thread {\n"
+                "    return held.values[i];\n  }\n  float at(int i) const thread {",
+            ),
+            ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
+        ),
+        "values in registers by an index that is not unrolled",
+    ),
+    "an index that some callers know and another does not": (
+        (
+            ("float at(int i)", f"{PICK}float at(int i)"),
             ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
         ),
         "values in registers by an index that is not unrolled",
     ),
     "an unrolled loop whose length is not known": (
         (("j < 4; j++", "j < int(lane); j++"),),
-        "an index that some callers know and another does not": (
-        (
-            ("float at(int i) const thread {", "float pick(int i) const thread {\n"
-             "    return held.values[i];\n  }\n  float at(int i) const thread {"),
-            ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
-        ),
-        "values in registers by an index that is not unrolled",
-    ),
-    "an unrolled loop whose length is not known",
+        "an unrolled loop whose length is not known",
     ),
 }
 
