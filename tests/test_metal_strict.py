@@ -207,17 +207,6 @@ FOUND = {
     ),
     "an index that some callers know and another does not": (
         (
-            (
-                "float at(int i) const thread {",
-                "float pick(int i) const thread {\n"
-                "    return held.values[i];\n  }\n  float at(int i) const thread {",
-            ),
-            ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
-        ),
-        "values in registers by an index that is not unrolled",
-    ),
-    "an index that some callers know and another does not": (
-        (
             ("float at(int i)", f"{PICK}float at(int i)"),
             ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
         ),
