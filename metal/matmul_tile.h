@@ -218,9 +218,4 @@ inline float tile_sum(const threadgroup float* scratch, int row, int column) {
   return sum;
 }
 
-// The gated unit of a transformer's MLP: silu(gate) up.
-inline float gated(float gate, float up) {
-  return gate / (1 + exp(-gate)) * up;
-}
-
 }  // namespace dflash

@@ -5,10 +5,11 @@
 // threadgroup and for the order of its sums.
 //
 // A matrix with few columns has too few tiles to keep a GPU busy, so its K is split: every split
-// writes its sums, and `merge_splits` adds them, the first split first. Where the splits lie is
+// writes its sums, and merge_splits.metal adds them, the first split first. Where the splits lie is
 // given by N and K alone, so a row's sums have the same order whatever shares the call.
 #include <metal_stdlib>
 
+#include "gated.h"
 #include "matmul_tile.h"
 
 namespace dflash {
@@ -49,20 +50,6 @@ void verify_matmul(const device T* x, Weights w, Weights up, device Out* y, int 
       y[at] = Out(GATE_UP ? gated(sum, up_sum) : sum);
     }
   }
-}
-
-// sums [splits, 1 or 2, M N], float32 -> y [M N]; one thread per element, `at`.
-template <bool GATE_UP, typename Out>
-void merge_splits(const device float* sums, device Out* y, int splits, size_t size, size_t at) {
-  constexpr int parts = GATE_UP ? 2 : 1;
-  float totals[2] = {0, 0};
-  for (int split = 0; split < splits; split++) {
-    DFLASH_UNROLL
-    for (int part = 0; part < parts; part++) {
-      totals[part] += sums[(size_t(split) * parts + part) * size + at];
-    }
-  }
-  y[at] = Out(GATE_UP ? gated(totals[0], totals[1]) : totals[0]);
 }
 
 }  // namespace dflash

@@ -4,13 +4,14 @@
 // The pairs come in an order that sorts them by expert. Grid: (tiles of columns, pairs) threadgroups
 // of 128 threads, but only the first pair of each expert has work: its threadgroups take all rows of
 // that expert, up to 16 at a time, so that with up to 16 rows an expert's weights are read once. The
-// others see that the pair before has the same expert and return. How many experts are in use, and how the rows
-// spread over them, is thus never needed on the host.
+// others see that the pair before has the same expert and return. How many experts are in use, and
+// how the rows spread over them, is thus never needed on the host.
 //
 // K is not split: there are many experts, hence many tiles. The order of sums is that of one split
 // in verify_matmul.metal.
 #include <metal_stdlib>
 
+#include "gated.h"
 #include "matmul_tile.h"
 
 namespace dflash {

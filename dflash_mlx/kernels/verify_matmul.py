@@ -98,7 +98,7 @@ class VerifyMatmul:
             input_names=["sums"],
             output_names=["y"],
             source=_MERGE,
-            header=header,
+            header=metal_source("merge_splits.metal"),
         )
 
     def __call__(self, x: mx.array, w: Weights, up: Weights | None = None) -> mx.array:
