@@ -3,7 +3,6 @@
 Half precision and 4 bits, where stock kernels of a GPU round a row differently in a block.
 """
 
-import copy
 import json
 from functools import partial
 
@@ -13,6 +12,7 @@ import mlx.nn as nn
 import pytest
 import tinymodels
 from kernel_check import kernel_factory, on_gpu_or_emulator, same_bits
+from kernel_models import HEAD, Launches, exact_target, half_precision
 from mlx.utils import tree_flatten
 from oracle import Oracle
 from typer.testing import CliRunner
@@ -37,40 +37,6 @@ pytestmark = on_gpu_or_emulator
 
 TOKENS, BLOCK = 24, 16
 PROMPT = families.random_prompt(9, seed=1)
-HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
-
-
-class Launches:
-    """A factory of emulated kernels that counts their calls by name."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.factory = kernel_factory()
-
-    def __call__(self, name, **arguments):
-        kernel = self.factory(name=name, **arguments)
-
-        def launch(**call):
-            self.counts[name] = self.counts.get(name, 0) + 1
-            return kernel(**call)
-
-        return launch
-
-
-def half_precision(family: str, bits: int | None = 4):
-    """A random model in bfloat16, its matrices in 4 bits."""
-    model = families.random_model(family, seed=3, head_dim=HEAD)
-    model.set_dtype(mx.bfloat16)
-    if quantization := Quantization.of(bits, "affine", 32):
-        quantization.apply(model)
-    return model
-
-
-def exact_target(family: str, factory, bits: int | None = 4) -> Target:
-    """Such a model with all of its verify on our kernels."""
-    model, config = half_precision(family, bits), copy.deepcopy(families.CONFIGS[family])
-    wiring = wire(model, config, Kernels(factory), None, {}, exact=True)
-    return Target(model, families.Letters(), config, family, wiring)
 
 
 @pytest.mark.parametrize(

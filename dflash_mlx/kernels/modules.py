@@ -57,6 +57,7 @@ class Wiring:
             depend on how many rows there are.
         layers: the path of every layer that was swapped, and the rows from which it is ours.
         measured: as of `first_row`; it decides about attention when that is called.
+        broken: the names of what failed its check here and is left to MLX.
     """
 
     kernels: Kernels
@@ -64,6 +65,7 @@ class Wiring:
     exact: bool
     layers: Mapping[str, int]
     measured: Mapping[str, int | None]
+    broken: frozenset[str] = frozenset()
 
     @property
     def widest(self) -> int | None:
@@ -164,6 +166,7 @@ def wire(
     chip: Chip | None,
     measured: Mapping[str, int | None],
     exact: bool | None = None,
+    broken: frozenset[str] = frozenset(),
 ) -> Wiring:
     """Swap in the layers that the table gives to our kernels.
 
@@ -175,6 +178,7 @@ def wire(
         measured: as of `first_row`.
         exact: True sends every verify of up to 64 rows through our kernels; False asks the table;
             None is True where that was measured to cost nothing.
+        broken: the names of what is left to MLX, whatever the table says.
 
     Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
     """
@@ -183,7 +187,7 @@ def wire(
         (path, module, matrix) for path, module, matrix in found if not can_swap(module, matrix)
     ]
     if exact is None:
-        exact = not foreign and exact_by_default([matrix for _, _, matrix in found], measured)
+        exact = will_be_exact(model, config, measured)
     if exact and foreign:
         path, module, matrix = foreign[0]
         raise SettingsError(
@@ -193,13 +197,24 @@ def wire(
     layers = {}
     for path, module, matrix in found:
         first = 1 if exact else first_row(chip, matrix, measured)
+        if matrix.key in broken:
+            first = None
         if first is not None and first <= WIDEST and can_swap(module, matrix):
             _swap(module, matrix, kernels, range(first, (EXACT_ROWS if exact else WIDEST) + 1))
             layers[path] = first
-    fuse(model)
+    fuse(model, broken)
     if exact:
         _swap_convolutions(model)
-    return Wiring(kernels, chip, exact, layers, measured)
+    return Wiring(kernels, chip, exact, layers, measured, broken)
+
+
+def will_be_exact(
+    model: nn.Module, config: dict[str, Any], measured: Mapping[str, int | None]
+) -> bool:
+    """Whether `wire` decides for exact decoding where nobody asks."""
+    found = list(matrices(model, config))
+    swappable = all(can_swap(module, matrix) for _, module, matrix in found)
+    return swappable and exact_by_default([matrix for _, _, matrix in found], measured)
 
 
 def _swap_convolutions(model: nn.Module) -> None:

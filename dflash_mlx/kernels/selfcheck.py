@@ -18,7 +18,7 @@ import mlx.core as mx
 from .block_attention import CHUNK, Tree, block_attention_reference
 from .choose import WIDEST
 from .delta_replay import DeltaReplay, DeltaVerify, delta_replay_reference, delta_verify_reference
-from .shapes import AttentionShape, DeltaShape
+from .shapes import AttentionShape, DeltaShape, key_over
 from .verify_matmul import VerifyMatmul, verify_matmul_reference
 from .verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
 from .weights import AffineWeights, Weights, dequantized
@@ -64,10 +64,10 @@ def _fault(check: Check) -> str | None:
     for result, reference in zip(results, check.reference(), strict=True):
         if result.shape != reference.shape:
             return f"gives {result.shape} instead of {reference.shape}"
-        difference = mx.abs(result.astype(mx.float32) - reference).max().item()
-        allowed = TOLERANCES[result.dtype] * mx.abs(reference).max().item()
-        if not difference <= allowed:  # NaN is, too
-            return f"differs from its reference by {difference:.2g}, where {allowed:.2g} is rounding"
+        difference = mx.abs(result.astype(mx.float32) - reference).max()
+        allowed = TOLERANCES[result.dtype] * mx.abs(reference).max()
+        if not mx.less_equal(difference, allowed).item():  # with a NaN, too
+            return f"differs from its reference by {difference.item():.2g}"
     return None
 
 
@@ -99,19 +99,24 @@ class Noise:
 
 
 def product_checks(
-    kernel: VerifyMatmul, key: str, dtype: mx.Dtype, rows: Iterable[int], w: Weights, *up: Weights
+    kernel: VerifyMatmul,
+    key: str,
+    dtype: mx.Dtype,
+    rows: Iterable[int],
+    w: Weights,
+    up: Weights | None = None,
 ) -> Iterator[Check]:
     """The product of x in `dtype` by w [N, K], or the gated unit of w and `up`."""
     noise, columns = Noise(dtype), _columns(w.shape[-2])
-    picked = [_picked(m, columns) for m in (w, *up)]
+    picked = [dequantized(_picked(m, columns)) for m in (w, up) if m is not None]
     for count in rows:
         x = noise(count, w.shape[-1])
 
         def reference(x: mx.array = x) -> list[mx.array]:
-            return [verify_matmul_reference(x.astype(mx.float32), *map(dequantized, picked))]
+            return [verify_matmul_reference(x.astype(mx.float32), *picked)]
 
         def ours(x: mx.array = x) -> list[mx.array]:
-            return [kernel(x, w, *up)[..., columns]]
+            return [kernel(x, w, up)[..., columns]]
 
         yield Check(key, f"the product of {count} rows by {key}", ours, reference)
 
@@ -123,23 +128,23 @@ def expert_checks(
     rows: Iterable[int],
     top_k: int,
     w: Weights,
-    *up: Weights,
+    up: Weights | None = None,
 ) -> Iterator[Check]:
     """As `product_checks`, by w [E, N, K] of `top_k` experts a row."""
     noise, columns = Noise(dtype), _columns(w.shape[-2])
-    picked = [_picked(m, columns) for m in (w, *up)]
+    picked = [dequantized(_picked(m, columns)) for m in (w, up) if m is not None]
     for count in rows:
         experts = mx.argsort(noise(count, w.shape[0]), axis=-1)[:, :top_k]
         # A row for each token, as gate and up have it, or for each pair, as the projection down.
-        x = noise(count, w.shape[-1]) if up else noise(count, top_k, w.shape[-1])
+        x = noise(count, w.shape[-1]) if up is not None else noise(count, top_k, w.shape[-1])
 
         def reference(x: mx.array = x, experts: mx.array = experts) -> list[mx.array]:
-            first, *second = map(dequantized, picked)
+            first, *second = picked
             exact = x.astype(mx.float32)
             return [verify_matmul_moe_reference(exact, first, experts, *second)]
 
         def ours(x: mx.array = x, experts: mx.array = experts) -> list[mx.array]:
-            return [kernel(x, w, experts, *up)[..., columns]]
+            return [kernel(x, w, experts, up)[..., columns]]
 
         yield Check(key, f"the product of {count} rows by {key}", ours, reference)
 
@@ -164,7 +169,7 @@ def _attention(
     first = CHUNK - length // 2  # so that the rows see keys of two chunks
     queries = noise(1, shape.heads, rows, shape.head_dim)
     stored: list[Any] = [noise(1, shape.key_heads, length, shape.head_dim) for _ in range(2)]
-    if bits is not None:
+    if bits is not None and shape.group_size is not None:
         parts = [mx.quantize(x, shape.group_size, bits) for x in stored]
         stored = [AffineWeights(*of, bits, shape.group_size) for of in parts]
     named: dict[str, Any] = {"scale": shape.head_dim**-0.5, "first": first, "window": shape.window}
@@ -179,7 +184,9 @@ def _attention(
     kind = "a tree" if tree else "a chain"
     quantized = f" over {bits}-bit keys" if bits else ""
     what = f"{shape.key}, {kind} of {rows}{quantized},"
-    return Check(shape.key_of(bits), what, lambda: [kernel(queries, *stored, **named)], reference)
+    return Check(
+        key_over(shape.key, bits), what, lambda: [kernel(queries, *stored, **named)], reference
+    )
 
 
 def _tree(nodes: int, position: int) -> Tree:
@@ -231,12 +238,14 @@ def _arrays(rule: Callable[..., Any], *args: Any) -> list[mx.array]:
 def _columns(count: int) -> mx.array:
     """The columns that are compared: a reference of whole matrices would take long to compute."""
     starts = (0, count // 2, count - COLUMNS)
-    return mx.array(sorted({at + i for at in starts for i in range(COLUMNS) if 0 <= at + i < count}))
+    return mx.array(
+        sorted({at + i for at in starts for i in range(COLUMNS) if 0 <= at + i < count})
+    )
 
 
 def _picked(w: Weights, columns: mx.array) -> Weights:
     """Some columns of the result: rows of w [..., N, K]."""
     if isinstance(w, mx.array):
         return mx.take(w, columns, axis=-2)
-    arrays = (mx.take(x, columns, axis=-2) for x in (w.words, w.scales, w.biases))
-    return AffineWeights(*arrays, w.bits, w.group_size)
+    words, scales, biases = (mx.take(x, columns, axis=-2) for x in (w.words, w.scales, w.biases))
+    return AffineWeights(words, scales, biases, w.bits, w.group_size)

@@ -96,10 +96,6 @@ class AttentionShape:
         """As of `attention_key`."""
         return attention_key(self.heads, self.key_heads, self.head_dim)
 
-    def key_of(self, bits: int | None) -> str:
-        """The name of what reads keys in so many bits; None for plain ones."""
-        return self.key if bits is None else f"{self.key} over {bits}-bit keys"
-
 
 @dataclass(frozen=True)
 class DeltaShape:
@@ -146,6 +142,11 @@ def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn
 def attention_key(heads: int, key_heads: int, head_dim: int) -> str:
     """The name in tables of attention of so many heads: `attention 32/8 heads of 128`."""
     return f"attention {heads}/{key_heads} heads of {head_dim}"
+
+
+def key_over(key: str, bits: int | None) -> str:
+    """The name of attention over keys of so many bits; None for keys as they are."""
+    return key if bits is None else f"{key} over {bits}-bit keys"
 
 
 def top_k(config: dict[str, Any]) -> int:

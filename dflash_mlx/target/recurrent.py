@@ -21,6 +21,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from ..kernels.modules import Kernels
+from ..kernels.shapes import DeltaShape, dtype_of
 from .overrides import Overrides, rebound
 from .recurrent_tree import delta_gates, first_state, mix
 from .tree_attention import Tree
@@ -163,3 +164,12 @@ def _replay_steps(
 def has_tape(layer: nn.Module) -> bool:
     """Whether a decoder layer's recurrence is one that `RecurrentTape` can replay."""
     return type(getattr(layer, "linear_attn", None)) in (GatedDeltaNet, Qwen3NextGatedDeltaNet)
+
+
+def delta_shape(layer: nn.Module) -> DeltaShape | None:
+    """What a layer's recurrence asks of our kernels; None for a layer without one."""
+    if not has_tape(layer):
+        return None
+    mixer: Any = layer.linear_attn
+    heads = mixer.num_k_heads, mixer.num_v_heads
+    return DeltaShape(*heads, mixer.head_k_dim, mixer.head_v_dim, dtype_of(mixer.out_proj))
