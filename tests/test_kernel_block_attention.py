@@ -217,6 +217,22 @@ def test_a_window_leaves_the_rest_of_the_keys_unread():
     assert 103 <= rows < 103 + 32
 
 
+def test_only_chunks_that_a_tree_reaches_have_a_threadgroup_for_each_node():
+    """Four chunks of 512 keys have two threadgroups each, for 40 rows of 2 heads in SIMD-groups
+    of 16; the two that the tree reaches have 40."""
+    factory, grids = kernel_factory(), []
+
+    def recorded(**arguments):
+        kernel = factory(**arguments)
+        return lambda **call: grids.append(call) or kernel(**call)
+
+    case = Case(mx.float16, 64, key_heads=3, group=4, nodes=40, length=4 * 512 + 70, tree=True)
+    args, named = case.arguments()
+    BlockAttention(recorded)(*args, **named)
+    (x, y, z), (threads, _, _) = grids[0]["grid"], grids[0]["threadgroup"]
+    assert (x // threads, y, z) == (3, 4 * 2 + 40, 1)
+
+
 def test_what_does_not_fit_is_refused(kernel):
     (queries, keys, values), named = Case(mx.float16, nodes=3, length=8).arguments()
     tree = Tree(mx.zeros(2), mx.zeros((2, 2)))

@@ -298,7 +298,7 @@ def check_verify(queries: mx.array, keys: mx.array, parents: Sequence[int] | Non
 def _launch(
     keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[list[mx.array], dict]:
-    """The tape as inputs, and what all kernels here are launched with: four state rows a SIMD-group."""
+    """The tape as inputs, and what the kernels are launched with: four state rows a SIMD-group."""
     (key_heads, key_dim), (heads, value_dim) = keys.shape[2:], values.shape[2:]
     tape = [in_device_memory(x) for x in (keys, values, decay, beta, state)]
     template = [("T", keys.dtype), ("B", beta.dtype), ("DK", key_dim)]
