@@ -19,12 +19,14 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..chips import Chip
 from ..errors import SettingsError
+from .beside import put_side_by_side
 from .block_attention import MOST_NODES, BlockAttention
 from .choose import WIDEST, exact_by_default, first_row, has_kernel
 from .delta_replay import DeltaReplay, DeltaVerify
 from .gated import fuse, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
+from .verify_beside import VerifyBeside
 from .verify_matmul import VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .weights import AffineWeights
@@ -41,6 +43,7 @@ class Kernels:
 
     def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
         self.product = VerifyMatmul(metal_kernel)
+        self.beside = VerifyBeside(metal_kernel)
         self.experts = VerifyMatmulMoe(metal_kernel)
         self.attention = BlockAttention(metal_kernel)
         self.delta, self.delta_replay = DeltaVerify(metal_kernel), DeltaReplay(metal_kernel)
@@ -197,6 +200,7 @@ def wire(
             _swap(module, matrix, kernels, range(first, (EXACT_ROWS if exact else WIDEST) + 1))
             layers[path] = first
     fuse(model)
+    put_side_by_side(model, kernels.beside)
     if exact:
         _swap_convolutions(model)
     return Wiring(kernels, chip, exact, layers, measured)
@@ -253,7 +257,9 @@ def _is_ours(layer: Any, x: mx.array) -> bool:
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    return _biased(layer, layer._kernel(x, weights(layer)))
+    beside = getattr(layer, "_beside", None)
+    y = layer._kernel(x, weights(layer)) if beside is None else beside(layer, x)
+    return _biased(layer, y)
 
 
 def _biased(layer: nn.Module, y: mx.array) -> mx.array:

@@ -37,8 +37,9 @@ _SHORTEST_SPLIT = 512
 _CALL = """
     threadgroup float scratch[dflash::kScratch];
     dflash::verify_matmul<T, GATE_UP, SPLIT>(
-        x, left, right, y, x_shape[0], w_shape[0], scratch, threadgroup_position_in_grid,
-        threadgroups_per_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
+        x, left, right, y, x_shape[0], w_shape[0], w_shape[0], scratch,
+        threadgroup_position_in_grid, threadgroups_per_grid, thread_index_in_threadgroup,
+        simdgroup_index_in_threadgroup);
 """
 _MERGE = """
     dflash::merge_splits<GATE_UP>(
