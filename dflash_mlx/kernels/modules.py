@@ -21,13 +21,13 @@ from ..chips import Chip
 from ..errors import SettingsError
 from .beside import put_side_by_side
 from .block_attention import MOST_NODES, BlockAttention
-from .choose import WIDEST, exact_by_default, first_row, has_kernel
+from .choose import WIDEST, exact_by_default, first_row, has_kernel, is_large
 from .delta_replay import DeltaReplay, DeltaVerify
 from .gated import fuse, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
 from .verify_beside import VerifyBeside
-from .verify_matmul import VerifyMatmul
+from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .weights import AffineWeights
 
@@ -39,11 +39,17 @@ class Kernels:
 
     Args:
         metal_kernel: what runs Metal sources; the tests have one that runs them on the CPU.
+        large: whether the chip has the cores of a Max or an Ultra; None asks the device.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
-        self.product = VerifyMatmul(metal_kernel)
-        self.beside = VerifyBeside(metal_kernel)
+    def __init__(
+        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, large: bool | None = None
+    ) -> None:
+        if large is None:
+            large = is_large(str(mx.device_info().get("device_name", "")))
+        enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
+        self.product = VerifyMatmul(metal_kernel, enough)
+        self.beside = VerifyBeside(metal_kernel, enough)
         self.experts = VerifyMatmulMoe(metal_kernel)
         self.attention = BlockAttention(metal_kernel)
         self.delta, self.delta_replay = DeltaVerify(metal_kernel), DeltaReplay(metal_kernel)

@@ -14,6 +14,7 @@ import mlx.core as mx
 from ..errors import KernelError
 from .source import KernelFactory, in_device_memory, metal_source
 from .verify_matmul import (
+    ENOUGH_TILES,
     THREADS,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -53,9 +54,13 @@ class VerifyBeside:
 
     Args:
         metal_kernel: the factory of the kernels.
+        enough: as of `VerifyMatmul`.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+    def __init__(
+        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, enough: int = ENOUGH_TILES
+    ) -> None:
+        self._enough = enough
         header = metal_source("verify_beside.metal")
         self._products = {}
         for affine in (False, True):
@@ -92,7 +97,7 @@ class VerifyBeside:
         dtype = result_dtype(x, *weights)
         rows, depth, columns = prod(x.shape[:-1]), x.shape[-1], [w.shape[0] for w in weights]
         tiles = sum(-(-n // TILE_COLUMNS) for n in columns)
-        splits = splits_of_k(tiles * TILE_COLUMNS, depth)
+        splits = splits_of_k(tiles * TILE_COLUMNS, depth, enough=self._enough)
         shapes = [(rows, n) for n in columns]
         results = self._products[isinstance(weights[0], AffineWeights), splits > 1](
             inputs=[x.astype(dtype).reshape(rows, depth), *(a for w in weights for a in inputs(w))],
