@@ -1,4 +1,4 @@
-"""Queries, keys and values of a layer in one launch.
+"""Queries, keys and values of a layer in one launch, and what enters a recurrence.
 
 An attention layer calls three linear layers one after another, with the same array. The first of
 them to be called multiplies for all three, and the others find their results. Nothing of the
@@ -7,19 +7,17 @@ attention's own code is replaced; an array that is not the same object is multip
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gpt_oss, llama, qwen2, qwen3, qwen3_moe, qwen3_next
+from mlx_lm.models import gpt_oss, llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 
 from .gated import weights
 from .verify_beside import VerifyBeside
 from .weights import traits
 
-_PARTS = ("q_proj", "k_proj", "v_proj")
-# mlx-lm's classes whose forward hands one array to all three.
 _ATTENTION = (
     gpt_oss.AttentionBlock,
     llama.Attention,
@@ -28,13 +26,19 @@ _ATTENTION = (
     qwen3_moe.Attention,
     qwen3_next.Qwen3NextAttention,
 )
+# The layers to which mlx-lm's classes hand one array.
+_PARTS: Mapping[type, Sequence[str]] = {
+    **dict.fromkeys(_ATTENTION, ("q_proj", "k_proj", "v_proj")),
+    qwen3_next.Qwen3NextGatedDeltaNet: ("in_proj_qkvz", "in_proj_ba"),
+    qwen3_5.GatedDeltaNet: ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+}
 
 
 class Beside:
-    """Three layers that multiply the same rows.
+    """Layers that multiply the same rows.
 
     Args:
-        kernel: the product of all three.
+        kernel: the product of all of them.
         layers: they, in the kernel's order.
     """
 
@@ -56,10 +60,10 @@ class Beside:
 
 
 def put_side_by_side(model: nn.Module, kernel: VerifyBeside) -> None:
-    """Have queries, keys and values share a launch where all three were given to our kernels."""
+    """Have layers share a launch where all that read one array were given to our kernels."""
     for module in model.modules():
-        if type(module) in _ATTENTION:
-            layers = [getattr(module, name) for name in _PARTS]
+        if type(module) in _PARTS:
+            layers = [getattr(module, name) for name in _PARTS[type(module)]]
             if _fit(layers):
                 beside = Beside(kernel, layers)
                 for layer in layers:
