@@ -20,4 +20,24 @@ void merge_splits(const device float* sums, device Out* y, int splits, size_t si
   y[at] = Out(GATE_UP ? gated(totals[0], totals[1]) : totals[0]);
 }
 
+// sums [splits, M, A + B + C + D], float32, of products side by side -> y_a [M, A], y_b [M, B] and so
+// on; one thread per element, column `column` of row `row`.
+template <typename Out>
+void merge_beside(const device float* sums, device Out* y_a, device Out* y_b, device Out* y_c,
+                  device Out* y_d, int splits, int A, int B, int C, int D, size_t rows, size_t row,
+                  int column) {
+  const size_t stride = A + B + C + D, at = row * stride + column;
+  float total = 0;
+  for (int split = 0; split < splits; split++) total += sums[split * rows * stride + at];
+  if (column < A) {
+    y_a[row * A + column] = Out(total);
+  } else if (column < A + B) {
+    y_b[row * B + column - A] = Out(total);
+  } else if (column < A + B + C) {
+    y_c[row * C + column - A - B] = Out(total);
+  } else {
+    y_d[row * D + column - A - B - C] = Out(total);
+  }
+}
+
 }  // namespace dflash

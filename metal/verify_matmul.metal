@@ -16,10 +16,11 @@ namespace dflash {
 
 // x [M, K], w and up [N, K] (`up` is read only with GATE_UP).
 // y: [M, N] without SPLIT; else [splits, 1 or (GATE_UP) 2, M, N] in float32: sums yet to be merged.
+// Its rows are `stride` apart: more than N where it is a part of longer rows.
 // tile: threadgroup in the grid; grid: its size; scratch: kScratch floats; t, s: this thread.
 template <typename T, bool GATE_UP, bool SPLIT, typename Weights, typename Out>
 void verify_matmul(const device T* x, Weights w, Weights up, device Out* y, int M, int N,
-                   threadgroup float* scratch, uint3 tile, uint3 grid, uint t, uint s) {
+                   int stride, threadgroup float* scratch, uint3 tile, uint3 grid, uint t, uint s) {
   constexpr int width = Columns<Weights, GATE_UP>::width;
   constexpr int step = Weights::step;
   const int first_row = tile.z * kTileRows;
@@ -39,13 +40,13 @@ void verify_matmul(const device T* x, Weights w, Weights up, device Out* y, int 
   for (int i = t; i < rows.count * width; i += kThreads) {
     const int row = i / width, column = i % width;
     if (first_column + column >= N) continue;
-    const size_t at = size_t(first_row + row) * N + first_column + column;
+    const size_t at = size_t(first_row + row) * stride + first_column + column;
     const float sum = tile_sum(scratch, row, column);
     const float up_sum = GATE_UP ? tile_sum(scratch, row, width + column) : 0;
     if (SPLIT) {
       const size_t part = size_t(tile.y) * (GATE_UP ? 2 : 1);
-      y[part * M * N + at] = Out(sum);
-      if (GATE_UP) y[(part + 1) * M * N + at] = Out(up_sum);
+      y[part * M * stride + at] = Out(sum);
+      if (GATE_UP) y[(part + 1) * M * stride + at] = Out(up_sum);
     } else {
       y[at] = Out(GATE_UP ? gated(sum, up_sum) : sum);
     }

@@ -5,8 +5,8 @@
     python scripts/mutate_kernels.py --report
 
 A mutant is one change to one line: an operator, a bound, a constant, a barrier, a stride, a dtype,
-a condition or a statement that is gone. It is planted in a copy of the repository, and the tests that
-touch the file run until one fails, those first that have noticed the most so far. What a compiler
+a condition or a statement that is gone. It is planted in a copy of the repository, and the tests
+that touch the file run until one fails, those first that have noticed the most so far. What a compiler
 refuses proves nothing about the tests and is counted apart. Results are added to a log, one JSON
 object a line, and a mutant in the log is not run again, so a run can be stopped and gone on with.
 
@@ -34,9 +34,11 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 LOG = ROOT / "build" / "mutants.jsonl"
 SECONDS = 120  # for the tests of one mutant: what takes longer never ends
 
-_PRODUCT = ["test_kernel_matmul", "test_kernel_matmul_edges"]
-_EXPERTS = ["test_kernel_moe", "test_kernel_moe_edges"]
-_ATTENTION = ["test_kernel_block_attention", "test_kernel_attention_edges"]
+_OFFSETS = "test_kernel_offsets"
+_PRODUCT = ["test_kernel_matmul", "test_kernel_matmul_edges", _OFFSETS]
+_BESIDE = ["test_kernel_beside"]
+_EXPERTS = ["test_kernel_moe", "test_kernel_moe_edges", _OFFSETS]
+_ATTENTION = ["test_kernel_block_attention", "test_kernel_attention_edges", _OFFSETS]
 _DELTA = ["test_kernel_delta_replay", "test_kernel_delta_edges"]
 _STRICT = ["test_metal_strict"]
 # The tests that touch a file, the most specific first.
@@ -48,12 +50,15 @@ TESTS = {
     "metal/language.h": _STRICT,
     "metal/matmul_tile.h": [*_PRODUCT, *_EXPERTS],
     "metal/matrix_rows.h": [*_PRODUCT, *_EXPERTS],
-    "metal/merge_splits.metal": _PRODUCT,
+    "metal/merge_splits.metal": [*_PRODUCT, *_BESIDE],
+    "metal/verify_beside.metal": _BESIDE,
     "metal/verify_matmul.metal": _PRODUCT,
     "metal/verify_matmul_moe.metal": _EXPERTS,
     "dflash_mlx/kernels/block_attention.py": [*_ATTENTION, *_STRICT],
     "dflash_mlx/kernels/delta_replay.py": [*_DELTA, *_STRICT],
     "dflash_mlx/kernels/source.py": ["test_kernel_source", *_PRODUCT, *_ATTENTION, *_DELTA],
+    "dflash_mlx/kernels/beside.py": [*_BESIDE, "test_kernel_wiring"],
+    "dflash_mlx/kernels/verify_beside.py": [*_BESIDE, *_STRICT],
     "dflash_mlx/kernels/verify_matmul.py": [*_PRODUCT, *_EXPERTS, *_STRICT],
     "dflash_mlx/kernels/verify_matmul_moe.py": [*_EXPERTS, *_STRICT],
     "dflash_mlx/kernels/weights.py": [*_PRODUCT, *_EXPERTS, *_ATTENTION, *_STRICT],

@@ -6,7 +6,7 @@ wrapper is in here without another word.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,8 @@ from metal_host.wrapper import METAL_NAMES, Wrapper, wrap
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.block_attention import BlockAttention, Tree
 from dflash_mlx.kernels.delta_replay import DeltaReplay, DeltaVerify
-from dflash_mlx.kernels.verify_matmul import VerifyMatmul
+from dflash_mlx.kernels.verify_beside import VerifyBeside
+from dflash_mlx.kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
 from dflash_mlx.kernels.weights import AffineWeights, Weights
 
@@ -23,7 +24,10 @@ DTYPES = tuple(METAL_NAMES)
 BITS = range(1, 17)
 GROUPS = tuple(2**power for power in range(3, 11))
 HEAD_DIMS = range(8, 521, 8)
+# Rows of a draft and of a cache: of one key, in part of a SIMD-group, and in many of them.
+ROWS = ((1, 1), (1, 40), (16, 40), (64, 80))
 # One for each number of elements that a lane can hold, whole SIMD-groups of them and ragged.
+TREES = (1, 3, 7, 15, 31, 63)  # balanced ones
 KEY_DIMS = (1, 31, 32, 48, 64, 96, 112, 128, 160, 192, 200, 224, 256)
 
 
@@ -90,9 +94,9 @@ def matrices(*shape: int) -> Iterator[Weights]:
 
 def record_products(recorder: Recorder) -> None:
     """Plain and affine weights, gate and up, whole and split K, one row of weights and several."""
-    matmul, moe = VerifyMatmul(recorder), VerifyMatmulMoe(recorder)
-    experts = mx.array([[0, 1]])
+    moe, experts = VerifyMatmulMoe(recorder), mx.array([[0, 1]])
     for rows, shape in product((1, 3), ((1, 8), (33, 128), (40, 1024), (40, 4096))):
+        matmul = VerifyMatmul(recorder, ENOUGH_TILES_LARGE if rows == 1 else ENOUGH_TILES)
         for w, dtype, gated in product(matrices(*shape), DTYPES, (False, True)):
             taken(matmul, mx.zeros((rows, w.shape[1]), dtype), w, w if gated else None)
     for shape in ((2, 1, 8), (2, 33, 128)):
@@ -100,11 +104,20 @@ def record_products(recorder: Recorder) -> None:
             taken(moe, mx.zeros((1, w.shape[2]), dtype), w, experts, w if gated else None)
 
 
+def record_beside(recorder: Recorder) -> None:
+    """Two to as many matrices as are taken, whole and split K."""
+    for enough in (ENOUGH_TILES, ENOUGH_TILES_LARGE):
+        beside = VerifyBeside(recorder, enough)
+        for count, shape in product(range(1, 9), ((1, 8), (40, 1024))):
+            for w, dtype in product(matrices(*shape), DTYPES):
+                taken(beside, mx.zeros((3, w.shape[1]), dtype), [w] * count)
+
+
 def record_attention(recorder: Recorder) -> None:
     """Plain and quantized caches, chains and trees, sinks; of one key and of several."""
     attention = BlockAttention(recorder)
-    for head_dim, dtype, length in product(HEAD_DIMS, DTYPES, (1, 40)):
-        queries = mx.zeros((1, 2, 1, head_dim), dtype)
+    for head_dim, dtype, (nodes, length) in product(HEAD_DIMS, DTYPES, ROWS):
+        queries = mx.zeros((1, 2, nodes, head_dim), dtype)
         plain = mx.zeros((1, 1, length, head_dim), dtype)
         if taken(attention, queries, plain, plain, scale=1.0) is None:
             continue
@@ -117,27 +130,30 @@ def record_attention(recorder: Recorder) -> None:
                 stored,
                 scale=1.0,
                 sinks=mx.zeros(2) if sinks else None,
-                tree=Tree(mx.array([length - 1]), mx.array([[True]])) if tree else None,
+                tree=Tree(mx.arange(nodes), mx.eye(nodes)) if tree else None,
             )
 
 
 def record_delta(recorder: Recorder) -> None:
     """Verify of chains and trees, and replay."""
     verify, replay = DeltaVerify(recorder), DeltaReplay(recorder)
-    shapes = ((1, 1, 1), (2, 4, 6), (1, 8, 128))  # heads of keys, of values, Dv
-    for dtype, gate, key_dim, (key_heads, heads, dim) in product(DTYPES, DTYPES, KEY_DIMS, shapes):
+    shapes = cycle([(1, 1, 1), (2, 4, 6), (1, 8, 128)])  # heads of keys, of values, Dv
+    for dtype, gate, key_dim in product(DTYPES, DTYPES, KEY_DIMS):
+        key_heads, heads, dim = next(shapes)
         keys = mx.zeros((1, 1, key_heads, key_dim), dtype)
         values, beta = mx.zeros((1, 1, heads, dim), dtype), mx.zeros((1, 1, heads), gate)
         state = mx.zeros((1, heads, dim, key_dim))
         tape = (keys, values, beta.astype(mx.float32), beta, state)
         if taken(verify, keys, *tape) is not None:
-            verify(keys, *tape, [-1])
             replay(*tape, mx.array([0]), 1)
+            for nodes in TREES:  # whose branching nodes wait in no slot, one, ... of them
+                rows = [mx.repeat(x, nodes, axis=1) for x in (keys, *tape[:-1])]
+                verify(*rows, state, [(node - 1) // 2 if node else -1 for node in range(nodes)])
 
 
 def every_call() -> Recorder:
     """All of them."""
     recorder = Recorder()
-    for record in (record_products, record_attention, record_delta):
+    for record in (record_products, record_beside, record_attention, record_delta):
         record(recorder)
     return recorder

@@ -18,6 +18,7 @@ from kernel_check import (
 from metal_host import needs_compiler
 
 from dflash_mlx.errors import KernelError
+from dflash_mlx.kernels.modules import Kernels
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k, verify_matmul_reference
 from dflash_mlx.kernels.weights import AffineWeights
 
@@ -187,6 +188,20 @@ def test_splits_depend_on_the_shape_alone():
     assert splits_of_k(4096, 4096, gate_up=True) == 1  # twice as many tiles
     assert splits_of_k(151936, 4096) == 1
     assert splits_of_k(1, 100) == 1
+    assert splits_of_k(4096, 4096, enough=512) == 4  # on chips with many cores
+
+
+@pytest.mark.parametrize("large,splits", [(False, 2), (True, 4)])
+def test_a_chip_with_many_cores_has_more_splits(large, splits):
+    grids = []
+
+    def recorded(*, grid, output_shapes, output_dtypes, **_):
+        grids.append(grid)
+        return list(map(mx.zeros, output_shapes, output_dtypes))
+
+    kernels = Kernels(lambda **named: recorded, large)
+    kernels.product(mx.ones((1, 4096)), mx.ones((4096, 4096)))
+    assert grids[0][1] == splits
 
 
 def test_what_does_not_fit_is_refused(matmul):

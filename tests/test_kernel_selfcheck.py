@@ -110,6 +110,8 @@ CASES = {
         ("gate and up",),
     ),
     "experts": ("qwen3_moe", named("verify_matmul_moe_affine"), ("64x64 affine", "gate and up")),
+    "side by side": ("qwen3", named("verify_beside_3"), ("256 and 128 and 128 side by side",)),
+    "what enters a recurrence": ("qwen3_5", named("verify_beside_4"), ("",)),
     "attention": ("qwen3", named("block_attention"), (ATTENTION,)),
     "quantized keys": ("qwen3", named("block_attention_quantized"), (f"{ATTENTION} over ",)),
     "4-bit keys": (

@@ -19,13 +19,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..chips import Chip
 from ..errors import SettingsError
+from .beside import put_side_by_side
 from .block_attention import MOST_NODES, BlockAttention
-from .choose import WIDEST, exact_by_default, first_row, has_kernel
+from .choose import WIDEST, exact_by_default, first_row, has_kernel, is_large
 from .delta_replay import DeltaReplay, DeltaVerify
 from .gated import fuse, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
-from .verify_matmul import VerifyMatmul
+from .verify_beside import VerifyBeside
+from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .weights import AffineWeights
 
@@ -37,10 +39,17 @@ class Kernels:
 
     Args:
         metal_kernel: what runs Metal sources; the tests have one that runs them on the CPU.
+        large: whether the chip has the cores of a Max or an Ultra; None asks the device.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
-        self.product = VerifyMatmul(metal_kernel)
+    def __init__(
+        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, large: bool | None = None
+    ) -> None:
+        if large is None:
+            large = is_large(str(mx.device_info().get("device_name", "")))
+        enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
+        self.product = VerifyMatmul(metal_kernel, enough)
+        self.beside = VerifyBeside(metal_kernel, enough)
         self.experts = VerifyMatmulMoe(metal_kernel)
         self.attention = BlockAttention(metal_kernel)
         self.delta, self.delta_replay = DeltaVerify(metal_kernel), DeltaReplay(metal_kernel)
@@ -203,6 +212,7 @@ def wire(
             _swap(module, matrix, kernels, range(first, (EXACT_ROWS if exact else WIDEST) + 1))
             layers[path] = first
     fuse(model, broken)
+    put_side_by_side(model, kernels.beside, broken)
     if exact:
         _swap_convolutions(model)
     return Wiring(kernels, chip, exact, layers, measured, broken)
@@ -268,7 +278,9 @@ def _is_ours(layer: Any, x: mx.array) -> bool:
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    return _biased(layer, layer._kernel(x, weights(layer)))
+    beside = getattr(layer, "_beside", None)
+    y = layer._kernel(x, weights(layer)) if beside is None else beside(layer, x)
+    return _biased(layer, y)
 
 
 def _biased(layer: nn.Module, y: mx.array) -> mx.array:

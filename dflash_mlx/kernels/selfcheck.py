@@ -8,7 +8,7 @@ fails is left to MLX; what does not fail still runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from .block_attention import CHUNK, Tree, block_attention_reference
 from .choose import WIDEST
 from .delta_replay import DeltaReplay, DeltaVerify, delta_replay_reference, delta_verify_reference
 from .shapes import AttentionShape, DeltaShape, key_over
+from .verify_beside import VerifyBeside
 from .verify_matmul import VerifyMatmul, verify_matmul_reference
 from .verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
 from .weights import AffineWeights, Weights, dequantized
@@ -119,6 +120,28 @@ def product_checks(
             return [kernel(x, w, up)[..., columns]]
 
         yield Check(key, f"the product of {count} rows by {key}", ours, reference)
+
+
+def beside_checks(
+    kernel: VerifyBeside,
+    key: str,
+    dtype: mx.Dtype,
+    rows: Iterable[int],
+    weights: Sequence[Weights],
+) -> Iterator[Check]:
+    """The products of the same x in `dtype` by each of the weights [N, K]."""
+    noise, columns = Noise(dtype), [_columns(w.shape[-2]) for w in weights]
+    picked = [dequantized(_picked(w, of)) for w, of in zip(weights, columns, strict=True)]
+    for count in rows:
+        x = noise(count, weights[0].shape[-1])
+
+        def reference(x: mx.array = x) -> list[mx.array]:
+            return [verify_matmul_reference(x.astype(mx.float32), w) for w in picked]
+
+        def ours(x: mx.array = x) -> list[mx.array]:
+            return [y[..., of] for y, of in zip(kernel(x, weights), columns, strict=True)]
+
+        yield Check(key, f"the products of {count} rows by {key}", ours, reference)
 
 
 def expert_checks(

@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from ..chips import Chip
 from ..errors import KernelError
+from ..kernels.beside import beside_key, neighbours
 from ..kernels.choose import WIDEST, attention_from, first_row
 from ..kernels.gated import UNITS, unit_key
 from ..kernels.modules import Kernels, can_swap
@@ -24,6 +25,7 @@ from ..kernels.selfcheck import (
     HALF_ROWS,
     Check,
     attention_checks,
+    beside_checks,
     delta_checks,
     expert_checks,
     product_checks,
@@ -90,6 +92,16 @@ def weight_checks(
         if name is not None:
             pair = unit.gate_proj, unit.up_proj
             yield from _products(kernels, name, ours[id(unit.gate_proj)], exact, *pair)
+
+
+    groups: dict[str | None, list[Any]] = {}
+    for layers in neighbours(model):
+        if all(id(layer) in ours for layer in layers):
+            groups.setdefault(beside_key(layers), layers)
+    for name, layers in groups.items():
+        if name is not None:
+            of = kernels.beside, name, dtype_of(layers[0]), _rows(exact)
+            yield from beside_checks(*of, list(map(_weights, layers)))
 
 
 def _products(
