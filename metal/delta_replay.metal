@@ -85,7 +85,7 @@ struct DeltaInputs {
   int key_heads, heads, value_dim;
 
   // Element of [N, Hk, DK] where the row's key, or query, for a value head begins.
-  int key_at(int row, int head) const {
+  int key_at(int row, int head) const thread {
     return (row * key_heads + head / (heads / key_heads)) * DK;
   }
 
