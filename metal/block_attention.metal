@@ -245,15 +245,16 @@ struct Share {
   int node, begin, count;
 };
 
-// The chunks that a tree has not reached come first, with `tiles` of `rows` query rows each; then
-// those from where it begins, with a threadgroup for each node.
+// The chunks that a tree has not reached come first, with a threadgroup for every `rows` query rows;
+// then those from where it begins, with one for each node (and `rows` of the heads that share keys).
 template <int CHUNK, bool TREE>
 inline Share share_of(Problem of, int index, int rows) {
   const int tiles = (of.group * of.nodes + rows - 1) / rows;
   const int whole = (of.first + of.length - of.nodes) / CHUNK - of.first / CHUNK;
   if (TREE && index >= whole * tiles) {
-    const int rest = index - whole * tiles;
-    return {whole + rest / of.nodes, true, rest % of.nodes, 0, of.group};
+    const int parts = (of.group + rows - 1) / rows, rest = index - whole * tiles;
+    const int chunk = rest / (of.nodes * parts), part = rest % (of.nodes * parts);
+    return {whole + chunk, true, part / parts, part % parts * rows, of.group};
   }
   return {index / tiles, false, 0, index % tiles * rows, of.group * of.nodes};
 }

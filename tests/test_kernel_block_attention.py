@@ -78,6 +78,7 @@ CASES = [
     Case(mx.bfloat16, 256, group=3, nodes=7, length=60, window=20),
     Case(mx.float32, nodes=64, length=500, first=90, tree=True, window=200, sinks=True),
     Case(mx.float32, nodes=4, length=5000),
+    Case(mx.float32, 256, group=70, nodes=3, length=20, tree=True),
 ]
 
 

@@ -53,9 +53,10 @@ def test_drafted_text_is_the_plain_text(family, bits):
         assert drafted.tokens == plain
         assert max(drafted.stats.widths) == BLOCK and 0 < drafted.stats.accepted_tokens
     kind = "affine" if bits else "plain"
-    used = {f"verify_matmul_{kind}", "block_attention"}
+    used = {f"verify_matmul_{kind}", f"verify_beside_3_{kind}", "block_attention"}
     unit = "verify_matmul_moe_" if "moe" in family else "verify_matmul_"
-    used |= {"delta_verify_chain", "delta_replay"} if family == "qwen3_5" else set()
+    if family == "qwen3_5":
+        used |= {f"verify_beside_4_{kind}", "delta_verify_chain", "delta_replay"}
     assert used | {f"{unit}{kind}_gate_up"} <= set(launches.counts)
 
 

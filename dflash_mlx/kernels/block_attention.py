@@ -141,11 +141,14 @@ class BlockAttention:
         _, heads, nodes, head_dim = queries.shape
         key_heads, length = keys.shape[1:3]
         chunks = (first + length - 1) // CHUNK - first // CHUNK + 1
-        blocks, simdgroups, tiles = _tiling(heads // key_heads * nodes, queries)
+        group = heads // key_heads
+        blocks, simdgroups = _tiling(group * nodes, queries)
+        rows = 8 * blocks * simdgroups  # of a threadgroup
+        tiles = -(-group * nodes // rows)
         shares = chunks * tiles
         if tree:  # the chunks that it reaches have a threadgroup for each node
             whole = (first + length - nodes) // CHUNK - first // CHUNK
-            shares = whole * tiles + (chunks - whole) * nodes
+            shares = whole * tiles + (chunks - whole) * nodes * -(-group // rows)
         template = [("T", queries.dtype), ("D", head_dim), ("CHUNK", CHUNK), ("BLOCKS", blocks)]
         template.append(("TREE", bool(tree)))
         attend = self._attend
@@ -249,8 +252,8 @@ def check(
         )
 
 
-def _tiling(rows: int, queries: mx.array) -> tuple[int, int, int]:
-    """How many rows of eight a SIMD-group takes, SIMD-groups of a threadgroup, and its tiles.
+def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:
+    """How many eights of rows a SIMD-group takes, and the SIMD-groups of a threadgroup.
 
     For the query rows of one head of keys: as many together as registers allow. With sixteen, what
     is loaded of keys and values is multiplied twice; fewer than 32 rows want more SIMD-groups.
@@ -258,8 +261,7 @@ def _tiling(rows: int, queries: mx.array) -> tuple[int, int, int]:
     head_dim = queries.shape[-1]
     blocks = 2 if head_dim * queries.itemsize <= 256 and rows >= 32 else 1
     most = 16 if head_dim <= 128 and blocks == 1 else 8
-    simdgroups = min(-(-rows // (8 * blocks)), most)
-    return blocks, simdgroups, -(-rows // (8 * blocks * simdgroups))
+    return blocks, min(-(-rows // (8 * blocks)), most)
 
 
 def _tree_inputs(tree: Tree | None, past: int, nodes: int) -> list[mx.array]:
