@@ -6,9 +6,10 @@
 
 A mutant is one change to one line: an operator, a bound, a constant, a barrier, a stride, a dtype,
 a condition or a statement that is gone. It is planted in a copy of the repository, and the tests
-that touch the file run until one fails, those first that have noticed the most so far. What a compiler
-refuses proves nothing about the tests and is counted apart. Results are added to a log, one JSON
-object a line, and a mutant in the log is not run again, so a run can be stopped and gone on with.
+that touch the file run until one fails: a quick one of each kernel, those that have noticed the
+most so far, then all. What a compiler refuses proves nothing about the tests and is counted apart.
+Results are added to a log, one JSON object a line, and a mutant in the log is not run again, so a
+run can be stopped and gone on with.
 
 Survivors are printed. Each one is either a test that is missing or no bug at all; the latter are
 listed with their reason in scripts/equivalent_mutants.toml and no longer count.
@@ -32,7 +33,7 @@ from mutation_copy import Copy
 ROOT = Path(__file__).parents[1]
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 LOG = ROOT / "build" / "mutants.jsonl"
-SECONDS = 120  # for the tests of one mutant: what takes longer never ends
+SECONDS = 90  # of the processor's, for the tests of one mutant: what takes longer never ends
 
 _OFFSETS = "test_kernel_offsets"
 _PRODUCT = ["test_kernel_matmul", "test_kernel_matmul_edges", _OFFSETS]
@@ -62,6 +63,23 @@ TESTS = {
     "dflash_mlx/kernels/verify_matmul.py": [*_PRODUCT, *_EXPERTS, *_STRICT],
     "dflash_mlx/kernels/verify_matmul_moe.py": [*_EXPERTS, *_STRICT],
     "dflash_mlx/kernels/weights.py": [*_PRODUCT, *_EXPERTS, *_ATTENTION, *_STRICT],
+}
+# One test of each module that asks much of a kernel and takes a second.
+_MIXED = "tests/test_kernel_matmul_edges.py::test_one_rounding_in_every_mix_of_dtypes"
+_ROUNDING = "tests/test_kernel_attention_edges.py::test_one_rounding"
+QUICK = {
+    "test_kernel_matmul_edges": [
+        f"{_MIXED}[None-0-dtype0-stored0]",
+        f"{_MIXED}[4-32-dtype4-stored4]",
+    ],
+    "test_kernel_attention_edges": [f"{_ROUNDING}[True-quantized1-dtype0]"],
+    "test_kernel_moe": ["tests/test_kernel_moe.py::test_one_row_per_token_and_expert"],
+    "test_kernel_delta_replay": [
+        "tests/test_kernel_delta_replay.py::test_a_node_of_a_tree_has_the_bits_of_its_path_alone",
+    ],
+    "test_kernel_beside": [
+        "tests/test_kernel_beside.py::test_a_row_has_the_same_bits_in_every_call[columns2-1024]"
+    ],
 }
 # What changes no result is for those who read kernels, not for those who run them.
 READ = ("space", "unroll")
@@ -111,10 +129,11 @@ def run(mutant: Mutant, copy: Copy, killers: Counter[str]) -> Result:
     names = _STRICT if mutant.kind in READ else TESTS[mutant.file]
     modules = [f"tests/{name}.py" for name in names]
     modules = [module for module in modules if (copy.folder / module).exists()]
-    likely = [test for test, _ in killers.most_common(40) if test.split("::")[0] in modules][:6]
+    quick = [test for name in names for test in QUICK.get(name, ())]
+    likely = [test for test, _ in killers.most_common(40) if test.split("::")[0] in modules][:4]
     with copy.planted(mutant):
         try:
-            for tests in filter(None, (likely, modules)):
+            for tests in filter(None, (quick, likely, modules)):
                 failed, said = copy.test(tests, SECONDS)
                 if failed:
                     killers[failed] += 1
@@ -167,6 +186,9 @@ def main() -> None:
     killers = Counter(result.by for result in results.values() if result.by)
     options.log.parent.mkdir(parents=True, exist_ok=True)
     with Copy(ROOT) as copy, options.log.open("a") as log:
+        failed, said = copy.test([test for tests in QUICK.values() for test in tests], SECONDS)
+        if failed:
+            sys.exit(f"{failed} fails without a mutant:\n{said[-2000:]}")
         for count, mutant in enumerate(mutants, 1):
             result = run(mutant, copy, killers)
             log.write(json.dumps(asdict(result)) + "\n")
