@@ -39,27 +39,6 @@ TOKENS, BLOCK = 24, 16
 PROMPT = families.random_prompt(9, seed=1)
 
 
-@pytest.mark.parametrize(
-    ("family", "bits"), [("qwen3", 4), ("qwen3_5", 4), ("qwen3_moe", 4), ("qwen3_moe", None)]
-)
-def test_drafted_text_is_the_plain_text(family, bits):
-    launches = Launches()
-    target = exact_target(family, launches, bits)
-    plain = generate(target, None, PROMPT, max_tokens=TOKENS).tokens
-    assert len(set(plain)) > 5
-    for p in (0.5, 0.9):
-        oracle = Oracle(PROMPT, plain, target.vocab_size, p)
-        drafted = generate(target, oracle, PROMPT, max_tokens=TOKENS, block_size=BLOCK)
-        assert drafted.tokens == plain
-        assert max(drafted.stats.widths) == BLOCK and 0 < drafted.stats.accepted_tokens
-    kind = "affine" if bits else "plain"
-    used = {f"verify_matmul_{kind}", f"verify_beside_3_{kind}", "block_attention"}
-    unit = "verify_matmul_moe_" if "moe" in family else "verify_matmul_"
-    if family == "qwen3_5":
-        used |= {f"verify_beside_4_{kind}", "delta_verify_chain", "delta_replay"}
-    assert used | {f"{unit}{kind}_gate_up"} <= set(launches.counts)
-
-
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma4_moe"])
 def test_rows_of_a_block_are_the_rows_alone(family):
     """Logits, bit for bit, behind a context that fills sliding windows."""
