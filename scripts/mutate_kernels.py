@@ -41,7 +41,7 @@ _BESIDE = ["test_kernel_beside"]
 _EXPERTS = ["test_kernel_moe", "test_kernel_moe_edges", _OFFSETS]
 _ATTENTION = ["test_kernel_block_attention", "test_kernel_attention_edges", _OFFSETS]
 _DELTA = ["test_kernel_delta_replay", "test_kernel_delta_edges"]
-_STRICT = ["test_metal_strict"]
+_RULES, _STRICT = ["test_kernel_refusals"], ["test_metal_strict"]
 # The tests that touch a file, the most specific first.
 TESTS = {
     "metal/block_attention.metal": _ATTENTION,
@@ -55,14 +55,14 @@ TESTS = {
     "metal/verify_beside.metal": _BESIDE,
     "metal/verify_matmul.metal": _PRODUCT,
     "metal/verify_matmul_moe.metal": _EXPERTS,
-    "dflash_mlx/kernels/block_attention.py": [*_ATTENTION, *_STRICT],
-    "dflash_mlx/kernels/delta_replay.py": [*_DELTA, *_STRICT],
+    "dflash_mlx/kernels/block_attention.py": [*_RULES, *_ATTENTION, *_STRICT],
+    "dflash_mlx/kernels/delta_replay.py": [*_RULES, *_DELTA, *_STRICT],
     "dflash_mlx/kernels/source.py": ["test_kernel_source", *_PRODUCT, *_ATTENTION, *_DELTA],
     "dflash_mlx/kernels/beside.py": [*_BESIDE, "test_kernel_wiring"],
-    "dflash_mlx/kernels/verify_beside.py": [*_BESIDE, *_STRICT],
-    "dflash_mlx/kernels/verify_matmul.py": [*_PRODUCT, *_EXPERTS, *_STRICT],
-    "dflash_mlx/kernels/verify_matmul_moe.py": [*_EXPERTS, *_STRICT],
-    "dflash_mlx/kernels/weights.py": [*_PRODUCT, *_EXPERTS, *_ATTENTION, *_STRICT],
+    "dflash_mlx/kernels/verify_beside.py": [*_RULES, *_BESIDE, *_STRICT],
+    "dflash_mlx/kernels/verify_matmul.py": [*_RULES, *_PRODUCT, *_EXPERTS, *_STRICT],
+    "dflash_mlx/kernels/verify_matmul_moe.py": [*_RULES, *_EXPERTS, *_STRICT],
+    "dflash_mlx/kernels/weights.py": [*_RULES, *_PRODUCT, *_EXPERTS, *_ATTENTION, *_STRICT],
 }
 # One test of each module that asks much of a kernel and takes a second.
 _MIXED = "tests/test_kernel_matmul_edges.py::test_one_rounding_in_every_mix_of_dtypes"

@@ -16,7 +16,13 @@ from kernel_check import (
 from kernel_trees import path, random_parents
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.delta_replay import MOST_NODES, DeltaReplay, DeltaVerify, visits
+from dflash_mlx.kernels.delta_replay import (
+    MOST_NODES,
+    DeltaReplay,
+    DeltaVerify,
+    delta_replay_reference,
+    visits,
+)
 
 pytestmark = on_gpu_or_emulator
 
@@ -167,3 +173,16 @@ def test_what_is_too_large_is_refused(verify):
         verify(
             *draft(mx.float32, 2, (1, 1), (32, 4))[:1], *draft(mx.float32, 2, (2, 3), (32, 4))[1:]
         )
+
+
+def test_the_reference_replays_any_rows(replay):
+    """In their order, whichever they are; as many as it is told."""
+    arrays = draft(mx.float32, 5, (1, 2), (32, 4))
+    for kept in ([0, 2, 4], [1], [3, 4]):
+        for count in range(1, len(kept) + 1):
+            state, chosen = arrays[-1], kept[:count]
+            rows = [x[:, mx.array(chosen)] for x in arrays[:-1]]
+            _, _, states = rule([*rows, state], list(range(-1, count - 1)))
+            for rule_of in (replay, delta_replay_reference):
+                following = exact(rule_of(*arrays[1:], mx.array(kept), count))[0]
+                assert np.abs(following - states[-1]).max() < 1e-5
