@@ -41,7 +41,7 @@ _BESIDE = ["test_kernel_beside"]
 _EXPERTS = ["test_kernel_moe", "test_kernel_moe_edges", _OFFSETS]
 _ATTENTION = ["test_kernel_block_attention", "test_kernel_attention_edges", _OFFSETS]
 _DELTA = ["test_kernel_delta_replay", "test_kernel_delta_edges"]
-_RULES, _STRICT = ["test_kernel_refusals"], ["test_metal_strict"]
+_RULES, _STRICT = ["test_kernel_refusals", "test_kernel_geometry"], ["test_metal_strict"]
 # The tests that touch a file, the most specific first.
 TESTS = {
     "metal/block_attention.metal": _ATTENTION,

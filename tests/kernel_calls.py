@@ -37,12 +37,14 @@ class Recorder:
     Attributes:
         wrappers: of all calls, once each, by their text.
         defined, called: the names of the kernels that were made, and of those that were called.
+        launches: of every call the name, the grid, the threadgroup and the shapes of its outputs.
     """
 
     def __init__(self) -> None:
         self.wrappers: dict[str, Wrapper] = {}
         self.defined: set[str] = set()
         self.called: set[str] = set()
+        self.launches: list[tuple[str, tuple[int, ...], tuple[int, ...], list[Any]]] = []
 
     def __call__(
         self,
@@ -55,7 +57,10 @@ class Recorder:
     ) -> Callable[..., list[mx.array]]:
         self.defined.add(name)
 
-        def call(inputs, output_shapes, output_dtypes, template=(), **_) -> list[mx.array]:
+        def call(
+            inputs, output_shapes, output_dtypes, grid=(), threadgroup=(), template=(), **_
+        ) -> list[mx.array]:
+            self.launches.append((name, grid, threadgroup, [tuple(s) for s in output_shapes]))
             arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
             outputs = list(zip(output_names, output_dtypes, strict=True))
             named = list(zip(input_names, arrays, strict=True))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from kernel_check import (
     DTYPES,
+    Counted,
     exact,
     kernel_factory,
     on_gpu_or_emulator,
@@ -14,6 +15,7 @@ from kernel_check import (
     within_rounding,
 )
 from kernel_trees import random_tree
+from metal_host import needs_compiler
 
 from dflash_mlx.kernels.block_attention import CHUNK, MOST_NODES, BlockAttention, Tree
 from dflash_mlx.kernels.weights import AffineWeights
@@ -207,3 +209,26 @@ def test_positions_and_ancestors_of_any_integer_type(kernel):
     y = kernel(*args, scale=0.125, tree=Tree(15 + depths, ancestors))
     other = Tree((15 + depths).astype(mx.uint32), ancestors.astype(mx.int32))
     assert same_bits(kernel(*args, scale=0.125, tree=other), y)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "dtype,head_dim,keys",
+    [
+        (mx.float16, 64, 32),
+        (mx.float16, 128, 32),
+        (mx.float32, 64, 32),
+        (mx.float16, 192, 16),
+        (mx.float32, 128, 16),
+        (mx.float16, 256, 16),
+        (mx.float32, 192, 8),
+        (mx.float32, 256, 8),
+    ],
+)
+def test_a_tile_fills_half_of_the_threadgroup_memory(dtype, head_dim, keys):
+    """Counted: a row that sees itself alone, the last of a tile, has that tile's keys read."""
+    counted = Counted()
+    args = inputs(dtype, (1, 1), 1, 96, head_dim)
+    BlockAttention(counted)(*args, scale=1.0, window=1)
+    traffic = counted.counters("block_attention").buffers["keys"]
+    assert traffic.read == keys * args[1][0, 0, 0].nbytes
