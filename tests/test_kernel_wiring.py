@@ -3,7 +3,6 @@
 Half precision and 4 bits, where stock kernels of a GPU round a row differently in a block.
 """
 
-import copy
 import json
 from functools import partial
 
@@ -13,6 +12,7 @@ import mlx.nn as nn
 import pytest
 import tinymodels
 from kernel_check import kernel_factory, on_gpu_or_emulator, same_bits
+from kernel_models import HEAD, Launches, exact_target, half_precision
 from mlx.utils import tree_flatten
 from oracle import Oracle
 
@@ -33,60 +33,6 @@ pytestmark = on_gpu_or_emulator
 
 TOKENS, BLOCK = 24, 16
 PROMPT = families.random_prompt(9, seed=1)
-HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
-
-
-class Launches:
-    """A factory of emulated kernels that counts their calls by name."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.factory = kernel_factory()
-
-    def __call__(self, name, **arguments):
-        kernel = self.factory(name=name, **arguments)
-
-        def launch(**call):
-            self.counts[name] = self.counts.get(name, 0) + 1
-            return kernel(**call)
-
-        return launch
-
-
-def half_precision(family: str, bits: int | None = 4):
-    """A random model in bfloat16, its matrices in 4 bits."""
-    model = families.random_model(family, seed=3, head_dim=HEAD)
-    model.set_dtype(mx.bfloat16)
-    if quantization := Quantization.of(bits, "affine", 32):
-        quantization.apply(model)
-    return model
-
-
-def exact_target(family: str, factory, bits: int | None = 4) -> Target:
-    """Such a model with all of its verify on our kernels."""
-    model, config = half_precision(family, bits), copy.deepcopy(families.CONFIGS[family])
-    wiring = wire(model, config, Kernels(factory), None, {}, exact=True)
-    return Target(model, families.Letters(), config, family, wiring)
-
-
-@pytest.mark.parametrize(
-    ("family", "bits"), [("qwen3", 4), ("qwen3_5", 4), ("qwen3_moe", 4), ("qwen3_moe", None)]
-)
-def test_drafted_text_is_the_plain_text(family, bits):
-    launches = Launches()
-    target = exact_target(family, launches, bits)
-    plain = generate(target, None, PROMPT, max_tokens=TOKENS).tokens
-    assert len(set(plain)) > 5
-    for p in (0.5, 0.9):
-        oracle = Oracle(PROMPT, plain, target.vocab_size, p)
-        drafted = generate(target, oracle, PROMPT, max_tokens=TOKENS, block_size=BLOCK)
-        assert drafted.tokens == plain
-        assert max(drafted.stats.widths) == BLOCK and 0 < drafted.stats.accepted_tokens
-    kind = "affine" if bits else "plain"
-    used = {f"verify_matmul_{kind}", "block_attention"}
-    unit = "verify_matmul_moe_" if "moe" in family else "verify_matmul_"
-    used |= {"delta_verify_chain", "delta_replay"} if family == "qwen3_5" else set()
-    assert used | {f"{unit}{kind}_gate_up"} <= set(launches.counts)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma4_moe"])

@@ -7,23 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.block_attention import HEAD_DIMS
 from ..kernels.calibration import Timing
 from ..kernels.modules import Kernels, can_swap, verifying
-from ..kernels.shapes import Matrix, attention_key, matrices
-from ..target.internals import (
-    attention_of,
-    has_key_projection,
-    head_size,
-    is_mla,
-    key_heads,
-    query_heads,
-)
+from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
+from ..target.attention import attention_shape
+from ..target.kv_bits import make_cache
 
 ROWS = (1, 2, 4, 6, 8, 12, 16)
 CONTEXT = 4096  # tokens that attention is timed over
@@ -66,10 +60,15 @@ def kernel_rows(
         clock: seconds.
     """
     layers: list[Any] = model.layers
-    attentions = Counter(shape for layer in layers if (shape := _attention_shape(layer)))
+    found = (attention_shape(*of) for of in zip_longest(layers, make_cache(model)))
+    attentions = Counter(
+        AttentionShape(shape.heads, shape.key_heads, shape.head_dim, shape.dtype)
+        for shape in found
+        if shape  # whatever its window: the context here fits into any
+    )
     for shape, count in attentions.items():
-        key = attention_key(*shape[:3])
-        yield KernelRow(key, count, known.get(key) or _attention(*shape, kernels, rows, clock))
+        timing = known.get(shape.key) or _attention(shape, kernels, rows, clock)
+        yield KernelRow(shape.key, count, timing)
     shapes: dict[str, list[tuple[nn.Module, Matrix]]] = {}
     for _, module, matrix in matrices(model, config):
         if can_swap(module, matrix):
@@ -97,21 +96,15 @@ def _products(
 
 
 def _attention(
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    dtype: mx.Dtype,
-    kernels: Kernels,
-    rows: Sequence[int],
-    clock: Callable[[], float],
+    shape: AttentionShape, kernels: Kernels, rows: Sequence[int], clock: Callable[[], float]
 ) -> Timing:
     """Attention over `CONTEXT` tokens, in `LAYERS` caches that take turns."""
-    scale = head_dim**-0.5
-    held = [_noise((1, key_heads, CONTEXT, head_dim), dtype, seed) for seed in range(2 * LAYERS)]
+    scale, size = shape.head_dim**-0.5, (1, shape.key_heads, CONTEXT, shape.head_dim)
+    held = [_noise(size, shape.dtype, seed) for seed in range(2 * LAYERS)]
     pairs = list(zip(held[:LAYERS], held[LAYERS:], strict=True))
 
     def both(count: int) -> tuple[float, float]:
-        q = _noise((1, heads, count, head_dim), dtype)
+        q = _noise((1, shape.heads, count, shape.head_dim), shape.dtype)
         mask = "causal" if count > 1 else None
         attend = mx.fast.scaled_dot_product_attention
         stock = [partial(attend, q, k, v, scale=scale, mask=mask) for k, v in pairs]
@@ -119,17 +112,6 @@ def _attention(
         return _seconds(stock, clock), _seconds(ours, clock)
 
     return _timing(both, rows)
-
-
-def _attention_shape(layer: Any) -> tuple[int, int, int, mx.Dtype] | None:
-    """Heads, heads of keys, numbers in a head and dtype, where our kernel takes them."""
-    attention = attention_of(layer)
-    if attention is None or is_mla(layer) or not has_key_projection(attention):
-        return None
-    head_dim, dtype = head_size(attention), _dtype(attention.k_proj)
-    if head_dim not in HEAD_DIMS:
-        return None
-    return query_heads(attention), key_heads(attention), head_dim, dtype
 
 
 def _timing(both: Callable[[int], tuple[float, float]], rows: Sequence[int]) -> Timing:
@@ -157,14 +139,9 @@ def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = SEED) -> mx.arra
     return noise
 
 
-def _dtype(layer: Any) -> mx.Dtype:
-    """What a layer's inputs and outputs are computed in."""
-    return layer.scales.dtype if "scales" in layer else layer.weight.dtype
-
-
 def _call(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
     """A forward of the layer over so many rows of noise."""
-    x = _noise((1, rows, matrix.depth), _dtype(module))
+    x = _noise((1, rows, matrix.depth), dtype_of(module))
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return lambda: module.as_linear(x)
     if not matrix.experts:

@@ -126,6 +126,11 @@ def summary(chip: Chip) -> str:
     )
 
 
+def is_large(chip: str) -> bool:
+    """Whether a chip of this name has so many cores that they want smaller shares of a product."""
+    return bool({"Max", "Ultra"} & set(chip.split()))
+
+
 def stock_tiles_from(chip: Chip, matrix: Matrix) -> int:
     """The rows from which MLX multiplies by these quantized weights with 32-row tiles."""
     largest = max(matrix.columns, matrix.depth)

@@ -6,6 +6,8 @@ A name is the embedded pair ("tiny"), a local folder, or a repository of the Hug
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from ..drafter.network import DFlash
 from ..errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
 from ..foreign import Foreign
 from ..kernels.calibration import choices, read_timings
-from ..kernels.modules import Kernels, Wiring, wire
-from ..kernels.selfcheck import fault
+from ..kernels.modules import Kernels, Wiring, will_be_exact, wire
+from ..kernels.selfcheck import Check, faults
 from ..kernels.source import KernelFactory
 from ..machine.chips import find_chip
 from ..reading import shown
 from ..target import Target
 from ..target.attention import attends_exactly
+from ..target.selfcheck import check_rows, model_checks, weight_checks
 from ..threads import evaluate
 from .checkpoint import read_drafter, read_target, read_tokenizer
 from .hub import Hub
@@ -144,7 +147,7 @@ def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | Non
     if callable(kernels):
         return Kernels(kernels)
     if kernels and not _on_cpu() and mx.metal.is_available():
-        return _working(Kernels(), exact)
+        return Kernels()
     if exact and not kernels:
         raise SettingsError("exact runs on our kernels: leave kernels=False out.")
     if exact:
@@ -152,24 +155,6 @@ def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | Non
             "exact runs on our kernels, and they need Metal, which this machine lacks: leave it "
             "out, and MLX's own kernels run."
         )
-    return None
-
-
-def _working(kernels: Kernels, exact: bool | None) -> Kernels | None:
-    """The kernels if they compute what they should here, else a warning and MLX's own.
-
-    Raises `KernelError` instead if exact decoding, which needs them, was asked for.
-    """
-    problem = fault(kernels)
-    if problem is None:
-        return kernels
-    if exact:
-        raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
-    warnings.warn(
-        f"dflash-mlx: MLX's own kernels run, for ours are broken here: {problem}. Please report "
-        "this.",
-        stacklevel=4,
-    )
     return None
 
 
@@ -194,16 +179,59 @@ def _open_target(
     if kernels is not None:
         if exact is None and not attends_exactly(model):
             exact = False
-        wiring = _wire(model, config, kernels, exact)
+        wiring = _wire(model, config, kernels, exact, model_checks)
     target = Target(model, read_tokenizer(folder, config), config, name, wiring)
     check_runs(target)
+    if wiring is not None and wiring.exact:
+        _check_rows(target, wiring, asked=bool(exact))
     return target
 
 
-def _wire(model: nn.Module, config: dict[str, Any], kernels: Kernels, exact: bool | None) -> Wiring:
-    """Give a model's layers to our kernels where this machine's table says so."""
+def _wire(
+    model: nn.Module,
+    config: dict[str, Any],
+    kernels: Kernels,
+    exact: bool | None,
+    checks: Callable[..., Iterable[Check]],
+) -> Wiring:
+    """Give a model's layers to our kernels where this machine's table says so.
+
+    What fails its check is left to MLX, with a warning. Raises `KernelError` instead if exact
+    decoding, which needs it, was asked for.
+    """
     chip = find_chip(str(mx.device_info().get("device_name", "")))
-    return wire(model, config, kernels, chip, choices(read_timings()), exact)
+    measured = choices(read_timings())
+    if exact is None:
+        exact = will_be_exact(model, config, measured)
+        asked = False
+    else:
+        asked = exact
+    broken = faults(checks(model, config, kernels, chip, measured, exact))
+    if broken and asked:
+        [problem, *_] = broken.values()
+        raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
+    for problem in broken.values():
+        warnings.warn(
+            f"dflash-mlx: MLX's own kernel runs, for ours is broken here: {problem}. Please report "
+            "this.",
+            stacklevel=4,
+        )
+    measured |= dict.fromkeys(broken, None)
+    return wire(model, config, kernels, chip, measured, exact and not broken, frozenset(broken))
+
+
+def _check_rows(target: Target, wiring: Wiring, asked: bool) -> None:
+    """See whether exact decoding is exact here.
+
+    Raises `KernelError` if it is not and was asked for; else a warning says so, and it is off.
+    """
+    try:
+        check_rows(target)
+    except KernelError as error:
+        if asked:
+            raise
+        target.wiring = replace(wiring, exact=False)
+        warnings.warn(f"dflash-mlx: {error}", stacklevel=4)
 
 
 def _open_drafter(
@@ -221,7 +249,7 @@ def _open_drafter(
         dequantize_model(drafter)
     _settle(name, drafter, quantization)
     if kernels is not None:
-        _wire(drafter, {}, kernels, exact=False)  # drafts may differ, only the text may not
+        _wire(drafter, {}, kernels, False, weight_checks)  # drafts may differ, the text may not
     return drafter
 
 

@@ -24,6 +24,7 @@ from ..errors import SettingsError
 from ..kernels.block_attention import HEAD_DIMS, BlockAttention, Tree
 from ..kernels.choose import attention_from
 from ..kernels.modules import Wiring
+from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
 from ..kernels.weights import AffineWeights
 from .internals import (
     ATTENTION,
@@ -32,12 +33,15 @@ from .internals import (
     RotatingKVCache,
     attention_of,
     has_key_projection,
+    has_sinks,
     head_size,
     in_temporal_order,
     is_mla,
+    key_heads,
+    query_heads,
     scaled_dot_product_attention,
 )
-from .kv_bits import make_cache
+from .kv_bits import GROUP_SIZES, make_cache
 from .overrides import Overrides, rebound
 
 
@@ -64,6 +68,22 @@ def attends_exactly(model: Any) -> bool:
     """Whether the kernel can compute the attention of every layer of an mlx-lm model."""
     caches = make_cache(model)
     return all(_can_be_exact(*of) for of in zip_longest(model.layers, caches))
+
+
+def attention_shape(layer: nn.Module, cache: Any) -> AttentionShape | None:
+    """What a layer would ask of the kernel; None where its attention stays with MLX."""
+    attention = attention_of(layer)
+    if attention is None or is_mla(layer) or not _calls_attention(attention):
+        return None
+    if not has_key_projection(attention) or head_size(attention) not in HEAD_DIMS:
+        return None
+    heads, size = query_heads(attention), head_size(attention)
+    sinks = has_sinks(attention)
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    groups = (group for group in GROUP_SIZES if size % group == 0)
+    group = None if sinks or window else next(groups, None)
+    dtype = dtype_of(attention.k_proj)
+    return AttentionShape(heads, key_heads(attention), size, dtype, window, sinks, group)
 
 
 def _can_be_exact(layer: nn.Module, cache: Any) -> bool:
@@ -100,11 +120,19 @@ def _attend(wiring: Wiring) -> Callable[..., mx.array]:
         if not wiring.exact:
             shape = (heads, _key_heads(keys), head_dim)
             first = attention_from(wiring.chip, *shape, wiring.measured)
+            if wiring.broken and _key(shape, cache) in wiring.broken:
+                first = None
         if first is None or rows < first or not _readable(queries, cache, mask):
             return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
         return _with_kernel(kernel, queries, keys, values, cache, scale, mask, sinks)
 
     return attend
+
+
+def _key(shape: tuple[int, int, int], cache: Any) -> str:
+    """The name of the kernel that reads a cache."""
+    bits = cache.bits if isinstance(cache, QuantizedKVCache) else None
+    return key_over(attention_key(*shape), bits)
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels.modules import Kernels
+from ..kernels.shapes import DeltaShape, dtype_of
 from .internals import (
     RECURRENCE,
     ArraysCache,
@@ -169,3 +170,12 @@ def _replay_steps(
 def has_tape(layer: nn.Module) -> bool:
     """Whether a decoder layer's recurrence is one that `RecurrentTape` can replay."""
     return type(mixer_of(layer)) in (GatedDeltaNet, Qwen3NextGatedDeltaNet)
+
+
+def delta_shape(layer: nn.Module) -> DeltaShape | None:
+    """What a layer's recurrence asks of our kernels; None for a layer without one."""
+    if not has_tape(layer):
+        return None
+    mixer = mixer_of(layer)
+    heads = mixer.num_k_heads, mixer.num_v_heads
+    return DeltaShape(*heads, mixer.head_k_dim, mixer.head_v_dim, dtype_of(mixer.out_proj))
