@@ -1,48 +1,124 @@
-"""How fast the width policy is on the embedded suite, beside whole blocks and blocks of 6.
+"""What the width policy makes of a pair, beside plain decoding and every fixed width.
 
-    python scripts/policy_speed.py [--stock-blas] [--limit N] [--repeats N]
+    python scripts/policy_speed.py [--limit N] [--repeats N] [--kept 1] [--stock-blas]
 
-Every prompt is decoded plainly, with one policy that is kept from prompt to prompt, and with fixed
-blocks, in turns; printed are medians of the speed over plain decoding. Costs are measured anew.
+Prompts of the embedded suite, and free ones that the embedded pair knows nothing about. Each is
+decoded in every way, in turns, `--repeats` times; the quickest time of a way counts, as other
+programs only ever add some. A policy starts from nothing at each prompt, as `generate` does; with
+`--kept 1` one policy serves all of them, as in a chat. Printed for each class of prompts: the
+policy's total time over the best fixed width's, and its slowest prompt against plain decoding.
+Costs are measured anew at the start.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
-from statistics import median
+from typing import Any
+
+from experiment import options_of
 
 import dflash_mlx as dm
+
+WIDTHS, POLICY = (1, 2, 4, 8, 16), 0
+FREE = """Tell me a story about a fox.
+Summarize
+What is the capital of France?
+Write a haiku about the sea.
+Explain recursion.
+hi
+How are you?
+Who wrote Hamlet?
+List three fruits.
+Write a Python function that adds two numbers.
+Translate 'good morning' to German.
+Why is the sky blue?
+Give me a recipe for pancakes.
+Tell me a joke.
+What is love?
+Describe a cat.
+How many days are in 6 weeks?
+Write a poem.
+What is your name?
+Is 7 a prime number?
+Explain gravity to a child.
+Sort the numbers 3, 1, 2.
+Tell me about dogs.
+Once upon a time
+What is 12 times 12?
+Write an email to my boss.
+Who are you?
+Name the planets.
+What should I cook tonight?
+Plan a day in Rome.""".splitlines()
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="The width policy on the embedded suite.")
-    parser.add_argument("--stock-blas", action="store_true", help="keep MLX's own BLAS on Linux")
-    parser.add_argument("--limit", type=int, default=3, help="prompts of each category")
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
-    blas = dm.use_fast_blas(stock=options.stock_blas)
+    options = options_of(__doc__ or "", limit=5, repeats=3, kept=0, max_tokens=256)
+    print(f"BLAS: {dm.use_fast_blas(stock=options.stock_blas).name}")
 
     from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
-    from dflash_mlx.prompt import encode_prompt
 
-    target, drafter = dm.load("tiny")
-    policy = dm.Policy.of(target, drafter, again=True)
-    ways = {"policy": {"policy": policy}, "blocks of 16": {}, "blocks of 6": {"block_size": 6}}
-    speedups: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for prompt in limit_per_category(embedded_prompts(), options.limit):
-        ids = encode_prompt(target, prompt.messages)
+    target, drafter = dm.load(options.model, options.draft)
+    costs = dm.Policy.of(target, drafter, again=True).costs
+    kept = dm.Policy(costs, max(WIDTHS)) if options.kept else None
+    embedded = limit_per_category(embedded_prompts(), options.limit)
+    asked = [(one.category, one.messages) for one in embedded]
+    asked += [("free", [{"role": "user", "content": text}]) for text in FREE]
+    times: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    slowest: dict[str, tuple[float, str]] = {}
+    for category, messages in asked:
+        prompt = Prompt(target, drafter, messages, options.max_tokens)
         for _ in range(options.repeats):
-            plain = dm.generate(target, None, ids).stats.tokens_per_second
-            for way, settings in ways.items():
-                speed = dm.generate(target, drafter, ids, **settings).stats.tokens_per_second
-                for category in (prompt.category, "all"):
-                    speedups[category, way].append(speed / plain)
-    print(f"speed over plain decoding, BLAS: {blas.name}")
-    for category in dict.fromkeys(category for category, _ in speedups):
-        figures = (f"{way} {median(speedups[category, way]):.2f}x" for way in ways)
-        print(f"{category:12}" + ", ".join(figures))
+            prompt.run(kept or dm.Policy(costs, max(WIDTHS)))
+        for way, seconds in prompt.seconds.items():
+            times[category][way] += seconds
+        slowest[category] = min(slowest.get(category, (float("inf"), "")), prompt.over_plain)
+        if category == "free":
+            print(prompt.line)
+    print("class         policy over the best width   over plain   slowest prompt over plain")
+    for category, by_way in times.items():
+        best = min((way for way in by_way if way != POLICY), key=by_way.__getitem__)
+        low, text = slowest[category]
+        print(
+            f"{category:13} {by_way[POLICY] / by_way[best]:6.3f} (width {best:>2}) "
+            f"{by_way[1] / by_way[POLICY]:18.2f}x {low:8.2f}x ({text})"
+        )
+
+
+class Prompt:
+    """One prompt, decoded in every way; the quickest time of each counts."""
+
+    def __init__(self, target: Any, drafter: Any, messages: Any, max_tokens: int) -> None:
+        from dflash_mlx.prompt import encode_prompt
+
+        self._pair, self._ids = (target, drafter), encode_prompt(target, messages)
+        self._text, self._max_tokens = str(messages[-1]["content"])[:40], max_tokens
+        self.seconds: dict[int, float] = {}
+        self._stats: Any = None
+
+    def run(self, policy: dm.Policy) -> None:
+        """Decode once in every way."""
+        widths = [width for width in WIDTHS if width <= policy.widest]
+        for way in (POLICY, *widths):
+            how: Any = {"policy": policy} if way == POLICY else {"block_size": way}
+            stats = dm.generate(*self._pair, self._ids, max_tokens=self._max_tokens, **how).stats
+            self.seconds[way] = min(stats.decode_seconds, self.seconds.get(way, 1e9))
+            if way == POLICY:
+                self._stats = stats
+
+    @property
+    def over_plain(self) -> tuple[float, str]:
+        """The policy's speed over plain decoding's, and what was asked."""
+        speed = self.seconds[1] / self.seconds[POLICY]
+        return speed, f"{self._text!r}, {self._stats.output_tokens} tokens"
+
+    @property
+    def line(self) -> str:
+        """How it went, in a line."""
+        stats, (speed, _) = self._stats, self.over_plain
+        counts = f"{stats.output_tokens:4} tokens {stats.rounds:4} rounds"
+        return f"{self._text:42} {counts} {speed:5.2f}x plain"
 
 
 if __name__ == "__main__":
