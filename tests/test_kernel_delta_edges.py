@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kernel_check import (
     DTYPES,
-    exact,
+    float64,
     kernel_factory,
     on_gpu_or_emulator,
     same_bits,
@@ -57,7 +57,7 @@ def draft(
 
 def rule(arrays: list[Any], parents: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Outputs in float64 [1, N, Hv, Dv], how large what is added up for them is, and all states."""
-    q, k, v, decay, beta, state = (exact(x)[0] for x in arrays)
+    q, k, v, decay, beta, state = (float64(x)[0] for x in arrays)
     q, k = (np.repeat(x, v.shape[1] // k.shape[1], axis=1) for x in (q, k))
     states: list[np.ndarray] = []
     for row, parent in enumerate(parents):
@@ -184,5 +184,5 @@ def test_the_reference_replays_any_rows(replay):
             rows = [x[:, mx.array(chosen)] for x in arrays[:-1]]
             _, _, states = rule([*rows, state], list(range(-1, count - 1)))
             for rule_of in (replay, delta_replay_reference):
-                following = exact(rule_of(*arrays[1:], mx.array(kept), count))[0]
+                following = float64(rule_of(*arrays[1:], mx.array(kept), count))[0]
                 assert np.abs(following - states[-1]).max() < 1e-5
