@@ -128,7 +128,8 @@ def run(mutant: Mutant, copy: Copy, killers: Counter[str]) -> Result:
     begin = time.monotonic()
     names = _STRICT if mutant.kind in READ else TESTS[mutant.file]
     modules = [f"tests/{name}.py" for name in names]
-    modules = [module for module in modules if (copy.folder / module).exists()]
+    if not all((copy.folder / module).exists() for module in modules):
+        raise FileNotFoundError(f"{mutant.file}: not all of {modules} exist")
     quick = [test for name in names for test in QUICK.get(name, ())]
     likely = [test for test, _ in killers.most_common(40) if test.split("::")[0] in modules][:4]
     with copy.planted(mutant):
@@ -187,7 +188,7 @@ def main() -> None:
     options.log.parent.mkdir(parents=True, exist_ok=True)
     with Copy(ROOT) as copy, options.log.open("a") as log:
         failed, said = copy.test([test for tests in QUICK.values() for test in tests], SECONDS)
-        if failed:
+        if failed or "passed" not in said:
             sys.exit(f"{failed} fails without a mutant:\n{said[-2000:]}")
         for count, mutant in enumerate(mutants, 1):
             result = run(mutant, copy, killers)
