@@ -56,7 +56,8 @@ def test_a_product_of_few_columns_is_split_and_merged():
 
 def test_a_gated_unit_of_few_columns_is_split_by_its_own_tiles():
     """Of 16 columns of each factor: half as many columns as of a product make as many tiles."""
-    for columns, depth, splits in ((2048, 4096, 2), (2049, 4096, 1), (1360, 4096, 3), (40, 1024, 2)):
+    cases = ((2048, 4096, 2), (2049, 4096, 1), (1360, 4096, 3), (40, 1024, 2))
+    for columns, depth, splits in cases:
         recorder = Recorder()
         w = mx.zeros((columns, depth))
         VerifyMatmul(recorder)(mx.zeros((5, depth)), w, w)
