@@ -180,10 +180,12 @@ def main() -> None:
         report(results)
         return
     mutants = chosen(every_mutant(options.file), options.limit, options.seed)
+    reasons = equivalent()
     if options.again:
-        mutants = [r.mutant for r in results.values() if r.outcome == "survived"]
+        survivors = (r.mutant for r in results.values() if r.outcome == "survived")
+        mutants = [mutant for mutant in survivors if mutant.key not in reasons]
     else:
-        mutants = [mutant for mutant in mutants if mutant.key not in results]
+        mutants = [mutant for mutant in mutants if mutant.key not in {*results, *reasons}]
     killers = Counter(result.by for result in results.values() if result.by)
     options.log.parent.mkdir(parents=True, exist_ok=True)
     with Copy(ROOT) as copy, options.log.open("a") as log:

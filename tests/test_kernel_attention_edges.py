@@ -232,3 +232,12 @@ def test_a_tile_fills_half_of_the_threadgroup_memory(dtype, head_dim, keys):
     BlockAttention(counted)(*args, scale=1.0, window=1)
     traffic = counted.counters("block_attention").buffers["keys"]
     assert traffic.read == keys * args[1][0, 0, 0].nbytes
+
+
+@needs_compiler
+def test_merging_fuses_two_sums_a_chunk():
+    """Counted: of every output the sum of the weights, and that of the values."""
+    counted = Counted()
+    args = inputs(mx.float32, (2, 1), 3, CHUNK + 40)
+    BlockAttention(counted)(*args, scale=1.0)
+    assert counted.counters("block_attention_merge").fmas == 2 * 2 * (2 * 3 * 64)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from kernel_check import (
     DTYPES,
+    Counted,
     float64,
     kernel_factory,
     on_gpu_or_emulator,
@@ -14,6 +15,7 @@ from kernel_check import (
     within_rounding,
 )
 from kernel_trees import path, random_parents
+from metal_host import needs_compiler
 
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.delta_replay import (
@@ -186,3 +188,18 @@ def test_the_reference_replays_any_rows(replay):
             for rule_of in (replay, delta_replay_reference):
                 following = float64(rule_of(*arrays[1:], mx.array(kept), count))[0]
                 assert np.abs(following - states[-1]).max() < 1e-5
+
+
+@needs_compiler
+@pytest.mark.parametrize("key_dim", [32, 64, 256])
+def test_sums_are_fused_where_the_text_says_so(key_dim):
+    """Counted: a row of the state takes three `fma` for each element, the reading among them."""
+    counted, arrays = Counted(), draft(mx.float16, 5, (1, 2), (key_dim, 6))
+    elements = 5 * 2 * 6 * key_dim
+    verify = DeltaVerify(counted)
+    verify(*arrays)
+    verify(*arrays, [-1, 0, 0, 1, 1])
+    DeltaReplay(counted)(*arrays[1:], mx.arange(5), 4)
+    assert counted.counters("delta_verify_chain").fmas == 3 * elements
+    assert counted.counters("delta_verify_tree").fmas == 3 * elements
+    assert counted.counters("delta_replay").fmas == 2 * elements * 4 // 5
