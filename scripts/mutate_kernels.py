@@ -127,7 +127,8 @@ def run(mutant: Mutant, copy: Copy, killers: Counter[str]) -> Result:
     begin = time.monotonic()
     names = _STRICT if mutant.kind in READ else TESTS[mutant.file]
     modules = [f"tests/{name}.py" for name in names]
-    modules = [module for module in modules if (copy.folder / module).exists()]
+    if not all((copy.folder / module).exists() for module in modules):
+        raise FileNotFoundError(f"{mutant.file}: not all of {modules} exist")
     quick = [test for name in names for test in QUICK.get(name, ())]
     likely = [test for test, _ in killers.most_common(40) if test.split("::")[0] in modules][:4]
     with copy.planted(mutant):
@@ -178,15 +179,17 @@ def main() -> None:
         report(results)
         return
     mutants = chosen(every_mutant(options.file), options.limit, options.seed)
+    reasons = equivalent()
     if options.again:
-        mutants = [r.mutant for r in results.values() if r.outcome == "survived"]
+        survivors = (r.mutant for r in results.values() if r.outcome == "survived")
+        mutants = [mutant for mutant in survivors if mutant.key not in reasons]
     else:
-        mutants = [mutant for mutant in mutants if mutant.key not in results]
+        mutants = [mutant for mutant in mutants if mutant.key not in {*results, *reasons}]
     killers = Counter(result.by for result in results.values() if result.by)
     options.log.parent.mkdir(parents=True, exist_ok=True)
     with Copy(ROOT) as copy, options.log.open("a") as log:
         failed, said = copy.test([test for tests in QUICK.values() for test in tests], SECONDS)
-        if failed:
+        if failed or "passed" not in said:
             sys.exit(f"{failed} fails without a mutant:\n{said[-2000:]}")
         for count, mutant in enumerate(mutants, 1):
             result = run(mutant, copy, killers)

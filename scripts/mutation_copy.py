@@ -18,6 +18,8 @@ import pytest
 from mutants import Mutant
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - |$)", re.MULTILINE)
+# pytest's exit statuses: all passed, no such test (a killer that has been renamed), none collected.
+_NOTHING_FAILED = (0, 4, 5)
 _COMPILED = ".pytest_cache/metal_host"
 
 
@@ -85,7 +87,7 @@ class Copy:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
             raise TimeoutError
         text = printed.read_text(errors="replace")
-        if status == 0:
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) in _NOTHING_FAILED:
             return "", text
         found = _FAILED.search(text)
         return found[1] if found else "a crash", text
@@ -97,4 +99,5 @@ class Copy:
         os.dup2(file, 2)
         os.chdir(self.folder)
         sys.path[:0] = [str(self.folder)]  # before what is installed
-        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]))
+        options = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", "--no-header"]
+        return int(pytest.main([*options, *tests]))

@@ -47,7 +47,7 @@ def relative_error(y: mx.array, truth: mx.array) -> float:
 HALF_STEP = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}
 
 
-def exact(x: Weights) -> np.ndarray:
+def float64(x: Weights) -> np.ndarray:
     """An array, or what weights stand for, in float64."""
     return np.array(dequantized(x), np.float64)
 
@@ -64,7 +64,7 @@ def within_rounding(y: mx.array, truth: np.ndarray, magnitude: np.ndarray, sums:
     allowed = HALF_STEP[y.dtype] * np.abs(truth) * 1.001 + sums * 2.0**-24 * magnitude
     if y.dtype == mx.float16:
         allowed = allowed + 2.0**-25  # half of the smallest number there is
-    return bool((np.abs(exact(y) - truth) <= allowed).all())
+    return bool((np.abs(float64(y) - truth) <= allowed).all())
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:

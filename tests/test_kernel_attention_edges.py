@@ -8,7 +8,7 @@ import pytest
 from kernel_check import (
     DTYPES,
     Counted,
-    exact,
+    float64,
     kernel_factory,
     on_gpu_or_emulator,
     same_bits,
@@ -53,7 +53,7 @@ def truth(queries: Any, keys: Any, values: Any, **named: Any) -> tuple[np.ndarra
     """
     dtype = queries.dtype
     q, k, v = (
-        exact(mx.array(exact(x), mx.float32).astype(dtype))[0] for x in (queries, keys, values)
+        float64(mx.array(float64(x), mx.float32).astype(dtype))[0] for x in (queries, keys, values)
     )
     (heads, nodes, _), length = q.shape, k.shape[1]
     k, v = (x.repeat(heads // len(k), axis=0) for x in (k, v))
@@ -67,7 +67,7 @@ def truth(queries: Any, keys: Any, values: Any, **named: Any) -> tuple[np.ndarra
     scores = np.where(seen, q @ k.swapaxes(1, 2) * named["scale"], -np.inf)
     size = np.abs(q) @ np.abs(k).swapaxes(1, 2) * named["scale"]  # an error of exp's argument
     if named.get("sinks") is not None:
-        sinks = exact(named["sinks"])[:, None, None].repeat(nodes, axis=1)
+        sinks = float64(named["sinks"])[:, None, None].repeat(nodes, axis=1)
         scores = np.concatenate([scores, sinks], axis=2)
         size, v = (
             np.concatenate([x, 0 * x[:, :, :1] if x is size else 0 * x[:, :1]], 2 - (x is v))
@@ -115,15 +115,15 @@ def test_scores_far_from_zero(kernel, dtype, size):
     y = kernel(queries, keys, values, scale=10.0)
     expected, _ = truth(queries, keys, values, scale=10.0, first=0)
     assert mx.isfinite(y).all().item()
-    assert np.abs(exact(y) - expected).max() <= 2.0**-7 * np.abs(expected).max()
+    assert np.abs(float64(y) - expected).max() <= 2.0**-7 * np.abs(expected).max()
 
 
 def test_scores_that_are_all_the_same_and_far_below_zero(kernel):
     queries, keys, values = inputs(mx.float32, (1, 1), 2, 40)
     keys = mx.broadcast_to(mx.array([-1e4] + [0.0] * 63), keys.shape)
     queries = mx.broadcast_to(mx.array([1e4] + [0.0] * 63), queries.shape)
-    y = exact(kernel(queries, keys, values, scale=1.0))[0, 0]
-    means = [exact(values)[0, 0, : 39 + row].mean(0) for row in range(2)]
+    y = float64(kernel(queries, keys, values, scale=1.0))[0, 0]
+    means = [float64(values)[0, 0, : 39 + row].mean(0) for row in range(2)]
     assert np.allclose(y, means, atol=1e-5)
 
 
@@ -232,3 +232,12 @@ def test_a_tile_fills_half_of_the_threadgroup_memory(dtype, head_dim, keys):
     BlockAttention(counted)(*args, scale=1.0, window=1)
     traffic = counted.counters("block_attention").buffers["keys"]
     assert traffic.read == keys * args[1][0, 0, 0].nbytes
+
+
+@needs_compiler
+def test_merging_fuses_two_sums_a_chunk():
+    """Counted: of every output the sum of the weights, and that of the values."""
+    counted = Counted()
+    args = inputs(mx.float32, (2, 1), 3, CHUNK + 40)
+    BlockAttention(counted)(*args, scale=1.0)
+    assert counted.counters("block_attention_merge").fmas == 2 * 2 * (2 * 3 * 64)

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from kernel_check import (
     DTYPES,
-    exact,
+    Counted,
+    float64,
     kernel_factory,
     on_gpu_or_emulator,
     same_bits,
     within_rounding,
 )
 from kernel_trees import path, random_parents
+from metal_host import needs_compiler
 
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.delta_replay import (
@@ -57,7 +59,7 @@ def draft(
 
 def rule(arrays: list[Any], parents: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Outputs in float64 [1, N, Hv, Dv], how large what is added up for them is, and all states."""
-    q, k, v, decay, beta, state = (exact(x)[0] for x in arrays)
+    q, k, v, decay, beta, state = (float64(x)[0] for x in arrays)
     q, k = (np.repeat(x, v.shape[1] // k.shape[1], axis=1) for x in (q, k))
     states: list[np.ndarray] = []
     for row, parent in enumerate(parents):
@@ -184,5 +186,20 @@ def test_the_reference_replays_any_rows(replay):
             rows = [x[:, mx.array(chosen)] for x in arrays[:-1]]
             _, _, states = rule([*rows, state], list(range(-1, count - 1)))
             for rule_of in (replay, delta_replay_reference):
-                following = exact(rule_of(*arrays[1:], mx.array(kept), count))[0]
+                following = float64(rule_of(*arrays[1:], mx.array(kept), count))[0]
                 assert np.abs(following - states[-1]).max() < 1e-5
+
+
+@needs_compiler
+@pytest.mark.parametrize("key_dim", [32, 64, 256])
+def test_sums_are_fused_where_the_text_says_so(key_dim):
+    """Counted: a row of the state takes three `fma` for each element, the reading among them."""
+    counted, arrays = Counted(), draft(mx.float16, 5, (1, 2), (key_dim, 6))
+    elements = 5 * 2 * 6 * key_dim
+    verify = DeltaVerify(counted)
+    verify(*arrays)
+    verify(*arrays, [-1, 0, 0, 1, 1])
+    DeltaReplay(counted)(*arrays[1:], mx.arange(5), 4)
+    assert counted.counters("delta_verify_chain").fmas == 3 * elements
+    assert counted.counters("delta_verify_tree").fmas == 3 * elements
+    assert counted.counters("delta_replay").fmas == 2 * elements * 4 // 5

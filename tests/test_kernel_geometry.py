@@ -54,6 +54,18 @@ def test_a_product_of_few_columns_is_split_and_merged():
     assert (ENOUGH_TILES, ENOUGH_TILES_LARGE) == (256, 512)
 
 
+def test_a_gated_unit_of_few_columns_is_split_by_its_own_tiles():
+    """Of 16 columns of each factor: half as many columns as of a product make as many tiles."""
+    cases = ((2048, 4096, 2), (2049, 4096, 1), (1360, 4096, 3), (40, 1024, 2))
+    for columns, depth, splits in cases:
+        recorder = Recorder()
+        w = mx.zeros((columns, depth))
+        VerifyMatmul(recorder)(mx.zeros((5, depth)), w, w)
+        (_, grid, _, shapes), *merge = recorder.launches
+        assert grid[1] == splits and len(merge) == (splits > 1), columns
+        assert shapes == [(splits, 2, 5, columns) if splits > 1 else (5, columns)]
+
+
 def test_products_side_by_side_share_a_launch():
     recorder = Recorder()
     x = mx.zeros((17, 1024))

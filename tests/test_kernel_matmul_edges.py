@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kernel_check import (
     DTYPES,
-    exact,
+    float64,
     kernel_factory,
     on_gpu_or_emulator,
     random_weights,
@@ -29,9 +29,9 @@ def matmul() -> VerifyMatmul:
 
 def products(x: mx.array, w: Weights) -> tuple[np.ndarray, np.ndarray]:
     """x w^T in float64, and the sum of what is added up, all of it positive."""
-    rows, weights = exact(x), exact(w)
+    rows, weights = float64(x), float64(w)
     if isinstance(w, AffineWeights):  # a code times scale, and a bias, may be larger than their sum
-        scales, biases = (np.abs(exact(a)).repeat(w.group_size, -1) for a in (w.scales, w.biases))
+        scales, biases = (np.abs(float64(a)).repeat(w.group_size, -1) for a in (w.scales, w.biases))
         size = scales * (2**w.bits) + biases
     else:
         size = np.abs(weights)
@@ -100,8 +100,8 @@ def test_every_code_at_every_place(matmul, bits):
     for first in range(0, depth, 16):
         one = mx.eye(depth)[first : first + 16]
         y = matmul(one, w)
-        truth = exact(w).T[first : first + 16]
-        assert np.abs(exact(y) - truth).max() <= 2e-6 * 2**bits * 2
+        truth = float64(w).T[first : first + 16]
+        assert np.abs(float64(y) - truth).max() <= 2e-6 * 2**bits * 2
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -118,8 +118,8 @@ def test_gates_far_from_zero(matmul, bits, dtype):
     pair = [m.astype(dtype) for m in (w, up)]
     if bits:
         pair = [AffineWeights(*mx.quantize(m, 64, bits), bits, 64) for m in pair]
-    y = exact(check(matmul, x, *pair))
-    gate = exact(pair[0])[:, 0]
+    y = float64(check(matmul, x, *pair))
+    gate = float64(pair[0])[:, 0]
     assert np.isfinite(y).all()
     far = np.abs(gate) > 50
     assert np.allclose(y[:, far], np.where(gate > 0, 6 * gate, 0)[far], rtol=0.02, atol=1e-6)

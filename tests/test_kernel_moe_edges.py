@@ -6,7 +6,7 @@ import pytest
 from kernel_check import (
     DTYPES,
     Counted,
-    exact,
+    float64,
     kernel_factory,
     on_gpu_or_emulator,
     random_weights,
@@ -46,10 +46,10 @@ def check(moe, x, w, experts, up=None) -> mx.array:
     y = moe(x, w, experts, up)
     assert y.dtype == result_dtype(x, w) and y.shape == (*experts.shape, w.shape[1])
     truth, magnitude = np.zeros(y.shape), np.zeros(y.shape)
-    rows = exact(x)
+    rows = float64(x)
     for token, place in np.ndindex(experts.shape):
         row = rows[token] if x.ndim == 2 else rows[token, place]
-        parts = [exact(expert(m, experts[token, place].item())) for m in (w, up) if m is not None]
+        parts = [float64(expert(m, experts[token, place].item())) for m in (w, up) if m is not None]
         gate, size = parts[0] @ row, 24 * np.abs(parts[0]).max(1) * np.abs(row).sum()
         truth[token, place], magnitude[token, place] = gate, size
         if up is not None:
