@@ -24,6 +24,7 @@ The command line prints the message and nothing else; a traceback is a bug.
 from __future__ import annotations
 
 import errno
+import unicodedata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +33,17 @@ if TYPE_CHECKING:
 
 class DFlashError(Exception):
     """The parent of every error this package raises on purpose."""
+
+    def __str__(self) -> str:
+        """The message in one line: a path or a library's words in it may have several."""
+        return "".join(map(_in_line, super().__str__()))
+
+
+def _in_line(character: str) -> str:
+    """A character, escaped if it would break the line or steer the terminal."""
+    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+        return character.encode("unicode_escape").decode()
+    return character
 
 
 class MissingDependencyError(DFlashError):

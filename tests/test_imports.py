@@ -14,7 +14,7 @@ PACKAGE = ROOT / "dflash_mlx"
 # From the bottom up. A module may import the levels below its own, and its own package.
 LEVELS = [
     {"errors"},
-    {"events", "machine", "metal", "sharpness", "tiny"},
+    {"events", "machine", "metal", "reading", "sharpness", "tiny"},
     {"kernels"},
     {"proposal"},
     {"accept", "sampling"},
