@@ -15,6 +15,10 @@ from typing import Any, Literal
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+# Tensors that some checkpoints bring and others do not, by our names.
+EMBEDDING, HEAD, MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
+ADAPTER, CONFIDENCE = "hidden_dim_adapter.proj.weight", "confidence_head.proj.weight"
+
 # Where a field may stand, the place that wins first; "" is the root.
 PLACES = ("dflash_config", "dspark_config", "transformer_layer_config", "")
 
@@ -210,6 +214,21 @@ OTHER_VALUES: dict[str, tuple[Any, str]] = {
 }
 # Keys that begin so and are not known: the drafter is inside a target (DeepSeek-V4, -V4.1).
 INSIDE_A_TARGET = "dspark_"
+
+
+# Tensors that any file may have and that nothing is computed with, by how their names end.
+UNUSED_TENSORS = ("rotary_emb.inv_freq",)
+PACKAGINGS = {row.name: row for row in (ZLAB, JETSPEC, DEEPSPEC, SPECFORGE, SPECULATORS, MUSE)}
+
+
+def our_name(packaging: Packaging, tensor: str) -> str | None:
+    """What a stored tensor is called in our networks; None where nothing is computed with it."""
+    if tensor in packaging.unused_tensors or tensor.endswith(UNUSED_TENSORS):
+        return None
+    for start, ours in packaging.tensors.items():
+        if tensor.startswith(start):
+            return ours + tensor.removeprefix(start)
+    return tensor
 
 
 def harmless(packaging: Packaging) -> Mapping[str, str]:

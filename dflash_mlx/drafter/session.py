@@ -29,7 +29,7 @@ class Network(Protocol):
 
     def make_cache(self) -> list[ContextCache]: ...
 
-    def embed(self, tokens: mx.array, target: Target) -> mx.array: ...
+    def embed_block(self, block: mx.array, target: Target) -> mx.array: ...
 
     def extend(self, taps: mx.array, cache: list[ContextCache]) -> None: ...
 
@@ -111,7 +111,7 @@ class DraftSession:
         config, pending = self._drafter.config, self._pending
         self._pending = []
         if not pending:
-            return mx.zeros((1, 0, len(config.target_layer_ids) * config.hidden_size))
+            return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
         return pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=1)
 
     def propose(self, anchor: int, width: int) -> Proposal:
@@ -140,10 +140,13 @@ class DraftSession:
         return DraftTree(anchor, candidates, calibration, rows)
 
     def _forward(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
-        """A block [B] of at most `width` tokens, and the hidden states [1, B-1, D] of its slots."""
-        config, drafter, target = self._drafter.config, self._drafter, self._target
-        masks = [config.mask_token_id] * (min(width, config.block_size) - 1)
-        block = mx.array([anchor, *masks])
-        hidden = drafter(drafter.embed(block[None], target), self._take_pending(), self._cache)
-        # The anchor's row predicts nothing, so neither the head nor the selector sees it.
-        return block, hidden[:, 1:]
+        """A block [B], and the hidden states [1, L, D] of its rows that draft: width - 1 at most.
+
+        Where the anchor's row predicts nothing, neither the head nor a selector sees it.
+        """
+        config, drafter = self._drafter.config, self._drafter
+        rows = min(width - 1, config.drafts) + config.first_row
+        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
+        embeddings = drafter.embed_block(block, self._target)
+        hidden = drafter(embeddings, self._take_pending(), self._cache)
+        return block, hidden[:, config.first_row :]

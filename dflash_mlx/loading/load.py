@@ -25,7 +25,7 @@ from ..kernels.source import KernelFactory
 from ..machine.chips import find_chip
 from ..target import Target
 from ..target.attention import attends_exactly
-from .checkpoint import read_drafter
+from .checkpoint import drop_copies, read_drafter
 from .hub import Hub
 from .quantization import Quantization
 from .registry import drafter_for
@@ -83,7 +83,8 @@ def load(
     reserved = memory_needed(check_safetensors(draft_folder), draft_quantization, _float_bytes())
     target = _open_target(name, folder, quantization, reserved, exact, ours)
     drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
-    drafter.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
+    drafter.check_fits(target)
+    drop_copies(drafter, target)
     return target, drafter
 
 
