@@ -45,12 +45,13 @@ def of_pair(pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]) ->
 
 def _trees(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
     """What decides how large draft trees are; None leaves them out."""
-    from dflash_mlx.policy.trees import FixedBudget, tree_policy
+    from dflash_mlx.policy.trees import TreePolicy, tree_policy
 
     if budget is None:
         return None
     if isinstance(budget, int):
-        return FixedBudget(budget)
+        return TreePolicy.fixed(budget)
+    assert pair.drafter is not None  # bench always drafts
     with waiting("Measuring what trees cost, once for this pair and machine"):
         return tree_policy(pair.target, pair.drafter, pair.kv_bits)
 

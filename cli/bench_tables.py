@@ -53,6 +53,7 @@ def draw(pair: Pair, asked: Asked, modes: Sequence[str], json: bool) -> dict[str
 
 
 def _policy(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
+    assert pair.drafter is not None  # bench always drafts
     from dflash_mlx.bench.never_slower import long_answers, policy_rows
 
     with waiting("Four drafters, each at every width"):
@@ -62,6 +63,7 @@ def _policy(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
 
 
 def _sampling(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
+    assert pair.drafter is not None  # bench always drafts
     from dflash_mlx.bench.sampled import sampled_rows
 
     ids = asked.token_ids(pair)
@@ -71,6 +73,7 @@ def _sampling(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
 
 
 def _trees(pair: Pair, asked: Asked) -> tuple[list[dict[str, Any]], Table]:
+    assert pair.drafter is not None  # bench always drafts
     from dflash_mlx.bench.trees import tree_rows
 
     categories = [prompt.category for prompt in asked.prompts]

@@ -18,7 +18,7 @@ from .screen import note, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import DFlash, Policy, Stats, Target
-    from dflash_mlx.policy.trees import FixedBudget, TreePolicy
+    from dflash_mlx.policy.trees import TreePolicy
 
 AUTO, OFF = "auto", "off"  # of --tree-budget
 
@@ -52,15 +52,15 @@ class Pair:
     block_size: int | None
     blas: BlasInfo
     kv_bits: int | None = None
-    policy: Policy | TreePolicy | FixedBudget | None = None
+    policy: Policy | TreePolicy | None = None
     tree_budget: int | str | None = None
 
     @property
     def rows(self) -> int:
         """Tokens verified at once."""
-        if self.drafter is None:
-            return 1
-        return self.block_size or self.drafter.config.block_size
+        from dflash_mlx.loop import widest_block
+
+        return widest_block(self.drafter, self.block_size)
 
     @property
     def title(self) -> str:
@@ -136,12 +136,12 @@ def _tree_budget(choice: Choice) -> int | str | None:
 
 def _policy(
     choice: Choice, budget: int | str | None, target: Target, drafter: DFlash
-) -> Policy | TreePolicy | FixedBudget | None:
+) -> Policy | TreePolicy | None:
     """What decides about the rounds, where not every one is a whole block."""
     if isinstance(budget, int):
-        from dflash_mlx.policy.trees import FixedBudget
+        from dflash_mlx.policy.trees import TreePolicy
 
-        return FixedBudget(budget)
+        return TreePolicy.fixed(budget)
     if not choice.policy or choice.block_size:
         return None
     with waiting("Measuring what a round costs, once for this pair and machine"):
@@ -160,7 +160,8 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(f"of these, trees: {rounds_by_rows(stats.trees)}")
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
-    for line in pair.policy.describe() if pair.policy else ():
+    context = stats.prompt_tokens + stats.output_tokens
+    for line in pair.policy.describe(context) if pair.policy else ():
         note(line)
 
 

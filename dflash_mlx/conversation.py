@@ -11,7 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
+import mlx.core as mx
+
 from .drafter.plain import NoDrafter
+from .drafter.protocol import Drafter, ReadsText, Resumable, Session
 from .errors import SettingsError
 from .sampling import Sampler
 from .target import Target, TargetSession
@@ -23,9 +26,8 @@ class Conversation:
     """The caches of a pair, for one request after another.
 
     Hand it to `stream_generate` with every turn's whole prompt. One request at a time: the one
-    before has ended, or was closed. A drafter of your own is resumed if its sessions have what
-    `DraftSession` has for it: `resume`, `position`, `can_be_cut`, and `cut` if that is true, `mark`
-    and `rewind` if not. Else every request reads its whole prompt.
+    before has ended, or was closed. A drafter of your own is resumed if its sessions are
+    `Resumable` (`drafter.protocol`). Else every request reads its whole prompt.
 
     Args:
         target, drafter, kv_bits: as in `stream_generate`, for all turns.
@@ -37,15 +39,15 @@ class Conversation:
     """
 
     target: TargetSession
-    drafter: Any
+    drafter: Session
 
-    def __init__(self, target: Target, drafter: Any, kv_bits: int | None = None) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, kv_bits: int | None = None) -> None:
         self._pair = target, drafter, kv_bits
         self._marks: list[tuple[Any, Any]] = []  # of target and drafter, in the order of positions
         self._started = False
         self.ids: list[int] = []
 
-    def check(self, target: Target, drafter: Any, kv_bits: int | None) -> None:
+    def check(self, target: Target, drafter: Drafter | None, kv_bits: int | None) -> None:
         """Raise `SettingsError` unless the conversation is of this pair."""
         of, drafting, bits = self._pair
         if of is not target or drafting is not drafter or bits != kv_bits:
@@ -60,8 +62,9 @@ class Conversation:
         """
         pairs = zip(self.ids, prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if self._can_resume() and self._go_back(shared):
-            self.drafter.resume(sampler)
+        drafting = self._resumable()
+        if drafting is not None and self._go_back(shared, drafting):
+            drafting.resume(sampler)
         else:
             target, drafter, kv_bits = self._pair
             drafter = NoDrafter() if drafter is None else drafter
@@ -73,26 +76,35 @@ class Conversation:
     def prefill(self, prompt: Sequence[int]) -> Iterator[int]:
         """Read the rest of the prompt but its last token; yields how many are read, by chunks."""
         for taps in self.target.prefill(prompt[len(self.ids) : -1]):
-            self.drafter.extend(taps)
-            self.ids += prompt[len(self.ids) : self.target.position]
+            self.extend(prompt[len(self.ids) : self.target.position], taps)
             yield len(self.ids)
         self._mark()
 
-    def _can_resume(self) -> bool:
-        """Whether the caches are whole: no forward was interrupted, and none was left out."""
-        return (
-            self._started
-            and hasattr(self.drafter, "resume")
-            and self.target.whole
-            and self.target.position == self.drafter.position == len(self.ids)
-        )
+    def extend(self, tokens: Sequence[int], taps: mx.array) -> None:
+        """Let the drafter know the tokens that the target has just committed.
 
-    def _go_back(self, shared: int) -> bool:
+        Args:
+            tokens: S of them.
+            taps: their features, [1, S, K*D].
+        """
+        if isinstance(self.drafter, ReadsText):
+            self.drafter.read(tokens)
+        self.drafter.extend(taps)
+        self.ids += tokens
+
+    def _resumable(self) -> Resumable[Any] | None:
+        """The drafter's session, if the caches are whole: no forward was left out or broken off."""
+        if not (self._started and isinstance(self.drafter, Resumable) and self.target.whole):
+            return None
+        held = {self.target.position, self.drafter.position, len(self.ids)}
+        return self.drafter if len(held) == 1 else None
+
+    def _go_back(self, shared: int, drafting: Resumable[Any]) -> bool:
         """Forget what comes after the first `shared` tokens, if that can be done."""
         if shared < len(self.ids):
-            if self._can_be_cut():
+            if self.target.can_be_cut and drafting.can_be_cut:
                 self.target.cut(shared)
-                self.drafter.cut(shared)
+                drafting.cut(shared)
             else:
                 self._marks = [mark for mark in self._marks if mark[0].position <= shared]
                 if not self._marks:
@@ -100,19 +112,17 @@ class Conversation:
                 target, drafter = self._marks[-1]
                 self.target.rewind(target)
                 if drafter is None:
-                    self.drafter.cut(target.position)
+                    drafting.cut(target.position)
                 else:
-                    self.drafter.rewind(drafter)
+                    drafting.rewind(drafter)
             del self.ids[self.target.position :]
         elif self.ids:
             self._mark()
         return True
 
-    def _can_be_cut(self) -> bool:
-        return self.target.can_be_cut and bool(self.drafter.can_be_cut)
-
     def _mark(self) -> None:
         """Mark this place, where caches cannot be cut at any."""
-        if hasattr(self.drafter, "resume") and not self._can_be_cut():
-            drafter = None if self.drafter.can_be_cut else self.drafter.mark()
-            self._marks = [*self._marks, (self.target.mark(), drafter)][-MOST_MARKS:]
+        drafting = self.drafter
+        if isinstance(drafting, Resumable) and not (self.target.can_be_cut and drafting.can_be_cut):
+            mark = None if drafting.can_be_cut else drafting.mark()
+            self._marks = [*self._marks, (self.target.mark(), mark)][-MOST_MARKS:]

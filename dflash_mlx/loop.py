@@ -9,19 +9,17 @@ first anchor: it is verified together with the first draft, so no round is speci
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import mlx.core as mx
-
-from .accept import accept
 from .conversation import Conversation
-from .errors import ProposalError, SettingsError
+from .drafter.protocol import Drafter
+from .drafter.protocol import block_size as drafter_block_size
+from .errors import SettingsError
 from .events import Event, FinishReason, Result, Stats
-from .policy.rounds import AnyPolicy, ChainRounds, TreeRounds, plan_rounds
+from .policy.rounds import AnyPolicy, plan_rounds
 from .prompt import Prompt, encode_prompt
+from .request import Request
 from .sampling import Sampler, Sampling
 from .stream import TextStream
 from .target import Target
@@ -29,21 +27,9 @@ from .target import Target
 DEFAULT_BLOCK_SIZE = 16
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A validated request: its prompt, and the caches that it goes on with."""
-
-    conversation: Conversation
-    prompt: list[int]
-    sampler: Sampler
-    rounds: ChainRounds | TreeRounds
-    text: TextStream
-    stats: Stats
-
-
 def stream_generate(
     target: Target,
-    drafter: Any,
+    drafter: Drafter | None,
     prompt: Prompt,
     *,
     max_tokens: int = 256,
@@ -64,8 +50,8 @@ def stream_generate(
 
     Args:
         target: the model whose text this is.
-        drafter: a `DFlash` network, anything of the same shape (`tap_layers`, `start`), or None
-            for plain decoding.
+        drafter: a `DFlash` network, anything else that fits `drafter.protocol`, or None for plain
+            decoding.
         prompt: text, token ids, or chat messages (then the target's chat template is applied).
         max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
         temperature, top_p, top_k, min_p, seed, and any other setting of `Sampling` (penalties,
@@ -96,7 +82,7 @@ def stream_generate(
     )
     if not isinstance(max_tokens, int) or max_tokens < 0:
         raise SettingsError(f"max_tokens must be a whole number, 0 or more, not {max_tokens}.")
-    widest = _block_size(drafter, block_size)
+    widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
@@ -107,13 +93,13 @@ def stream_generate(
     sampler = Sampler(settings, ids, rounds.sharpness)
     tokens = min(max_tokens, target.context_length - len(ids))
     tokenizer = target.tokenizer
-    request = _Request(
-        conversation=conversation,
-        prompt=ids,
-        sampler=sampler,
-        rounds=rounds,
-        text=TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
-        stats=Stats(
+    request = Request(
+        conversation,
+        ids,
+        sampler,
+        rounds,
+        TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
+        Stats(
             prompt_tokens=len(ids),
             reused_tokens=conversation.resume(ids, sampler),
             block_size=widest,
@@ -123,7 +109,7 @@ def stream_generate(
     return _decode(request)
 
 
-def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> Result:
+def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any) -> Result:
     """Generate to the end; the arguments and errors are those of `stream_generate`."""
     text: list[str] = []
     tokens: list[int] = []
@@ -137,56 +123,16 @@ def generate(target: Target, drafter: Any, prompt: Prompt, **settings: Any) -> R
     return Result("".join(text), tokens, finish_reason, stats)
 
 
-def _decode(request: _Request) -> Iterator[Event]:
-    """The rounds of one request."""
-    conversation, text, stats = request.conversation, request.text, request.stats
-    target, drafter = conversation.target, conversation.drafter
-    sampler, rounds = request.sampler, request.rounds
-    if text.finish_reason is not None:  # max_tokens=0: no forward is needed to emit nothing
-        yield Event("", [], 0, 0, text.finish_reason, stats)
+def _decode(request: Request) -> Iterator[Event]:
+    """The rounds of one request; what it proposes and how it accepts is in `request`."""
+    if request.finished:
+        yield request.nothing()
         return
-    mx.reset_peak_memory()
-    clock = time.perf_counter()
-    for _ in conversation.prefill(request.prompt):
-        pass
-    anchor = request.prompt[-1]
-    stats.prefill_seconds = time.perf_counter() - clock
-
-    while text.finish_reason is None:
-        clock = time.perf_counter()
-        # propose: a round that accepts everything still adds a token of the target's own
-        limit = min(stats.block_size, text.remaining)
-        proposal = rounds.propose(drafter, anchor, target.position, limit)
-
-        # verify: one forward over all rows, and the round's only wait for the device
-        logits, taps = target.verify(proposal)
-        tokens, choices = sampler.choose(proposal, logits)
-
-        # accept
-        if tokens[0] != anchor:
-            raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
-        kept, anchor = accept(tokens, proposal.parents, choices)
-        certain = [*(tokens[row] for row in kept[1:]), anchor]
-        drafted, right = len(proposal) - 1, len(kept) - 1
-        piece = text.add(certain)
-        kept = kept[: len(piece.tokens)]  # what was right after the end is not text
-
-        # commit
-        target.commit(kept)
-        on_a_path = kept[-1] >= len(kept)  # with rejected siblings in between
-        drafter.extend(taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)])
-        conversation.ids += (tokens[row] for row in kept)
-        sampler.commit(certain)
-
-        # emit
-        rounds.observe(proposal, right, certain)
-        accepted = min(right, len(piece.tokens))
-        stats.count_round(drafted, accepted, len(piece.tokens), tree=not proposal.is_chain)
-        stats.peak_bytes = mx.get_peak_memory()
-        stats.decode_seconds += time.perf_counter() - clock
-        if stats.rounds == 1:
-            stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
-        yield Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)
+    request.prefill()
+    while not request.finished:
+        proposal = request.propose()
+        logits, taps = request.target.verify(proposal)  # one forward over all rows
+        yield request.absorb(logits, taps)  # accept, commit, emit
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -197,14 +143,13 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return strings
 
 
-def _block_size(drafter: Any, requested: int | None) -> int:
-    """Rows per round. Raises `SettingsError` for a size the drafter was not made for."""
-    config = getattr(drafter, "config", None)
-    largest = getattr(config, "block_size", None)
+def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
+    """The most rows of a round. Raises `SettingsError` for a size the drafter was not made for."""
     if requested is not None and requested < 1:
         raise SettingsError(f"block_size must be 1 or more, not {requested}.")
     if drafter is None:
         return 1
+    largest = drafter_block_size(drafter)
     if requested is None:
         return largest or DEFAULT_BLOCK_SIZE
     if largest is not None and requested > largest:

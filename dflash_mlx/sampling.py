@@ -20,14 +20,15 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from .errors import SettingsError
+from .hindsight import Hindsight
 from .proposal import Proposal
-from .sharpness import Sharpness, Trials
+from .sharpness import Sharpness, matching
 
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
 # these two: histories that will be rejected are seen as well, and one may be seen again.
@@ -36,6 +37,21 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Pick = Callable[[list[mx.array], list[float]], list[mx.array]]
 
 SEED_BITS = 32
+NAT = 1e-4  # what certainties are rounded to
+
+
+class Choices(NamedTuple):
+    """What a round brings back from the device, of N rows.
+
+    Attributes:
+        tokens: the proposal's.
+        choices: the target's, after each of them.
+        certainty: log-probability of the target's favourite after each of them, if asked for.
+    """
+
+    tokens: list[int]
+    choices: list[int]
+    certainty: list[float] | None
 
 
 @dataclass(frozen=True)
@@ -158,7 +174,7 @@ class Sampler:
         if settings.temperature > 0:
             self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
         self.sharpness = sharpness or Sharpness()
-        self._trials = Trials(self.sharpness)
+        self._trials: Hindsight[list[list[int]]] = Hindsight()  # a block for each s of the grid
         self._processors = settings.processors()
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
@@ -166,10 +182,11 @@ class Sampler:
         self._noise_start = 0
         self._blocks: mx.array | None = None  # what each s would have drafted in this round
 
-    def choose(self, proposal: Proposal, logits: mx.array) -> tuple[list[int], list[int]]:
-        """The proposal's tokens [N] and the target's choice after each, from its logits [N, V].
+    def choose(self, proposal: Proposal, logits: mx.array, certainty: bool = False) -> Choices:
+        """What the target chooses after each of a proposal's rows, from its logits [N, V].
 
-        This is the round's only wait for the device; the drafter's part is read along.
+        This is the round's only wait for the device; the drafter's part is read along, and with
+        `certainty` how sure the target was.
         """
         tokens = proposal.tokens
         if not isinstance(tokens, mx.array):
@@ -177,20 +194,24 @@ class Sampler:
         tokens = tokens.astype(mx.int32)
         paths = proposal.paths() if self._processors else []
         chosen = self.log_probs(self._processed(logits, tokens, paths))
+        nats = _certainty(chosen) if certainty else None
         if self.temperature > 0:
             rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         parts = [tokens, chosen.argmax(axis=-1).astype(mx.int32)]
+        if nats is not None:
+            parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
         blocks, self._blocks = self._blocks, None
         if blocks is not None:
             parts.append(blocks.flatten().astype(mx.int32))
         read: Any = mx.concatenate(parts).tolist()
         count = len(proposal)
+        sure = [NAT * part for part in read[2 * count : 3 * count]] if certainty else None
         if blocks is not None:
             width = blocks.shape[1]
-            rest = read[2 * count :]
-            self._trials.add([rest[at : at + width] for at in range(0, len(rest), width)])
-        return read[:count], read[count : 2 * count]
+            rest = read[(3 if certainty else 2) * count :]
+            self._trials.add(width, [rest[at : at + width] for at in range(0, len(rest), width)])
+        return Choices(read[:count], read[count : 2 * count], sure)
 
     def draft(self, logits: mx.array, pick: Pick | None = None) -> mx.array:
         """Draft the next L tokens [L] from the drafter's logits [L, V]; nothing waits.
@@ -226,8 +247,8 @@ class Sampler:
         self._position += len(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
-        if self.temperature > 0:
-            self._trials.commit(tokens)
+        for blocks, text in self._trials.commit(tokens):
+            self.sharpness.learn([matching(block, text) for block in blocks])
 
     def log_probs(self, logits: mx.array) -> mx.array:
         """Log-probabilities [N, V] in f32 of logits [N, V] that the processors have seen.
@@ -326,6 +347,12 @@ def keep_top_k(logits: mx.array, top_k: int) -> mx.array:
     """Set to -inf all but the `top_k` largest of each row, fewer than the row has."""
     others = mx.argpartition(-logits, top_k - 1, axis=-1)[:, top_k:]
     return mx.put_along_axis(logits, others, mx.array(-mx.inf, logits.dtype), axis=-1)
+
+
+def _certainty(scores: mx.array) -> mx.array:
+    """Log-probability [N] of the likeliest token, from logits or log-probabilities [N, V]."""
+    scores = scores.astype(mx.float32)
+    return scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)
 
 
 def _best(scores: list[mx.array], weights: list[float]) -> list[mx.array]:

@@ -10,7 +10,6 @@ block it *would* have drafted, and the best is known without ever having to try 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 GRID = (1.0, 2.0, 3.0, 5.0, 10.0, 100.0)  # the last is the drafter's favourite, noise or not
@@ -46,30 +45,6 @@ class Sharpness:
         """Take in how many tokens of one block each s of the grid would have had accepted."""
         pairs = zip(self._scores, lengths, strict=True)
         self._scores = [MEMORY * score + length for score, length in pairs]
-
-
-class Trials:
-    """The blocks of one request that still wait for the text to reach their end."""
-
-    def __init__(self, sharpness: Sharpness) -> None:
-        self._sharpness = sharpness
-        self._text: list[int] = []  # generated so far
-        self._waiting: deque[tuple[int, list[list[int]]]] = deque()
-
-    def add(self, blocks: list[list[int]]) -> None:
-        """Note what each s of the grid would have drafted for the places that come next."""
-        self._waiting.append((len(self._text), blocks))
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """The text went on by these tokens: score the blocks it has passed."""
-        self._text += tokens
-        while self._waiting:
-            start, blocks = self._waiting[0]
-            truth = self._text[start : start + len(blocks[0])]
-            if len(truth) < len(blocks[0]):
-                return
-            self._sharpness.learn([matching(block, truth) for block in blocks])
-            self._waiting.popleft()
 
 
 def matching(block: Sequence[int], truth: Sequence[int]) -> int:

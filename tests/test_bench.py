@@ -29,7 +29,7 @@ from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
-from dflash_mlx.policy.trees import FixedBudget
+from dflash_mlx.policy.trees import TreePolicy
 
 PROMPT = [5, 40, 80, 13]
 WAYS = ["plain", "DFlash", "mlx-lm"]
@@ -156,7 +156,7 @@ def test_turns_change_their_order():
         comparison.run_pair()
     assert comparison.order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
     comparison.order, comparison.plain = [], []
-    for comparison.trees in (None, FixedBudget(8)):
+    for comparison.trees in (None, TreePolicy.fixed(8)):
         comparison.run_turn()
     there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "tree", "drafted", "plain"]
     assert comparison.order == there + back
@@ -253,7 +253,7 @@ def test_measure_prompts():
 
 def test_trees_take_part_where_they_are_asked_for():
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, trees=FixedBudget(8))
+    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, trees=TreePolicy.fixed(8))
     assert list(one.runs) == ["plain", "DFlash", "DDTree", "mlx-lm"]
     assert one.differences == dict.fromkeys(one.runs)
     [drafted] = one.runs["DDTree"]

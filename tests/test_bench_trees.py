@@ -14,7 +14,7 @@ from dflash_mlx.bench.trees import tree_rows
 from dflash_mlx.cli.bench_tables import _trees_table
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import generate
-from dflash_mlx.policy.trees import FixedBudget
+from dflash_mlx.policy.trees import TreePolicy
 
 TABLE = np.random.default_rng(3).normal(size=(24, 24)) * 2.5
 TARGET, DRAFTER = BigramTarget(TABLE), TreeBigrams(TABLE)
@@ -49,7 +49,7 @@ def test_lengths_are_those_of_the_runs(rows):
     chain, tree = rows["chain"].tokens_per_round, rows["32"].tokens_per_round
     assert chain["all"] == pytest.approx(length(None))
     assert chain["tales"] == pytest.approx(length(None, "tales"))
-    assert tree["sums"] == pytest.approx(length(FixedBudget(32), "sums"))
+    assert tree["sums"] == pytest.approx(length(TreePolicy.fixed(32), "sums"))
     assert tree["all"] > chain["all"]
 
 

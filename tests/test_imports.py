@@ -14,14 +14,15 @@ PACKAGE = ROOT / "dflash_mlx"
 # From the bottom up. A module may import the levels below its own, and its own package.
 LEVELS = [
     {"errors"},
-    {"events", "machine", "metal", "reading", "sharpness", "tiny"},
+    {"events", "hindsight", "machine", "metal", "reading", "sharpness", "tiny"},
     {"kernels"},
     {"proposal"},
     {"accept", "sampling"},
     {"target"},
     {"drafter"},
     {"conversation", "policy", "prompt", "stream", "structured"},
-    {"loading", "loop"},
+    {"loading", "request"},
+    {"loop"},
     {"dflash_mlx"},  # the public names, which come from all of the above
     {"bench", "train"},
     {"tiny.recipe"},

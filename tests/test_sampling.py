@@ -51,7 +51,7 @@ def choices(settings, logits, rows=1, seed=0):
     """The choices at positions 0..rows-1 of a chain whose rows all have these logits [V]."""
     sampler = Sampler(Sampling(seed=seed, **settings))
     table = mx.broadcast_to(mx.array(logits, mx.float32), (rows, len(logits)))
-    return sampler.choose(Proposal([0] * rows), table)[1]
+    return sampler.choose(Proposal([0] * rows), table).choices
 
 
 FILTERS = [{}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.05}]
@@ -157,7 +157,7 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
     logits = mx.array([[0.0, 2.0, 1.0], [5.0, 5.0, -1.0], [-3.0, -2.0, -1.0]])
     for settings in (Sampling(), Sampling(seed=7), Sampling(top_p=0.1, top_k=2, min_p=0.5)):
         sampler = Sampler(settings)
-        assert sampler.choose(Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2])
+        assert sampler.choose(Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2], None)
         assert sampler.seed is None and sampler.draft(logits).tolist() == [1, 0, 2]
 
 

@@ -5,9 +5,9 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
-from dflash_mlx.policy.widths import FixedWidth
+from dflash_mlx.policy.rounds import FixedWidth
 from dflash_mlx.sampling import Sampler, Sampling
-from dflash_mlx.sharpness import FIRST, GRID, Sharpness, Trials
+from dflash_mlx.sharpness import FIRST, GRID, Sharpness
 
 
 def test_it_starts_at_its_prior_and_follows_the_evidence():
@@ -19,21 +19,6 @@ def test_it_starts_at_its_prior_and_follows_the_evidence():
     for _ in range(400):  # the text changed: old blocks are forgotten
         sharpness.learn([2] * (len(GRID) - 1) + [3])
     assert sharpness.value == GRID[-1]
-
-
-def test_a_block_is_scored_when_the_text_has_passed_its_end():
-    learnt = []
-    sharpness = Sharpness((1.0, 2.0))
-    sharpness.learn = learnt.append
-    trials = Trials(sharpness)
-    trials.add([[1, 2, 3], [1, 9, 3]])
-    trials.commit([1, 2])
-    trials.add([[3, 4], [0, 4]])
-    assert learnt == []
-    trials.commit([3])
-    assert learnt == [[3, 1]]
-    trials.commit([4, 5])
-    assert learnt == [[3, 1], [2, 0]]
 
 
 class Unsure(BigramDrafter):

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..drafter.protocol import Drafter
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..sharpness import Sharpness
@@ -57,7 +58,7 @@ class OracleSession:
 class Slow:
     """A drafter each of whose drafts takes as long as some forwards of the target more."""
 
-    def __init__(self, drafter: Any, forwards: int) -> None:
+    def __init__(self, drafter: Drafter, forwards: int) -> None:
         self.drafter, self.forwards = drafter, forwards
         self.tap_layers = drafter.tap_layers
 
@@ -88,7 +89,7 @@ class SlowSession:
 class Independent:
     """A drafter that samples its drafts with noise of its own instead of the target's."""
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.tap_layers = drafter, drafter.tap_layers
 
     def start(self, target: Target, sampler: Sampler) -> IndependentSession:
@@ -98,7 +99,7 @@ class Independent:
 class IndependentSession:
     """One request of an `Independent` drafter."""
 
-    def __init__(self, drafter: Any, target: Target, sampler: Sampler) -> None:
+    def __init__(self, drafter: Drafter, target: Target, sampler: Sampler) -> None:
         other = replace(sampler.settings, seed=((sampler.seed or 0) + 1) % 2**32)
         self._sampler = Sampler(other, sharpness=Sharpness((1.0,)))
         self._session = drafter.start(target, self._sampler)
@@ -116,7 +117,7 @@ class Blind:
 
     drafts_trees = True
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.tap_layers = drafter, drafter.tap_layers
 
     def start(self, target: Target, sampler: Sampler) -> Any:

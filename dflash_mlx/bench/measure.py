@@ -17,9 +17,11 @@ import mlx.core as mx
 from mlx_lm import stream_generate as mlx_lm_generate
 from mlx_lm.sample_utils import make_sampler
 
+from ..drafter.network import DFlash
+from ..drafter.protocol import Drafter
 from ..errors import PromptError
 from ..events import FinishReason, Result, Stats
-from ..loop import generate
+from ..loop import generate, widest_block
 from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
 from ..proposal import Proposal
@@ -46,7 +48,7 @@ class Comparison:
     """
 
     target: Target
-    drafter: Any
+    drafter: Drafter | None
     prompt: list[int]
     max_tokens: int = 256
     block_size: int | None = None
@@ -97,7 +99,7 @@ class Comparison:
         for run in reversed(contestants) if len(self.plain) % 2 else contestants:
             run()
 
-    def _generate(self, drafter: Any, **settings: Any) -> Result:
+    def _generate(self, drafter: Drafter | None, **settings: Any) -> Result:
         settings |= {"max_tokens": self.max_tokens, "stop": self.stop, "kv_bits": self.kv_bits}
         return generate(self.target, drafter, self.prompt, **settings, **self.sampling)
 
@@ -160,7 +162,7 @@ def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) 
     for _ in range(repeats):
         runs.run_turn()
         drafted = runs.drafted[-1]
-        if drafted.stats.rounds:
+        if drafted.stats.rounds and isinstance(runs.drafter, DFlash):
             raw = raw_forwards(runs.target, runs.drafter, ids, drafted, runs.max_tokens)
             overheads.append(raw.overhead(drafted.stats.decode_seconds))
     overhead = median(overheads) if overheads else None
@@ -168,7 +170,11 @@ def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) 
 
 
 def measure_all(
-    target: Target, drafter: Any, prompts: Sequence[BenchPrompt], repeats: int, **settings: Any
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[BenchPrompt],
+    repeats: int,
+    **settings: Any,
 ) -> Iterator[Measured]:
     """Measure prompts one after another, each conversation to its end.
 
@@ -266,10 +272,10 @@ def first_difference(runs: Sequence[Sequence[int]], tokens: Sequence[int]) -> in
     return min(places, default=None)
 
 
-def warm_up(target: Target, drafter: Any, block_size: int | None = None) -> None:
+def warm_up(target: Target, drafter: Drafter | None, block_size: int | None = None) -> None:
     """Run a few short rounds, so that compiling kernels is not counted as decoding."""
     prompt = [0] * 8
     generate(target, None, prompt, max_tokens=2)
     if drafter is not None:
-        rows = block_size or drafter.config.block_size
+        rows = widest_block(drafter, block_size)
         generate(target, drafter, prompt, max_tokens=2 * rows, block_size=block_size)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ..drafter.protocol import Drafter, block_size
 from ..loop import generate
 from ..policy.costs import pair_costs
 from ..policy.widths import Policy
@@ -58,7 +59,7 @@ def never_ending(target: Target) -> dict[int, float]:
 
 
 def policy_rows(
-    target: Target, drafter: Any, answers: Sequence[tuple[list[int], list[int]]], repeats: int
+    target: Target, drafter: Drafter, answers: Sequence[tuple[list[int], list[int]]], repeats: int
 ) -> Iterator[PolicyRow]:
     """A row for each drafter, over prompts and their greedy answers."""
     size = target.vocab_size
@@ -77,8 +78,7 @@ def _row(
     answers: Sequence[tuple[list[int], list[int]]],
     repeats: int,
 ) -> PolicyRow:
-    config = getattr(drafters[0], "config", None)
-    widest = getattr(config, "block_size", max(WIDTHS))
+    widest = block_size(drafters[0]) or max(WIDTHS)
     costs = pair_costs(target, drafters[0], widest, again=True)
     widths = [width for width in WIDTHS if width <= widest]
     over_plain, over_width = [], dict[int, list[float]]((width, []) for width in widths)

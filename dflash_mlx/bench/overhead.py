@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
+from ..drafter.network import DFlash
 from ..events import Result
 from ..proposal import Proposal
 from ..target import Target
@@ -32,7 +32,7 @@ class RawForwards:
 
 
 def raw_forwards(
-    target: Target, drafter: Any, prompt: list[int], result: Result, max_tokens: int
+    target: Target, drafter: DFlash, prompt: list[int], result: Result, max_tokens: int
 ) -> RawForwards:
     """Time the bare forwards of the rounds that made `result`.
 

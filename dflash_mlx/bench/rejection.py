@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..drafter.protocol import Drafter
 from ..sampling import Pick, Sampler, Sampling
 from ..target import Target
 
@@ -25,7 +26,7 @@ class _Drawing(Sampler):
 
 
 def rejection_rounds(
-    target: Target, drafter: Any, prompt: list[int], tokens: int, settings: Sampling, width: int
+    target: Target, drafter: Drafter, prompt: list[int], tokens: int, settings: Sampling, width: int
 ) -> int:
     """The rounds that rejection sampling takes for so many tokens after a prompt.
 
@@ -43,7 +44,7 @@ def rejection_rounds(
         proposal = drafting.propose(anchor, rows)
         logits, taps = session.verify(proposal)
         p = np.array(mx.exp(sampler.log_probs(logits)), np.float64)
-        drafts: Any = mx.array(proposal.tokens)[1:].tolist()
+        drafts: Any = mx.array(proposal.tokens)[1:].tolist()  # type: ignore[arg-type]
         q = np.array(sampler.q, np.float64) if drafts else p
         accepted, anchor = _accept(drafts, p, q, rng)
         session.commit(range(accepted + 1))

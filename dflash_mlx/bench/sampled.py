@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..loop import generate
-from ..policy.widths import FixedWidth
+from ..drafter.protocol import Drafter, block_size
+from ..loop import DEFAULT_BLOCK_SIZE, generate
+from ..policy.rounds import FixedWidth
 from ..sampling import Sampling
 from ..sharpness import Sharpness
 from ..target import Target
@@ -42,7 +43,7 @@ class SampledRow:
 
 
 def sampled_rows(
-    target: Target, drafter: Any, prompts: Sequence[list[int]], max_tokens: int
+    target: Target, drafter: Drafter, prompts: Sequence[list[int]], max_tokens: int
 ) -> Iterator[SampledRow]:
     """A row for each of `TEMPERATURES`, over prompts given as token ids."""
     for temperature in TEMPERATURES:
@@ -51,7 +52,7 @@ def sampled_rows(
 
 def _row(
     target: Target,
-    drafter: Any,
+    drafter: Drafter,
     prompts: Sequence[list[int]],
     max_tokens: int,
     temperature: float,
@@ -65,7 +66,7 @@ def _row(
     }
     rounds = dict.fromkeys([*ways, "rejection"], 0)
     tokens = identical = 0
-    width = drafter.config.block_size
+    width = block_size(drafter) or DEFAULT_BLOCK_SIZE
     for number, prompt in enumerate(prompts):
         seed = SEED + number
         settings: dict[str, Any] = {"temperature": temperature, "seed": seed}

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ..drafter.protocol import Drafter
 from ..events import Result
 from ..loop import generate
-from ..policy.rounds import AnyPolicy
-from ..policy.trees import FixedBudget, tree_policy
-from ..policy.widths import FixedWidth
+from ..policy.rounds import AnyPolicy, FixedWidth
+from ..policy.trees import TreePolicy, tree_policy
 from ..target import Target
 from .drafters import Blind
 
@@ -52,7 +52,7 @@ class TreeRow:
 
 def tree_rows(
     target: Target,
-    drafter: Any,
+    drafter: Drafter,
     prompts: Sequence[tuple[str, list[int]]],
     budgets: Sequence[int],
     max_tokens: int,
@@ -70,7 +70,7 @@ def tree_rows(
     Raises `SettingsError` when the pair cannot have trees.
     """
     policies: dict[str, AnyPolicy] = {CHAIN: FixedWidth()}
-    policies |= {str(rows): FixedBudget(rows) for rows in budgets}
+    policies |= {str(rows): TreePolicy.fixed(rows) for rows in budgets}
     policies[AUTO] = tree_policy(target, drafter, again=True)
     rows = {way: TreeRow(way) for way in (PLAIN, *policies)}
     runs: dict[str, list[Result]] = {way: [] for way in rows}
@@ -86,8 +86,8 @@ def tree_rows(
     for size in budgets:
         row = rows[str(size)]
         noise = {"temperature": NOISY, "max_tokens": max_tokens}
-        row.with_noise = _length(target, drafter, prompts, FixedBudget(size), noise)
-        row.without_noise = _length(target, Blind(drafter), prompts, FixedBudget(size), noise)
+        row.with_noise = _length(target, drafter, prompts, TreePolicy.fixed(size), noise)
+        row.without_noise = _length(target, Blind(drafter), prompts, TreePolicy.fixed(size), noise)
     return list(rows.values())
 
 
@@ -113,9 +113,9 @@ def _sum_up(
 
 def _length(
     target: Target,
-    drafter: Any,
+    drafter: Drafter,
     prompts: Sequence[tuple[str, list[int]]],
-    policy: FixedBudget,
+    policy: TreePolicy,
     settings: dict[str, Any],
 ) -> float:
     """Tokens per round over the prompts, each with a seed of its own."""

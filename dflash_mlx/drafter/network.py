@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 
 from ..errors import IncompatibleDrafterError
@@ -190,6 +191,12 @@ class DFlash(nn.Module):
     def block_size(self) -> int:
         """The most rows of a draft, the anchor included."""
         return self.config.drafts + 1
+
+    @property
+    def identity(self) -> str:
+        """The kind of network, and the bytes of its weights, which tell every quantization."""
+        size = sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+        return f"{type(self).__name__} {size}"
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

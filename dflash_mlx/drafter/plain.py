@@ -41,3 +41,11 @@ class NoDrafter:
     def cut(self, position: int) -> None:
         """Forget all tokens from a position on."""
         self.position = position
+
+    def mark(self) -> int:
+        """This state, to come back to."""
+        return self.position
+
+    def rewind(self, mark: int) -> None:
+        """Forget all tokens since the mark."""
+        self.position = mark

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
 
@@ -98,7 +99,7 @@ def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
 
 def pair_costs(
     target: Target,
-    drafter: Any,
+    drafter: Drafter,
     widest: int,
     kv_bits: int | None = None,
     again: bool = False,
@@ -106,7 +107,7 @@ def pair_costs(
 ) -> Costs:
     """The costs of rounds of up to `widest` rows: from the cache folder, or measured now.
 
-    Only the costs of networks are cached: what else drafts has nothing to be recognized by.
+    Only the costs of drafters that are `Identified` are cached.
 
     Args:
         target, drafter: the pair.
@@ -116,9 +117,9 @@ def pair_costs(
         measured: what measures; None is `measure`, of chains.
     """
     measured = measured or measure
-    if not hasattr(drafter, "parameters"):
+    if not isinstance(drafter, Identified):
         return measured(target, drafter, widest, kv_bits)
-    name = f"{measured.__name__}-{_fingerprint(target, drafter, widest, kv_bits)}.json"
+    name = f"{measured.__name__}-{_fingerprint(target, drafter.identity, widest, kv_bits)}.json"
     path = _cache_folder() / name
     try:
         if not again:
@@ -134,7 +135,7 @@ def pair_costs(
     return costs
 
 
-def measure(target: Target, drafter: Any, widest: int, kv_bits: int | None = None) -> Costs:
+def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None) -> Costs:
     """Time the forwards of a pair. The drafter drafts for a text of one token, repeated."""
     rows = sorted({row for row in ROWS if row < widest} | {1, widest})
     deepest = target.context_length - widest - 2 * len(rows) * (REPEATS + 1)
@@ -145,7 +146,7 @@ def measure(target: Target, drafter: Any, widest: int, kv_bits: int | None = Non
 
 
 def _measure_at(
-    target: Target, drafter: Any, depth: int, rows: list[int], kv_bits: int | None
+    target: Target, drafter: Drafter, depth: int, rows: list[int], kv_bits: int | None
 ) -> tuple[dict[int, float], dict[int, float]]:
     """The median verify and draft of each number of rows.
 
@@ -201,7 +202,7 @@ def _read(path: Path) -> Costs:
     return Costs(*tables)
 
 
-def _fingerprint(target: Target, drafter: Any, widest: int, kv_bits: int | None) -> str:
+def _fingerprint(target: Target, identity: str, widest: int, kv_bits: int | None) -> str:
     """A name for everything that the costs depend on."""
     import mlx.core as mx
 
@@ -211,7 +212,7 @@ def _fingerprint(target: Target, drafter: Any, widest: int, kv_bits: int | None)
     if target.wiring is not None:
         parts += [target.wiring.exact, repr(sorted(target.wiring.layers.items()))]
     # The bytes of the weights tell every quantization from the others.
-    parts += [_bytes(target.model), type(drafter).__name__, _bytes(drafter)]
+    parts += [_bytes(target.model), identity]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

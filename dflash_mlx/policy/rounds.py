@@ -1,124 +1,186 @@
-"""What a round proposes, a chain or a tree, and what is learnt from how it went."""
+"""What a request's rounds propose, chains or trees, and what is learnt from how they went."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-from ..drafter.tree import DraftTree
+from ..drafter.protocol import Drafter, Session, TreeSession, drafts_trees
 from ..errors import ProposalError, SettingsError
+from ..hindsight import Hindsight
 from ..proposal import Proposal
-from ..target import Target
-from .trees import FixedBudget, TreePolicy, drafts_trees, tree_policy
-from .widths import FixedWidth, Policy
+from ..sharpness import Sharpness
+from .trees import Sizes, TreePolicy, tree_policy
+from .widths import Policy, Widths
 
-AnyPolicy = FixedWidth | Policy | FixedBudget | TreePolicy
+if TYPE_CHECKING:
+    from ..drafter.tree import DraftTree
+    from ..target import Target
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a round went.
+
+    Attributes:
+        accepted: how many drafted nodes the target kept.
+        tokens: what the text went on by.
+        certainty: log-probability of the target's favourite where it chose the last of them; None
+            where nobody asked for it.
+        seconds: that the round took.
+    """
+
+    proposal: Proposal
+    accepted: int
+    tokens: Sequence[int]
+    certainty: float | None
+    seconds: float
+
+
+class Rounds(Protocol):
+    """What one request's rounds propose."""
+
+    @property
+    def sharpness(self) -> Sharpness:
+        """What is known about the drafter's chains at the request's temperature."""
+
+    @property
+    def asks_certainty(self) -> bool:
+        """Whether an outcome has to say how certain the target was."""
+
+    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        """The proposal of a round with `context` tokens committed: paths of at most `limit` rows.
+
+        Raises `ProposalError` when the drafter hands over more rows than were asked for.
+        """
+
+    def observe(self, outcome: Outcome) -> None:
+        """Take in how the round went."""
+
+
+@dataclass(frozen=True)
+class FixedWidth:
+    """In a policy's place: every round as wide as allowed.
+
+    Attributes:
+        ranking: how drafts are ranked at any temperature; None learns it anew in each request.
+    """
+
+    ranking: Sharpness | None = None
+
+    def sharpness(self, temperature: float) -> Sharpness:
+        return self.ranking or Sharpness()
+
+
+AnyPolicy = FixedWidth | Policy | TreePolicy
+
+
+class FixedRounds:
+    """Chains, every one as wide as allowed."""
+
+    asks_certainty = False
+
+    def __init__(self, sharpness: Sharpness) -> None:
+        self.sharpness = sharpness
+
+    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        return chain(session, anchor, limit)
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
 
 
 class ChainRounds:
-    """Chains, as wide as a policy says.
+    """Chains, as wide as a policy says."""
 
-    Attributes:
-        sharpness: what is known about the drafter's chains at the request's temperature.
-    """
+    asks_certainty = True
 
-    def __init__(self, policy: Policy | FixedWidth, temperature: float) -> None:
-        self._policy, self.sharpness = policy, policy.sharpness(temperature)
-        policy.begin()
+    def __init__(self, widths: Widths, sharpness: Sharpness) -> None:
+        self._widths, self.sharpness = widths, sharpness
+        self._certainty: float | None = None
 
-    def propose(self, session: Any, anchor: int, context: int, limit: int) -> Proposal:
-        """The drafter's proposal of at most `limit` rows, with `context` tokens committed.
+    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        return chain(session, anchor, self._widths.width(context, limit, self._certainty))
 
-        Raises `ProposalError` when it has more rows than were asked for.
-        """
-        return chain(session, anchor, self._policy.width(context, limit))
-
-    def observe(self, proposal: Proposal, accepted: int, tokens: Sequence[int]) -> None:
-        """Take in how many nodes the target kept, and the tokens that the text went on by."""
-        self._policy.observe(len(proposal) - 1, accepted)
+    def observe(self, outcome: Outcome) -> None:
+        self._certainty = outcome.certainty
+        self._widths.observe(len(outcome.proposal) - 1, outcome.accepted, outcome.seconds)
 
 
 class TreeRounds:
-    """Trees, for one request.
+    """Trees, as large as a policy says, or the chain that pays better.
 
     Args:
-        budget: how large trees are; it may be kept for further requests.
+        policy: what is known about the pair.
         temperature: the request's.
-
-    Attributes:
-        sharpness: as of `ChainRounds`.
     """
 
-    def __init__(self, budget: FixedBudget | TreePolicy, temperature: float) -> None:
-        self._budget, self._calibration = budget, budget.calibration(temperature)
-        self.sharpness = budget.sharpness(temperature)
-        budget.begin()
-        self._text: list[int] = []  # generated so far
-        # Trees that the text has not passed yet: where they start, and what of them was verified.
-        self._waiting: deque[tuple[int, DraftTree, Proposal]] = deque()
+    asks_certainty = True
+
+    def __init__(self, policy: TreePolicy, temperature: float) -> None:
+        self._sizes: Sizes = policy.start()
+        self._calibration = policy.calibration(temperature)
+        self.sharpness = policy.sharpness(temperature)
+        # Trees that the text has not passed yet, what of them was verified, and where they began.
+        self._waiting: Hindsight[tuple[DraftTree, Proposal, int]] = Hindsight()
+        self._certainty: float | None = None
         self._is_tree = False  # what this round drafted
 
-    def propose(self, session: Any, anchor: int, context: int, limit: int) -> Proposal:
-        """A chain or a tree whose paths have at most `limit` rows, with `context` tokens committed.
-
-        Raises `ProposalError` when a chain has more rows than were asked for.
-        """
-        width, rows = self._budget.size(context, limit)
+    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        width, rows = self._sizes.size(context, limit, self._certainty)
         self._is_tree = rows > 1
         if not self._is_tree:
             return chain(session, anchor, width)
-        tree = session.propose_tree(anchor, rows, limit, self._calibration)
-        proposal = self._budget.cut(tree)
-        self._waiting.append((len(self._text), tree, proposal))
+        tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
+        proposal = self._sizes.cut(tree)
+        self._waiting.add(tree.slots, (tree, proposal, self._sizes.level))
         return proposal
 
-    def observe(self, proposal: Proposal, accepted: int, tokens: Sequence[int]) -> None:
-        """Take in how many nodes the target kept, and the tokens that the text went on by."""
-        self._budget.observe(proposal, accepted, self._is_tree)
-        self._text += tokens
-        while self._waiting:
-            start, tree, verified = self._waiting[0]
-            passed = self._text[start : start + tree.slots]
-            if len(passed) < tree.slots:
-                return
-            self._budget.learn(tree, verified, tree.learn(passed))
-            self._waiting.popleft()
+    def observe(self, outcome: Outcome) -> None:
+        self._certainty = outcome.certainty
+        of_tree = self._is_tree
+        self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, outcome.seconds)
+        for (tree, verified, at), text in self._waiting.commit(outcome.tokens):
+            self._sizes.learn(tree, verified, tree.learn(text), at)
 
 
 def plan_rounds(
     target: Target,
-    drafter: Any,
+    drafter: Drafter | None,
     policy: AnyPolicy | None,
     block_size: int | None,
     tree_budget: int | Literal["auto"] | None,
     temperature: float,
     kv_bits: int | None,
-) -> ChainRounds | TreeRounds:
+) -> Rounds:
     """The rounds that the settings of `stream_generate` ask for.
 
     Raises `SettingsError` when they ask for trees of a drafter that drafts none, and
     `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
     """
+    trees = drafter is not None and drafts_trees(drafter)
     if tree_budget == "auto":
-        possible = drafts_trees(drafter) and target.supports_trees
-        if possible and not isinstance(policy, TreePolicy):
-            policy = tree_policy(target, drafter, kv_bits)
+        if drafter is not None and trees and target.supports_trees:
+            policy = policy if isinstance(policy, TreePolicy) else None
+            policy = policy or tree_policy(target, drafter, kv_bits)
     elif tree_budget is not None:
-        policy = FixedBudget(tree_budget)
-    elif block_size is not None and isinstance(policy, Policy | TreePolicy):
+        policy = TreePolicy.fixed(tree_budget)
+    elif block_size is not None and policy is not None:
         policy = FixedWidth(policy.sharpness(temperature))
-    if isinstance(policy, TreePolicy | FixedBudget):
-        if not drafts_trees(drafter):
+    if isinstance(policy, TreePolicy):
+        if not trees:
             raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
         target.check_trees()
         return TreeRounds(policy, temperature)
-    return ChainRounds(policy or FixedWidth(), temperature)
+    if isinstance(policy, Policy):
+        return ChainRounds(policy.start(), policy.sharpness(temperature))
+    return FixedRounds((policy or FixedWidth()).sharpness(temperature))
 
 
-def chain(session: Any, anchor: int, width: int) -> Proposal:
+def chain(session: Session, anchor: int, width: int) -> Proposal:
     """A session's proposal of at most `width` rows. Raises `ProposalError` when it has more."""
-    proposal: Proposal = session.propose(anchor, width)
+    proposal = session.propose(anchor, width)
     if len(proposal) > width:
         raise ProposalError(f"A proposal has {len(proposal)} rows, at most {width} were asked.")
     return proposal

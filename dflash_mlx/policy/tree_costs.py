@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..drafter.calibration import Calibration
+from ..drafter.protocol import Drafter, TreeDrafter
 from ..proposal import Proposal
 from ..sampling import Sampler
 from .costs import DEPTHS, REPEATS, Costs
@@ -18,7 +19,9 @@ MOST_ROWS = 64
 ROWS = (4, 8, 16, 32, 48, MOST_ROWS)
 
 
-def measure_trees(target: Target, drafter: Any, widest: int, kv_bits: int | None = None) -> Costs:
+def measure_trees(
+    target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None
+) -> Costs:
     """Time a pair's rounds that draft trees whose paths have at most `widest` rows.
 
     Returns `Costs` of whole rounds, learning from the tree included: under `verify` those that
@@ -34,10 +37,11 @@ def measure_trees(target: Target, drafter: Any, widest: int, kv_bits: int | None
 
 
 def _measure_at(
-    target: Target, drafter: Any, depth: int, widest: int, kv_bits: int | None
+    target: Target, drafter: Drafter, depth: int, widest: int, kv_bits: int | None
 ) -> dict[int, float]:
     """The median round of each size, one size after another; 0 stands for the chain."""
     token, calibration, sampler = 1, Calibration(), Sampler()
+    assert isinstance(drafter, TreeDrafter)  # tree_policy has seen to it
     session, drafting = target.start(drafter.tap_layers, kv_bits), drafter.start(target, sampler)
     for taps in session.prefill([token] * depth):
         drafting.extend(taps)

@@ -12,17 +12,19 @@ Where chains are as fast on the whole, rounds draft just those: they wait for th
 
 What was really right corrects all this. The text does not depend on what is drafted, so once it has
 gone on past a tree, every size of it is scored by the tokens that it *would* have brought.
-Decisions depend on measured costs and on tokens, never on the clock.
+`TreePolicy` is what is known about a pair, `Sizes` one request's choices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..drafter.calibration import Calibration
+from ..drafter.protocol import Drafter, drafts_trees
 from ..drafter.tree import DraftTree, Tree
 from ..errors import SettingsError
 from ..proposal import Proposal
@@ -41,72 +43,53 @@ TRIALS = 6  # trees before chains may win
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # rounds of chains before another tree
 
 
-class FixedBudget:
-    """Every tree as large as asked for.
+@dataclass(frozen=True)
+class Table:
+    """Seconds of rounds of 1, 2, ... rows that draft chains, chains cut from trees, and trees."""
 
-    Args:
-        rows: of a tree, the anchor included. Raises `SettingsError` unless there are 2 or more.
-    """
+    rounds: np.ndarray
+    chains: np.ndarray
+    trees: np.ndarray
 
-    def __init__(self, rows: int) -> None:
-        if not isinstance(rows, int) or rows < 2:
-            raise SettingsError(f'tree_budget must be 2 or more, or "auto", not {rows!r}.')
-        self.rows = rows
-        self._calibrations: dict[float, Calibration] = {}
-
-    def begin(self) -> None:
-        """A request begins."""
-
-    def sharpness(self, temperature: float) -> Sharpness:
-        """Of chains, which are not drafted."""
-        return Sharpness()
-
-    def calibration(self, temperature: float) -> Calibration:
-        """What was learnt about the drafter's probabilities at this temperature."""
-        return self._calibrations.setdefault(temperature, Calibration())
-
-    def size(self, context: int, limit: int) -> tuple[int, int]:
-        """The rows of the next round's chain, and of its tree: 1 if it is not to draft one."""
-        return 1, self.rows if limit > 1 else 1
-
-    def cut(self, tree: DraftTree) -> Proposal:
-        """What of a tree to verify: all of it."""
-        return tree.propose(self.rows)
-
-    def observe(self, proposal: Proposal, accepted: int, from_tree: bool) -> None:
-        """Take in how many nodes of a round's proposal the target kept."""
-
-    def learn(self, tree: DraftTree, proposal: Proposal, picks: Sequence[int]) -> None:
-        """Take in the candidates that the text went on with, and what of the tree was verified."""
-
-    def describe(self) -> list[str]:
-        """What was learnt, a line each."""
-        return [
-            f"temperature {temperature:g}: log q counts {known.weights[0]:.2f}-fold"
-            for temperature, known in self._calibrations.items()
-        ]
+    def seconds(self, proposal: Proposal) -> float:
+        """Of a round that drafts a tree and verifies this part of it."""
+        rows = len(proposal)
+        known = proposal.is_chain and rows <= len(self.chains)
+        return float((self.chains if known else self.trees)[rows - 1])
 
 
 class TreePolicy:
-    """The budget that pays best; kept, it knows for the next request what this one learnt.
+    """What is known about a pair's trees; kept, it serves the next request, too.
 
     Args:
         chains: decides whether to draft at all, and how wide chains are.
         costs: of trees, on this machine.
+        pinned: rows of every tree, whatever they cost; None for as many as pay.
     """
 
-    def __init__(self, chains: Policy, costs: Costs) -> None:
-        self.chains, self.costs, self.rows = chains, costs, MOST_ROWS
+    def __init__(self, chains: Policy, costs: Costs, pinned: int | None = None) -> None:
+        self.chains, self.costs, self.pinned = chains, costs, pinned
+        self.rows = pinned or MOST_ROWS
+        self.trees, self.narrow = Ledger(self.rows), Ledger(chains.widest)
+        self.tokens, self.spent = 0.0, 0.0  # what the trees so far brought, and their seconds
+        self.scored, self.pause = 0, FIRST_PAUSE
         self._calibrations: dict[float, Calibration] = {}
-        self._trees, self._narrow = _Ledger(self.rows), _Ledger(chains.widest)
-        self._tokens, self._spent = 0.0, 0.0  # what the trees so far brought, and their seconds
-        self._scored, self._paused, self._pause = 0, 0, FIRST_PAUSE
-        self._depth = 0
-        self._tables: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by depth
+        self._tables: dict[int, Table] = {}  # by depth
 
-    def begin(self) -> None:
-        """A request begins, see `Policy.begin`."""
-        self.chains.begin()
+    @classmethod
+    def fixed(cls, rows: int) -> TreePolicy:
+        """Every tree of so many rows, the anchor included.
+
+        Raises `SettingsError` unless there are 2 or more.
+        """
+        if not isinstance(rows, int) or rows < 2:
+            raise SettingsError(f'tree_budget must be 2 or more, or "auto", not {rows!r}.')
+        nothing = Costs({1: {1: 1.0}}, {1: {1: 1.0}})
+        return cls(Policy(nothing, widest=1), nothing, rows)
+
+    def start(self) -> Sizes:
+        """A request begins."""
+        return Sizes(self)
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter's chains at this temperature."""
@@ -116,104 +99,125 @@ class TreePolicy:
         """What was learnt about the drafter's probabilities at this temperature."""
         return self._calibrations.setdefault(temperature, Calibration())
 
-    def size(self, context: int, limit: int) -> tuple[int, int]:
+    def table(self, context: int) -> Table:
+        """What rounds take at this depth; looked up once for every doubling."""
+        depth = 1 << max(context, 1).bit_length() - 1
+        if depth not in self._tables:  # each request passes the same depths
+            costs, widest = self.chains.costs, self.chains.widest
+            rounds, verify = costs.rounds(depth, widest), curve(costs.verify, depth, widest)
+            # A chain cut from a tree pays for the tree, however short it is.
+            whole = max(curve(self.costs.draft, depth, 1)[0], rounds[-1])
+            chains = np.array(verify) + (whole - verify[-1])
+            trees = np.array(curve(self.costs.verify, depth, self.rows))
+            self._tables[depth] = Table(np.array(rounds), chains, trees)
+        return self._tables[depth]
+
+    def speeds(self, table: Table) -> tuple[float, float]:
+        """Tokens per second of trees, and what chains of the best width would have had instead."""
+        if not self.scored:
+            return 0.0, 0.0
+        return self.tokens / self.spent, float((self.narrow.mean() / table.rounds).max())
+
+    def learn(
+        self, tree: DraftTree, proposal: Proposal, picks: Sequence[int], table: Table
+    ) -> None:
+        """Take in the candidates that the text went on with, and what of the tree was verified."""
+        right, rows = matching(tree.chain.picks[1:], picks), tree.tree.path(picks)
+        self.narrow.book(expected_tokens(tree.chain), range(1, right + 1))
+        self.trees.book(expected_tokens(tree.tree), rows)
+        path = range(1, right + 1) if proposal.is_chain else rows
+        self.tokens = MEMORY * self.tokens + 1 + sum(row < len(proposal) for row in path)
+        self.spent = MEMORY * self.spent + table.seconds(proposal)
+        self.scored += 1
+
+    def describe(self, context: int) -> list[str]:
+        """The costs and the beliefs that the sizes follow from, a line each."""
+        if self.pinned:
+            known = self._calibrations.items()
+            return [f"temperature {t:g}: log q counts {c.weights[0]:.2f}-fold" for t, c in known]
+        lines, table = self.chains.describe(context), self.table(context)
+        if self.scored:
+            plain = float(table.rounds[0])
+            trees, chains = (speed * plain for speed in self.speeds(table))
+            lines.append(f"trees: {trees:.2f} x the speed, chains in their place: {chains:.2f} x")
+            for rows in SHOWN:
+                cost, tokens = table.trees[rows - 1] / plain, self.trees.mean()[rows - 1]
+                lines.append(f"a tree of {rows}: {cost:.2f} x plain, {tokens:.2f} tokens")
+        return lines
+
+
+class Sizes:
+    """The sizes of one request's trees."""
+
+    def __init__(self, policy: TreePolicy) -> None:
+        self._policy, self._chains = policy, policy.chains.start()
+        self._paused = policy.pause if policy.scored >= TRIALS else 0  # rounds of chains to come
+        self._table = policy.table(1)
+
+    def size(self, context: int, limit: int, certainty: float | None) -> tuple[int, int]:
         """The rows of the next round's chain, and of its tree: 1 if it is not to draft one."""
-        width = self.chains.width(context, limit)
-        self._look_up(context)
+        policy = self._policy
+        if policy.pinned:
+            return 1, policy.pinned if limit > 1 else 1
+        width = self._chains.width(context, limit, certainty)
+        self._table = policy.table(context)
         if width > 1 and not self._paused:
-            return width, self.rows
+            return width, policy.rows
         self._paused = max(0, self._paused - (width > 1))
         return width, 1
 
     def cut(self, tree: DraftTree) -> Proposal:
         """The part of a tree, or the chain instead of it, that is worth most beyond its cost."""
-        trees = self._trees.corrected(expected_tokens(tree.tree))
-        chains = self._narrow.corrected(expected_tokens(tree.chain)[: self.chains.widest])
-        of_trees, of_chains = self._of_trees[: len(trees)], self._of_chains[: len(chains)]
-        speed = max(self._speeds())
-        if not self._scored:
+        policy, table = self._policy, self._table
+        if policy.pinned:
+            return tree.propose(policy.pinned)
+        trees = policy.trees.corrected(expected_tokens(tree.tree))
+        chains = policy.narrow.corrected(expected_tokens(tree.chain)[: policy.chains.widest])
+        of_trees, of_chains = table.trees[: len(trees)], table.chains[: len(chains)]
+        speed = max(policy.speeds(table))
+        if not policy.scored:
             speed = max((trees / of_trees).max(), (chains / of_chains).max())
-        affordable = self.chains.affordable
+        affordable = self._chains.affordable
         trees = np.where(of_trees <= affordable, trees - speed * of_trees, -np.inf)
         chains = np.where(of_chains <= affordable, chains - speed * of_chains, -np.inf)
         if chains.max() >= trees.max():
             return tree.propose_chain(int(chains.argmax()) + 1)
         return tree.propose(int(trees.argmax()) + 1)
 
-    def observe(self, proposal: Proposal, accepted: int, from_tree: bool) -> None:
-        """Take in how many nodes of a round's proposal the target kept."""
-        if from_tree:
-            self.chains.book(self._seconds(proposal), accepted)
-        else:
-            self.chains.observe(len(proposal) - 1, accepted)
+    @property
+    def level(self) -> int:
+        """The target's certainty where the round that was asked for last begins."""
+        return self._chains.level
 
-    def learn(self, tree: DraftTree, proposal: Proposal, picks: Sequence[int]) -> None:
-        """Take in the candidates that the text went on with, and what of the tree was verified."""
-        right = matching(tree.chain.picks[1:], picks)
-        rows = tree.tree.path(picks)
-        self.chains.learn(min(tree.slots, self.chains.widest - 1), right)
-        self._narrow.book(expected_tokens(tree.chain), range(1, right + 1))
-        self._trees.book(expected_tokens(tree.tree), rows)
-        path = range(1, right + 1) if proposal.is_chain else rows
-        self._tokens = MEMORY * self._tokens + 1 + sum(row < len(proposal) for row in path)
-        self._spent = MEMORY * self._spent + self._seconds(proposal)
-        self._scored += 1
-        trees, chains = self._speeds()
-        if trees >= chains:
-            self._pause = FIRST_PAUSE
-        elif self._scored >= TRIALS:
-            self._paused, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
-
-    def describe(self) -> list[str]:
-        """The costs and the beliefs that the sizes follow from, a line each."""
-        lines = self.chains.describe()
-        if self._scored:
-            plain = float(self._of_rounds[0])
-            trees, chains = (speed * plain for speed in self._speeds())
-            lines.append(f"trees: {trees:.2f} x the speed, chains in their place: {chains:.2f} x")
-            for rows in SHOWN:
-                cost, tokens = self._of_trees[rows - 1] / plain, self._trees.mean()[rows - 1]
-                lines.append(f"a tree of {rows}: {cost:.2f} x plain, {tokens:.2f} tokens")
-        return lines
-
-    def _look_up(self, context: int) -> None:
-        """The costs at this depth; they hold until the context has doubled."""
-        if self._depth <= context < 2 * self._depth:
+    def observe(self, proposal: Proposal, accepted: int, from_tree: bool, seconds: float) -> None:
+        """Take in how many nodes of a round's proposal the target kept, and what it took."""
+        if self._policy.pinned:
             return
-        self._depth = 1 << max(context, 1).bit_length() - 1
-        if self._depth not in self._tables:  # each request passes the same depths
-            self._tables[self._depth] = self._costs_at(self._depth)
-        self._of_rounds, self._of_chains, self._of_trees = self._tables[self._depth]
+        if from_tree:
+            self._chains.book(self._table.seconds(proposal), accepted)
+        else:
+            self._chains.observe(len(proposal) - 1, accepted, seconds)
 
-    def _costs_at(self, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of rounds of 1, 2, ... rows that draft chains, cut chains, and cut trees."""
-        costs, widest = self.chains.costs, self.chains.widest
-        rounds, verify = costs.rounds(depth, widest), curve(costs.verify, depth, widest)
-        # A chain cut from a tree pays for the tree, however short it is.
-        whole = max(curve(self.costs.draft, depth, 1)[0], rounds[-1])
-        chains = np.array(verify) + (whole - verify[-1])
-        return np.array(rounds), chains, np.array(curve(self.costs.verify, depth, self.rows))
+    def learn(self, tree: DraftTree, proposal: Proposal, picks: Sequence[int], at: int) -> None:
+        """Take in the candidates that the text went on with, and what of the tree was verified.
 
-    def _seconds(self, proposal: Proposal) -> float:
-        """Of a round that drafts a tree and verifies this part of it."""
-        rows = len(proposal)
-        known = proposal.is_chain and rows <= len(self._of_chains)
-        return float((self._of_chains if known else self._of_trees)[rows - 1])
-
-    def _speeds(self) -> tuple[float, float]:
-        """Tokens per second of trees, and what chains of the best width would have had instead."""
-        if not self._scored:
-            return 0.0, 0.0
-        return self._tokens / self._spent, float((self._narrow.mean() / self._of_rounds).max())
-
-
-def drafts_trees(drafter: Any) -> bool:
-    """Whether a drafter's sessions have `propose_tree`."""
-    return getattr(drafter, "drafts_trees", False)
+        `at` is the level of certainty where the tree began.
+        """
+        policy = self._policy
+        if policy.pinned:
+            return
+        right = matching(tree.chain.picks[1:], picks)
+        self._chains.learn(at, min(tree.slots, policy.chains.widest - 1), right)
+        policy.learn(tree, proposal, picks, self._table)
+        trees, chains = policy.speeds(self._table)
+        if trees >= chains:
+            policy.pause = FIRST_PAUSE
+        elif policy.scored >= TRIALS:
+            self._paused, policy.pause = policy.pause, min(2 * policy.pause, LONGEST_PAUSE)
 
 
 def tree_policy(
-    target: Target, drafter: Any, kv_bits: int | None = None, again: bool = False
+    target: Target, drafter: Drafter, kv_bits: int | None = None, again: bool = False
 ) -> TreePolicy | Policy:
     """The policy of a pair, with trees where both of them can have them; see `Policy.of`."""
     chains = Policy.of(target, drafter, kv_bits=kv_bits, again=again)
@@ -223,7 +227,7 @@ def tree_policy(
     return TreePolicy(chains, costs)
 
 
-class _Ledger:
+class Ledger:
     """What the first 1, 2, ... rows of drafts were expected to bring, and what they brought.
 
     Old drafts count less. The token that every round brings is left out.

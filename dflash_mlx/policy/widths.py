@@ -1,84 +1,67 @@
 """How many rows to verify now: as many as bring the most tokens per second, and one if none do.
 
 A round of w rows brings 1 + a_1 + a_1 a_2 + ... tokens, where a_j is how often slot j is right when
-the slots before it are. The policy estimates these from the rounds so far, divides by what a round
-of w rows costs on this machine, and takes the best w. When nothing beats plain decoding it *parks*:
-plain decoding for a while, twice as long each time, and then another try.
+the slots before it are (`beliefs`). The policy divides by what a round of w rows costs on this
+machine and takes the best w, which may be plain decoding. As a_1 depends on how sure the target
+was of the last token, the way back to drafting is found within a few tokens of where it pays.
 
 An account keeps it honest. It books what each round brought against what plain decoding would have
 taken for it, and what the account cannot pay for is not drafted; so however wrong an estimate is,
-drafting never costs more than `CREDIT` plain tokens and `ALLOWANCE` of the rest.
+drafting never costs more than `CREDIT` plain tokens and `ALLOWANCE` of the rest. A request begins
+with a part of that credit, for a short answer has little to pay with.
 
-Decisions depend on the measured costs and on the tokens, never on the clock. They change the speed
-and not the text.
+`Policy` is what is known about a pair; `Widths` is one request's account, mood and choices. They
+change the speed and not the text.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..drafter.protocol import Drafter, block_size
 from ..sharpness import Sharpness
+from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
 from .costs import Costs, pair_costs
+from .watch import SEEN, Watch
 
 if TYPE_CHECKING:
     from ..target import Target
 
-HOPE = 0.9  # how often slot 1 is taken to be right before anything is known,
-HOPE_WEIGHT = 1.5  # and how many rounds that belief counts for
-NEIGHBOUR_WEIGHT = 4.0  # how many rounds the slot before counts for in the belief about a slot
-MEMORY = 0.98  # a round's weight against the next one's: the last 50 or so count
 GAIN = 1.02  # what drafting has to promise over plain decoding
 CREDIT = 6.0  # plain tokens that may be lost before drafting has paid anything back,
+FIRST_CREDIT, CREDIT_RISE = 1.6, 0.3  # of these at once, and more with each token
 ALLOWANCE = 0.01  # and the share of all tokens that may be lost in the long run
 SAVINGS = 10.0  # plain tokens gained that the account remembers at most
-FIRST_PARK, LONGEST_PARK = 64, 512  # rounds
-
-
-class FixedWidth:
-    """Every round as wide as allowed.
-
-    Args:
-        sharpness: how drafts are ranked at any temperature; None learns it anew in each request.
-    """
-
-    def __init__(self, sharpness: Sharpness | None = None) -> None:
-        self._sharpness = sharpness
-
-    def begin(self) -> None:
-        pass
-
-    def width(self, context: int, limit: int) -> int:
-        return limit
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
-
-    def sharpness(self, temperature: float) -> Sharpness:
-        return self._sharpness or Sharpness()
+TRIAL_ROWS = 4  # of rounds that find out what drafting costs, where it was said not to pay
+TRIAL_GAIN = (
+    1.25  # tokens that a wider round has to promise over the best, to be tried for its cost
+)
 
 
 class Policy:
-    """The width of each round of a pair. Keep it, and the next request knows what this one learnt.
+    """What is known about a pair. Keep it, and the next request knows what this one learnt.
 
     Args:
         costs: of the pair, on this machine.
         widest: the most rows a round may have.
+
+    Attributes:
+        costs, widest: as given.
+        beliefs: how often drafts are right.
+        watch: whether rounds take the time that `costs` says.
     """
 
     def __init__(self, costs: Costs, widest: int) -> None:
         self.costs, self.widest = costs, widest
-        self._reached = [0.0] * (widest - 1)  # rounds in which slot j was looked at,
-        self._right = [0.0] * (widest - 1)  # and was right; old rounds count less
-        self._account = 0.0  # plain tokens by which drafting is ahead of plain decoding
-        self._parked, self._park = 0, FIRST_PARK
-        self._depth, self._seconds = 0, [0.0]
+        self.beliefs, self.watch = Beliefs(widest - 1), Watch()
         self._sharpness: dict[float, Sharpness] = {}
+        self._tables: dict[int, list[float]] = {}  # seconds of 1, 2, ... rows by depth
 
     @classmethod
     def of(
         cls,
         target: Target,
-        drafter: Any,
+        drafter: Drafter,
         widest: int = 16,
         kv_bits: int | None = None,
         again: bool = False,
@@ -91,106 +74,149 @@ class Policy:
             kv_bits: of the target's keys and values, as in `stream_generate`.
             again: measure even if the cache knows: the machine may have been busy then.
         """
-        config = getattr(drafter, "config", None)
-        widest = min(widest, getattr(config, "block_size", widest))
+        widest = min(widest, block_size(drafter) or widest)
         return cls(pair_costs(target, drafter, widest, kv_bits, again), widest)
 
-    def begin(self) -> None:
-        """A request begins. Its text may suit the drafter better, so a park ends as if none was.
-
-        A drafter that is always wrong gains nothing from it: what it may lose is in the account.
-        """
-        if self._parked:
-            self._parked, self._park = 0, FIRST_PARK
-            self._scale(0.0)
+    def start(self) -> Widths:
+        """A request begins."""
+        return Widths(self)
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter at this temperature, to be gone on with."""
         return self._sharpness.setdefault(temperature, Sharpness())
 
-    def width(self, context: int, limit: int) -> int:
-        """Rows of the next round: 1 (plain) to `limit`, with so many tokens before it."""
-        if not self._depth <= context < 2 * self._depth:
-            self._depth = 1 << max(context, 1).bit_length() - 1
-            self._seconds = self.costs.rounds(self._depth, self.widest)
-        if self._parked:
-            self._parked -= 1
-            if not self._parked:
-                self._forget()
-            return 1
-        expected, affordable = self.expected_tokens(), self.affordable
+    def seconds(self, context: int) -> list[float]:
+        """Of rounds of 1, 2, ... rows, as measured; looked up once for every doubling."""
+        depth = 1 << max(context, 1).bit_length() - 1
+        if depth not in self._tables:  # each request passes the same depths
+            self._tables[depth] = self.costs.rounds(depth, self.widest)
+        return self._tables[depth]
+
+    def describe(self, context: int) -> list[str]:
+        """The costs and the beliefs that widths follow from, a line each.
+
+        Args:
+            context: tokens before the round that is spoken of.
+        """
+        seconds = self.watch.corrected(self.seconds(context))
+        expected = expected_tokens(self.beliefs.first(level(0.0)), self.beliefs.later())
+        lines = [f"a plain token: {1e3 * seconds[0]:.2f} ms at {context} tokens of context"]
+        for row in (2, 4, 8, 12, 16):
+            if row <= self.widest:
+                cost, tokens = seconds[row - 1] / seconds[0], expected[row - 1]
+                lines.append(
+                    f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens expected where the "
+                    f"target is sure, {tokens / cost:.2f} x the speed"
+                )
+        if self.watch.disagrees:
+            said = ", ".join(f"{row} rows {f:.2f}" for row, f in self.watch.factors().items())
+            lines.append(
+                f"the measured costs are wrong (rounds take these multiples of them: {said}); "
+                "widths follow the rounds, and dflash-mlx tune --again measures anew"
+            )
+        return lines
+
+
+class Widths:
+    """The widths of one request's rounds."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._mood = policy, Mood()
+        self._account = 0.0  # plain tokens by which drafting is ahead of plain decoding
+        self._tokens, self._at = 0, UNKNOWN
+        self._measured = self._seconds = [1.0]
+        self._of = (-1, -1)  # the depth and the watch's version that these are of
+
+    def width(self, context: int, limit: int, certainty: float | None = None) -> int:
+        """Rows of the next round: 1 (plain) to `limit`.
+
+        Args:
+            context: tokens before it.
+            limit: the most rows it may have.
+            certainty: log-probability of the target's favourite where it chose the last token;
+                None if that is not known.
+        """
+        self._look_up(context)
+        self._at = level(certainty)
+        expected = self.expected_tokens()
         speeds = [
-            tokens / seconds if seconds <= affordable else 0.0
+            tokens / seconds if seconds <= self.affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
         ]
-        best = max(range(min(limit, self.widest)), key=speeds.__getitem__)
-        if best and speeds[best] > GAIN * speeds[0]:
-            return best + 1
-        if limit > 1 and not self._worth_waiting_for(expected):
-            self._parked, self._park = self._park - 1, min(2 * self._park, LONGEST_PARK)
-        return 1
+        limit = min(limit, self._policy.widest)
+        best = max(range(limit), key=speeds.__getitem__) + 1
+        if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
+            best = 1
+        return self._trial(best, limit, expected) or best
 
     @property
     def affordable(self) -> float:
         """Seconds that the account has for a round."""
-        return (CREDIT + self._account + 1) * self._seconds[0]
+        credit = min(CREDIT, FIRST_CREDIT + CREDIT_RISE * self._tokens)
+        return (credit + self._account + 1) * self._seconds[0]
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Take in a round that drafted so many rows, of which the target kept the first ones."""
-        self.book(self._seconds[drafted], accepted)
+    def expected_tokens(self) -> list[float]:
+        """What rounds of 1, 2, ... rows are expected to bring now."""
+        beliefs = self._policy.beliefs
+        return expected_tokens(self._mood.first(beliefs.first(self._at)), beliefs.later())
+
+    def observe(self, drafted: int, accepted: int, seconds: float | None = None) -> None:
+        """Take in a round that drafted so many rows, of which the target kept the first ones.
+
+        `seconds` are what it took, where that is known.
+        """
+        cost, watch = self._seconds[drafted], self._policy.watch
+        if seconds is not None:
+            watch.saw(drafted + 1, seconds, self._measured[drafted])
+            if plain := watch.factors().get(1):
+                # As it came on a machine as busy as this; a round that stalled is not drafting's.
+                cost = min(cost, seconds / (plain * self._measured[0]) * self._seconds[0])
+        self.book(cost, accepted)
         if drafted:
-            self.learn(drafted, accepted)
+            self.learn(self._at, drafted, accepted)
+        else:
+            self._policy.beliefs.pass_by(self._at)
+            self._mood.pass_by()
 
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
-        cost = seconds / self._seconds[0]
-        gain = (1 + ALLOWANCE) * (accepted + 1) - cost
+        self._tokens += accepted + 1
+        gain = (1 + ALLOWANCE) * (accepted + 1) - seconds / self._seconds[0]
         self._account = min(SAVINGS, self._account + gain)
-        if accepted and accepted + 1 > cost:
-            self._park = FIRST_PARK
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Take in how many slots of a chain were right before the first wrong one."""
-        self._scale(MEMORY)
-        for slot in range(min(accepted + 1, drafted)):
-            self._reached[slot] += 1
-            self._right[slot] += slot < accepted
+    def learn(self, at: int, drafted: int, accepted: int) -> None:
+        """Take in how many slots of a chain, drafted at a level of certainty, were right."""
+        beliefs = self._policy.beliefs
+        self._mood.learn(beliefs.first(at), accepted > 0)
+        beliefs.learn(at, drafted, accepted)
 
-    def expected_tokens(self) -> list[float]:
-        """What rounds of 1, 2, ... rows are expected to bring."""
-        tokens, path, belief, weight = [1.0], 1.0, HOPE, HOPE_WEIGHT
-        for reached, right in zip(self._reached, self._right, strict=True):
-            belief = (right + weight * belief) / (reached + weight)
-            weight = NEIGHBOUR_WEIGHT
-            path *= belief
-            tokens.append(tokens[-1] + path)
-        return tokens
+    @property
+    def level(self) -> int:
+        """The target's certainty where the round that was asked for last begins."""
+        return self._at
 
-    def describe(self) -> list[str]:
-        """The costs and the beliefs that the widths follow from, a line each."""
-        plain, seconds = self._seconds[0], self._seconds
-        shown = [row for row in (1, 2, 4, 8, 12, 16) if row <= self.widest and row <= len(seconds)]
-        expected = self.expected_tokens()
-        lines = [f"a plain token: {1e3 * plain:.2f} ms at {self._depth} tokens of context"]
-        for row in shown[1:]:
-            cost, tokens = seconds[row - 1] / plain, expected[row - 1]
-            lines.append(
-                f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens expected, "
-                f"{tokens / cost:.2f} x the speed"
-            )
-        return lines
+    def _look_up(self, context: int) -> None:
+        """The costs at this depth; they hold until it doubles, or the watch changes its mind."""
+        policy = self._policy
+        of = (max(context, 1).bit_length(), policy.watch.version)
+        if of != self._of:
+            self._of, self._measured = of, policy.seconds(context)
+            self._seconds = policy.watch.corrected(self._measured)
 
-    def _worth_waiting_for(self, expected: list[float]) -> bool:
-        """Whether a width that the account cannot pay for yet promises more than plain decoding."""
-        plain = self._seconds[0]
-        pairs = zip(expected, self._seconds, strict=True)
-        return any(tokens * plain > GAIN * seconds for tokens, seconds in pairs)
+    def _trial(self, best: int, limit: int, expected: list[float]) -> int | None:
+        """A width to be tried for its cost alone, for what was measured may be wrong; mostly None.
 
-    def _forget(self) -> None:
-        """Leave one round's worth of what was learnt, so that hope brings another try."""
-        if self._reached and self._reached[0] > 1:
-            self._scale(1 / self._reached[0])
-
-    def _scale(self, factor: float) -> None:
-        self._reached = [factor * rounds for rounds in self._reached]
-        self._right = [factor * rounds for rounds in self._right]
+        Only one that would bring clearly more tokens, that was hardly ever run, and that the
+        account can pay for.
+        """
+        seen = self._policy.watch.runs
+        for rows in (TRIAL_ROWS, self._policy.widest):
+            if (
+                best < rows <= limit
+                and seen(best) >= SEEN
+                and seen(rows) < SEEN
+                and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
+                and self._seconds[rows - 1] <= self.affordable
+            ):
+                return rows
+        return None

@@ -1,0 +1,137 @@
+"""What drafts: the shapes that the loop, the policies and conversations ask for.
+
+A drafter is anything with `tap_layers` and `start`; what it starts for a request needs `extend`
+and `propose` (`Drafter`, `Session`). All else is optional, a protocol of its own each, and whoever
+wants it asks with `isinstance`:
+
+    of a drafter    `Bounded`       the widest block that it was made for
+                    `Identified`    a name under which what its drafts cost is remembered
+                    `TreeDrafter`   its sessions are `TreeSession`s
+    of a session    `ReadsText`     is told the committed tokens, not only their features
+                    `Resumable`     can go on with the next turn of a conversation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+
+from ..proposal import Proposal
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from ..sampling import Sampler
+    from ..target import Target
+    from .calibration import Calibration
+    from .tree import DraftTree
+
+MarkT = TypeVar("MarkT")
+
+
+class Session(Protocol):
+    """One request's drafting state."""
+
+    def extend(self, taps: mx.array) -> None:
+        """Take in the features [1, S, K*D] of S newly committed tokens, in order.
+
+        The prompt's come first, all but its last token's; K is the number of `tap_layers`, and
+        without any the features are [1, S, 0].
+        """
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """A draft of at most `width` rows that begins with `anchor`, the last committed token."""
+
+
+class Drafter(Protocol):
+    """What a request is drafted by; shared by all requests, so nothing of theirs is in it."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target layers whose outputs it reads, in the order it expects them; () for none."""
+
+    def start(self, target: Target, sampler: Sampler) -> Session:
+        """Begin one request; the sampler knows its settings and the noise of its seed."""
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A drafter made for blocks of a certain size."""
+
+    @property
+    def block_size(self) -> int:
+        """The most rows that it drafts well, the anchor included."""
+
+
+@runtime_checkable
+class Identified(Protocol):
+    """A drafter that can be told from all others from one run of the program to the next."""
+
+    @property
+    def identity(self) -> str:
+        """The same for drafters whose drafts cost the same, as weights of one shape do."""
+
+
+class TreeSession(Session, Protocol):
+    """A session that drafts trees, too."""
+
+    def propose_tree(
+        self, anchor: int, rows: int, width: int, calibration: Calibration
+    ) -> DraftTree:
+        """A tree of at most `rows` rows, whose paths have at most `width`; this waits.
+
+        `calibration` makes probabilities of what the drafter says.
+        """
+
+
+@runtime_checkable
+class TreeDrafter(Protocol):
+    """A drafter whose sessions draft trees, if it says so."""
+
+    drafts_trees: bool
+
+    def start(self, target: Target, sampler: Sampler) -> TreeSession:
+        """As of `Drafter`."""
+
+
+@runtime_checkable
+class ReadsText(Protocol):
+    """A session that drafts from the text itself."""
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take in newly committed tokens, in order: those whose features `extend` gets."""
+
+
+@runtime_checkable
+class Resumable(Protocol[MarkT]):
+    """A session that the next request of a conversation can go on with."""
+
+    @property
+    def position(self) -> int:
+        """Tokens that were taken in."""
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether `cut` can go back to any position, or only `rewind` to a mark."""
+
+    def resume(self, sampler: Sampler) -> None:
+        """Go on with another request over the same text, whose settings and seed are these."""
+
+    def cut(self, position: int) -> None:
+        """Forget all tokens from a position on."""
+
+    def mark(self) -> MarkT:
+        """This state, to come back to."""
+
+    def rewind(self, mark: MarkT) -> None:
+        """Forget all tokens since the mark."""
+
+
+def block_size(drafter: Drafter) -> int | None:
+    """The most rows of its blocks; None where any number will do."""
+    return drafter.block_size if isinstance(drafter, Bounded) else None
+
+
+def drafts_trees(drafter: Drafter) -> bool:
+    """Whether its sessions are `TreeSession`s."""
+    return isinstance(drafter, TreeDrafter) and drafter.drafts_trees

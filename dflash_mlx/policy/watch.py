@@ -1,0 +1,58 @@
+"""Whether rounds take the time that they were measured to take.
+
+Costs are measured once and kept, perhaps on a machine that was busy then. The rounds that are run
+anyway say so: where several of one width disagree with the measurement, their own time counts
+instead, in proportion for the widths between and beyond them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+SEEN = 5  # rounds of a width before they count
+LATEST = 15  # rounds of a width that are remembered
+TOLERANCE = 1.35  # by which widths may disagree with each other before the measurement is wrong
+
+
+class Watch:
+    """How long rounds of each width took, as multiples of what was measured."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[int, deque[float]] = {}
+        self.version = 0  # counts the changes of mind
+
+    def saw(self, rows: int, seconds: float, measured: float) -> None:
+        """A round of so many rows took `seconds`, where `measured` were expected."""
+        ratios = self._ratios.setdefault(rows, deque(maxlen=LATEST))
+        ratios.append(seconds / measured)
+        if len(ratios) >= SEEN and len(ratios) % SEEN == 0:
+            self.version += 1
+
+    def runs(self, rows: int) -> int:
+        """How many rounds of so many rows are remembered."""
+        return len(self._ratios.get(rows, ()))
+
+    def factors(self) -> dict[int, float]:
+        """The median ratio of every width that was seen often enough."""
+        rows = sorted(self._ratios)
+        return {row: median(self._ratios[row]) for row in rows if len(self._ratios[row]) >= SEEN}
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether the measurement is wrong about how widths compare. A busier machine is not."""
+        factors = self.factors().values()
+        return len(factors) > 1 and max(factors) > TOLERANCE * min(factors)
+
+    def corrected(self, seconds: Sequence[float]) -> list[float]:
+        """Measured seconds of rounds of 1, 2, ... rows, as the rounds themselves say."""
+        if not self.disagrees:
+            return list(seconds)
+        factors = self.factors()
+        every = np.exp(
+            np.interp(np.arange(1, len(seconds) + 1), list(factors), np.log(list(factors.values())))
+        )
+        return [float(s * f) for s, f in zip(seconds, every, strict=True)]

@@ -1,0 +1,124 @@
+"""One request between its forwards: what it proposes, and what it makes of the target's answer.
+
+Nothing here runs the target. So the loop can verify one request's proposal at a time, and an
+engine the proposals of many requests together.
+"""
+
+from __future__ import annotations
+
+import time
+
+import mlx.core as mx
+
+from .accept import accept
+from .conversation import Conversation
+from .errors import ProposalError
+from .events import Event, Stats
+from .policy.rounds import Outcome, Rounds
+from .proposal import Proposal
+from .sampling import Sampler
+from .stream import TextStream
+from .target import TargetSession
+
+
+class Request:
+    """A validated request, and how far it has come.
+
+    Args:
+        conversation: the caches that it goes on with, ready for it.
+        prompt: its token ids; the last one is the first anchor.
+        sampler, rounds, text: how tokens are chosen, what rounds propose, where the text ends.
+        stats: counted here.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        prompt: list[int],
+        sampler: Sampler,
+        rounds: Rounds,
+        text: TextStream,
+        stats: Stats,
+    ) -> None:
+        self.stats = stats
+        self._conversation, self._prompt, self._anchor = conversation, prompt, prompt[-1]
+        self._sampler, self._rounds, self._text = sampler, rounds, text
+        self._proposal = Proposal([self._anchor])
+        self._clock = 0.0  # when this round began
+
+    @property
+    def target(self) -> TargetSession:
+        """The target's session, whose next forward is this request's."""
+        return self._conversation.target
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text has ended."""
+        return self._text.finish_reason is not None
+
+    def nothing(self) -> Event:
+        """The event of a request that asks for no tokens: no forward is needed to emit nothing."""
+        return Event("", [], 0, 0, self._text.finish_reason, self.stats)
+
+    def prefill(self) -> None:
+        """Read the prompt but its last token, chunk after chunk."""
+        mx.reset_peak_memory()
+        clock = time.perf_counter()
+        for _ in self._conversation.prefill(self._prompt):
+            pass
+        self.stats.prefill_seconds = time.perf_counter() - clock
+
+    def propose(self) -> Proposal:
+        """The rows to verify now, the anchor first. Nothing waits, but for trees.
+
+        Raises `ProposalError` when the drafter hands over more rows than were asked for.
+        """
+        self._clock = time.perf_counter()
+        # A round that accepts everything still adds a token of the target's own.
+        limit = min(self.stats.block_size, self._text.remaining)
+        conversation = self._conversation
+        self._proposal = self._rounds.propose(
+            conversation.drafter, self._anchor, conversation.target.position, limit
+        )
+        return self._proposal
+
+    def absorb(self, logits: mx.array, taps: mx.array) -> Event:
+        """Take the target's answer to what was proposed: accept, commit, emit.
+
+        Args:
+            logits: [N, V] after each of the proposal's N rows.
+            taps: [1, N, K*D], the features of these rows.
+
+        Raises `ProposalError` for a proposal that does not begin with the anchor.
+        """
+        proposal, anchor = self._proposal, self._anchor
+        # The round's only wait for the device.
+        tokens, choices, sure = self._sampler.choose(proposal, logits, self._rounds.asks_certainty)
+        if tokens[0] != anchor:
+            raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
+
+        # accept
+        kept, self._anchor = accept(tokens, proposal.parents, choices)
+        certainty = sure[kept[-1]] if sure else None
+        certain = [*(tokens[row] for row in kept[1:]), self._anchor]
+        drafted, right = len(proposal) - 1, len(kept) - 1
+        piece = self._text.add(certain)
+        kept = kept[: len(piece.tokens)]  # what was right after the end is not text
+
+        # commit
+        self.target.commit(kept)
+        on_a_path = kept[-1] >= len(kept)  # with rejected siblings in between
+        taps = taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)]
+        self._conversation.extend([tokens[row] for row in kept], taps)
+        self._sampler.commit(certain)
+
+        # emit
+        accepted, stats = min(right, len(piece.tokens)), self.stats
+        stats.count_round(drafted, accepted, len(piece.tokens), tree=not proposal.is_chain)
+        stats.peak_bytes = mx.get_peak_memory()
+        seconds = time.perf_counter() - self._clock
+        stats.decode_seconds += seconds
+        if stats.rounds == 1:
+            stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
+        self._rounds.observe(Outcome(proposal, right, certain, certainty, seconds))
+        return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

@@ -1,0 +1,112 @@
+"""One request beside another, the target's certainty, and costs that turn out to be wrong."""
+
+import random
+from math import log
+
+import pytest
+from test_policy import DRAFTERS, WIDEST, costs, run
+
+from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.watch import SEEN, Watch
+from dflash_mlx.policy.widths import Policy
+
+SURE, UNSURE = log(0.9999), log(0.4)
+
+
+def test_requests_side_by_side_are_as_each_alone():
+    """A second request's width, asked for between a first one's width and outcome, moves nothing.
+
+    The beliefs of the pair are shared on purpose; with drafts that are never verified they rest.
+    """
+    pair = costs(1.8, 0.4)
+    alone, beside, other = Policy(pair, WIDEST).start(), Policy(pair, WIDEST), None
+    first, other = beside.start(), beside.start()
+    for _ in range(20):
+        widths = [alone.width(64, WIDEST), first.width(64, WIDEST)]
+        other.width(64, WIDEST)
+        other.width(2048, 1)
+        assert widths[0] == widths[1]
+        for request, width in ((alone, widths[0]), (first, widths[1])):
+            request.observe(width - 1, width - 1)
+        assert alone.affordable == first.affordable
+
+
+def spell(request, pair, rounds, right, certainty):
+    """The widths of some rounds in which drafts are all right, or all wrong."""
+    widths = []
+    for _ in range(rounds):
+        widths.append(request.width(64, WIDEST, certainty))
+        request.observe(widths[-1] - 1, (widths[-1] - 1) * right)
+    return widths
+
+
+@pytest.mark.parametrize("draft", [0.1, 0.4, 0.75])
+def test_a_bad_start_is_forgotten_where_the_target_is_sure(draft):
+    """A text that begins where drafts are wrong: it is drafted within three tokens of the turn."""
+    pair = costs(1.8, draft)
+    request = Policy(pair, WIDEST).start()
+    bad = spell(request, pair, 16, False, UNSURE)
+    good = spell(request, pair, 3, True, SURE)
+    assert sum(width > 1 for width in bad) <= 4 and max(good) >= 8
+
+
+def test_certainty_that_says_nothing_is_learnt_to_say_nothing():
+    """Drafts are right at 0.9 whether the target is sure or not: both are drafted in the end."""
+    pair, luck, policy = costs(1.8, 0.1), random.Random(0), Policy(costs(1.8, 0.1), WIDEST)
+    request, wide = policy.start(), {SURE: 0, UNSURE: 0}
+    for number in range(600):
+        certainty = luck.choice((SURE, UNSURE))
+        width = request.width(64, WIDEST, certainty)
+        accepted = next((n for n in range(width - 1) if luck.random() > 0.9), width - 1)
+        request.observe(width - 1, accepted)
+        wide[certainty] += width > 8 and number >= 300
+    assert wide[SURE] > 100 and wide[UNSURE] > 100, pair
+
+
+def under_load(pair, wrong):
+    """The costs as a busy machine would have measured them: some widths many times too dear."""
+    verify = {64: {row: cost * wrong(row) for row, cost in pair.verify[64].items()}}
+    return Costs(verify, pair.draft)
+
+
+LOADS = {
+    "every drafted width": lambda row: 4.0 if row > 1 else 1.0,
+    "wide ones": lambda row: 4.0 if row > 4 else 1.0,
+    "plain decoding": lambda row: 0.3 if row == 1 else 1.0,
+    "all alike": lambda row: 3.0,
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_costs_measured_under_load_are_corrected_within_200_tokens(load):
+    pair = costs(1.8, 0.4)
+    truth, policy = pair.rounds(64, WIDEST), Policy(under_load(pair, LOADS[load]), WIDEST)
+    request, luck, made, widths = policy.start(), random.Random(1), 0, []
+    while made < 200:
+        width = request.width(64, WIDEST, SURE)
+        accepted = next((n for n in range(width - 1) if luck.random() > 0.93), width - 1)
+        # A round's own time wavers by a few percent.
+        request.observe(width - 1, accepted, truth[width - 1] * luck.uniform(0.97, 1.06))
+        made += accepted + 1
+        widths.append(width)
+    free, _ = run(Policy(pair, WIDEST), pair, DRAFTERS["trained"], 300)
+    assert free > 2 and sum(width >= 12 for width in widths[-5:]) >= 4, widths
+    assert policy.watch.disagrees == (load != "all alike")
+    said = "\n".join(policy.describe(64))
+    assert ("the measured costs are wrong" in said) == policy.watch.disagrees
+
+
+def test_a_machine_that_is_busier_now_changes_nothing():
+    watch = Watch()
+    for rows in (1, 8, 16):
+        for _ in range(2 * SEEN):
+            watch.saw(rows, 3.0, 1.0)
+    assert not watch.disagrees and watch.corrected([1.0, 2.0]) == [1.0, 2.0]
+
+
+def test_one_slow_round_is_no_evidence():
+    watch = Watch()
+    for rows in (1, 16):
+        for place in range(SEEN + 4):
+            watch.saw(rows, 50.0 if place == 2 and rows == 16 else 1.0, 1.0)
+    assert not watch.disagrees
