@@ -7,7 +7,8 @@ wants it asks with `isinstance`:
     of a drafter    `Bounded`       the widest block that it was made for
                     `Identified`    a name under which what its drafts cost is remembered
                     `TreeDrafter`   its sessions are `TreeSession`s
-    of a session    `ReadsText`     is told the committed tokens, not only their features
+    of a session    `SaysConfidence` says how likely its drafts are right
+                    `ReadsText`     is told the committed tokens, not only their features
                     `Resumable`     can go on with the next turn of a conversation
 """
 
@@ -92,6 +93,14 @@ class TreeDrafter(Protocol):
 
     def start(self, target: Target, sampler: Sampler) -> TreeSession:
         """As of `Drafter`."""
+
+
+@runtime_checkable
+class SaysConfidence(Protocol):
+    """A session that says of its chains how likely each slot is right, given those before it."""
+
+    def confidence(self) -> mx.array | None:
+        """Logits [L] of the L slots of the last chain, on the device; None if it cannot say."""
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -50,6 +50,16 @@ class Network(Protocol):
         calibration: Calibration,
         count: int,
     ) -> Candidates: ...
+
+
+@runtime_checkable
+class Confident(Protocol):
+    """A network that can say how likely its drafts are right; `DSpark` says what each part does."""
+
+    @property
+    def says_confidence(self) -> bool: ...
+
+    def confidence(self, hidden: mx.array, previous: mx.array) -> mx.array: ...
 
 
 class DraftSession:
@@ -120,7 +130,18 @@ class DraftSession:
             return Proposal([anchor])
         block, hidden = self._forward(anchor, width)
         drafts = self._drafter.draft(hidden, block[0], self._target, self._sampler)
-        return Proposal(mx.concatenate([block[:1], drafts.astype(block.dtype)]))
+        tokens = mx.concatenate([block[:1], drafts.astype(block.dtype)])
+        self._last = hidden[0], tokens[:-1]
+        return Proposal(tokens)
+
+    def confidence(self) -> mx.array | None:
+        """How sure the drafter is of the last chain's slots, logits [L]; None if it cannot say.
+
+        On the device: nothing waits.
+        """
+        if not isinstance(self._drafter, Confident) or not self._drafter.says_confidence:
+            return None
+        return self._drafter.confidence(*self._last)
 
     def propose_tree(
         self, anchor: int, rows: int, width: int, calibration: Calibration

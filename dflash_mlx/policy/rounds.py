@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-from ..drafter.protocol import Drafter, Session, TreeSession, drafts_trees
+from ..drafter.protocol import Drafter, SaysConfidence, Session, TreeSession, drafts_trees
 from ..errors import ProposalError, SettingsError
 from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
+from .cuts import Cuts
+from .outcome import Outcome
 from .trees import Sizes, TreePolicy, tree_policy
 from .widths import Policy, Widths
 
 if TYPE_CHECKING:
     from ..drafter.tree import DraftTree
     from ..target import Target
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a round went.
-
-    Attributes:
-        accepted: how many drafted nodes the target kept.
-        tokens: what the text went on by.
-        certainty: log-probability of the target's favourite where it chose the last of them; None
-            where nobody asked for it.
-        seconds: that the round took.
-    """
-
-    proposal: Proposal
-    accepted: int
-    tokens: Sequence[int]
-    certainty: float | None
-    seconds: float
 
 
 class Rounds(Protocol):
@@ -96,15 +78,27 @@ class ChainRounds:
 
     asks_certainty = True
 
-    def __init__(self, widths: Widths, sharpness: Sharpness) -> None:
-        self._widths, self.sharpness = widths, sharpness
+    def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts) -> None:
+        self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
         self._certainty: float | None = None
+        self._says = False  # whether this round's drafter says how sure it is
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
-        return chain(session, anchor, self._widths.width(context, limit, self._certainty))
+        widths = self._widths
+        proposal = chain(session, anchor, widths.width(context, limit, self._certainty))
+        sure = None
+        if len(proposal) > 1 and isinstance(session, SaysConfidence):
+            sure = session.confidence()
+        self._says = sure is not None
+        if sure is None:
+            return proposal
+        return self._cuts.propose(proposal, sure, widths.rates(), widths.level, context)
 
     def observe(self, outcome: Outcome) -> None:
         self._certainty = outcome.certainty
+        if self._says:
+            self._cuts.observe(outcome, self._widths)
+            return
         self._widths.observe(len(outcome.proposal) - 1, outcome.accepted, outcome.seconds)
 
 
@@ -174,7 +168,8 @@ def plan_rounds(
         target.check_trees()
         return TreeRounds(policy, temperature)
     if isinstance(policy, Policy):
-        return ChainRounds(policy.start(), policy.sharpness(temperature))
+        cuts = Cuts(policy.confidence(temperature))
+        return ChainRounds(policy.start(), policy.sharpness(temperature), cuts)
     return FixedRounds((policy or FixedWidth()).sharpness(temperature))
 
 

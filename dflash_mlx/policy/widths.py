@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ..drafter.protocol import Drafter, block_size
 from ..sharpness import Sharpness
 from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
+from .confidence import Confidence
 from .costs import Costs, pair_costs
 from .watch import SEEN, Watch
 
@@ -55,6 +56,7 @@ class Policy:
         self.costs, self.widest = costs, widest
         self.beliefs, self.watch = Beliefs(widest - 1), Watch()
         self._sharpness: dict[float, Sharpness] = {}
+        self._confidence: dict[float, Confidence] = {}
         self._tables: dict[int, list[float]] = {}  # seconds of 1, 2, ... rows by depth
 
     @classmethod
@@ -84,6 +86,10 @@ class Policy:
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter at this temperature, to be gone on with."""
         return self._sharpness.setdefault(temperature, Sharpness())
+
+    def confidence(self, temperature: float) -> Confidence:
+        """What was learnt about the drafter's own confidence at this temperature."""
+        return self._confidence.setdefault(temperature, Confidence(self.costs, self.widest))
 
     def seconds(self, context: int) -> list[float]:
         """Of rounds of 1, 2, ... rows, as measured; looked up once for every doubling."""
@@ -155,10 +161,15 @@ class Widths:
         credit = min(CREDIT, FIRST_CREDIT + CREDIT_RISE * self._tokens)
         return (credit + self._account + 1) * self._seconds[0]
 
+    def rates(self) -> list[float]:
+        """How often slots 1, 2, ... are right now, when those before them are."""
+        beliefs = self._policy.beliefs
+        return [self._mood.first(beliefs.first(self._at)), *beliefs.later()]
+
     def expected_tokens(self) -> list[float]:
         """What rounds of 1, 2, ... rows are expected to bring now."""
-        beliefs = self._policy.beliefs
-        return expected_tokens(self._mood.first(beliefs.first(self._at)), beliefs.later())
+        first, *later = self.rates()
+        return expected_tokens(first, later)
 
     def observe(self, drafted: int, accepted: int, seconds: float | None = None) -> None:
         """Take in a round that drafted so many rows, of which the target kept the first ones.
