@@ -33,6 +33,11 @@ class ResumingOracle(Oracle):
     def cut(self, position):
         self.taps = [taps[:, :1] for taps in self.taps for _ in range(taps.shape[1])][:position]
 
+    def mark(self):
+        return self.position
+
+    rewind = cut
+
 
 def turn(target, drafter, prompt, conversation=None, **settings):
     return dm.generate(

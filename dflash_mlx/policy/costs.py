@@ -59,7 +59,10 @@ Measurement = Callable[..., Costs]
 
 
 def curve(points: Mapping[int, Mapping[int, float]], context: int, widest: int) -> list[float]:
-    """The cost of 1..`widest` rows at a depth, from what was measured at one or two depths."""
+    """The cost of 1..`widest` rows at a depth, from what was measured at one or two depths.
+
+    A context shallower than these costs what the nearer one does.
+    """
     depths = sorted(points)
     fitted = [_fit(points[depth], widest) for depth in depths]
     if len(depths) == 1:
@@ -67,7 +70,8 @@ def curve(points: Mapping[int, Mapping[int, float]], context: int, widest: int) 
     (near, far), span = fitted, depths[1] - depths[0]
     # A deeper context is never cheaper; where it was measured so, that was chance.
     slopes = [max(0.0, (b - a) / span) for a, b in zip(near, far, strict=True)]
-    return monotone([a + s * (context - depths[0]) for a, s in zip(near, slopes, strict=True)])
+    deeper = max(0, context - depths[0])
+    return monotone([a + s * deeper for a, s in zip(near, slopes, strict=True)])
 
 
 def _fit(points: Mapping[int, float], widest: int) -> list[float]:
