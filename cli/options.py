@@ -53,7 +53,8 @@ Draft = Annotated[
         "--draft",
         "-d",
         metavar="NAME",
-        help="The drafter; known ones are found by themselves.",
+        help="The drafter; known ones are found by themselves. lookup drafts from the text itself, "
+        "NAME+lookup beside a network, none not at all.",
         group=MODEL,
     ),
 ]

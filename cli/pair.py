@@ -10,6 +10,7 @@ import typer
 
 import dflash_mlx
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
@@ -17,7 +18,8 @@ from .options import Bits, QuantMode
 from .screen import note, waiting
 
 if TYPE_CHECKING:
-    from dflash_mlx import DFlash, Policy, Stats, Target
+    from dflash_mlx import Policy, Stats, Target
+    from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.trees import TreePolicy
 
 AUTO, OFF = "auto", "off"  # of --tree-budget
@@ -48,7 +50,7 @@ class Pair:
     """What was loaded; `drafter` is None for plain decoding."""
 
     target: Target
-    drafter: DFlash | None
+    drafter: Drafter | None
     block_size: int | None
     blas: BlasInfo
     kv_bits: int | None = None
@@ -95,7 +97,8 @@ def open_pair(choice: Choice) -> Pair:
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(choice.target_bits), bits_of(choice.draft_bits)
-    drafter: DFlash | None = None
+    drafter: Drafter | None = None
+    draft = _drafting(choice)
     settings: dict[str, Any] = {
         "mode": choice.quant_mode.value,
         "group_size": choice.group_size,
@@ -103,10 +106,12 @@ def open_pair(choice: Choice) -> Pair:
         "exact": choice.exact,
     }
     with waiting(f"Loading {choice.model}", quiet=_is_remote(choice)):
-        if choice.no_draft:
+        if draft == NONE:
             target = load_target(choice.model, target_bits, **settings)
         else:
-            target, drafter = load(choice.model, choice.draft, target_bits, draft_bits, **settings)
+            target, drafter = load(choice.model, draft, target_bits, draft_bits, **settings)
+    if draft == LOOKUP and choice.draft is None:
+        note(f"No drafter is known for {choice.model}: lookup drafts. --draft names another one.")
     policy = None if drafter is None else _policy(choice, budget, target, drafter)
     pair = Pair(target, drafter, choice.block_size, blas, bits_of(choice.kv_bits), policy, budget)
     with waiting("Warming up"):
@@ -116,12 +121,24 @@ def open_pair(choice: Choice) -> Pair:
     return pair
 
 
+def _drafting(choice: Choice) -> str | None:
+    """What drafts: what --draft names, a known drafter (None), or lookup where none is known."""
+    if choice.no_draft:
+        return NONE
+    if choice.draft is None and choice.model != EMBEDDED and pair_of(choice.model) is None:
+        return LOOKUP
+    return choice.draft
+
+
 def _tree_budget(choice: Choice) -> int | str | None:
     """What --tree-budget says; None is chains."""
     text = choice.tree_budget
     if text == OFF:
         return None
-    wrong: dict[str, Any] = {"--no-draft": choice.no_draft}
+    wrong: dict[str, Any] = {
+        "--no-draft": choice.no_draft,
+        f"--draft {choice.draft}": choice.draft in (LOOKUP, NONE),
+    }
     if text == AUTO:
         wrong |= {"--block-size": choice.block_size, "--no-policy": not choice.policy}
     elif not (text.isdecimal() and int(text) > 1):
@@ -135,7 +152,7 @@ def _tree_budget(choice: Choice) -> int | str | None:
 
 
 def _policy(
-    choice: Choice, budget: int | str | None, target: Target, drafter: DFlash
+    choice: Choice, budget: int | str | None, target: Target, drafter: Drafter
 ) -> Policy | TreePolicy | None:
     """What decides about the rounds, where not every one is a whole block."""
     if isinstance(budget, int):

@@ -55,7 +55,7 @@ def run(says, last_row, seed, policy=None):
     """Tokens per plain round of a request, and how many of its rounds were cut."""
     pair = costs(last_row)
     policy = policy or Policy(pair, WIDEST)
-    rounds = ChainRounds(policy.start(), policy.sharpness(0.0), Cuts(policy.confidence(0.0)))
+    rounds = ChainRounds(policy.start(), policy.sharpness(0.0), Cuts(policy.confidence(0.0)), False)
     session, seconds = Drafter(says, seed), pair.rounds(64, WIDEST)
     done, spent, cut = 0, 0.0, 0
     while done < TOKENS:

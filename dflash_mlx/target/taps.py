@@ -12,6 +12,7 @@ from .overrides import Overrides
 
 EMBEDDING = -1  # as an index
 
+
 class Taps:
     """Records the outputs of some layers of one model, for one request.
 
