@@ -1,20 +1,23 @@
-"""Drafts from the text itself: the index, what is learnt of its matches, and the text that comes."""
+"""Drafts from the text itself: the index, what is learnt of its matches, the text that comes."""
 
-import random
-
+import mlx.core as mx
 import pytest
 from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import Scripted
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
+from dflash_mlx.accept import accept
+from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.conversation import Conversation
 from dflash_mlx.drafter.beside import Beside
-from dflash_mlx.drafter.lookup import LENGTHS, MOST, Index, Lookup, Rates
+from dflash_mlx.drafter.lookup import LENGTHS, MOST, Index, Lookup, LookupSession, Rates
 from dflash_mlx.drafter.protocol import Bounded, Foresees, Identified, ReadsText, Resumable
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.widths import Policy
+from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
@@ -95,17 +98,6 @@ def priced(drafter, row=0.05, draft=0.1):
     return Policy(Costs({64: verify}, {64: dict.fromkeys(verify, draft) | {1: 0.0}}), widest)
 
 
-def looping(count):
-    """A target whose greedy text repeats itself, as small ones do, and that text."""
-    model = target()
-    for seed in range(40):
-        prompt = [random.Random(seed).randrange(150) for _ in range(12)]
-        text = dm.generate(model, None, prompt, max_tokens=count).tokens
-        if len(set(text[-40:])) < 20:
-            return model, prompt, text
-    raise AssertionError("no seed repeats itself")
-
-
 @pytest.mark.parametrize("policy", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_is_plain_text(temperature, policy):
@@ -141,20 +133,92 @@ def test_text_is_plain_text_in_every_family(family):
     assert found.tokens == plain_tokens(model, prompt, 12)
 
 
-def test_text_that_repeats_itself_takes_few_forwards():
-    model, prompt, text = looping(160)
-    drafter = Lookup()
-    drafted = dm.generate(model, drafter, prompt, max_tokens=160, policy=priced(drafter))
-    assert drafted.tokens == text
-    assert drafted.stats.rounds < 160 / 2.5
+def copying():
+    """A prompt with a file of 60 lines, and an answer that repeats it with one name changed."""
+    encode = dm.load("tiny", draft="none")[0].tokenizer.encode
+    lines = [f"def area_{n}(width, height):\n    return width * {7 * n % 90}" for n in range(30)]
+    file = "\n".join(lines) + "\n"
+    prompt = encode(f"Rename area_17 to size_17 in this file:\n{file}Answer:\n")
+    answer = encode(file.replace("area_17", "size_17"))
+    return prompt, answer
 
 
-def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_is_left_out():
-    model, prompt, text = looping(160)
-    drafter = Beside(random_drafter())
-    drafted = dm.generate(model, drafter, prompt, max_tokens=160, policy=priced(drafter))
-    assert drafted.tokens == text
-    assert drafted.stats.rounds < 160 / 2.5
+def cost(result, draft=0.0, row=0.05):
+    """Plain tokens that a text took: each row of a forward as in `priced`, and what was drafted."""
+    return sum(
+        count * (1 + row * (rows - 1) + (draft if rows > 1 else 0))
+        for rows, count in result.stats.widths.items()
+    )
+
+
+def test_a_file_is_repeated_with_one_name_changed():
+    """Counted, not timed: forwards, and their rows at a twentieth of a plain token each."""
+    prompt, answer = copying()
+    assert len(answer) > 600
+    subject, drafter = Scripted(prompt, answer, 1024), Lookup()
+    settings = {"max_tokens": len(answer)}
+    plain = dm.generate(subject, None, prompt, **settings)
+    drafted = dm.generate(subject, drafter, prompt, policy=priced(drafter), **settings)
+    assert drafted.tokens == plain.tokens == answer
+    assert drafted.stats.rounds < len(answer) / 8
+    assert cost(plain) / cost(drafted) > 5
+
+
+class Wrong:
+    """A network beside the lookup that knows nothing; it counts how often it is asked."""
+
+    tap_layers, block_size, identity, drafts_trees = (), 16, "wrong", False
+
+    def start(self, target, sampler):
+        return WrongSession(self)
+
+    asked = 0
+
+
+class WrongSession(LookupSession):
+    def __init__(self, drafter):
+        super().__init__(Rates())
+        self.drafter = drafter
+
+    def propose(self, anchor, width):
+        self.drafter.asked += width > 1
+        return Proposal(mx.array([anchor, *[1023] * (width - 1)]))
+
+    def confidence(self):
+        return None
+
+
+def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_rests():
+    prompt, answer = copying()
+    network = Wrong()
+    subject, drafter = Scripted(prompt, answer, 1024), Beside(network)
+    policy = priced(drafter)
+    drafted = dm.generate(subject, drafter, prompt, max_tokens=len(answer), policy=policy)
+    assert drafted.tokens == answer
+    assert drafted.stats.rounds < len(answer) / 8 and network.asked < drafted.stats.rounds / 4
+
+
+@pytest.mark.parametrize("lookup", [Lookup, lambda: Beside(Wrong())])
+def test_without_a_policy_it_drafts_too(lookup):
+    prompt, answer = copying()
+    subject = Scripted(prompt, answer, 1024)
+    drafted = dm.generate(subject, lookup(), prompt, max_tokens=len(answer))
+    assert drafted.tokens == answer and drafted.stats.rounds < len(answer) / 6
+
+
+def test_where_nothing_repeats_the_network_is_as_good_as_alone():
+    """The embedded pair on its own prompts: no less than 0.97 of the tokens for the same work."""
+    subject, network = dm.load("tiny")
+    beside = Beside(network)
+    alone_policy, beside_policy = priced(network), priced(beside)
+    works = {"alone": 0.0, "beside": 0.0}
+    for prompt in embedded_prompts()[::4]:
+        alone = dm.generate(subject, network, prompt.messages, max_tokens=64, policy=alone_policy)
+        both = dm.generate(subject, beside, prompt.messages, max_tokens=64, policy=beside_policy)
+        assert both.tokens == alone.tokens
+        works["alone"] += cost(alone, draft=0.1)
+        works["beside"] += cost(both, draft=0.1)  # though the lookup's drafts cost nothing
+    assert works["alone"] >= 0.97 * works["beside"]
 
 
 def test_a_conversation_goes_on_and_goes_back():
@@ -174,19 +238,33 @@ def test_a_conversation_goes_on_and_goes_back():
 
 
 def test_two_branches_are_verified_together_and_the_right_one_is_kept():
-    """A network that is always wrong, and a text that the lookup knows: the second branch counts."""
-    model, prompt, text = looping(160)
-    session = Beside(random_drafter()).start(model, Sampler())
-    known = [*prompt, *text]
-    session.read(known[:-60])
-    place = known[-60]
-    for taps in model.start(session.network._drafter.tap_layers).prefill(known[:-60]):
-        session.extend(taps)
-    assert session.foresee(place, 8)
-    tree = session.propose_both(place, 4, 5)
+    """A network that is wrong, and a text that the lookup knows: the second branch counts."""
+    prompt, answer = copying()
+    subject = Scripted(prompt, answer, 1024)
+    session = Beside(Wrong()).start(subject, Sampler())
+    known, at = [*prompt, *answer], len(prompt) + 60
+    session.read(known[:at])
+    assert session.foresee(known[at], 8)
+    tree = session.propose_both(known[at], 4, 5)
     assert tree.parents == (-1, 0, 1, 2, 0, 4, 5, 6, 7)
-    assert tree.tokens.tolist()[4:] == known[-59:-54]
-    reader = model.start()
-    list(reader.prefill(known[:-60]))
+    reader = subject.start()
+    reader.prefill(known[:at])
     logits, _ = reader.verify(tree)
-    assert logits.argmax(axis=-1).tolist()[4:] == known[-58:-53]
+    kept, _ = accept(tree.tokens.tolist(), tree.parents, logits.argmax(axis=-1).tolist())
+    assert kept == [0, 4, 5, 6, 7, 8]
+
+
+def test_a_policy_adds_a_second_branch_where_the_network_is_often_wrong_at_once():
+    drafter = Beside(Wrong())
+    policy = priced(drafter, row=0.01)
+    widths = policy.start()
+    for _ in range(40):
+        widths.width(64, 16, -0.01)
+        widths.observe(7, 7)  # good enough to be drafted at all
+    widths.width(64, 16, -0.01)
+    rates = [0.9] * 15
+    assert widths.branch(4, rates, rescue=0.0) == 0
+    assert widths.branch(16, rates, rescue=0.9) == 0, "there is no room"
+    for _ in range(8):
+        widths.observe(7, 0)
+    assert widths.branch(4, rates, rescue=0.9) > 0
