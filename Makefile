@@ -19,11 +19,12 @@ demo: .venv/has-mlx
 
 test: .venv/has-dev check
 
-# A file's tests stay in one process: their fixtures, trained pairs among them, are made once.
+# A file's tests, or a family's, stay in one process (tests/conftest.py): what they share, trained
+# pairs among it, is made once.
 check:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses auto --dist loadfile
+	$(BIN)/pytest --numprocesses auto --dist loadgroup --durations 15
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

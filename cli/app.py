@@ -13,8 +13,9 @@ from typer.core import TyperGroup
 from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 
-from . import bench, chat, doctor, generate, models, report, roofline
+from . import bench, chat, doctor, generate, models, report, roofline, tune
 from .screen import error_line
+from .spread import spread
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as a shell reports it
 
@@ -57,8 +58,8 @@ def _forget_output() -> None:
 
 app = typer.Typer(
     cls=Commands,
-    help="Text several times faster, token for token the same: DFlash drafting for MLX.",
-    epilog="Start with: dflash-mlx generate 'What is 47 plus 38?'",
+    help="Lossless speculative decoding on MLX: the same text, several times faster.",
+    epilog="Try: dflash-mlx generate 'What is 47 plus 38?'",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -68,13 +69,14 @@ COMMANDS = (
     generate.generate,
     chat.chat,
     bench.bench,
+    tune.tune,
     report.report,
     roofline.roofline,
     models.models,
     doctor.doctor,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(spread(command))
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +24,18 @@ from dflash_mlx.loading.hub import Hub
 
 from . import bench_comparison as comparison
 from . import bench_options, options
-from . import bench_tables as tables
 from .bench_options import EMBEDDED, SOME
-from .pair import Choice, open_pair
+from .bench_trees import compare_trees
+from .pair import WHOLE_BLOCKS, open_pair
 from .screen import print_json
-from .tune_kernels import time_kernels
 
 SEED = 0  # of a benchmark's sampling: the same texts in every run
 
 
 def bench(
-    model: options.Model = "tiny",
-    draft: options.Draft = None,
-    target_bits: options.TargetBits = None,
-    draft_bits: options.DraftBits = None,
-    quant_mode: options.Quantize = options.QuantMode.affine,
-    group_size: options.GroupSize = None,
-    exact: options.Exact = None,
-    offline: options.Offline = False,
-    stock_blas: options.StockBlas = False,
+    *,
+    names: options.Names,
+    weights: options.Weights,
     max_tokens: options.MaxTokens = 256,
     block_size: bench_options.BlockSize = None,
     temperature: options.Temperature = 0.0,
@@ -50,19 +45,16 @@ def bench(
     repeats: bench_options.Repeats = 3,
     context_length: bench_options.ContextLength = None,
     trees: bench_options.Trees = None,
-    policy: bench_options.Policy = False,
-    sampling: bench_options.Sampling = False,
-    kernels: bench_options.Kernels = False,
     tree_budget: bench_options.TreeBudgets = None,
     openai: bench_options.OpenAI = None,
     out: bench_options.Out = None,
     plot: bench_options.Plot = None,
     json: options.Json = False,
 ) -> None:
-    """Measure plain decoding, drafting and mlx-lm on the same prompts, in turns."""
+    """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
     lengths = _numbers("--context-length", context_length)
     budgets = _numbers("--tree-budget", tree_budget, least=2)
-    chosen = _prompts(suite, prompts, limit, Hub(offline=offline))
+    chosen = _prompts(suite, prompts, limit, Hub(offline=weights.offline))
     setup: dict[str, Any] = {
         "suite": str(prompts or ", ".join(suite or [EMBEDDED])),
         "max_tokens": max_tokens,
@@ -72,50 +64,26 @@ def bench(
         "context_lengths": lengths,
         "tree_budget": _budget(trees),
     }
-    # A row for each of `tables.MODES`.
-    asked_for = {"policy": policy, "sampling": sampling, "tree_budget": bool(budgets)}
-    modes = [name for name, wanted in asked_for.items() if wanted]
     others: dict[str, Any] = {"out": out, "openai": openai, "context-length": lengths}
-    others |= {"temperature": temperature, "trees": trees, "kernels": kernels and modes}
-    _check_alone([*modes, *["kernels"] * kernels], others)
-    _check_plot(plot, budgets)
-    ours = (draft, block_size, target_bits, draft_bits, lengths, trees)
+    _check_trees(budgets, others | {"temperature": temperature, "trees": trees}, plot)
+    # Whole blocks: what the drafter is worth, not what the policy makes of it.
+    rounds = replace(WHOLE_BLOCKS, block_size=block_size)
+    ours = (names.draft, block_size, weights.target_bits, weights.draft_bits, lengths, trees)
     if openai and any(ours):
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
-    choice = Choice(
-        model=model,
-        draft=draft,
-        target_bits=target_bits,
-        draft_bits=draft_bits,
-        quant_mode=quant_mode,
-        group_size=group_size,
-        exact=exact,
-        offline=offline,
-        stock_blas=stock_blas,
-        block_size=block_size,
-        policy=False,  # whole blocks: what the drafter is worth, not what the policy makes of it
-    )
-    if kernels:
-        time_kernels(choice, json)
-        return
-    if modes:
-        _draw(choice, tables.Asked(chosen, max_tokens, repeats, budgets), modes, plot, json)
-        return
-    if openai is not None:
-        _run(out, json, lambda: comparison.of_server(openai, model, chosen, setup))
+    opened = partial(open_pair, names, weights, rounds)
+    if budgets:
+        if plot is not None:
+            check_matplotlib()
+        drawn = compare_trees(opened(), chosen, budgets, max_tokens, repeats, json)
+        if plot is not None:
+            write_picture(plot, draw_trees(drawn))
+    elif openai is not None:
+        _run(out, json, lambda: comparison.of_server(openai, names.model, chosen, setup))
     else:
-        _run(out, json, lambda: comparison.of_pair(open_pair(choice), chosen, setup))
-
-
-def _draw(
-    choice: Choice, asked: tables.Asked, modes: list[str], plot: Path | None, json: bool
-) -> None:
-    """Measure and show what is asked for instead, and draw it where --plot says."""
-    if plot is not None:
-        check_matplotlib()
-    drawn = tables.draw(open_pair(choice), asked, modes, json)
-    if plot is not None:
-        write_picture(plot, draw_trees(drawn))
+        _run(
+            out, json, lambda: comparison.of_pair(open_pair(names, weights, rounds), chosen, setup)
+        )
 
 
 def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) -> None:
@@ -133,16 +101,11 @@ def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) ->
             write(as_files(content, draw_all(content)))
 
 
-def _check_alone(modes: Sequence[str], others: Mapping[str, Any]) -> None:
-    """Raise `BadParameter` for options that were given together with one that measures alone."""
+def _check_trees(budgets: list[int], others: Mapping[str, Any], plot: Path | None) -> None:
+    """Raise `BadParameter` for options that are not for --tree-budget, or for nothing else."""
     given = [f"--{name}" for name, value in others.items() if value]
-    if modes and given:
-        alone = f"--{modes[0].replace('_', '-')}"
-        raise typer.BadParameter(f"goes without {', '.join(given)}", param_hint=alone)
-
-
-def _check_plot(plot: Path | None, budgets: list[int]) -> None:
-    """Raise `BadParameter` for a --plot of nothing, or into a folder that is not there."""
+    if budgets and given:
+        raise typer.BadParameter(f"goes without {', '.join(given)}", param_hint="--tree-budget")
     if plot and not budgets:
         raise typer.BadParameter("goes with --tree-budget", param_hint="--plot")
     if plot and not plot.parent.is_dir():

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from dflash_mlx.bench.suites import SUITES
 
-from . import options
+from .options import DECODING, OUTPUT, value
 
 WHAT = "What is measured"  # the group that --help shows
 EMBEDDED = "embedded"
@@ -17,115 +15,78 @@ SOME = 10  # prompts of a suite of the hub, unless --limit says otherwise
 
 BlockSize = Annotated[
     int | None,
-    typer.Option(
+    value(
         "--block-size",
         "-b",
+        group=DECODING,
         metavar="N",
+        help="Tokens to verify at once. Default: the drafter's own block size.",
         min=1,
-        help="Tokens verified at once; by default the drafter's own.",
-        rich_help_panel=options.DECODING,
     ),
 ]
 Suite = Annotated[
     list[str] | None,
-    typer.Option(
+    value(
+        group=WHAT,
         metavar="NAME",
-        help=f"{EMBEDDED} (the default), {', '.join(SUITES)}; can be given several times.",
-        rich_help_panel=WHAT,
+        help=f"{EMBEDDED} (the default), {', '.join(SUITES)}. Repeatable.",
     ),
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option(
+    value(
+        group=WHAT,
         metavar="FILE",
-        help='JSONL of {"prompt" or "messages", "category", "answer"} instead of a suite.',
-        rich_help_panel=WHAT,
+        help='JSONL of {"prompt" or "messages", "category", "answer"} to use instead.',
     ),
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(
-        min=1,
+    value(
+        group=WHAT,
         metavar="N",
-        help=f"At most N prompts of each category; by default {SOME} of a suite of the hub, "
-        "all of others.",
-        rich_help_panel=WHAT,
+        help=f"At most N prompts per category. Default: {SOME} for suites from the hub, all "
+        "otherwise.",
+        min=1,
     ),
 ]
 Repeats = Annotated[
-    int,
-    typer.Option(min=1, metavar="N", help="Runs of each prompt in each way.", rich_help_panel=WHAT),
+    int, value(group=WHAT, metavar="N", help="Times to run each prompt, each way.", min=1)
 ]
 ContextLength = Annotated[
     str | None,
-    typer.Option(
-        metavar="N,N",
-        help="Make prompts so long by text before them.",
-        rich_help_panel=WHAT,
-    ),
+    value(group=WHAT, metavar="N,N", help="Pad prompts to these lengths with other prompts' text."),
 ]
 Trees = Annotated[
     str | None,
-    typer.Option(
+    value(
+        group=WHAT,
         metavar="N|auto",
-        help="Draft trees as well, of N tokens or as many as pay.",
-        rich_help_panel=WHAT,
-    ),
-]
-Policy = Annotated[
-    bool,
-    options.flag(
-        "--policy",
-        "Instead: is drafting ever slower than not, with four drafters from good to useless?",
-        WHAT,
-    ),
-]
-Sampling = Annotated[
-    bool,
-    options.flag(
-        "--sampling",
-        "Instead: tokens per round, by temperature and way to draft.",
-        WHAT,
-    ),
-]
-Kernels = Annotated[
-    bool,
-    options.flag(
-        "--kernels",
-        "Instead: MLX's kernels against ours for the model's shapes; decides from then on.",
-        WHAT,
+        help="Also measure draft trees of N tokens, or of the best size ('auto').",
     ),
 ]
 TreeBudgets = Annotated[
     str | None,
-    typer.Option(
+    value(
         "--tree-budget",
+        group=WHAT,
         metavar="N,N",
-        help="Instead: chains against draft trees of these sizes.",
-        rich_help_panel=WHAT,
+        help="Instead, compare chains with draft trees of these sizes.",
     ),
 ]
 OpenAI = Annotated[
     str | None,
-    typer.Option(
+    value(
+        group=WHAT,
         metavar="URL",
-        help="Instead: ask an OpenAI-compatible server; --model is its name there.",
-        rich_help_panel=WHAT,
+        help="Instead, measure an OpenAI-compatible server; --model is its name there.",
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Write JSON, CSV, Markdown and plots into this folder.",
-        rich_help_panel=options.OUTPUT,
-    ),
+    value(group=OUTPUT, metavar="DIR", help="Write JSON, CSV, Markdown and plots to this folder."),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Where to draw what --tree-budget finds.",
-        rich_help_panel=options.OUTPUT,
-    ),
+    value(group=OUTPUT, metavar="FILE", help="Save a plot of the --tree-budget comparison."),
 ]

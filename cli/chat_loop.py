@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from dflash_mlx.errors import PromptError
 
 from .chat_dialogue import Answer, Dialogue, measure_plain
+from .chat_writer import Writer, ribbon
 from .pair import explain
 from .screen import error_line, note, waiting
-from .writer import Writer, ribbon
 
 if TYPE_CHECKING:
     from dflash_mlx import Event

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import dflash_mlx
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.chips import find_chip
@@ -26,7 +26,7 @@ from dflash_mlx.machine.facts import GB, computer, installed, memory_bytes
 from . import options
 from .screen import print_json, stdout, waiting
 
-INSTALL = 'pip install -e ".[mlx]"'
+INSTALL = f"{how_to_install('mlx').capitalize()}."
 REPORT = "Please report this chip with what 'dflash-mlx bench' says about it."
 DECODING = ("mlx", "mlx-lm")  # the packages that nothing works without
 LITTLE_MEMORY, LITTLE_DISK = 8, 10  # GB below which most models do not fit
@@ -49,7 +49,7 @@ def doctor(
     stock_blas: options.StockBlas = False,
     json: options.Json = False,
 ) -> None:
-    """Check what decoding needs, and say what to do about what is missing or in the way."""
+    """Check that this machine has what decoding needs, and say how to fix what it lacks."""
     blas = dflash_mlx.use_fast_blas(stock=stock_blas)  # before any check imports MLX
     checks = []
     with waiting("Looking"):
@@ -178,7 +178,7 @@ def _kernels() -> Check:
     timed = ""
     if measured:
         won = sum(first is not None for first in measured.values())
-        timed = f"; of {len(measured)} shapes timed by 'bench --kernels' ours run {won}"
+        timed = f"; of {len(measured)} shapes timed by 'tune' ours run {won}"
     if chip is None:
         return Check("kernels", "warn", f"MLX's own: this chip is not known{timed}", REPORT)
     if chip.generation not in GENERATIONS:

@@ -16,7 +16,7 @@ from . import generate_options, options
 from .counters import counter_lines, counters
 from .generate_question import read_prompt, utf8
 from .output import as_line, as_text, check_writable, write_whole
-from .pair import Choice, Pair, explain, open_pair
+from .pair import Pair, explain, open_pair
 from .screen import note, panel, print_json, show_text, speeds, stderr, waiting
 
 if TYPE_CHECKING:
@@ -28,28 +28,15 @@ COMPARE_SECONDS, COMPARE_PAIRS = 2.0, 9
 
 
 def generate(
+    *,
     prompt: generate_options.Prompt = None,
     file: generate_options.File = None,
-    model: options.Model = "tiny",
-    draft: options.Draft = None,
+    names: options.Names,
     no_draft: options.NoDraft = False,
-    target_bits: options.TargetBits = None,
-    draft_bits: options.DraftBits = None,
-    quant_mode: options.Quantize = options.QuantMode.affine,
-    group_size: options.GroupSize = None,
-    exact: options.Exact = None,
-    offline: options.Offline = False,
-    stock_blas: options.StockBlas = False,
+    weights: options.Weights,
     max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    block_size: options.BlockSize = None,
-    tree_budget: options.TreeBudget = "off",
-    kv_bits: options.KvBits = None,
-    no_policy: options.NoPolicy = False,
+    sampling: options.Sampling,
+    rounds: options.Rounds,
     stop: options.Stop = None,
     system: generate_options.System = None,
     raw: generate_options.Raw = False,
@@ -59,32 +46,16 @@ def generate(
     output: generate_options.Output = None,
     json: options.Json = False,
 ) -> None:
-    """Answer one prompt: the text on stdout, what drafting did for it on stderr."""
+    """Answer one prompt: the text goes to stdout, a summary to stderr."""
     if raw and system is not None:
         raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
     text = read_prompt(prompt, file)
     asked = text if raw else _messages(text, system)
     if output is not None:
         check_writable(output)
-    choice = Choice(
-        model=model,
-        draft=draft,
-        no_draft=no_draft,
-        target_bits=target_bits,
-        draft_bits=draft_bits,
-        quant_mode=quant_mode,
-        group_size=group_size,
-        exact=exact,
-        offline=offline,
-        stock_blas=stock_blas,
-        block_size=block_size,
-        tree_budget=tree_budget,
-        kv_bits=kv_bits,
-        policy=not no_policy,
-    )
-    pair = open_pair(choice)
+    pair = open_pair(names, weights, rounds, no_draft)
     comparison = _comparison(pair, asked, max_tokens, stop or [])
-    comparison.sampling = options.sampling(temperature, top_p, top_k, min_p, seed)
+    comparison.sampling = sampling.settings()
     result = _stream(comparison, quiet=json or output is not None)
     if compare and pair.drafter is not None and result.tokens:
         with waiting("Decoding plainly, to compare (--no-compare skips this)"):

@@ -10,44 +10,43 @@ import typer
 from . import options
 
 Prompt = Annotated[
-    str | None,
-    typer.Argument(help="The question; '-', or nothing in a pipe, reads it from stdin."),
+    str | None, typer.Argument(help="The prompt. Use '-', or pipe it in, to read stdin.")
 ]
 File = Annotated[
-    Path | None,
-    typer.Option("--file", "-f", metavar="FILE", help="Read the question from FILE instead."),
+    Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")
 ]
 System = Annotated[
     str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="What the model is told before the question; by default nothing.",
-        rich_help_panel=options.DECODING,
+    options.value(
+        group=options.DECODING, metavar="TEXT", help="A system message to put before the prompt."
     ),
 ]
 Raw = Annotated[
     bool,
-    options.flag("--no-chat-template", "Continue the prompt as it is.", options.DECODING),
+    options.flag(
+        "--no-chat-template",
+        options.DECODING,
+        "Continue the prompt as it is, not as a chat message.",
+    ),
 ]
 Compare = Annotated[
     bool,
     options.flag(
         "--compare/--no-compare",
-        "Decode plainly as well: shows the speedup, and that the text is the same.",
         options.OUTPUT,
+        "Also decode without the drafter, to show the speedup and check the text.",
     ),
 ]
 Stats = Annotated[
-    bool,
-    options.flag("--stats", "Count tokens, rounds, seconds and memory.", options.OUTPUT),
+    bool, options.flag("--stats", options.OUTPUT, "Show tokens, rounds, times and memory.")
 ]
 Output = Annotated[
     Path | None,
-    typer.Option(
+    options.value(
         "--output",
         "-o",
+        group=options.OUTPUT,
         metavar="FILE",
-        help="Write what would go to stdout to FILE, when it is whole.",
-        rich_help_panel=options.OUTPUT,
+        help="Write to FILE instead of stdout, once it is complete.",
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.text import Text
 
@@ -18,8 +18,18 @@ WIDTHS = (4, 8, 16)  # bits a weight
 GB = 1e9
 
 
-def models(json: options.Json = False, inspect: options.Inspect = None) -> None:
-    """List the models whose drafters are known, the embedded pair first."""
+Inspect = Annotated[
+    Path | None,
+    options.value(
+        group=options.OUTPUT,
+        metavar="PATH",
+        help="Show how a drafter's folder or config.json is read, field by field.",
+    ),
+]
+
+
+def models(json: options.Json = False, inspect: Inspect = None) -> None:
+    """List the models that have a known drafter, and what is downloaded."""
     if inspect is not None:
         show_decisions(inspect, json)
         return

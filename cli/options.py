@@ -1,13 +1,15 @@
-"""The options that several commands share."""
+"""The options that several commands share, each declared once; those of a kind are a dataclass."""
 
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from dflash_mlx.loading.hub import Hub
 
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
 
@@ -28,186 +30,185 @@ class QuantMode(StrEnum):
     nvfp4 = "nvfp4"
 
 
-def flag(name: str, help: str, group: str) -> Any:
+def flag(name: str, group: str, help: str) -> Any:
     """A switch; Typer would show it with a value to be given."""
     return typer.Option(name, metavar="", help=help, rich_help_panel=group)
 
 
-def _value(*names: str, metavar: str, help: str, group: str, **limits: Any) -> Any:
+def value(*names: str, group: str, metavar: str, help: str, **limits: Any) -> Any:
+    """An option with a value; without a name it is called like the parameter."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=group, **limits)
 
 
 Model = Annotated[
     str,
-    _value(
+    value(
         "--model",
         "-m",
-        metavar="NAME",
-        help="A hub repository, a folder, or tiny.",
         group=MODEL,
+        metavar="NAME",
+        help="A folder, a Hugging Face repository, or 'tiny'.",
     ),
 ]
-Draft = Annotated[
-    str | None,
-    _value(
-        "--draft",
-        "-d",
-        metavar="NAME",
-        help="The drafter; known ones are found by themselves. lookup drafts from the text itself, "
-        "NAME+lookup beside a network, none not at all.",
-        group=MODEL,
-    ),
-]
-NoDraft = Annotated[bool, flag("--no-draft", "Decode plainly, without a drafter.", MODEL)]
+NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]
 TargetBits = Annotated[
-    Bits | None,
-    _value(
-        "--target-bits", metavar="4|8", help="Quantize the model's weights on load.", group=MODEL
-    ),
+    Bits | None, value(group=MODEL, metavar="4|8", help="Quantize the model's weights on load.")
 ]
-DraftBits = Annotated[
-    Bits | None,
-    _value(
-        "--draft-bits", metavar="4|8", help="Quantize the drafter's weights on load.", group=MODEL
-    ),
-]
-Quantize = Annotated[
-    QuantMode,
-    _value(
-        "--quant-mode",
-        metavar="MODE",
-        help="To affine, mxfp4, mxfp8 or nvfp4.",
-        group=MODEL,
-    ),
-]
-GroupSize = Annotated[
-    int | None,
-    _value(
-        "--group-size",
-        metavar="N",
-        help="Weights that share a scale; by default the mode's.",
-        group=MODEL,
-    ),
-]
-Exact = Annotated[
-    bool | None,
-    flag(
-        "--exact/--no-exact",
-        "On Metal, drafted text equal to plain text bit for bit; default: where measured free.",
-        MODEL,
-    ),
-]
-Offline = Annotated[bool, flag("--offline", "Use what is downloaded, ask no network.", MODEL)]
+Offline = Annotated[bool, flag("--offline", MODEL, "Use only what is already downloaded.")]
 StockBlas = Annotated[
-    bool, flag("--stock-blas", "On Linux: keep the slow BLAS that comes with MLX.", MODEL)
+    bool, flag("--stock-blas", MODEL, "On Linux, keep the slow BLAS that ships with MLX.")
 ]
 MaxTokens = Annotated[
     int,
-    _value("--max-tokens", "-n", metavar="N", help="End after N tokens.", group=DECODING, min=0),
+    value("--max-tokens", "-n", group=DECODING, metavar="N", help="Stop after N tokens.", min=0),
 ]
-BlockSize = Annotated[
-    int | None,
-    _value(
-        "--block-size",
-        "-b",
-        metavar="N",
-        help="Tokens verified at once; by default as many as are fastest, by measured costs.",
+Temperature = Annotated[
+    float,
+    value(
+        "--temperature",
+        "-t",
         group=DECODING,
-        min=1,
-    ),
-]
-TreeBudget = Annotated[
-    str,
-    _value(
-        "--tree-budget",
-        metavar="N",
-        help="Verify trees of N tokens, or 'auto'.",
-        group=DECODING,
+        metavar="T",
+        help="0 always picks the most likely token; 1 samples.",
     ),
 ]
 KvBits = Annotated[
     Bits | None,
-    _value(
-        "--kv-bits",
-        metavar="4|8",
-        help="Keep the model's keys and values in fewer bits, where it can.",
-        group=DECODING,
-    ),
-]
-NoPolicy = Annotated[
-    bool,
-    flag("--no-policy", "Draft whole blocks, even where fewer rows or none are faster.", DECODING),
-]
-Temperature = Annotated[
-    float,
-    _value(
-        "--temperature",
-        "-t",
-        metavar="T",
-        help="0 takes the likeliest token, 1 samples.",
-        group=DECODING,
-    ),
-]
-TopP = Annotated[
-    float,
-    _value("--top-p", metavar="P", help="Sample from the likeliest P of all.", group=DECODING),
-]
-TopK = Annotated[
-    int, _value("--top-k", metavar="K", help="Sample from the likeliest K tokens.", group=DECODING)
-]
-MinP = Annotated[
-    float,
-    _value(
-        "--min-p",
-        metavar="P",
-        help="Sample from tokens at least P times as likely as the likeliest.",
-        group=DECODING,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    _value(
-        "--seed",
-        metavar="N",
-        help="Of what is random: the same seed is the same text, drafted or not.",
-        group=DECODING,
-    ),
+    value(group=DECODING, metavar="4|8", help="Quantize the KV cache, if the model allows it."),
 ]
 Stop = Annotated[
     list[str] | None,
-    _value(
-        "--stop",
-        metavar="TEXT",
-        help="End before this text; can be given several times.",
-        group=DECODING,
-    ),
+    value(group=DECODING, metavar="TEXT", help="Stop before this text. Repeatable."),
 ]
 Verbose = Annotated[
-    bool,
-    flag("--verbose", "Say how many rows each round had and why, and the seed.", OUTPUT),
+    bool, flag("--verbose", OUTPUT, "Explain the width of the rounds, and show the seed.")
 ]
-Json = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]
-Inspect = Annotated[
-    Path | None,
-    typer.Option(
-        "--inspect",
-        metavar="PATH",
-        help="Show how a drafter's folder or config.json is understood, field by field.",
-        rich_help_panel=OUTPUT,
-    ),
-]
+Json = Annotated[bool, flag("--json", OUTPUT, "Print one JSON object and nothing else.")]
 
 
-def sampling(
-    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None
-) -> dict[str, Any]:
-    """The settings of `stream_generate` that say how tokens are chosen, with a seed if needed."""
-    if temperature > 0 and seed is None:
-        seed = secrets.randbits(32)  # drawn here, so that plain decoding can have the same
-    return {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-    }
+@dataclass(frozen=True)
+class Names:
+    """Which model, and what drafts for it."""
+
+    model: Model = "tiny"
+    draft: Annotated[
+        str | None,
+        value(
+            "--draft",
+            "-d",
+            group=MODEL,
+            metavar="NAME",
+            help="The drafter. Found automatically for known models. 'lookup' drafts from the text "
+            "itself, NAME+lookup beside a network; 'none' does not draft.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How weights are found, quantized and multiplied."""
+
+    target_bits: TargetBits = None
+    draft_bits: Annotated[
+        Bits | None,
+        value(group=MODEL, metavar="4|8", help="Quantize the drafter's weights on load."),
+    ] = None
+    quant_mode: Annotated[
+        QuantMode,
+        value(group=MODEL, metavar="MODE", help="How to quantize: affine, mxfp4, mxfp8 or nvfp4."),
+    ] = QuantMode.affine
+    group_size: Annotated[
+        int | None,
+        value(group=MODEL, metavar="N", help="Weights per scale. Default: the mode's own."),
+    ] = None
+    exact: Annotated[
+        bool | None,
+        flag(
+            "--exact/--no-exact",
+            MODEL,
+            "On Metal, match plain decoding bit for bit. Default: where measured to cost nothing.",
+        ),
+    ] = None
+    offline: Offline = False
+    stock_blas: StockBlas = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of `dflash_mlx.load`, but for the bits of both models."""
+        return {
+            "mode": self.quant_mode.value,
+            "group_size": self.group_size,
+            "hub": Hub(offline=self.offline),
+        }
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    temperature: Temperature = 0.0
+    top_p: Annotated[
+        float,
+        value(
+            group=DECODING,
+            metavar="P",
+            help="Sample from the likeliest tokens, up to probability P.",
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        value(
+            group=DECODING, metavar="K", help="Sample from the K most likely tokens; 0 means all."
+        ),
+    ] = 0
+    min_p: Annotated[
+        float,
+        value(
+            group=DECODING,
+            metavar="P",
+            help="Ignore tokens under P times the top token's probability.",
+        ),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        value(
+            group=DECODING, metavar="N", help="The same seed gives the same text, drafted or not."
+        ),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Of `stream_generate`, with a seed if one is needed."""
+        settings = dict(vars(self))
+        if self.temperature > 0 and self.seed is None:
+            # Drawn here, so that plain decoding can have the same.
+            settings["seed"] = secrets.randbits(32)
+        return settings
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How much is drafted and verified at once."""
+
+    block_size: Annotated[
+        int | None,
+        value(
+            "--block-size",
+            "-b",
+            group=DECODING,
+            metavar="N",
+            help="Tokens to verify at once. Default: whatever is fastest, by measured costs.",
+            min=1,
+        ),
+    ] = None
+    tree_budget: Annotated[
+        str, value(group=DECODING, metavar="N", help="Verify draft trees of N tokens, or 'auto'.")
+    ] = "off"
+    kv_bits: KvBits = None
+    no_policy: Annotated[
+        bool, flag("--no-policy", DECODING, "Always draft whole blocks, even where that is slower.")
+    ] = False
+
+
+def bits_of(bits: Bits | None) -> int | None:
+    """The number an option stands for."""
+    return None if bits is None else int(bits.value)

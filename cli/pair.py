@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
-from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
-from .options import Bits, QuantMode
+from .options import Names, Rounds, Weights, bits_of
 from .screen import note, waiting
 
 if TYPE_CHECKING:
@@ -23,26 +22,7 @@ if TYPE_CHECKING:
     from dflash_mlx.policy.trees import TreePolicy
 
 AUTO, OFF = "auto", "off"  # of --tree-budget
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The options that say what runs."""
-
-    model: str
-    draft: str | None = None
-    no_draft: bool = False
-    target_bits: Bits | None = None
-    draft_bits: Bits | None = None
-    block_size: int | None = None
-    tree_budget: str = "off"  # or "auto", or a number of rows
-    stock_blas: bool = False
-    quant_mode: QuantMode = QuantMode.affine
-    group_size: int | None = None
-    exact: bool | None = None
-    offline: bool = False
-    kv_bits: Bits | None = None
-    policy: bool = True  # measured costs decide the width of each round, unless block_size does
+WHOLE_BLOCKS = Rounds(no_policy=True)
 
 
 @dataclass(frozen=True)
@@ -83,37 +63,34 @@ class Pair:
         return "cut off by --max-tokens"
 
 
-def open_pair(choice: Choice) -> Pair:
+def open_pair(
+    names: Names, weights: Weights, rounds: Rounds = WHOLE_BLOCKS, no_draft: bool = False
+) -> Pair:
     """Put the BLAS in place, load the weights and run a few rounds to compile what is compiled.
 
     Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
     """
-    if choice.no_draft and (choice.draft or choice.block_size):
+    if no_draft and (names.draft or rounds.block_size):
         raise typer.BadParameter(
             "goes with neither --draft nor --block-size", param_hint="--no-draft"
         )
-    budget = _tree_budget(choice)
-    blas = dflash_mlx.use_fast_blas(stock=choice.stock_blas)
+    draft = _drafting(names, no_draft)
+    budget = _tree_budget(rounds, no_draft, draft)
+    blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
-    target_bits, draft_bits = bits_of(choice.target_bits), bits_of(choice.draft_bits)
+    target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
+    settings = weights.settings | {"exact": weights.exact}
     drafter: Drafter | None = None
-    draft = _drafting(choice)
-    settings: dict[str, Any] = {
-        "mode": choice.quant_mode.value,
-        "group_size": choice.group_size,
-        "hub": Hub(offline=choice.offline),
-        "exact": choice.exact,
-    }
-    with waiting(f"Loading {choice.model}", quiet=_is_remote(choice)):
+    with waiting(f"Loading {names.model}", quiet=_is_remote(names)):
         if draft == NONE:
-            target = load_target(choice.model, target_bits, **settings)
+            target = load_target(names.model, target_bits, **settings)
         else:
-            target, drafter = load(choice.model, draft, target_bits, draft_bits, **settings)
-    if draft == LOOKUP and choice.draft is None:
-        note(f"No drafter is known for {choice.model}: lookup drafts. --draft names another one.")
-    policy = None if drafter is None else _policy(choice, budget, target, drafter)
-    pair = Pair(target, drafter, choice.block_size, blas, bits_of(choice.kv_bits), policy, budget)
+            target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
+    if draft == LOOKUP and names.draft is None:
+        note(f"No drafter is known for {names.model}: lookup drafts. --draft names another one.")
+    policy = None if drafter is None else _policy(rounds, budget, target, drafter)
+    pair = Pair(target, drafter, rounds.block_size, blas, bits_of(rounds.kv_bits), policy, budget)
     with waiting("Warming up"):
         from dflash_mlx.bench.measure import warm_up
 
@@ -121,26 +98,24 @@ def open_pair(choice: Choice) -> Pair:
     return pair
 
 
-def _drafting(choice: Choice) -> str | None:
+def _drafting(names: Names, no_draft: bool) -> str | None:
     """What drafts: what --draft names, a known drafter (None), or lookup where none is known."""
-    if choice.no_draft:
+    if no_draft:
         return NONE
-    if choice.draft is None and choice.model != EMBEDDED and pair_of(choice.model) is None:
+    if names.draft is None and names.model != EMBEDDED and pair_of(names.model) is None:
         return LOOKUP
-    return choice.draft
+    return names.draft
 
 
-def _tree_budget(choice: Choice) -> int | str | None:
+def _tree_budget(rounds: Rounds, no_draft: bool, draft: str | None) -> int | str | None:
     """What --tree-budget says; None is chains."""
-    text = choice.tree_budget
+    text = rounds.tree_budget
     if text == OFF:
         return None
-    wrong: dict[str, Any] = {
-        "--no-draft": choice.no_draft,
-        f"--draft {choice.draft}": choice.draft in (LOOKUP, NONE),
-    }
+    without_trees = not no_draft and draft in (LOOKUP, NONE)
+    wrong: dict[str, Any] = {"--no-draft": no_draft, f"--draft {draft}": without_trees}
     if text == AUTO:
-        wrong |= {"--block-size": choice.block_size, "--no-policy": not choice.policy}
+        wrong |= {"--block-size": rounds.block_size, "--no-policy": rounds.no_policy}
     elif not (text.isdecimal() and int(text) > 1):
         raise typer.BadParameter(
             f"{text} is neither a number from 2 on, nor {AUTO}, nor {OFF}",
@@ -152,17 +127,17 @@ def _tree_budget(choice: Choice) -> int | str | None:
 
 
 def _policy(
-    choice: Choice, budget: int | str | None, target: Target, drafter: Drafter
+    rounds: Rounds, budget: int | str | None, target: Target, drafter: Drafter
 ) -> Policy | TreePolicy | None:
     """What decides about the rounds, where not every one is a whole block."""
     if isinstance(budget, int):
         from dflash_mlx.policy.trees import TreePolicy
 
         return TreePolicy.fixed(budget)
-    if not choice.policy or choice.block_size:
+    if rounds.no_policy or rounds.block_size:
         return None
     with waiting("Measuring what a round costs, once for this pair and machine"):
-        kv_bits = bits_of(choice.kv_bits)
+        kv_bits = bits_of(rounds.kv_bits)
         if budget is None:
             return dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits)
         from dflash_mlx.policy.trees import tree_policy
@@ -182,12 +157,7 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(line)
 
 
-def bits_of(bits: Bits | None) -> int | None:
-    """The number an option stands for."""
-    return None if bits is None else int(bits.value)
-
-
-def _is_remote(choice: Choice) -> bool:
+def _is_remote(names: Names) -> bool:
     """Whether something may be fetched, whose own progress bars need the screen."""
-    names = filter(None, (choice.model, choice.draft))
-    return any("/" in name and not Path(name).expanduser().exists() for name in names)
+    given = filter(None, (names.model, names.draft))
+    return any("/" in name and not Path(name).expanduser().exists() for name in given)

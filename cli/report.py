@@ -22,11 +22,11 @@ Runs = dict[str, dict[str, Any]]
 def report(
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR", help="Folders that 'dflash-mlx bench --out' wrote."),
+        typer.Argument(metavar="DIR", help="Folders written by 'dflash-mlx bench --out'."),
     ],
     json: options.Json = False,
 ) -> None:
-    """Compare runs of the benchmark: speeds, speedups by category, and what was not alike."""
+    """Compare benchmark runs: speeds, speedups by category, and differences in setup."""
     runs = dict(zip(_names(folders), map(read_run, folders), strict=True))
     if json:
         print_json({"runs": runs, "not_alike": not_alike(runs)})

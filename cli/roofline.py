@@ -29,24 +29,23 @@ EMBEDDED, EMBEDDED_ACCEPTANCE = "tiny", 11.97  # as its model card says, over al
 def roofline(
     model: options.Model = EMBEDDED,
     chip: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help='"M1" to "M5 Max"; by default the one of this machine.'),
+        str | None, typer.Option(metavar="NAME", help="M1 to M5 Max. Default: this machine's chip.")
     ] = None,
     target_bits: options.TargetBits = None,
     acceptance: Annotated[
         float | None,
         typer.Option(
             metavar="TOKENS",
-            help="Tokens a round of 16 rows, as 'bench' measures them; by default as published.",
+            help="Tokens per round of 16 rows, as 'bench' reports. Default: the published figure.",
         ),
     ] = None,
     context: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Tokens of context that are attended to.")
+        int, typer.Option(min=0, metavar="N", help="Tokens of context to attend to.")
     ] = 1024,
     offline: options.Offline = False,
     json: options.Json = False,
 ) -> None:
-    """Predict a round's milliseconds at 1 to 16 rows, and the highest speedup to hope for."""
+    """Predict how long rounds of 1 to 16 rows take on a chip, and the best possible speedup."""
     where = _chip(chip)
     tokens = _acceptance(model, acceptance)
     file = _folder(model, Hub(offline=offline)) / "config.json"

@@ -1,4 +1,4 @@
-"""`dflash-mlx bench --kernels`: MLX's kernels against ours, for a model's own shapes."""
+"""The part of `dflash-mlx tune` that needs Metal: MLX's kernels against ours, shape by shape."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import dflash_mlx
-from dflash_mlx.loading.hub import Hub
 
-from .pair import Choice, bits_of
-from .screen import error_line, note, print_json, stdout, waiting
+from .options import Names, Weights, bits_of
+from .screen import error_line, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.kernels import KernelRow
@@ -18,42 +17,35 @@ if TYPE_CHECKING:
 MICROSECONDS = 1e6
 
 
-def time_kernels(choice: Choice, json: bool) -> None:
-    """Time every shape of the model, print the table and keep it: it decides from now on.
+def time_kernels(names: Names, weights: Weights, again: bool) -> list[KernelRow] | None:
+    """Time every shape of the model that is not known, and keep that; None without Metal.
 
-    Raises `SettingsError` without Metal, and the errors of `dflash_mlx.load_target`.
+    Raises the errors of `dflash_mlx.load_target`.
     """
     with waiting("Starting MLX"):
         load_target = dflash_mlx.load_target
-        from dflash_mlx.bench.kernels import check_metal, kernel_rows
-        from dflash_mlx.kernels.calibration import store_timings
+        import mlx.core as mx
+
+        from dflash_mlx.bench.kernels import kernel_rows
+        from dflash_mlx.kernels.calibration import read_timings, store_timings
         from dflash_mlx.kernels.modules import Kernels
-    check_metal()
-    with waiting(f"Loading {choice.model}"):
-        target = load_target(
-            choice.model,
-            bits_of(choice.target_bits),
-            mode=choice.quant_mode.value,
-            group_size=choice.group_size,
-            hub=Hub(offline=choice.offline),
-            kernels=False,
-        )
+    if not mx.metal.is_available():
+        return None
+    with waiting(f"Loading {names.model}"):
+        bits = bits_of(weights.target_bits)
+        target = load_target(names.model, bits, **weights.settings, kernels=False)
     with waiting("Timing every shape, with MLX's kernels and ours in turns"):
-        rows = list(kernel_rows(target.model, target.config, Kernels()))
-    show(rows, json)
+        known = {} if again else read_timings()
+        rows = list(kernel_rows(target.model, target.config, Kernels(), known))
     try:
-        path = store_timings({row.key: row.timing for row in rows})
+        store_timings({row.key: row.timing for row in rows})
     except OSError as error:
-        error_line(f"The choice cannot be kept: {error}")
-    else:
-        note(f"Kept in {path}: models are loaded accordingly from now on.")
+        error_line(f"The choice of kernels cannot be kept: {error}")
+    return rows
 
 
-def show(rows: list[KernelRow], json: bool) -> None:
-    """Print the timings in microseconds, stock / ours, and from how many rows ours runs."""
-    if json:
-        print_json({"kernels": [_as_json(row) for row in rows]})
-        return
+def table(rows: list[KernelRow]) -> Table:
+    """The timings in microseconds, stock / ours, and from how many rows ours runs."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("shape, stock / ours in µs")
     table.add_column("layers", justify="right")
@@ -64,10 +56,11 @@ def show(rows: list[KernelRow], json: bool) -> None:
         pairs = zip(row.timing.stock.values(), row.timing.ours.values(), strict=True)
         cells = [f"{MICROSECONDS * a:.0f}/{MICROSECONDS * b:.0f}" for a, b in pairs]
         table.add_row(row.key, f"{row.layers}", *cells, f"{row.timing.first_row or '-'}")
-    stdout().print(table)
+    return table
 
 
-def _as_json(row: KernelRow) -> dict[str, Any]:
+def as_json(row: KernelRow) -> dict[str, Any]:
+    """One shape, as `--json` prints it."""
     timing = row.timing
     return {
         "shape": row.key,

@@ -75,9 +75,7 @@ def __getattr__(name: str) -> Any:
         if error.name not in ("mlx", "mlx.core", "mlx_lm"):
             raise
         package = error.name.partition(".")[0].replace("_", "-")
-        raise MissingDependencyError(
-            f'{package} is not installed: pip install -e ".[mlx]"'
-        ) from error
+        raise MissingDependencyError.of(f"{package} is not installed", "mlx") from error
 
 
 def __dir__() -> list[str]:

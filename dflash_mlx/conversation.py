@@ -7,7 +7,10 @@ recurrent state cannot be cut there, to the last mark before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -25,9 +28,9 @@ MOST_MARKS = 8  # each holds the windows and the states of the target and the dr
 class Conversation:
     """The caches of a pair, for one request after another.
 
-    Hand it to `stream_generate` with every turn's whole prompt. One request at a time: the one
-    before has ended, or was closed. A drafter of your own is resumed if its sessions are
-    `Resumable` (`drafter.protocol`). Else every request reads its whole prompt.
+    Hand it to `stream_generate` with every turn's whole prompt, in any thread. One request at a
+    time: the one before has ended, was closed, or is forgotten. A drafter of your own is resumed if
+    its sessions are `Resumable` (`drafter.protocol`). Else every request reads its whole prompt.
 
     Args:
         target, drafter, kv_bits: as in `stream_generate`, for all turns.
@@ -45,6 +48,8 @@ class Conversation:
         self._pair = target, drafter, kv_bits
         self._marks: list[tuple[Any, Any]] = []  # of target and drafter, in the order of positions
         self._started = False
+        self._opening = threading.Lock()
+        self._request: weakref.ref[Generator[Any, None, None]] | None = None  # the last one
         self.ids: list[int] = []
 
     def check(self, target: Target, drafter: Drafter | None, kv_bits: int | None) -> None:
@@ -54,6 +59,20 @@ class Conversation:
             raise SettingsError(
                 "The conversation is of another target, drafter or kv_bits: begin a new one."
             )
+
+    def open(self, request: Generator[Any, None, None]) -> None:
+        """Belong to a request until it has ended, is closed, or is forgotten.
+
+        Raises `SettingsError` while the conversation belongs to another.
+        """
+        with self._opening:
+            last = None if self._request is None else self._request()
+            if last is not None and inspect.getgeneratorstate(last) != inspect.GEN_CLOSED:
+                raise SettingsError(
+                    "The conversation has a request that has not ended: read it to its end or "
+                    "close it first, or give each its own Conversation."
+                )
+            self._request = weakref.ref(request)
 
     def resume(self, prompt: Sequence[int], sampler: Sampler) -> int:
         """Get the caches ready for a request; the first tokens of its prompt that they hold.
@@ -87,6 +106,7 @@ class Conversation:
             tokens: S of them.
             taps: their features, [1, S, K*D].
         """
+        mx.async_eval(taps)  # the drafter may use them in another thread
         if isinstance(self.drafter, ReadsText):
             self.drafter.read(tokens)
         self.drafter.extend(taps)

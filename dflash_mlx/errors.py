@@ -49,6 +49,16 @@ def _in_line(character: str) -> str:
 class MissingDependencyError(DFlashError):
     """A package that an extra installs is missing."""
 
+    @classmethod
+    def of(cls, missing: str, extra: str) -> MissingDependencyError:
+        """What is missing, and the extra that installs it."""
+        return cls(f"{missing}: {how_to_install(extra)}")
+
+
+def how_to_install(extra: str) -> str:
+    """What to run. The package index has another project under our name, so its name is no help."""
+    return f'in a clone of dflash-mlx, run pip install -e ".[{extra}]"'
+
 
 class SettingsError(DFlashError, ValueError):
     """A setting is out of range, unknown or not supported."""

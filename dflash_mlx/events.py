@@ -15,6 +15,10 @@ class Stats:
 
     A *round* is one verify forward of the target; it always yields at least one token, so plain
     decoding has as many rounds as output tokens.
+
+    MLX counts its peak memory for the whole process and from its start on. So `peak_bytes` has in
+    it what ran before and beside this request. For the peak of one request let it run alone, after
+    `mx.reset_peak_memory()`, as `dflash-mlx bench` does; no request resets it for the others.
     """
 
     prompt_tokens: int = 0
@@ -26,7 +30,7 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     first_token_seconds: float = 0.0  # from the start to the end of the first round
-    peak_bytes: int = 0  # MLX's peak memory during the request
+    peak_bytes: int = 0  # the most memory that MLX has held in this process so far, see below
     block_size: int = 1  # the widest round allowed; 1 is plain decoding
     seed: int | None = None  # of the sampling noise; None for greedy decoding
     accepted_per_round: list[int] = field(default_factory=list)

@@ -9,7 +9,8 @@ first anchor: it is verified together with the first draft, so no round is speci
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from .conversation import Conversation
@@ -19,6 +20,7 @@ from .errors import SettingsError
 from .events import Event, FinishReason, Result, Stats
 from .policy.rounds import AnyPolicy, plan_rounds
 from .prompt import Prompt, encode_prompt
+from .reading import is_whole, shown
 from .request import Request
 from .sampling import Sampler, Sampling
 from .stream import TextStream
@@ -69,8 +71,8 @@ def stream_generate(
         conversation: keeps the caches for the next request, which reads only what is new to them.
 
     Returns:
-        An iterator of events; the last one has a `finish_reason`. It may be abandoned or closed
-        at any time, from any thread: nothing is installed in the target between rounds.
+        An iterator of events; the last one has a `finish_reason`. Any thread may read the next,
+        one at a time, and abandon or close it: nothing is installed in the target between rounds.
 
     Raises:
         SettingsError, PromptError, IncompatibleDrafterError: at once, before any work;
@@ -80,8 +82,10 @@ def stream_generate(
     settings = Sampling.of(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **sampling
     )
-    if not isinstance(max_tokens, int) or max_tokens < 0:
-        raise SettingsError(f"max_tokens must be a whole number, 0 or more, not {max_tokens}.")
+    if not is_whole(max_tokens, 0, sys.maxsize):
+        raise SettingsError(
+            f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
+        )
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
@@ -101,12 +105,14 @@ def stream_generate(
         TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
         Stats(
             prompt_tokens=len(ids),
-            reused_tokens=conversation.resume(ids, sampler),
             block_size=widest,
             seed=sampler.seed,
         ),
     )
-    return _decode(request)
+    events = _decode(request)
+    conversation.open(events)
+    request.stats.reused_tokens = conversation.resume(ids, sampler)
+    return events
 
 
 def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any) -> Result:
@@ -123,7 +129,7 @@ def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings
     return Result("".join(text), tokens, finish_reason, stats)
 
 
-def _decode(request: Request) -> Iterator[Event]:
+def _decode(request: Request) -> Generator[Event, None, None]:
     """The rounds of one request; what it proposes and how it accepts is in `request`."""
     if request.finished:
         yield request.nothing()
@@ -137,6 +143,8 @@ def _decode(request: Request) -> Iterator[Event]:
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """None, one string or several as a tuple. Raises `SettingsError`."""
+    if stop is not None and not isinstance(stop, Iterable):
+        raise SettingsError(f"stop must be one or more strings, not {shown(stop)}.")
     strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
     if any(not isinstance(text, str) or not text for text in strings):
         raise SettingsError("stop must be one or more strings that are not empty.")
@@ -145,8 +153,10 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
     """The most rows of a round. Raises `SettingsError` for a size the drafter was not made for."""
-    if requested is not None and requested < 1:
-        raise SettingsError(f"block_size must be 1 or more, not {requested}.")
+    if requested is not None and not is_whole(requested):
+        raise SettingsError(
+            f"block_size must be a whole number, 1 or more, not {shown(requested)}."
+        )
     if drafter is None:
         return 1
     largest = drafter_block_size(drafter)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from .errors import PromptError
+from .foreign import Foreign
+from .reading import shown
 
 if TYPE_CHECKING:
     from .target import Target
@@ -22,11 +22,14 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
 
     Args:
         prompt: text, encoded as it is (with the tokenizer's own special tokens, as mlx-lm does);
-            token ids; or chat messages ({"role", "content"}), put through the chat template.
+            token ids; or chat messages ({"role", "content"}), put through the chat template. That
+            is a program of the model's, which transformers runs in jinja's sandbox: it reaches no
+            files, but nothing bounds how long it runs or what it builds.
 
     Raises:
-        PromptError: empty, not one of these forms, ids outside the vocabulary, no chat template,
-            or as long as the context, so that there is no room for an answer.
+        PromptError: empty, not one of these forms, ids outside the vocabulary, no chat template or
+            one that raises anything, or as long as the context, so that there is no room for an
+            answer.
     """
     ids = _ids(target.tokenizer, prompt)
     if not ids:
@@ -34,7 +37,7 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     outside = next((i for i in ids if not 0 <= i < target.vocab_size), None)
     if outside is not None:
         raise PromptError(
-            f"Token id {outside} is outside the target's vocabulary of {target.vocab_size}."
+            f"Token id {shown(outside)} is outside the target's vocabulary of {target.vocab_size}."
         )
     if len(ids) >= target.context_length:
         raise PromptError(
@@ -50,7 +53,8 @@ def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
             return []
         bos = tokenizer.bos_token
         special = bos is None or not prompt.startswith(bos)
-        return list(tokenizer.encode(prompt, add_special_tokens=special))
+        with Foreign(PromptError, "The tokenizer cannot encode this prompt"):
+            return list(tokenizer.encode(prompt, add_special_tokens=special))
     if not isinstance(prompt, Sequence):
         raise PromptError(_FORMS)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
@@ -60,7 +64,5 @@ def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
             raise PromptError(_FORMS)
     if not tokenizer.has_chat_template:
         raise PromptError("The target has no chat template: give text or token ids.")
-    try:
+    with Foreign(PromptError, "The chat template refuses these messages"):
         return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True))
-    except TemplateError as error:  # e.g. roles that must alternate and do not
-        raise PromptError(f"The chat template refuses these messages: {error}") from error

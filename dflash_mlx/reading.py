@@ -13,53 +13,46 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, DFlashError
 
-MOST_JSON = 2**25  # bytes; the largest tokenizers and indexes that are published have a third
+MOST_JSON = 2**26  # bytes; the largest tokenizer.json that are published have half of it
 MOST_WHOLE = 2**31 - 1  # what MLX counts in, and more than any size of a model
 _SHOWN = 60  # characters of a value in a message
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path, kind: type[DFlashError] = ConfigError) -> dict[str, Any]:
     """The JSON object in a file.
 
-    Raises `ConfigError`: not a file (a folder, a pipe, a link to nowhere), not allowed to be read,
-    larger than 32 MiB, not UTF-8, not JSON, nested too deeply, or not an object.
+    Raises `kind`: not a file (a folder, a pipe, a link to nowhere), not allowed to be read,
+    larger than 64 MiB, not UTF-8, not JSON, nested too deeply, or not an object.
     """
-    content = parse_json(read_bytes(path, MOST_JSON), path)
+    try:
+        size = check_file(path, kind)
+        if size > MOST_JSON:
+            raise kind(f"{path}: {size:,} bytes are more than a file of its kind has.")
+        content = parse_json(Path(path).read_bytes(), path, kind)
+    except OSError as error:
+        raise kind(f"{path}: cannot be read ({error.strerror}).") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a JSON object is expected, not {shown(content)}.")
+        raise kind(f"{path}: a JSON object is expected, not {shown(content)}.")
     return content
 
 
-def parse_json(content: bytes, path: str | Path) -> Any:
-    """What a JSON text says; `path` is for the message. Raises `ConfigError`."""
+def parse_json(content: bytes, path: str | Path, kind: type[DFlashError] = ConfigError) -> Any:
+    """What a JSON text says; `path` is for the message. Raises `kind`."""
     try:
         return json.loads(content.decode())
     except RecursionError as error:
-        raise ConfigError(f"{path}: not valid JSON (nested too deeply).") from error
+        raise kind(f"{path}: not valid JSON (nested too deeply).") from error
     except ValueError as error:  # a wrong encoding is one, too
-        raise ConfigError(f"{path}: not valid JSON ({reason(error)}).") from error
+        raise kind(f"{path}: not valid JSON ({reason(error)}).") from error
 
 
-def read_bytes(path: str | Path, most: int) -> bytes:
-    """A whole file of at most `most` bytes. Raises `ConfigError`."""
-    try:
-        check_file(path)
-        with Path(path).open("rb") as stream:
-            content = stream.read(most + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
-    if len(content) > most:
-        raise ConfigError(f"{path}: larger than {most:,} bytes, which no file of its kind is.")
-    return content
-
-
-def check_file(path: str | Path) -> int:
-    """The bytes of an ordinary file. Raises `ConfigError` for another kind, and `OSError`."""
+def check_file(path: str | Path, kind: type[DFlashError] = ConfigError) -> int:
+    """The bytes of an ordinary file. Raises `kind` for a folder or a pipe, and `OSError`."""
     found = Path(path).stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{path}: is not a file, but a folder or a device.")
+        raise kind(f"{path}: a file is expected, not a folder, a pipe or a device.")
     return found.st_size
 
 
@@ -88,6 +81,6 @@ def shown(value: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of another library's message, short enough to be part of ours."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200].rstrip(".")
+    """Another library's message in one line, short enough to be part of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (text if len(text) <= 200 else f"{text[:196]} ...").rstrip(".")

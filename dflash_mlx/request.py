@@ -63,7 +63,6 @@ class Request:
 
     def prefill(self) -> None:
         """Read the prompt but its last token, chunk after chunk."""
-        mx.reset_peak_memory()
         clock = time.perf_counter()
         for _ in self._conversation.prefill(self._prompt):
             pass

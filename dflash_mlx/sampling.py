@@ -15,7 +15,6 @@ itself does, as one that reads token ids on the host has to.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
+from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .hindsight import Hindsight
 from .proposal import Proposal
+from .reading import is_whole, shown
 from .sharpness import Sharpness, matching
 
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
@@ -52,6 +53,10 @@ class Choices(NamedTuple):
     tokens: list[int]
     choices: list[int]
     certainty: list[float] | None
+
+
+_NO_CHOICE = -1
+MOST_F32 = 3e38  # what f32 holds, a little less
 
 
 @dataclass(frozen=True)
@@ -96,23 +101,28 @@ class Sampling:
         return cls(**settings)
 
     def __post_init__(self) -> None:
-        self._check("temperature", lambda t: 0 <= t < math.inf, "0 (greedy) or more")
+        # In between, logits divided by it stay within what f32 holds.
+        self._check(
+            "temperature",
+            lambda t: t == 0 or 1e-20 <= t <= 1e20,
+            "0 (greedy) or from 1e-20 to 1e20",
+        )
         self._check("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1")
         self._check("top_k", lambda k: k >= 0, "0 (off) or more", whole=True)
         self._check("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
         if self.seed is not None:
             self._check("seed", lambda s: 0 <= s < 2**SEED_BITS, "from 0 to 2**32 - 1", whole=True)
-        self._check("repetition_penalty", lambda p: 0 < p < math.inf, "above 0 (1 is off)")
+        self._check("repetition_penalty", lambda p: 0 < p <= MOST_F32, "above 0 (1 is off)")
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, math.isfinite, "finite (0 is off)")
+            self._check(name, lambda p: abs(p) <= MOST_F32, "finite (0 is off)")
         for name in ("repetition", "presence", "frequency"):
-            self._check(f"{name}_context_size", lambda n: n >= 1, "1 or more", whole=True)
+            self._check(f"{name}_context_size", is_whole, "1 or more", whole=True)
         if isinstance(self.logits_processors, str) or not all(
             callable(one) for one in _items("logits_processors", self.logits_processors)
         ):
             raise SettingsError(
                 "logits_processors must be functions of (tokens, logits), "
-                f"not {self.logits_processors!r}."
+                f"not {shown(self.logits_processors)}."
             )
         if self.logit_bias is not None:
             _check_bias(self.logit_bias)
@@ -123,15 +133,19 @@ class Sampling:
         value = getattr(self, name)
         number = isinstance(value, int if whole else Real) and not isinstance(value, bool)
         if not number or not allowed(value):
-            raise SettingsError(f"{name} must be {range_}, not {value!r}.")
+            raise SettingsError(f"{name} must be {range_}, not {shown(value)}.")
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `SettingsError` for a token that a vocabulary of this size does not have."""
         if self.top_k > size:
-            raise SettingsError(f"top_k {self.top_k} is more than the vocabulary's {size} tokens.")
+            raise SettingsError(
+                f"top_k {shown(self.top_k)} is more than the vocabulary's {size} tokens."
+            )
         for token in self.logit_bias or ():
             if not 0 <= token < size:
-                raise SettingsError(f"logit_bias: the vocabulary of {size} has no token {token}.")
+                raise SettingsError(
+                    f"logit_bias: the vocabulary of {size} has no token {shown(token)}."
+                )
 
     def processors(self) -> list[LogitsProcessor]:
         """The processors that look at the history, the penalties' first."""
@@ -186,7 +200,8 @@ class Sampler:
         """What the target chooses after each of a proposal's rows, from its logits [N, V].
 
         This is the round's only wait for the device; the drafter's part is read along, and with
-        `certainty` how sure the target was.
+        `certainty` how sure the target was. Raises `SettingsError` where processors or a bias leave
+        no number to choose by.
         """
         tokens = proposal.tokens
         if not isinstance(tokens, mx.array):
@@ -198,7 +213,11 @@ class Sampler:
         if self.temperature > 0:
             rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
-        parts = [tokens, chosen.argmax(axis=-1).astype(mx.int32)]
+        choices = chosen.argmax(axis=-1).astype(mx.int32)
+        if self._processors or self.settings.logit_bias:
+            # The largest of NaN is token 0, for ever: it is told from a choice by its sign.
+            choices = mx.where(mx.isnan(chosen).any(axis=-1), _NO_CHOICE, choices)
+        parts = [tokens, choices]
         if nats is not None:
             parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
         blocks, self._blocks = self._blocks, None
@@ -207,6 +226,8 @@ class Sampler:
         read: Any = mx.concatenate(parts).tolist()
         count = len(proposal)
         sure = [NAT * part for part in read[2 * count : 3 * count]] if certainty else None
+        if _NO_CHOICE in read[count : 2 * count]:
+            raise SettingsError("The logits are NaN after logits_processors and logit_bias.")
         if blocks is not None:
             width = blocks.shape[1]
             rest = read[(3 if certainty else 2) * count :]
@@ -247,6 +268,7 @@ class Sampler:
         self._position += len(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
+            mx.async_eval(self._history)  # the next round may be another thread's
         for blocks, text in self._trials.commit(tokens):
             self.sharpness.learn([matching(block, text) for block in blocks])
 
@@ -289,7 +311,13 @@ class Sampler:
 
     def _apply(self, history: mx.array, logits: mx.array) -> mx.array:
         for processor in self._processors:
-            logits = processor(history, logits)
+            found = processor(history, logits)
+            if not isinstance(found, mx.array) or found.shape != logits.shape:
+                what = found.shape if isinstance(found, mx.array) else shown(found)
+                raise SettingsError(
+                    f"A logits processor must return logits of shape {logits.shape}, not {what}."
+                )
+            logits = found
         return logits
 
     def _drafter_log_probs(self, logits: mx.array, noise: mx.array | None, s: float) -> mx.array:
@@ -318,37 +346,6 @@ class Sampler:
         return noise[:rows]
 
 
-def gumbel(seed: int, first: int, rows: int, vocab_size: int) -> mx.array:
-    """Gumbel(0, 1) noise [rows, V] in f32 for positions first, first + 1, ...
-
-    Each row's Threefry key is the pair (seed, position), so a row does not depend on its company.
-    """
-    positions = mx.arange(first, first + rows).astype(mx.uint32)
-    keys = mx.stack([mx.full((rows,), seed, mx.uint32), positions], axis=1)
-    return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
-
-
-def keep_top_p(logits: mx.array, top_p: float) -> mx.array:
-    """Set to -inf what lies outside of the most probable tokens that together have `top_p`."""
-    ascending = mx.sort(logits, axis=-1)
-    above = mx.cumsum(mx.softmax(ascending, axis=-1), axis=-1, reverse=True, inclusive=False)
-    # The most probable token has nothing above it, so at least one stays.
-    dropped = (above >= top_p).sum(axis=-1, keepdims=True)
-    return mx.where(logits < mx.take_along_axis(ascending, dropped, axis=-1), -mx.inf, logits)
-
-
-def keep_min_p(logits: mx.array, min_p: float) -> mx.array:
-    """Set to -inf what has less than `min_p` times the probability of the most probable token."""
-    least = logits.max(axis=-1, keepdims=True) + math.log(min_p)
-    return mx.where(logits < least, -mx.inf, logits)
-
-
-def keep_top_k(logits: mx.array, top_k: int) -> mx.array:
-    """Set to -inf all but the `top_k` largest of each row, fewer than the row has."""
-    others = mx.argpartition(-logits, top_k - 1, axis=-1)[:, top_k:]
-    return mx.put_along_axis(logits, others, mx.array(-mx.inf, logits.dtype), axis=-1)
-
-
 def _certainty(scores: mx.array) -> mx.array:
     """Log-probability [N] of the likeliest token, from logits or log-probabilities [N, V]."""
     scores = scores.astype(mx.float32)
@@ -361,12 +358,14 @@ def _best(scores: list[mx.array], weights: list[float]) -> list[mx.array]:
 
 def _items(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, Sequence):
-        raise SettingsError(f"{name} must be a list, not {value!r}.")
+        raise SettingsError(f"{name} must be a list, not {shown(value)}.")
     return value
 
 
 def _check_bias(bias: Any) -> None:
     """Raise `SettingsError` unless these are finite numbers by token id."""
-    whole = isinstance(bias, Mapping) and all(isinstance(token, int) for token in bias)
-    if not whole or not all(isinstance(b, Real) and math.isfinite(b) for b in bias.values()):
-        raise SettingsError(f"logit_bias must map token ids to finite numbers, not {bias!r}.")
+    whole = isinstance(bias, Mapping) and all(type(token) is int for token in bias)
+    values: list[Any] = list(bias.values()) if whole else []
+    numbers = all(isinstance(value, Real) for value in values)
+    if not whole or not numbers or not all(abs(value) <= MOST_F32 for value in values):
+        raise SettingsError(f"logit_bias must map token ids to finite numbers, not {shown(bias)}.")

@@ -10,7 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import ConfigError
 from .events import FinishReason
+from .foreign import Foreign
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,18 @@ class TextStream:
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> Piece:
-        """Take a round's tokens up to where the text ends."""
+        """Take a round's tokens up to where the text ends.
+
+        Raises `ConfigError` for a token that the tokenizer does not know.
+        """
         used: list[int] = []
         text = ""
-        for token in tokens:
-            if self.finish_reason is not None:
-                break
-            used.append(token)
-            text += self._take(token)
+        with Foreign(ConfigError, "The target's tokenizer cannot make text of its tokens"):
+            for token in tokens:
+                if self.finish_reason is not None:
+                    break
+                used.append(token)
+                text += self._take(token)
         return Piece(text, used, self.finish_reason)
 
     def _take(self, token: int) -> str:

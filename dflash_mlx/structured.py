@@ -40,9 +40,7 @@ class JsonSchema:
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError as error:
-            raise MissingDependencyError(
-                'llguidance is not installed: pip install -e ".[structured]"'
-            ) from error
+            raise MissingDependencyError.of("llguidance is not installed", "structured") from error
         self._eos_ids = frozenset(target.tokenizer.eos_token_ids)
         tokenizer = LLTokenizer(
             target.tokenizer.backend_tokenizer.to_str(),

@@ -1,12 +1,13 @@
 // Attention of the rows of one draft over a long context, split over the keys.
 //
 // Pass 1, `attend_chunk`: a threadgroup takes one head of keys and values, one chunk of CHUNK
-// keys and as many query rows as it has SIMD-groups for, eight each. The rows are every query head
-// that shares these keys (GQA) times every node of the draft, so keys and values are read once for
-// all of them. All threads together bring KEYS keys and values at a time into threadgroup memory;
-// then each SIMD-group on its own multiplies, keeps the running softmax of its rows and adds up
-// their outputs in registers. A chunk leaves, for every row, the sum of its weighted values, the
-// sum of its weights and the largest score, unnormalised.
+// keys and as many query rows as it has SIMD-groups for, eight or sixteen each. The rows are every
+// query head that shares these keys (GQA) times every node of the draft, so keys and values are read
+// once for all of them. All threads together bring KEYS keys and values at a time into threadgroup
+// memory; then each SIMD-group on its own multiplies, keeps the running softmax of its rows and adds
+// up their outputs in registers. Queries, keys and values are matrices of T, what is summed is float.
+// A chunk leaves, for every row, the sum of its weighted values, the sum of its weights and the
+// largest score, unnormalised.
 // Pass 2, `merge_chunks`: one thread for each output adds the chunks in their order.
 //
 // Why a row's bits depend on that row alone. Chunks and the tiles within them begin at multiples
@@ -18,6 +19,8 @@
 // Trees keep this. The nodes of a tree lie in the cache in the order of the draft, siblings at the
 // same position, so from the chunk on where the draft begins a threadgroup takes a single node
 // and puts its ancestors in the slots of their positions. The bits are those of the path alone.
+// Only these few chunks have a threadgroup for each node: the chunks before, thousands of keys, have
+// as many as a chain.
 //
 // Where a product is added to something, `fma` says so: left to the compiler, one instance of a
 // function might round the product and another not.
@@ -43,10 +46,11 @@ struct PlainRows {
   const device T* data;
   long row_stride, stride;
 
-  vec<T, 4> load(int row, int d) const {
+  vec<T, 4> load(int row, int d) const thread {
     const device T* from = data + row * row_stride + d * stride;
     if (stride == 1) return *reinterpret_cast<const device vec<T, 4>*>(from);
     vec<T, 4> values;
+    DFLASH_UNROLL
     for (int i = 0; i < 4; i++) values[i] = from[i * stride];
     return values;
   }
@@ -60,12 +64,13 @@ struct QuantizedRows {
   Scales scales, biases;
   long code_stride, scale_stride;
 
-  vec<T, 4> load(int row, int d) const {
+  vec<T, 4> load(int row, int d) const thread {
     constexpr int PER_WORD = 32 / BITS;
     const uint word = codes[row * code_stride + d / PER_WORD] >> (d % PER_WORD * BITS);
     const float scale = float(scales[row * scale_stride + d / GROUP]);
     const float bias = float(biases[row * scale_stride + d / GROUP]);
     vec<T, 4> values;
+    DFLASH_UNROLL
     for (int i = 0; i < 4; i++) {
       values[i] = T(fma(scale, float(word >> (i * BITS) & ((1u << BITS) - 1)), bias));
     }
@@ -115,48 +120,64 @@ inline void load_tile(
   for (int i = thread_index; i < KEYS * D / 4; i += threads) {
     const int key = i / (D / 4), d = i % (D / 4) * 4;
     const vec<T, 4> four = rows[key] < 0 ? vec<T, 4>(T(0)) : from.load(rows[key], d);
+    DFLASH_UNROLL
     for (int j = 0; j < 4; j++) tile[key * (D + kPad) + d + j] = four[j];
   }
 }
 
-// One SIMD-group's eight query rows, and what it has gathered for them so far.
-template <typename T, int D, int KEYS>
+// One SIMD-group's query rows, eight in each of BLOCKS, and what it has gathered for them so far.
+template <typename T, int D, int KEYS, int BLOCKS>
 struct QueryRows {
-  vec<T, 2> query[D / 8];  // this lane's elements of the eight rows
-  Fragment output[D / 8];
-  float top, total;  // of this lane's row: the largest score, the sum of the weights
+  typedef simdgroup_matrix<T, 8, 8> Operand;
+  Operand query[BLOCKS][D / 8];
+  Fragment output[BLOCKS][D / 8];
+  float top[BLOCKS], total[BLOCKS];  // of this lane's rows: largest score, sum of the weights
 
-  void begin(const device T* row, bool mine, Place place) {
+  void begin(int block, const device T* row, bool mine, Place place) thread {
+    DFLASH_UNROLL
     for (int i = 0; i < D / 8; i++) {
       const device T* from = row + i * 8 + place.column;
-      for (int e = 0; e < 2; e++) query[i][e] = mine ? from[e] : T(0);
-      output[i] = Fragment(0);
+      DFLASH_UNROLL
+      for (int e = 0; e < 2; e++) {
+        query[block][i].thread_elements()[e] = mine ? from[e] : T(0);
+      }
+      output[block][i] = Fragment(0);
     }
-    top = kHidden;
-    total = 0;
+    top[block] = kHidden;
+    total[block] = 0;
   }
 
   // Scores against a tile of keys: a sum over D, eight at a time in the order of D.
-  void score(thread Fragment* scores, const threadgroup T* keys, Place place) {
-    for (int j = 0; j < KEYS / 8; j++) scores[j] = Fragment(0);
+  void score(thread Fragment (&scores)[BLOCKS][KEYS / 8], const threadgroup T* keys) thread {
+    DFLASH_UNROLL
+    for (int j = 0; j < KEYS / 8; j++) {
+      DFLASH_UNROLL
+      for (int b = 0; b < BLOCKS; b++) scores[b][j] = Fragment(0);
+    }
+    DFLASH_UNROLL
     for (int i = 0; i < D / 8; i++) {
-      const Fragment rows = fragment(float(query[i][0]), float(query[i][1]));
+      DFLASH_UNROLL
       for (int j = 0; j < KEYS / 8; j++) {
-        const threadgroup T* key = keys + (j * 8 + place.column) * (D + kPad) + i * 8 + place.row;
-        const Fragment column = fragment(float(key[0]), float(key[D + kPad]));
-        simdgroup_multiply_accumulate(scores[j], rows, column, scores[j]);
+        Operand columns;  // keys, as the columns of a matrix
+        simdgroup_load(columns, keys + j * 8 * (D + kPad) + i * 8, D + kPad, ulong2(0), true);
+        DFLASH_UNROLL
+        for (int b = 0; b < BLOCKS; b++) {
+          simdgroup_multiply_accumulate(scores[b][j], query[b][i], columns, scores[b][j]);
+        }
       }
     }
   }
 
-  // Scores become weights, 2 to the power of what they are below the largest score so far; what
-  // was there is scaled to that. `scale` brings scores to units of log 2.
+  // Scores of a block become weights, 2 to the power of what they are below the largest score so
+  // far; what was there is scaled to that. `scale` brings scores to units of log 2.
   // This lane's row sees the slots of the tile from `oldest` to `newest` that hold a row.
-  void weigh(thread Fragment* scores, const threadgroup int* rows, int oldest, int newest,
-      float scale, Place place) {
-    float highest = top, weights = 0;
+  void weigh(int block, thread Fragment (&scores)[KEYS / 8], const threadgroup int* rows,
+      int oldest, int newest, float scale, Place place) thread {
+    float highest = top[block], weights = 0;
+    DFLASH_UNROLL
     for (int j = 0; j < KEYS / 8; j++) {
       thread auto& pair = scores[j].thread_elements();
+      DFLASH_UNROLL
       for (int e = 0; e < 2; e++) {
         const int slot = j * 8 + place.column + e;
         const bool seen = rows[slot] >= 0 && oldest <= slot && slot <= newest;
@@ -168,89 +189,135 @@ struct QueryRows {
       }
     }
     highest = row_max(highest);
+    DFLASH_UNROLL
     for (int j = 0; j < KEYS / 8; j++) {
       thread auto& pair = scores[j].thread_elements();
+      DFLASH_UNROLL
       for (int e = 0; e < 2; e++) {
         pair[e] = pair[e] > kHidden ? exp2(fma(pair[e], scale, -highest)) : 0.0f;
         weights += pair[e];
       }
     }
-    const float faded = exp2(top - highest);
-    total = fma(total, faded, row_sum(weights));
-    top = highest;
+    const float faded = exp2(top[block] - highest);
+    total[block] = fma(total[block], faded, row_sum(weights));
+    top[block] = highest;
+    DFLASH_UNROLL
     for (int i = 0; i < D / 8; i++) {
-      output[i].thread_elements()[0] *= faded;
-      output[i].thread_elements()[1] *= faded;
+      output[block][i].thread_elements()[0] *= faded;
+      output[block][i].thread_elements()[1] *= faded;
     }
   }
 
   // Adds the weighted values, eight keys at a time in the order of their positions.
-  void gather(thread Fragment* weights, const threadgroup T* values, Place place) {
+  void gather(thread Fragment (&weights)[BLOCKS][KEYS / 8], const threadgroup T* values) thread {
+    DFLASH_UNROLL
     for (int j = 0; j < KEYS / 8; j++) {
-      const threadgroup T* row = values + (j * 8 + place.row) * (D + kPad) + place.column;
+      DFLASH_UNROLL
       for (int i = 0; i < D / 8; i++) {
-        const Fragment value = fragment(float(row[i * 8]), float(row[i * 8 + 1]));
-        simdgroup_multiply_accumulate(output[i], weights[j], value, output[i]);
+        Operand rows;
+        simdgroup_load(rows, values + j * 8 * (D + kPad) + i * 8, D + kPad);
+        DFLASH_UNROLL
+        for (int b = 0; b < BLOCKS; b++) {
+          simdgroup_multiply_accumulate(output[b][i], weights[b][j], rows, output[b][i]);
+        }
       }
+    }
+  }
+
+  // partial and stats: where this lane's row of the block belongs.
+  void store(int block, device float* partial, device float* stats, Place place) thread {
+    DFLASH_UNROLL
+    for (int i = 0; i < D / 8; i++) {
+      partial[i * 8 + place.column] = output[block][i].thread_elements()[0];
+      partial[i * 8 + place.column + 1] = output[block][i].thread_elements()[1];
+    }
+    if (place.column == 0) {
+      stats[0] = top[block];
+      stats[1] = total[block];
     }
   }
 };
 
+// What a threadgroup is for: a chunk, and query rows from `begin` to `count` of those that share it.
+struct Share {
+  int chunk;
+  bool single;  // the rows of one node of a tree, where it has begun
+  int node, begin, count;
+};
+
+// The chunks that a tree has not reached come first, with a threadgroup for every `rows` query rows;
+// then those from where it begins, with one for each node (and `rows` of the heads that share keys).
+template <int CHUNK, bool TREE>
+inline Share share_of(Problem of, int index, int rows) {
+  const int tiles = (of.group * of.nodes + rows - 1) / rows;
+  const int whole = (of.first + of.length - of.nodes) / CHUNK - of.first / CHUNK;
+  if (TREE && index >= whole * tiles) {
+    const int parts = (of.group + rows - 1) / rows, rest = index - whole * tiles;
+    const int chunk = rest / (of.nodes * parts), part = rest % (of.nodes * parts);
+    return {whole + chunk, true, part / parts, part % parts * rows, of.group};
+  }
+  return {index / tiles, false, 0, index % tiles * rows, of.group * of.nodes};
+}
+
 // Pass 1. queries [H, N, D] contiguous; positions [N], the root's first and smallest; ancestors
 // [N, N], read where TREE. partial [chunks, H * N, D] and stats [chunks, H * N, 2] (largest score,
 // sum of weights). A chunk in which a row sees nothing leaves it zeros of no weight.
-// group_at: head of the keys, chunk, tile of query rows (a node, where the tree has begun).
-template <typename T, int D, int CHUNK, bool TREE, typename Rows>
+// group_at: head of the keys, index of the share.
+template <typename T, int D, int CHUNK, int BLOCKS, bool TREE, typename Rows>
 inline void attend_chunk(const device T* queries, Rows keys, Rows values,
     const device int* positions, const device bool* ancestors, Problem of, device float* partial,
     device float* stats, threadgroup T* key_tile, threadgroup T* value_tile, threadgroup int* rows,
     uint3 group_at, uint key_heads, uint thread_index, uint simdgroup, uint simdgroups,
     uint lane) {
   constexpr int KEYS = keys_per_tile(D * sizeof(T));
-  const int tile_index = group_at.z, threads = simdgroups * 32;
-  const int start = (of.first / CHUNK + int(group_at.y)) * CHUNK;
-  const bool single = TREE && start + CHUNK > of.first + of.length - of.nodes;
-  const int count = single ? of.group : of.group * of.nodes;  // query rows that share this chunk
-  const int begin = single ? 0 : tile_index * int(simdgroups) * 8;
-  if (single ? tile_index >= of.nodes : begin >= count) return;
+  const int threads = simdgroups * 32;
+  const Share share = share_of<CHUNK, TREE>(of, group_at.y, simdgroups * BLOCKS * 8);
+  const bool single = share.single;
+  const int start = (of.first / CHUNK + share.chunk) * CHUNK;
+  const int nearest = positions[single ? share.node : of.nodes - 1];
+  const int farthest = positions[single ? share.node : 0];
+  find_rows<CHUNK>(
+      rows, positions, ancestors, of, start, share.node, single, thread_index, threads);
 
   const Place place = place_of(lane);
-  const int row = begin + int(simdgroup) * 8 + place.row;
-  const bool busy = begin + int(simdgroup) * 8 < count, mine = row < count;
-  const int node = single ? tile_index : row % of.nodes;
-  const int head = int(group_at.x) * of.group + (single ? row : row / of.nodes);
-  const int position = mine ? positions[node] : 0;
-  const int nearest = positions[single ? node : of.nodes - 1];
-  const int farthest = positions[single ? node : 0];
-  find_rows<CHUNK>(rows, positions, ancestors, of, start, node, single, thread_index, threads);
-
-  QueryRows<T, D, KEYS> block;
-  Fragment scores[KEYS / 8];
-  block.begin(queries + (head * of.nodes + node) * D, mine, place);
+  const int begin = share.begin + int(simdgroup) * BLOCKS * 8;  // this SIMD-group's first row
+  QueryRows<T, D, KEYS, BLOCKS> block;
+  Fragment scores[BLOCKS][KEYS / 8];
+  int position[BLOCKS], at_row[BLOCKS];
+  bool mine[BLOCKS];
+  DFLASH_UNROLL
+  for (int b = 0; b < BLOCKS; b++) {
+    const int row = begin + b * 8 + place.row;
+    const int node = single ? share.node : row % of.nodes;
+    const int head = int(group_at.x) * of.group + (single ? row : row / of.nodes);
+    mine[b] = row < share.count;
+    position[b] = mine[b] ? positions[node] : 0;
+    at_row[b] = head * of.nodes + node;
+    block.begin(b, queries + at_row[b] * D, mine[b], place);
+  }
   for (int tile = 0; tile < CHUNK; tile += KEYS) {
     const int at = start + tile;  // a tile that no row of the threadgroup sees is not loaded
     if (at > nearest || at + KEYS <= of.first || at + KEYS <= farthest - of.window + 1) continue;
     load_tile<T, D, KEYS>(key_tile, keys, rows + tile, thread_index, threads);
     load_tile<T, D, KEYS>(value_tile, values, rows + tile, thread_index, threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (busy) {
-      block.score(scores, key_tile, place);
-      block.weigh(scores, rows + tile, position - of.window + 1 - at, position - at,
-          of.scale * kLog2E, place);
-      block.gather(scores, value_tile, place);
+    if (begin < share.count) {
+      block.score(scores, key_tile);
+      DFLASH_UNROLL
+      for (int b = 0; b < BLOCKS; b++) {
+        block.weigh(b, scores[b], rows + tile, position[b] - of.window + 1 - at, position[b] - at,
+            of.scale * kLog2E, place);
+      }
+      block.gather(scores, value_tile);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  if (!mine) return;
-  const int out = (int(group_at.y * key_heads) * of.group + head) * of.nodes + node;
-  for (int i = 0; i < D / 8; i++) {
-    partial[out * D + i * 8 + place.column] = block.output[i].thread_elements()[0];
-    partial[out * D + i * 8 + place.column + 1] = block.output[i].thread_elements()[1];
-  }
-  if (place.column == 0) {
-    stats[out * 2] = block.top;
-    stats[out * 2 + 1] = block.total;
+  const size_t heads = key_heads * of.group;
+  DFLASH_UNROLL
+  for (int b = 0; b < BLOCKS; b++) {
+    const size_t out = share.chunk * heads * of.nodes + at_row[b];
+    if (mine[b]) block.store(b, partial + out * D, stats + out * 2, place);
   }
 }
 
@@ -263,11 +330,11 @@ inline void merge_chunks(const device float* partial, const device float* stats,
   const float sink = SINKS ? sinks[row / nodes] * kLog2E : kHidden;
   float top = sink;
   for (int chunk = 0; chunk < chunks; chunk++) {
-    top = max(top, stats[(chunk * rows + row) * 2]);
+    top = max(top, stats[(size_t(chunk) * rows + row) * 2]);
   }
   float total = SINKS ? exp2(sink - top) : 0.0f, sum = 0;
   for (int chunk = 0; chunk < chunks; chunk++) {
-    const int at = chunk * rows + row;
+    const size_t at = size_t(chunk) * rows + row;
     const float weight = exp2(stats[at * 2] - top);
     total = fma(stats[at * 2 + 1], weight, total);
     sum = fma(partial[at * head_dim + d], weight, sum);

@@ -1,11 +1,12 @@
 // The gated delta rule over the rows of one draft: its output at every row (the verify), and the
 // state after the rows that were kept (the replay).
 //
-// A state is a matrix [Dv, Dk] per head, and its Dv rows never meet. A SIMD-group takes one of
-// them, its Dk elements spread over the lanes (element i * 32 + lane, so lanes read neighbours),
-// and holds it in registers while it goes through the draft: the state is read once from device
-// memory, and written at most once. Every state row of a head reads the same keys and queries, a
-// few kilobytes that stay in the cache.
+// A state is a matrix [Dv, Dk] per head, and its Dv rows never meet. A SIMD-group takes four of
+// them, eight lanes a row: fewer lanes a row mean fewer steps to add up over the lanes, which take
+// longer than the multiplications. A lane holds every eighth four of its row's elements (neighbouring
+// lanes read neighbouring fours) in registers while the row goes through the draft: the state is read
+// once from device memory, and written at most once. Every state row of a head reads the same keys
+// and queries, a few kilobytes that stay in the cache.
 //
 // Why a row's bits depend on its own path alone: a step is a function of the state before it and
 // of its own row; sums over Dk are taken lane by lane in ascending order and then over the lanes
@@ -19,48 +20,58 @@
 #include <metal_simdgroup>
 #include <metal_stdlib>
 
+#include "language.h"
+
 namespace dflash {
 using namespace metal;
 
-// One row of a state, spread over a SIMD-group.
+enum : int { kRowLanes = 8, kRowsOfSimdgroup = 32 / kRowLanes };
+
+// One row [DK] of a state, or a key or query, spread over eight lanes; `part` is the lane's number
+// among them. What lies past the end of the row is zero.
 template <int DK>
-struct StateRow {
-  enum : int { per_lane = (DK + 31) / 32 };
+struct SpreadRow {
+  enum : int { per_lane = (DK + 4 * kRowLanes - 1) / (4 * kRowLanes) * 4 };
   float values[per_lane];
 
-  // Neighbouring lanes have neighbouring elements; those past the end of the row are zero.
-  template <typename Pointer>
-  static float element(Pointer row, int i, int lane) {
-    return i * 32 + lane < DK ? float(row[i * 32 + lane]) : 0.0f;
-  }
+  // Where in the row a lane's value `i` lies.
+  static int place(int i, int part) { return (i / 4 * kRowLanes + part) * 4 + i % 4; }
 
   template <typename Pointer>
-  void load(Pointer row, int lane) {
-    for (int i = 0; i < per_lane; i++) values[i] = element(row, i, lane);
-  }
-
-  template <typename Pointer>
-  void store(Pointer row, int lane) const {
+  void load(Pointer row, int part) thread {
+    DFLASH_UNROLL
     for (int i = 0; i < per_lane; i++) {
-      if (i * 32 + lane < DK) row[i * 32 + lane] = values[i];
+      values[i] = place(i, part) < DK ? float(row[place(i, part)]) : 0.0f;
     }
   }
 
-  // The product with a key or query [Dk], the same on all lanes.
-  template <typename T>
-  float dot(const device T* row, int lane) const {
+  template <typename Pointer>
+  void store(Pointer row, int part) const thread {
+    DFLASH_UNROLL
+    for (int i = 0; i < per_lane; i++) {
+      if (place(i, part) < DK) row[place(i, part)] = values[i];
+    }
+  }
+
+  // The product with another row, the same on all eight lanes.
+  float dot(const thread SpreadRow& other) const thread {
     float sum = 0;
-    for (int i = 0; i < per_lane; i++) sum = fma(values[i], element(row, i, lane), sum);
-    for (ushort distance = 1; distance < 32; distance *= 2) sum += simd_shuffle_xor(sum, distance);
+    DFLASH_UNROLL
+    for (int i = 0; i < per_lane; i++) sum = fma(values[i], other.values[i], sum);
+    DFLASH_UNROLL
+    for (ushort distance = 1; distance < kRowLanes; distance *= 2) {
+      sum += simd_shuffle_xor(sum, distance);
+    }
     return sum;
   }
 
   // The state decays, and what it does not yet recall of the value for this key is added.
-  template <typename T>
-  void step(const device T* key, float value, float decay, float beta, int lane) {
+  void step(const thread SpreadRow& key, float value, float decay, float beta) thread {
+    DFLASH_UNROLL
     for (int i = 0; i < per_lane; i++) values[i] *= decay;
-    const float missing = (value - dot(key, lane)) * beta;
-    for (int i = 0; i < per_lane; i++) values[i] = fma(element(key, i, lane), missing, values[i]);
+    const float missing = (value - dot(key)) * beta;
+    DFLASH_UNROLL
+    for (int i = 0; i < per_lane; i++) values[i] = fma(key.values[i], missing, values[i]);
   }
 };
 
@@ -74,14 +85,16 @@ struct DeltaInputs {
   int key_heads, heads, value_dim;
 
   // Element of [N, Hk, DK] where the row's key, or query, for a value head begins.
-  int key_at(int row, int head) const {
+  int key_at(int row, int head) const thread {
     return (row * key_heads + head / (heads / key_heads)) * DK;
   }
 
-  void step(thread StateRow<DK>& state, int row, int head, int d, int lane) const {
+  void step(thread SpreadRow<DK>& state, int row, int head, int d, int part) const thread {
     const int gate = row * heads + head;
     const float value = float(values[gate * value_dim + d]);
-    state.step(keys + key_at(row, head), value, decay[gate], float(beta[gate]), lane);
+    SpreadRow<DK> key;
+    key.load(keys + key_at(row, head), part);
+    state.step(key, value, decay[gate], float(beta[gate]));
   }
 };
 
@@ -89,46 +102,48 @@ struct DeltaInputs {
 template <typename T, typename Beta, int DK>
 inline void verify_chain(DeltaInputs<T, Beta, DK> in, const device T* queries,
     const device float* state, int rows, device T* out, device float* next, int head, int d,
-    int lane) {
-  StateRow<DK> current;
+    int part) {
+  SpreadRow<DK> current, query;
   const int at = (head * in.value_dim + d) * DK;
-  current.load(state + at, lane);
+  current.load(state + at, part);
   for (int row = 0; row < rows; row++) {
-    in.step(current, row, head, d, lane);
-    const float read = current.dot(queries + in.key_at(row, head), lane);
-    if (lane == 0) out[(row * in.heads + head) * in.value_dim + d] = T(read);
+    in.step(current, row, head, d, part);
+    query.load(queries + in.key_at(row, head), part);
+    const float read = current.dot(query);
+    if (part == 0) out[(row * in.heads + head) * in.value_dim + d] = T(read);
   }
-  current.store(next + at, lane);
+  current.store(next + at, part);
 }
 
 // The verify of a tree, in the order of `visits` [N, 3]: a node, the slot its parent's state waits
 // in (-1: the node before it in this order is its parent), the slot to leave its own in (-1: none).
-// slots: this SIMD-group's, [slots, DK].
+// slots: this state row's, [slots, DK].
 template <typename T, typename Beta, int DK>
 inline void verify_tree(DeltaInputs<T, Beta, DK> in, const device T* queries,
     const device float* state, const device int* visits, int nodes, device T* out,
-    threadgroup float* slots, int head, int d, int lane) {
-  StateRow<DK> current;
-  current.load(state + (head * in.value_dim + d) * DK, lane);
+    threadgroup float* slots, int head, int d, int part) {
+  SpreadRow<DK> current, query;
+  current.load(state + (head * in.value_dim + d) * DK, part);
   for (int visit = 0; visit < nodes; visit++) {
     const int node = visits[visit * 3], from = visits[visit * 3 + 1], to = visits[visit * 3 + 2];
-    if (from >= 0) current.load(slots + from * DK, lane);
-    in.step(current, node, head, d, lane);
-    if (to >= 0) current.store(slots + to * DK, lane);
-    const float read = current.dot(queries + in.key_at(node, head), lane);
-    if (lane == 0) out[(node * in.heads + head) * in.value_dim + d] = T(read);
+    if (from >= 0) current.load(slots + from * DK, part);
+    in.step(current, node, head, d, part);
+    if (to >= 0) current.store(slots + to * DK, part);
+    query.load(queries + in.key_at(node, head), part);
+    const float read = current.dot(query);
+    if (part == 0) out[(node * in.heads + head) * in.value_dim + d] = T(read);
   }
 }
 
 // The replay: the state after the first `count` of the rows listed in `kept`.
 template <typename T, typename Beta, int DK>
 inline void replay(DeltaInputs<T, Beta, DK> in, const device float* state, const device int* kept,
-    int count, device float* next, int head, int d, int lane) {
-  StateRow<DK> current;
+    int count, device float* next, int head, int d, int part) {
+  SpreadRow<DK> current;
   const int at = (head * in.value_dim + d) * DK;
-  current.load(state + at, lane);
-  for (int i = 0; i < count; i++) in.step(current, kept[i], head, d, lane);
-  current.store(next + at, lane);
+  current.load(state + at, part);
+  for (int i = 0; i < count; i++) in.step(current, kept[i], head, d, part);
+  current.store(next + at, part);
 }
 
 }  // namespace dflash

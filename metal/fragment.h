@@ -3,12 +3,14 @@
 // A lane holds two neighbouring elements of every matrix, at (row, column) and (row, column + 1)
 // of its `Place`: the layout that MLX's own kernels rely on. Knowing it lets a kernel fill operands
 // from memory of any type and treat accumulators as rows, without a detour through threadgroup
-// memory. All matrices are float, as those of MLX's attention are: sums lose nothing.
+// memory. What is summed is float, so sums lose nothing; operands are float or the model's own type.
 #pragma once
 
 #include <metal_simdgroup>
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
+
+#include "language.h"
 
 namespace dflash {
 using namespace metal;
@@ -24,7 +26,7 @@ inline Place place_of(uint lane) {
   return {short((quad & 4) + (lane / 2) % 4), short((quad & 2) * 2 + (lane % 2) * 2)};
 }
 
-inline Fragment fragment(float first, float second) {
+inline Fragment filled_with(float first, float second) {
   Fragment filled;
   filled.thread_elements()[0] = first;
   filled.thread_elements()[1] = second;
@@ -40,6 +42,13 @@ inline float row_max(float value) {
 inline float row_sum(float value) {
   value += simd_shuffle_xor(value, 1);
   return value + simd_shuffle_xor(value, 8);
+}
+
+// The eight lanes of a matrix column differ in the others: 1, 2 and 4.
+inline float column_sum(float value) {
+  value += simd_shuffle_xor(value, 2);
+  value += simd_shuffle_xor(value, 4);
+  return value + simd_shuffle_xor(value, 16);
 }
 
 }  // namespace dflash

@@ -1,32 +1,30 @@
 // One tile of x w^T: 16 rows of x by 32 rows of w (columns of the result), along a range of K.
 //
-// A threadgroup of 128 threads, four SIMD-groups, computes a tile. Along K it advances in steps of
-// 256 bytes per row (128 values in half precision, 64 in float32):
+// A threadgroup of four SIMD-groups computes a tile. K goes in steps, a group of quantized weights
+// each, and SIMD-group s takes steps s, s + 4, s + 8 ... of the range: together they read 32 rows
+// of w in long stretches, each weight once for all 16 rows of x. In between nobody waits for
+// anybody: a lane reads what it multiplies (matrix_rows.h says how K is permuted for that), and
+// the four meet once, after the last step, in threadgroup memory.
 //
-//   1. All 128 threads together fetch the step's pieces of x and w into registers, neighbouring
-//      threads neighbouring pieces of a row.
-//   2. They unpack them into threadgroup memory: each weight is read from device memory once and
-//      dequantized once, for all 16 rows.
-//   3. While the pieces of the next step are on their way, SIMD-group s multiplies the 8x8 matrices
-//      of its share: columns 16 (s % 2) ... + 15, and the half s / 2 of the step's K.
+//   w: 8 rows x 8 of K        x^T: 8 of K x 8 rows      sums: 8 columns x 8 rows of the result
+//   a lane has two values     a lane has one k          a lane has one column
+//   of one row                of two rows               for two rows
 //
-//                        K of a step
-//                    first half   second half
-//      columns  0-15   group 0      group 2        16 x 16 sums each, in float32:
-//      columns 16-31   group 1      group 3        2 x 2 matrices of 8 x 8
+// So scale and bias of a lane's column are the lane's own. A group's sum of code times x becomes a
+// part of the result by one `fma` with the scale and one of the bias with the sum of the row's x,
+// once for each column and row instead of once for each weight.
 //
-// At the end the two halves meet in threadgroup memory and are added.
-//
-// The order of every sum is fixed by K alone. An element of the result is the sum over the first
-// halves in ascending k, plus the same over the second halves. Its row's place in the tile, the
-// other rows and their number do not enter: rows that do not exist are zeros, and a row of an 8x8
-// product does not see the other rows. Nothing is added atomically.
+// The order of every sum is fixed by K alone: the steps of one SIMD-group in ascending order, then
+// SIMD-groups 0 to 3. Its row's place in the tile, the other rows and their number do not enter:
+// rows that do not exist are zeros, and a column of an 8x8 product does not see the other columns.
+// Nothing is added atomically.
 #pragma once
 
 #include <metal_simdgroup>
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
+#include "fragment.h"
 #include "matrix_rows.h"
 
 namespace dflash {
@@ -35,21 +33,21 @@ using namespace metal;
 enum : int {
   kTileRows = 16,
   kTileColumns = 32,
-  kThreads = 128,
-  kRowBytes = 256 + 16,  // the 16 spread the rows of a tile over the banks
-  kScratch = (kTileRows + kTileColumns) * kRowBytes / 16,  // in float4, the same for every type
+  kColumnBlocks = kTileColumns / 8,
+  kSimdgroups = 4,
+  kThreads = 32 * kSimdgroups,
+  kScratch = kSimdgroups * kTileRows * kTileColumns,  // floats: every SIMD-group's sums
 };
 
-// Rows of the left side: `count` of x, from `first` on.
+// Rows of the left side: `count` of x [M, K], from `first` on.
 template <typename T>
 struct DenseRows {
-  PlainMatrix<T, T> x;
+  const device T* x;
+  int K;
   int first;
   int count;
 
-  void fetch(thread typename PlainMatrix<T, T>::Piece& piece, int row, int k) const {
-    x.fetch(piece, first + row, k, row < count && k < x.K);
-  }
+  const device T* row(int index) const thread { return x + size_t(first + index) * K; }
 };
 
 // Rows of the right side: 32 of `w`, or (GATE_UP) 16 of `w` and the same 16 of `up`, so that both
@@ -63,89 +61,126 @@ struct Columns {
   int first;
   int N;
 
-  void fetch(thread typename Weights::Piece& piece, int row, int k) const {
+  void fetch(thread typename Weights::Piece& piece, int row, int k, int quarter) const thread {
     const bool second = GATE_UP && row >= width;
     const int column = first + (second ? row - width : row);
-    const bool inside = column < N && k < w.K;
     if (second) {
-      up.fetch(piece, column, k, inside);
+      up.fetch(piece, column, k, quarter, column < N);
     } else {
-      w.fetch(piece, column, k, inside);
+      w.fetch(piece, column, k, quarter, column < N);
     }
   }
 };
 
-// This thread's pieces of a tile of ROWS rows, between device and threadgroup memory.
-template <typename T, typename Matrix, int ROWS>
-struct TileLoader {
-  enum : int {
-    per_row = tile_depth<T>() / Matrix::piece_values,
-    count = ROWS * per_row / kThreads,
-    stride = kRowBytes / sizeof(T),
-  };
-  static_assert(count * kThreads == ROWS * per_row, "every thread has the same number of pieces");
-  typename Matrix::Piece pieces[count];
-
-  template <typename Source>
-  void fetch(Source source, int k, int t) {
-    DFLASH_UNROLL
-    for (int i = 0; i < count; i++) {
-      const int piece = i * kThreads + t;
-      source.fetch(pieces[i], piece / per_row, k + piece % per_row * Matrix::piece_values);
-    }
-  }
-
-  void store(threadgroup T* tile, int t) const {
-    DFLASH_UNROLL
-    for (int i = 0; i < count; i++) {
-      const int piece = i * kThreads + t;
-      const int column = piece % per_row * Matrix::piece_values;
-      Matrix::unpack(pieces[i], tile + piece / per_row * stride + column);
-    }
-  }
-};
-
-// The sums of one SIMD-group: 8 ROW_BLOCKS rows by 16 columns, over its half of every step.
+// The rows of x behind one lane's operands, two neighbours of every eight, and four values of each.
 template <typename T, int ROW_BLOCKS>
-struct TileSums {
-  enum : int { stride = kRowBytes / sizeof(T) };
-  simdgroup_matrix<float, 8, 8> sums[ROW_BLOCKS][2];
+struct LaneRows {
+  const device T* rows[2 * ROW_BLOCKS];
+  bool inside[2 * ROW_BLOCKS];
+  vec<T, 4> four[2 * ROW_BLOCKS];
 
-  TileSums() {
+  template <typename Rows>
+  void find(Rows from, Place place) thread {
+    DFLASH_UNROLL
+    for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
+      const int row = i / 2 * 8 + place.column + i % 2;
+      inside[i] = row < from.count;
+      rows[i] = from.row(inside[i] ? row : 0);
+    }
+  }
+
+  template <bool WHOLE>
+  void read(int k, int K) thread {
+    DFLASH_UNROLL
+    for (int i = 0; i < 2 * ROW_BLOCKS; i++) four[i] = four_of<WHOLE>(rows[i], k, K, inside[i]);
+  }
+};
+
+// What one SIMD-group adds up: 32 columns by 8 ROW_BLOCKS rows of the result, over its steps.
+template <typename T, typename Weights, int ROW_BLOCKS>
+struct TileSums {
+  Fragment sums[kColumnBlocks][ROW_BLOCKS];    // where `scaled`, of one step
+  Fragment totals[kColumnBlocks][ROW_BLOCKS];  // read where `scaled`
+  float x_sums[2 * ROW_BLOCKS];                // of the lane's rows and of its k, in one step
+
+  static void clear(thread Fragment (&matrices)[kColumnBlocks][ROW_BLOCKS]) {
+    DFLASH_UNROLL
+    for (int c = 0; c < kColumnBlocks; c++) {
+      DFLASH_UNROLL
+      for (int r = 0; r < ROW_BLOCKS; r++) matrices[c][r] = Fragment(0);
+    }
+  }
+
+  void begin() thread {
+    clear(sums);
+    clear(totals);
+    DFLASH_UNROLL
+    for (int i = 0; i < 2 * ROW_BLOCKS; i++) x_sums[i] = 0;
+  }
+
+  // Adds the step of K at `k`. `pieces`: this lane's weights of it, in each block of columns.
+  void multiply_add(const thread typename Weights::Piece (&pieces)[kColumnBlocks],
+                    thread LaneRows<T, ROW_BLOCKS>& x, int k, int K, Place place) thread {
+    const int from = k + place.row / 2 * (Weights::step / 4) + place.row % 2 * 4;
+    DFLASH_UNROLL
+    for (int v = 0; v < Weights::step / 4; v += 8) {  // of this lane's quarter of the weights
+      x.template read<Weights::whole != 0>(from + v, K);
+      DFLASH_UNROLL
+      for (int m = 0; m < 4; m++) multiply_add_eight(pieces, x, v + m, m);
+    }
+    if (Weights::scaled) scale(pieces);
+  }
+
+  // Adds one product along K: of weights `v` and `v` + 4 of every lane's piece, and x `m` of four.
+  void multiply_add_eight(const thread typename Weights::Piece (&pieces)[kColumnBlocks],
+                          const thread LaneRows<T, ROW_BLOCKS>& x, int v, int m) thread {
+    Fragment right[ROW_BLOCKS];
     DFLASH_UNROLL
     for (int r = 0; r < ROW_BLOCKS; r++) {
-      DFLASH_UNROLL
-      for (int c = 0; c < 2; c++) sums[r][c] = simdgroup_matrix<float, 8, 8>(0);
-    }
-  }
-
-  // Adds `depth` values along K; x and w are rows of the two tiles at the first of them.
-  void multiply_add(const threadgroup T* x, const threadgroup T* w, int depth) {
-    for (int k = 0; k < depth; k += 8) {
-      simdgroup_matrix<T, 8, 8> rows[ROW_BLOCKS], columns[2];
-      DFLASH_UNROLL
-      for (int r = 0; r < ROW_BLOCKS; r++) simdgroup_load(rows[r], x + 8 * r * stride + k, stride);
-      DFLASH_UNROLL
-      for (int c = 0; c < 2; c++) {
-        simdgroup_load(columns[c], w + 8 * c * stride + k, stride, ulong2(0), true);
+      const float first = float(x.four[2 * r][m]), second = float(x.four[2 * r + 1][m]);
+      right[r] = filled_with(first, second);
+      if (Weights::scaled) {
+        x_sums[2 * r] += first;
+        x_sums[2 * r + 1] += second;
       }
+    }
+    DFLASH_UNROLL
+    for (int c = 0; c < kColumnBlocks; c++) {
+      const Fragment left =
+          filled_with(Weights::value(pieces[c], v), Weights::value(pieces[c], v + 4));
       DFLASH_UNROLL
       for (int r = 0; r < ROW_BLOCKS; r++) {
-        DFLASH_UNROLL
-        for (int c = 0; c < 2; c++) {
-          simdgroup_multiply_accumulate(sums[r][c], rows[r], columns[c], sums[r][c]);
-        }
+        simdgroup_multiply_accumulate(sums[c][r], left, right[r], sums[c][r]);
       }
     }
   }
 
-  // to: [16, kTileColumns], at the first of its columns.
-  void store(threadgroup float* to) const {
+  // The step's sums of codes become parts of the result, and the next step's begin.
+  void scale(const thread typename Weights::Piece (&pieces)[kColumnBlocks]) thread {
     DFLASH_UNROLL
-    for (int r = 0; r < ROW_BLOCKS; r++) {
+    for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
+      const float x_sum = column_sum(x_sums[i]);
       DFLASH_UNROLL
-      for (int c = 0; c < 2; c++) {
-        simdgroup_store(sums[r][c], to + 8 * r * kTileColumns + 8 * c, kTileColumns);
+      for (int c = 0; c < kColumnBlocks; c++) {
+        float total = totals[c][i / 2].thread_elements()[i % 2];
+        total = fma(pieces[c].scale, sums[c][i / 2].thread_elements()[i % 2], total);
+        totals[c][i / 2].thread_elements()[i % 2] = fma(pieces[c].bias, x_sum, total);
+      }
+      x_sums[i] = 0;
+    }
+    clear(sums);
+  }
+
+  // to: [16, kTileColumns].
+  void store(threadgroup float* to, Place place) thread {
+    DFLASH_UNROLL
+    for (int c = 0; c < kColumnBlocks; c++) {
+      DFLASH_UNROLL
+      for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
+        const int row = i / 2 * 8 + place.column + i % 2;
+        const float total = Weights::scaled ? totals[c][i / 2].thread_elements()[i % 2]
+                                            : sums[c][i / 2].thread_elements()[i % 2];
+        to[row * kTileColumns + c * 8 + place.row] = total;
       }
     }
   }
@@ -155,47 +190,32 @@ struct TileSums {
 // is a multiple of the step; t: thread in the threadgroup, s: SIMD-group in the threadgroup.
 template <typename T, int ROW_BLOCKS, typename Rows, typename Weights, bool GATE_UP>
 void multiply_tile(Rows rows, Columns<Weights, GATE_UP> columns, int begin, int end,
-                   threadgroup float4* scratch, int t, int s) {
-  constexpr int depth = tile_depth<T>();
-  constexpr int stride = kRowBytes / sizeof(T);
-  threadgroup T* x_tile = reinterpret_cast<threadgroup T*>(scratch);
-  threadgroup T* w_tile = x_tile + kTileRows * stride;
-  const int half_step = s / 2 * (depth / 2);
-  const int column = s % 2 * 16;
-
-  TileLoader<T, PlainMatrix<T, T>, 8 * ROW_BLOCKS> x_loader;
-  TileLoader<T, Weights, kTileColumns> w_loader;
-  TileSums<T, ROW_BLOCKS> sums;
-  x_loader.fetch(rows, begin, t);
-  w_loader.fetch(columns, begin, t);
-  for (int k = begin; k < end; k += depth) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // everyone is done with the last step's tiles
-    x_loader.store(x_tile, t);
-    w_loader.store(w_tile, t);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (k + depth < end) {
-      x_loader.fetch(rows, k + depth, t);
-      w_loader.fetch(columns, k + depth, t);
+                   threadgroup float* scratch, int t, int s) {
+  const Place place = place_of(t % 32);
+  LaneRows<T, ROW_BLOCKS> x;
+  x.find(rows, place);
+  TileSums<T, Weights, ROW_BLOCKS> tile;
+  tile.begin();
+  for (int k = begin + s * Weights::step; k < end; k += kSimdgroups * Weights::step) {
+    typename Weights::Piece pieces[kColumnBlocks];
+    DFLASH_UNROLL
+    for (int c = 0; c < kColumnBlocks; c++) {
+      columns.fetch(pieces[c], c * 8 + place.row, k, place.column / 2);
     }
-    sums.multiply_add(x_tile + half_step, w_tile + column * stride + half_step,
-                      min(depth / 2, end - k - half_step));
+    tile.multiply_add(pieces, x, k, rows.K, place);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the sums take the place of the tiles
-  threadgroup float* halves = reinterpret_cast<threadgroup float*>(scratch);  // [2, 16, columns]
-  sums.store(halves + s / 2 * (kTileRows * kTileColumns) + column);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the sums of a tile before have been read
+  tile.store(scratch + s * (kTileRows * kTileColumns), place);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // An element of the tile that `multiply_tile` has left in `scratch`.
-inline float tile_sum(const threadgroup float4* scratch, int row, int column) {
-  const threadgroup float* halves = reinterpret_cast<const threadgroup float*>(scratch);
+inline float tile_sum(const threadgroup float* scratch, int row, int column) {
   const int i = row * kTileColumns + column;
-  return halves[i] + halves[kTileRows * kTileColumns + i];
-}
-
-// The gated unit of a transformer's MLP: silu(gate) up.
-inline float gated(float gate, float up) {
-  return gate / (1 + exp(-gate)) * up;
+  float sum = scratch[i];
+  DFLASH_UNROLL
+  for (int s = 1; s < kSimdgroups; s++) sum += scratch[s * (kTileRows * kTileColumns) + i];
+  return sum;
 }
 
 }  // namespace dflash

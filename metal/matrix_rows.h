@@ -1,89 +1,112 @@
-// Reading the rows of a matrix, plain or quantized, a piece at a time.
+// The rows of a matrix of weights, plain or quantized, as one lane of a SIMD-group reads them.
 //
-// A piece is what one thread reads at once: neighbouring values of one row, 16 bytes as they lie in
-// device memory, so that neighbouring threads read a row in one stretch. (8 bytes where 4-bit
-// weights are to become float32: the tile is then half as long, and every thread still has a piece
-// of it.) Both matrices offer
+// A matrix product goes along K in steps. Of a step's values in a row, four lanes have a quarter
+// each, neighbours that lie together in device memory. Lanes hand their values to 8x8 matrices two
+// at a time, so K is permuted: product i of a step takes values 8 (i / 4) + i % 4 of every quarter,
+// and those four further on. Every k meets its own column of x and is met once; nothing else is
+// asked of the order. What a lane has read is thus what it multiplies, and weights need no tile.
 //
-//   piece_values                   how many values that is,
-//   Piece                          a piece in registers, not yet unpacked,
-//   fetch(piece, row, k, inside)   device memory -> registers; zeros where `inside` is false,
-//   unpack(piece, out)             registers -> threadgroup memory, as values of type T.
-//
-// The two steps are apart so that the next tile can be on its way while this one is multiplied.
+//   step                        how many values along K that is,
+//   scaled                      whether a row's values of a step share a scale and a bias,
+//   whole                       whether every row is a number of whole steps,
+//   Piece                       a lane's quarter of a step in registers, as it was stored,
+//   fetch(piece, row, k, quarter, inside)   device memory -> registers; zeros if not `inside`,
+//   value(piece, v)             value v of the quarter, before it is scaled.
 #pragma once
 
 #include <metal_stdlib>
 
-// For loops over small arrays, which are registers only if every index is known.
-#define DFLASH_UNROLL _Pragma("clang loop unroll(full)")
+#include "language.h"
 
 namespace dflash {
 using namespace metal;
 
-// How many values along K a tile holds: 256 bytes of them, 128 in half precision and 64 in float32.
-template <typename T>
-constexpr int tile_depth() {
-  return 256 / sizeof(T);
+// Values `at` to `at` + 3 of a row of `length`; zeros for what lies outside. WHOLE: nothing does,
+// and rows begin at multiples of four values.
+template <bool WHOLE, typename T>
+inline vec<T, 4> four_of(const device T* row, int at, int length, bool inside) {
+  vec<T, 4> four = vec<T, 4>(T(0));
+  if (WHOLE || length % 4 == 0) {
+    if (inside && (WHOLE || at < length)) {
+      four = *reinterpret_cast<const device vec<T, 4>*>(row + at);
+    }
+  } else {  // rows that begin anywhere
+    DFLASH_UNROLL
+    for (int i = 0; i < 4; i++) {
+      if (inside && at + i < length) four[i] = row[at + i];
+    }
+  }
+  return four;
 }
 
-// Rows of numbers: activations, or the weights of a layer that is not quantized.
-// W: the type in device memory, which converts to T without loss.
-template <typename T, typename W>
+// Rows of numbers: the weights of a layer that is not quantized.
+template <typename W>
 struct PlainMatrix {
-  enum : int { piece_values = 16 / sizeof(W) };
+  enum : int { scaled = false, whole = false, step = 32 };
   struct Piece {
-    W values[piece_values];
+    W values[step / 4];
+    float scale, bias;  // never read
   };
 
   const device W* values;  // [rows, K]
   int K;
 
-  void fetch(thread Piece& piece, int row, int k, bool inside) const {
-    const device W* from = values + size_t(row) * K + k;
-    if (inside && K % piece_values == 0) {
+  void fetch(thread Piece& piece, int row, int k, int quarter, bool inside) const thread {
+    const device W* from = values + size_t(row) * K;
+    DFLASH_UNROLL
+    for (int i = 0; i < step / 4; i += 4) {
+      const vec<W, 4> four = four_of<false>(from, k + quarter * (step / 4) + i, K, inside);
       DFLASH_UNROLL
-      for (int i = 0; i < piece_values; i += 4) {
-        const vec<W, 4> four = *reinterpret_cast<const device vec<W, 4>*>(from + i);
-        DFLASH_UNROLL
-        for (int j = 0; j < 4; j++) piece.values[i + j] = four[j];
-      }
-    } else {  // outside, or rows that neither start at a multiple of 16 bytes nor end at one
-      DFLASH_UNROLL
-      for (int i = 0; i < piece_values; i++) piece.values[i] = inside && k + i < K ? from[i] : W(0);
+      for (int j = 0; j < 4; j++) piece.values[i + j] = four[j];
     }
   }
 
-  static void unpack(const thread Piece& piece, threadgroup T* out) {
-    DFLASH_UNROLL
-    for (int i = 0; i < piece_values; i += 4) {
-      vec<T, 4> four;
-      DFLASH_UNROLL
-      for (int j = 0; j < 4; j++) four[j] = T(piece.values[i + j]);
-      *reinterpret_cast<threadgroup vec<T, 4>*>(out + i) = four;
-    }
-  }
+  static float value(const thread Piece& piece, int v) { return float(piece.values[v]); }
 
   // The matrix of one expert, when `values` is [experts, rows, K].
-  PlainMatrix expert(int index, int rows) const {
+  PlainMatrix expert(int index, int rows) const thread {
     return {values + size_t(index) * rows * K, K};
   }
 };
 
+// So many neighbouring words at once: a multiple of four, two, or one.
+template <int COUNT>
+inline void read_words(thread uint (&to)[COUNT], const device uint* from) {
+  DFLASH_UNROLL
+  for (int i = 0; i < COUNT; i += 4) {
+    const uint4 four = *reinterpret_cast<const device uint4*>(from + i);
+    DFLASH_UNROLL
+    for (int j = 0; j < 4; j++) to[i + j] = four[j];
+  }
+}
+
+inline void read_words(thread uint (&to)[2], const device uint* from) {
+  const uint2 two = *reinterpret_cast<const device uint2*>(from);
+  to[0] = two[0];
+  to[1] = two[1];
+}
+
+inline void read_words(thread uint (&to)[1], const device uint* from) { to[0] = from[0]; }
+
 // Weights that MLX has quantized in its affine mode: value = scale * q + bias, where GROUP
 // neighbours of a row share scale and bias. q has BITS bits, the first value in the lowest ones.
-// S: the type of scales and biases. K is a multiple of GROUP, so no piece crosses the end of a row.
-template <typename T, typename S, int BITS, int GROUP>
+// S: the type of scales and biases. K is a multiple of GROUP, and a step is a group.
+//
+// Multiplied are the codes themselves, less the middle of their range so that sums stay small:
+// small integers, exact in every type. scale and bias enter once for a whole group.
+template <typename S, int BITS, int GROUP>
 struct AffineWeights {
   enum : int {
+    scaled = true,
+    whole = true,
+    step = GROUP,
     per_word = 32 / BITS,
-    piece_words = tile_depth<T>() * BITS / 128 < 4 ? tile_depth<T>() * BITS / 128 : 4,
-    piece_values = piece_words * per_word,  // at most 32, hence inside one group
+    middle = 1 << (BITS - 1),
   };
   struct Piece {
-    vec<uint, piece_words> words;
+    uint words[GROUP / 4 / per_word];
     float scale;
-    float bias;
+    float bias;  // of the codes less `middle`
   };
 
   const device uint* words;  // [rows, K / per_word]
@@ -91,36 +114,35 @@ struct AffineWeights {
   const device S* biases;    // [rows, K / GROUP]
   int K;
 
-  void fetch(thread Piece& piece, int row, int k, bool inside) const {
+  void fetch(thread Piece& piece, int row, int k, int quarter, bool inside) const thread {
+    constexpr int count = GROUP / 4 / per_word;
     if (!inside) {
-      piece.words = vec<uint, piece_words>(0);
+      DFLASH_UNROLL
+      for (int i = 0; i < count; i++) piece.words[i] = 0;
       piece.scale = piece.bias = 0;
       return;
     }
-    const size_t word = size_t(row) * (K / per_word) + k / per_word;
     const size_t group = size_t(row) * (K / GROUP) + k / GROUP;
-    piece.words = *reinterpret_cast<const device vec<uint, piece_words>*>(words + word);
+    read_words(piece.words, words + (group * 4 + quarter) * count);
     piece.scale = float(scales[group]);
-    piece.bias = float(biases[group]);
+    piece.bias = fma(piece.scale, float(middle), float(biases[group]));
   }
 
-  // `fma` by name: left to the compiler, one kernel might round the product and another not.
-  static void unpack(const thread Piece& piece, threadgroup T* out) {
-    DFLASH_UNROLL
-    for (int i = 0; i < piece_values; i += 4) {
-      const uint packed = piece.words[i / per_word] >> (i % per_word * BITS);
-      vec<T, 4> four;
-      DFLASH_UNROLL
-      for (int j = 0; j < 4; j++) {
-        const uint q = (packed >> (j * BITS)) & ((1u << BITS) - 1);
-        four[j] = T(fma(piece.scale, float(q), piece.bias));
-      }
-      *reinterpret_cast<threadgroup vec<T, 4>*>(out + i) = four;
-    }
+  // A code without shifting or converting it, which take a GPU four times as long as a mask or a
+  // sum. Its bits, where they lie in half a word, are put into the fraction of 2^23, which makes
+  // a float of 2^23 + code * 2^place; `fma` scales and subtracts, without rounding anything.
+  static float value(const thread Piece& piece, int v) {
+    constexpr int per_half = 16 / BITS;
+    const int code = v % per_word;
+    const uint bits = code < per_half ? piece.words[v / per_word] : piece.words[v / per_word] >> 16;
+    const int place = code % per_half * BITS;
+    const float unit = 1.0f / float(1 << place);
+    const float raised = as_type<float>((bits & (((1u << BITS) - 1) << place)) | 0x4b000000u);
+    return fma(raised, unit, -(8388608.0f * unit + float(middle)));
   }
 
   // The weights of one expert, when the arrays are [experts, rows, ...].
-  AffineWeights expert(int index, int rows) const {
+  AffineWeights expert(int index, int rows) const thread {
     const size_t first = size_t(index) * rows;
     return {words + first * (K / per_word), scales + first * (K / GROUP),
             biases + first * (K / GROUP), K};

@@ -5,29 +5,31 @@
 // threadgroup and for the order of its sums.
 //
 // A matrix with few columns has too few tiles to keep a GPU busy, so its K is split: every split
-// writes its sums, and `merge_splits` adds them, the first split first. Where the splits lie is
+// writes its sums, and merge_splits.metal adds them, the first split first. Where the splits lie is
 // given by N and K alone, so a row's sums have the same order whatever shares the call.
 #include <metal_stdlib>
 
+#include "gated.h"
 #include "matmul_tile.h"
 
 namespace dflash {
 
 // x [M, K], w and up [N, K] (`up` is read only with GATE_UP).
 // y: [M, N] without SPLIT; else [splits, 1 or (GATE_UP) 2, M, N] in float32: sums yet to be merged.
-// tile: threadgroup in the grid; grid: its size; scratch: kScratch float4; t, s: this thread.
+// Its rows are `stride` apart: more than N where it is a part of longer rows.
+// tile: threadgroup in the grid; grid: its size; scratch: kScratch floats; t, s: this thread.
 template <typename T, bool GATE_UP, bool SPLIT, typename Weights, typename Out>
 void verify_matmul(const device T* x, Weights w, Weights up, device Out* y, int M, int N,
-                   threadgroup float4* scratch, uint3 tile, uint3 grid, uint t, uint s) {
+                   int stride, threadgroup float* scratch, uint3 tile, uint3 grid, uint t, uint s) {
   constexpr int width = Columns<Weights, GATE_UP>::width;
-  constexpr int depth = tile_depth<T>();
+  constexpr int step = Weights::step;
   const int first_row = tile.z * kTileRows;
   const int first_column = tile.x * width;
-  const int steps = (w.K + depth - 1) / depth;
-  const int begin = steps * int(tile.y) / int(grid.y) * depth;
-  const int end = min(w.K, steps * int(tile.y + 1) / int(grid.y) * depth);
+  const int steps = (w.K + step - 1) / step;
+  const int begin = steps * int(tile.y) / int(grid.y) * step;
+  const int end = min(w.K, steps * int(tile.y + 1) / int(grid.y) * step);
 
-  const DenseRows<T> rows = {{x, w.K}, first_row, min(int(kTileRows), M - first_row)};
+  const DenseRows<T> rows = {x, w.K, first_row, min(int(kTileRows), M - first_row)};
   const Columns<Weights, GATE_UP> columns = {w, up, first_column, N};
   if (rows.count <= 8) {  // half of the work, and for each row the same sums
     multiply_tile<T, 1>(rows, columns, begin, end, scratch, t, s);
@@ -38,30 +40,17 @@ void verify_matmul(const device T* x, Weights w, Weights up, device Out* y, int 
   for (int i = t; i < rows.count * width; i += kThreads) {
     const int row = i / width, column = i % width;
     if (first_column + column >= N) continue;
-    const size_t at = size_t(first_row + row) * N + first_column + column;
+    const size_t at = size_t(first_row + row) * stride + first_column + column;
     const float sum = tile_sum(scratch, row, column);
     const float up_sum = GATE_UP ? tile_sum(scratch, row, width + column) : 0;
     if (SPLIT) {
       const size_t part = size_t(tile.y) * (GATE_UP ? 2 : 1);
-      y[part * M * N + at] = Out(sum);
-      if (GATE_UP) y[(part + 1) * M * N + at] = Out(up_sum);
+      y[part * M * stride + at] = Out(sum);
+      if (GATE_UP) y[(part + 1) * M * stride + at] = Out(up_sum);
     } else {
       y[at] = Out(GATE_UP ? gated(sum, up_sum) : sum);
     }
   }
-}
-
-// sums [splits, 1 or 2, M N], float32 -> y [M N]; one thread per element, `at`.
-template <bool GATE_UP, typename Out>
-void merge_splits(const device float* sums, device Out* y, int splits, size_t size, size_t at) {
-  constexpr int parts = GATE_UP ? 2 : 1;
-  float totals[2] = {0, 0};
-  for (int split = 0; split < splits; split++) {
-    for (int part = 0; part < parts; part++) {
-      totals[part] += sums[(size_t(split) * parts + part) * size + at];
-    }
-  }
-  y[at] = Out(GATE_UP ? gated(totals[0], totals[1]) : totals[0]);
 }
 
 }  // namespace dflash

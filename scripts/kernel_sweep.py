@@ -22,8 +22,8 @@ from dflash_mlx.kernels.block_attention import (
     Tree,
     block_attention_reference,
 )
-from dflash_mlx.kernels.context_kv import ContextKV, context_kv_reference
 from dflash_mlx.kernels.delta_replay import DeltaVerify, delta_verify_reference
+from dflash_mlx.kernels.verify_beside import COUNTS, VerifyBeside, verify_beside_reference
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, verify_matmul_reference
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
 from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
@@ -51,6 +51,19 @@ def dense(matmul: VerifyMatmul, choose: random.Random, dtype: mx.Dtype) -> tuple
     y = matmul(x, *weights)
     truth = verify_matmul_reference(x.astype(mx.float32), *weights)
     return relative_error(y, truth), same_bits(matmul(x[row], *weights), y[row])
+
+
+def beside(kernel: VerifyBeside, choose: random.Random, dtype: mx.Dtype) -> tuple[float, bool]:
+    """As `dense`, for two to four matrices in one launch."""
+    bits, group = choose.choice([None, 4, 8]), choose.choice([32, 64, 128])
+    depth = choose.randint(8, 1500) if bits is None else group * choose.randint(1, 2048 // group)
+    columns = [choose.randint(8, 150) for _ in range(choose.choice(COUNTS))]
+    weights = [random_weights((n, depth), dtype, bits, group) for n in columns]
+    x = mx.random.normal((choose.randint(1, 40), depth)).astype(dtype)
+    row = choose.randrange(len(x))
+    y, alone = (mx.concatenate(kernel(rows, weights), axis=-1) for rows in (x, x[row]))
+    truth = verify_beside_reference(x.astype(mx.float32), weights)
+    return relative_error(y, mx.concatenate(truth, axis=-1)), same_bits(alone, y[row])
 
 
 def routed(moe: VerifyMatmulMoe, choose: random.Random, dtype: mx.Dtype) -> tuple[float, bool]:
@@ -119,31 +132,13 @@ def delta(verify: DeltaVerify, choose: random.Random, dtype: mx.Dtype) -> tuple[
     return relative_error(y, truth), same_bits(alone[:, -1], y[:, -1])
 
 
-def context(make: ContextKV, choose: random.Random, dtype: mx.Dtype) -> tuple[float, bool]:
-    """As `dense`, for the keys of a drafter's layers."""
-    layers, heads, head_dim = choose.randint(1, 3), choose.randint(1, 2), 2 * choose.randint(8, 128)
-    bits, rows = choose.choice([None, 4, 8]), choose.randint(1, 20)
-    depth = 64 * choose.randint(1, 12) if bits else choose.randint(8, 700)
-    pair = [random_weights((layers, heads * head_dim, depth), dtype, bits) for _ in range(2)]
-    x, norms = mx.random.normal((rows, depth)).astype(dtype), mx.random.normal((layers, head_dim))
-    frequencies = 1e6 ** (-mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim)
-    named = {"position": choose.randint(0, 5000), "eps": 1e-6}
-    y = mx.concatenate(make(x, *pair, norms, frequencies, **named))
-    exact = x.astype(mx.float32)
-    truth = mx.concatenate(context_kv_reference(exact, *pair, norms, frequencies, **named))
-    row = choose.randrange(rows)
-    named["position"] += row
-    alone = mx.concatenate(make(x[row : row + 1], *pair, norms, frequencies, **named))
-    return relative_error(y, truth), same_bits(alone, y[:, :, row : row + 1])
-
-
 # What a kind of call needs, and how often it is drawn.
 KERNELS = {
     dense: (VerifyMatmul, 4),
+    beside: (VerifyBeside, 2),
     routed: (VerifyMatmulMoe, 2),
     attention: (BlockAttention, 2),
     delta: (DeltaVerify, 1),
-    context: (ContextKV, 1),
 }
 
 

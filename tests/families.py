@@ -36,6 +36,7 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
     config = copy.deepcopy(CONFIGS[family])
     config.get("text_config", config).update(changes)
     model_class, args_class = _get_classes(config)
+    mx.random.seed(seed)  # some layers draw what is only changed, or kept, below
     model = model_class(args_class.from_dict(config))
     tied = not any("lm_head" in path for path, _ in tree_flatten(model.parameters()))
     key = mx.random.key(1000 * seed + FAMILIES.index(family))

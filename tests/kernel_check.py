@@ -1,10 +1,11 @@
 """What the kernels' tests share: where they run, random weights, and the error that is allowed."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from metal_host import Counters, EmulatedKernel, needs_compiler
 
-from dflash_mlx.kernels.weights import AffineWeights, Weights
+from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
 
 # Of the largest magnitude in the result.
 TOLERANCES = {mx.float16: 1e-3, mx.bfloat16: 8e-3, mx.float32: 1e-5}
@@ -40,6 +41,30 @@ def relative_error(y: mx.array, truth: mx.array) -> float:
     """The largest difference, as a part of the truth's largest magnitude."""
     y, truth = y.astype(mx.float32), truth.astype(mx.float32)
     return (mx.abs(y - truth).max() / mx.abs(truth).max()).item()
+
+
+# Half of the distance between two numbers of a dtype, as a part of the smaller.
+HALF_STEP = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}
+
+
+def exact(x: Weights) -> np.ndarray:
+    """An array, or what weights stand for, in float64."""
+    return np.array(dequantized(x), np.float64)
+
+
+def within_rounding(y: mx.array, truth: np.ndarray, magnitude: np.ndarray, sums: int = 64) -> bool:
+    """Whether a result is the truth, rounded once to its dtype, but for rounding float32 sums.
+
+    truth: in float64, of the very inputs
+    magnitude: of what is added up for each element: the sum of the absolute values
+    sums: how many float32 roundings of that size are forgiven
+
+    A rounding too many in the dtype of the result, or a value read twice, is more than that.
+    """
+    allowed = HALF_STEP[y.dtype] * np.abs(truth) * 1.001 + sums * 2.0**-24 * magnitude
+    if y.dtype == mx.float16:
+        allowed = allowed + 2.0**-25  # half of the smallest number there is
+    return bool((np.abs(exact(y) - truth) <= allowed).all())
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:

@@ -1,5 +1,6 @@
 """The command line in a process of its own, as its tests run it."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,3 +14,8 @@ def run(*arguments: str | Path, stdin: str = "", **options) -> subprocess.Comple
     command = [*PROGRAM, *map(str, arguments)]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": HERE} | options
     return subprocess.run(command, input=stdin, **options)
+
+
+def hear_ctrl_c() -> None:
+    """In a child before it becomes the program: undo that a background job ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

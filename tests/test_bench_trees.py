@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dflash_mlx.bench.plots import draw_trees
 from dflash_mlx.bench.trees import tree_rows
-from dflash_mlx.cli.bench_tables import _trees_table
+from dflash_mlx.cli.bench_trees import _table
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import generate
 from dflash_mlx.policy.trees import TreePolicy
@@ -111,6 +111,6 @@ def test_wrong_options_are_one_line(options, message):
 
 def test_the_table_fits_a_terminal(rows):
     console = Console(width=80, record=True, file=StringIO())
-    console.print(_trees_table(list(rows.values())))
+    console.print(_table(list(rows.values())))
     text = console.export_text()
     assert "…" not in text and all(name in text for name in ("sums", "tales", "all", *WAYS))

@@ -19,8 +19,8 @@ needs_numpy_openblas = pytest.mark.skipif(
     sys.platform != "linux" or blas._numpy_openblas() is None, reason="numpy without OpenBLAS"
 )
 
-USE = "from dflash_mlx.blas import use_fast_blas; info = use_fast_blas({}); print(info);"
-NO_SYSTEM = "import dflash_mlx.blas; dflash_mlx.blas._SYSTEM_NAMES = ();"
+USE = "from dflash_mlx.machine.blas import use_fast_blas; info = use_fast_blas({}); print(info);"
+NO_SYSTEM = "import dflash_mlx.machine.blas; dflash_mlx.machine.blas._SYSTEM_NAMES = ();"
 # 1e-20 * 1e-20 is a denormal: only the product of two matrices can turn the flushing on.
 DENORMAL = """
 import mlx.core as mx
@@ -91,7 +91,8 @@ def test_a_system_library_goes_first(tmp_path):
     library = tmp_path / "libopenblas.so.0"
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=source.encode(), check=True)
-    system = f"import dflash_mlx.blas; dflash_mlx.blas._SYSTEM_NAMES = ({str(library)!r},);"
+    module = "dflash_mlx.machine.blas"
+    system = f"import {module}; {module}._SYSTEM_NAMES = ({str(library)!r},);"
     product = "import mlx.core as mx; print((mx.ones((2, 3)) @ mx.ones((3, 4))).tolist())"
     for settings in ("threads=2", "threads=2, flush_denormals=True"):
         output = run(system + USE.format(settings) + product, tmp_path)

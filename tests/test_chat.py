@@ -15,8 +15,8 @@ from dflash_mlx.cli import options
 from dflash_mlx.cli.chat_commands import obey
 from dflash_mlx.cli.chat_dialogue import Dialogue
 from dflash_mlx.cli.chat_loop import Chat
+from dflash_mlx.cli.chat_writer import BARS, DIM, NORMAL, Writer, ribbon
 from dflash_mlx.cli.pair import Pair
-from dflash_mlx.cli.writer import BARS, DIM, NORMAL, Writer, ribbon
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.blas import BlasInfo
 
@@ -125,7 +125,7 @@ def test_a_pipe_has_the_librarys_own_text(pair):
 def chat(monkeypatch) -> Chat:
     """A chat with a person, whose target answers eight tokens of nonsense."""
     pair = Pair(tinymodels.target(max_position_embeddings=128), None, None, BlasInfo("", None, ""))
-    chat = Chat(Dialogue(pair, options.sampling(0.0, 1.0, 0, 0.0, None) | {"max_tokens": 8}), obey)
+    chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 8}), obey)
     chat.interactive = True
     lines = iter(())
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/quit"))

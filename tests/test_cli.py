@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import tinymodels
-from program import HERE, PROGRAM, run
+from program import HERE, PROGRAM, hear_ctrl_c, run
 from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
 from dflash_mlx.loop import generate
 
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
-COMMANDS = ["generate", "chat", "bench", "roofline", "models", "doctor"]
+COMMANDS = ["generate", "chat", "bench", "tune", "report", "roofline", "models", "doctor"]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 QUESTION = "what is 37 + 48?"
 
@@ -31,9 +31,24 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate 
 
 
 def popen(command: list[str]) -> subprocess.Popen[bytes]:
-    """A run to interfere with."""
+    """A run to interfere with; it hears Ctrl-C even where the tests do not."""
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, cwd=HERE)
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        cwd=HERE,
+        preexec_fn=hear_ctrl_c,
+    )
+
+
+@pytest.fixture
+def background_job():
+    """Like a shell that starts a job in the background: SIGINT is ignored, by children too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def in_process(*arguments: str, stdin: str | bytes = ""):
@@ -275,7 +290,7 @@ main()
 
 
 @pytest.mark.parametrize("moment", ["starting", "decoding"])
-def test_ctrl_c(moment, pair):
+def test_ctrl_c(moment, pair, background_job):
     program = [*PROGRAM[:2], ANNOUNCED] if moment == "starting" else PROGRAM
     with popen([*program, "generate", QUESTION, "-n", "4000", *pair]) as process:
         assert process.stdout.read(1)

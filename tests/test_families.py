@@ -18,10 +18,13 @@ from families import (
     target_of,
     truth,
 )
+from mlx.utils import tree_flatten
 from oracle import Oracle
 
 import dflash_mlx as dm
 from dflash_mlx.target.overrides import Overrides
+
+pytestmark = pytest.mark.by_family
 
 # A forward of several rows and one-row steps differ in their rounding here, in mlx-lm itself:
 # a ring holds its rows in another order, and MLA takes another path.
@@ -39,6 +42,14 @@ both_seeds = pytest.mark.parametrize(
 
 def test_there_are_17_families():
     assert len(FAMILIES) == 17
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_model_is_the_same_every_time(family):
+    first = tree_flatten(random_model(family).parameters())
+    mx.random.normal((3,))  # moves the state that layers are born from
+    again = dict(tree_flatten(random_model(family).parameters()))
+    assert not [name for name, value in first if not mx.array_equal(value, again[name])]
 
 
 @pytest.mark.parametrize("p", [None, 0, 0.5, 0.85, 1])  # varies fastest: the truth is shared

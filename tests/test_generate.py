@@ -43,7 +43,7 @@ def loaded(monkeypatch) -> Pair:
     """A pair that `generate` finds loaded, so that it can run in this process."""
     blas = BlasInfo("openblas", None, "made up")
     pair = Pair(tinymodels.target(), tinymodels.random_drafter(), 4, blas)
-    monkeypatch.setattr("dflash_mlx.cli.generate.open_pair", lambda _: pair)
+    monkeypatch.setattr("dflash_mlx.cli.generate.open_pair", lambda *_: pair)
     return pair
 
 
@@ -109,7 +109,7 @@ def scripted(monkeypatch) -> dict[str, object]:
     ids = encode_prompt(target, [{"role": "user", "content": QUESTION}])
     answer = generate(target, None, ids, max_tokens=12).tokens
 
-    def open_pair(_) -> Pair:
+    def open_pair(*_) -> Pair:
         oracle = Oracle(ids, answer, target.vocab_size, script=[3, 0, 3, 2])
         return Pair(target, oracle, 4, BlasInfo("openblas", None, "made up"))
 

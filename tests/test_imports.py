@@ -14,8 +14,18 @@ PACKAGE = ROOT / "dflash_mlx"
 # From the bottom up. A module may import the levels below its own, and its own package.
 LEVELS = [
     {"errors"},
-    {"events", "hindsight", "machine", "metal", "reading", "sharpness", "tiny"},
-    {"kernels"},
+    {
+        "distributions",
+        "events",
+        "hindsight",
+        "machine",
+        "metal",
+        "reading",
+        "sharpness",
+        "threads",
+        "tiny",
+    },
+    {"foreign", "kernels"},
     {"proposal"},
     {"accept", "sampling"},
     {"target"},

@@ -1,7 +1,6 @@
 """Block attention on the emulated device, against softmax written out in numpy."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ from kernel_check import (
     same_bits,
 )
 from kernel_trees import random_tree
-from metal_host import EmulatedKernel, needs_compiler, needs_strict_compiler
+from metal_host import needs_compiler
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.errors import KernelError
@@ -79,6 +78,7 @@ CASES = [
     Case(mx.bfloat16, 256, group=3, nodes=7, length=60, window=20),
     Case(mx.float32, nodes=64, length=500, first=90, tree=True, window=200, sinks=True),
     Case(mx.float32, nodes=4, length=5000),
+    Case(mx.float32, 256, group=70, nodes=3, length=20, tree=True),
 ]
 
 
@@ -218,14 +218,20 @@ def test_a_window_leaves_the_rest_of_the_keys_unread():
     assert 103 <= rows < 103 + 32
 
 
-@needs_compiler
-@needs_strict_compiler
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("tree", [False, True])
-def test_address_spaces(bits, tree):
-    """Of the smallest inputs too, which MLX hands over in constant memory."""
-    args, named = Case(length=1, bits=bits, tree=tree).arguments()
-    BlockAttention(partial(EmulatedKernel, strict=True))(*args, **named)
+def test_only_chunks_that_a_tree_reaches_have_a_threadgroup_for_each_node():
+    """Four chunks of 512 keys have two threadgroups each, for 40 rows of 2 heads in SIMD-groups
+    of 16; the two that the tree reaches have 40."""
+    factory, grids = kernel_factory(), []
+
+    def recorded(**arguments):
+        kernel = factory(**arguments)
+        return lambda **call: grids.append(call) or kernel(**call)
+
+    case = Case(mx.float16, 64, key_heads=3, group=4, nodes=40, length=4 * 512 + 70, tree=True)
+    args, named = case.arguments()
+    BlockAttention(recorded)(*args, **named)
+    (x, y, z), (threads, _, _) = grids[0]["grid"], grids[0]["threadgroup"]
+    assert (x // threads, y, z) == (3, 4 * 2 + 40, 1)
 
 
 def test_what_does_not_fit_is_refused(kernel):

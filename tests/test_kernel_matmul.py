@@ -1,6 +1,5 @@
 """verify_matmul: its float32 reference, the same bits for a row in every call, its work."""
 
-from functools import partial
 from itertools import cycle, product
 
 import mlx.core as mx
@@ -16,9 +15,10 @@ from kernel_check import (
     relative_error,
     same_bits,
 )
-from metal_host import EmulatedKernel, needs_compiler, needs_strict_compiler
+from metal_host import needs_compiler
 
 from dflash_mlx.errors import KernelError
+from dflash_mlx.kernels.modules import Kernels
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k, verify_matmul_reference
 from dflash_mlx.kernels.weights import AffineWeights
 
@@ -141,16 +141,6 @@ def test_a_bad_row_spoils_no_other(matmul):
 
 
 @needs_compiler
-@needs_strict_compiler
-@pytest.mark.parametrize("kind", KINDS)
-def test_address_spaces(kind):
-    """One column has 4 scales: so few elements MLX would hand over in `constant` memory."""
-    dtype, bits, shape, count = KINDS[kind]
-    weights = [random_weights(shape, dtype, bits) for _ in range(count)]
-    VerifyMatmul(partial(EmulatedKernel, strict=True))(mx.ones((2, shape[1]), dtype), *weights)
-
-
-@needs_compiler
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 @pytest.mark.parametrize("shape,splits", [((256, 512), 1), ((64, 2048), 4)])
 def test_every_weight_is_read_once_and_multiplied_by_no_more_than_16_rows(rows, shape, splits):
@@ -161,19 +151,22 @@ def test_every_weight_is_read_once_and_multiplied_by_no_more_than_16_rows(rows, 
     counted = factory.counters("verify_matmul_affine")
     columns, depth = shape
     assert counted.buffers["w"].read == counted.buffers["w"].distinct_read == w.words.nbytes
-    assert counted.fmas == columns * depth  # each weight is dequantized once
-    assert counted.multiply_accumulates == (8 if rows <= 8 else 16) * columns * depth
+    # Each code is made once; scale and bias enter once for a group, column and row, and the bias
+    # is that of the codes' middle, in each of the four lanes of a column.
+    multiplied, groups = 8 if rows <= 8 else 16, depth // w.group_size
+    assert counted.fmas == columns * (depth + groups * (2 * multiplied + 4))
+    assert counted.multiply_accumulates == multiplied * columns * depth
     sums = splits * rows * columns * 4 if splits > 1 else rows * columns * 2
     assert counted.buffers["y"].written == sums
 
 
 @needs_compiler
-def test_ragged_shapes_are_rounded_up_to_a_tile_of_columns_and_to_8_along_k():
+def test_ragged_shapes_are_rounded_up_to_a_tile_of_columns_and_to_32_along_k():
     factory, w = Counted(), random_weights((250, 600), mx.bfloat16)
     VerifyMatmul(factory)(mx.ones((16, 600), mx.bfloat16), w)
     counted = factory.counters("verify_matmul_plain")
     assert counted.buffers["w"].read == w.nbytes
-    assert counted.multiply_accumulates == 16 * 256 * 600
+    assert counted.multiply_accumulates == 16 * 256 * 608
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -195,6 +188,20 @@ def test_splits_depend_on_the_shape_alone():
     assert splits_of_k(4096, 4096, gate_up=True) == 1  # twice as many tiles
     assert splits_of_k(151936, 4096) == 1
     assert splits_of_k(1, 100) == 1
+    assert splits_of_k(4096, 4096, enough=512) == 4  # on chips with many cores
+
+
+@pytest.mark.parametrize("large,splits", [(False, 2), (True, 4)])
+def test_a_chip_with_many_cores_has_more_splits(large, splits):
+    grids = []
+
+    def recorded(*, grid, output_shapes, output_dtypes, **_):
+        grids.append(grid)
+        return list(map(mx.zeros, output_shapes, output_dtypes))
+
+    kernels = Kernels(lambda **named: recorded, large)
+    kernels.product(mx.ones((1, 4096)), mx.ones((4096, 4096)))
+    assert grids[0][1] == splits
 
 
 def test_what_does_not_fit_is_refused(matmul):

@@ -1,60 +1,292 @@
-"""Kernels that do not compile, or compute something else, are found before a model uses them."""
+"""Kernels that do not compile, or compute something else, are left to MLX, and no others."""
 
+import warnings
+
+import families
+import mlx.core as mx
 import pytest
-from metal_host import EmulatedKernel
+import tinymodels
+from kernel_check import kernel_factory, on_gpu_or_emulator
+from kernel_models import exact_target, half_precision
 
+import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.modules import Kernels
-from dflash_mlx.kernels.selfcheck import fault
+from dflash_mlx.kernels.block_attention import BlockAttention
+from dflash_mlx.kernels.gated import UNITS, unit_key
+from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
+from dflash_mlx.kernels.selfcheck import attention_checks, faults
+from dflash_mlx.kernels.shapes import AttentionShape, matrices
 from dflash_mlx.loading import load as loading
+from dflash_mlx.machine.chips import chip_named
+from dflash_mlx.target.selfcheck import check_rows, model_checks
+
+pytestmark = on_gpu_or_emulator
+
+COMPILER = """[metal::Device] Unable to build metal library from source
+program_source:41:9: warning: unused variable 'a'
+program_source:52:13: error: use of undeclared identifier 'fragment'
+"""
 
 
-def broken(name, wrong):
-    """A factory whose kernels of this name fail in the way that `wrong` makes of their results."""
+class Broken:
+    """A factory whose kernels fail in the calls that `concerns` is true of.
 
-    def factory(**definition):
-        kernel = EmulatedKernel(**definition)
-        if not definition["name"].startswith(name):
-            return kernel
-        return lambda **call: wrong(kernel(**call))
+    concerns: of a kernel's name and the keywords of a call.
+    wrong:    what becomes of its results there.
+    """
 
-    return factory
+    def __init__(self, concerns, wrong):
+        self.concerns, self.wrong, self.factory = concerns, wrong, kernel_factory()
+
+    def __call__(self, name, **definition):
+        kernel = self.factory(name=name, **definition)
+
+        def call(**given):
+            results = kernel(**given)
+            return self.wrong(results) if self.concerns(name, given) else results
+
+        return call
 
 
-def refuse(results):
-    raise RuntimeError("unable to build the metal library\nfrom source")
+def named(prefix):
+    return lambda name, given: name.startswith(prefix)
+
+
+def with_argument(prefix, *argument):
+    """Calls of these kernels that have a template argument."""
+    return lambda name, given: name.startswith(prefix) and argument in given.get("template", ())
+
+
+def does_not_compile(results):
+    raise RuntimeError(COMPILER)
+
+
+def too_many_threads(results):
+    raise ValueError("Thread group size (512) is greater than the maximum allowed (448).")
 
 
 def slightly_off(results):
-    return [results[0] * 1.05]
+    return [result * 1.05 for result in results]
+
+
+def one_element_off(results):
+    first = results[0].reshape(-1)
+    first[-1] = first[-1] + 1
+    return [first.reshape(results[0].shape), *results[1:]]
 
 
 def not_a_number(results):
-    return [results[0] * float("nan")]
+    return [results[0] * float("nan"), *results[1:]]
 
 
-def test_nothing_is_found_where_all_is_well():
-    assert fault(Kernels(EmulatedKernel)) is None
+def found(family, factory, bits=4, exact=True, chip=None):
+    """What the self-check finds in a random model."""
+    model, config = half_precision(family, bits), families.CONFIGS[family]
+    return faults(model_checks(model, config, Kernels(factory), chip, {}, exact))
 
 
-@pytest.mark.parametrize("wrong", [slightly_off, not_a_number])
+def keys(family, bits=4):
+    """The names of the products of a random model."""
+    of = half_precision(family, bits), families.CONFIGS[family]
+    return {matrix.key for _, _, matrix in matrices(*of)}
+
+
 @pytest.mark.parametrize(
-    "name", ["verify_matmul_plain", "verify_matmul_moe_plain", "block_attention_merge"]
+    ("family", "bits"), [("qwen3", 8), ("qwen3_5", 4), ("qwen3_moe", None), ("gpt_oss", 4)]
 )
-def test_a_wrong_result_is_found(name, wrong):
-    assert "differs from its reference" in fault(Kernels(broken(name, wrong)))
+def test_nothing_is_found_where_all_is_well(family, bits):
+    assert found(family, kernel_factory(), bits) == {}
 
 
-def test_a_kernel_that_does_not_compile_is_found():
-    problem = fault(Kernels(broken("verify_matmul_affine", refuse)))
-    assert problem.startswith("the product by 4-bit weights does not run (unable to build")
+ATTENTION = "attention 4/2 heads of 64"
+DELTA = "delta rule 4/2 heads of 32x32"
+# family, what is broken, and the beginnings of all names that are left to MLX
+CASES = {
+    "products": ("qwen3", named("verify_matmul_affine"), ("64x", "128x", "256x", "gate and up")),
+    "gate and up": ("qwen3", with_argument("verify_matmul", "GATE_UP", True), ("gate and up",)),
+    "gate and up of experts": (
+        "qwen3_moe",
+        named("verify_matmul_moe_affine_gate_up"),
+        ("gate and up",),
+    ),
+    "experts": ("qwen3_moe", named("verify_matmul_moe_affine"), ("64x64 affine", "gate and up")),
+    "side by side": ("qwen3", named("verify_beside_3"), ("256 and 128 and 128 side by side",)),
+    "what enters a recurrence": ("qwen3_5", named("verify_beside_4"), ("",)),
+    "attention": ("qwen3", named("block_attention"), (ATTENTION,)),
+    "quantized keys": ("qwen3", named("block_attention_quantized"), (f"{ATTENTION} over ",)),
+    "4-bit keys": (
+        "qwen3",
+        with_argument("block_attention_quantized", "BITS", 4),
+        (f"{ATTENTION} over 4-bit keys",),
+    ),
+    "trees": ("gpt_oss", with_argument("block_attention", "TREE", True), (ATTENTION,)),
+    "sinks": ("gpt_oss", with_argument("block_attention_merge", "SINKS", True), (ATTENTION,)),
+    "the recurrence": ("qwen3_5", named("delta_verify_chain"), (DELTA,)),
+    "the recurrence in trees": ("qwen3_5", named("delta_verify_tree"), (DELTA,)),
+    "the replay": ("qwen3_5", named("delta_replay"), (DELTA,)),
+}
 
 
-def test_the_fallback_is_said_and_exact_decoding_has_none():
-    kernels = Kernels(broken("block_attention_merge", slightly_off))
-    with pytest.warns(UserWarning, match="MLX's own kernels run, for ours are broken here"):
-        assert loading._working(kernels, exact=None) is None
-    with pytest.raises(KernelError, match="Exact decoding needs our kernels"):
-        loading._working(kernels, exact=True)
-    working = Kernels(EmulatedKernel)
-    assert loading._working(working, exact=True) is working
+@pytest.mark.parametrize(("family", "concerns", "left"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("wrong", [slightly_off, does_not_compile])
+def test_what_is_broken_is_found_and_nothing_else(family, concerns, left, wrong):
+    problems = found(family, Broken(concerns, wrong))
+    assert problems and all(key.startswith(left) for key in problems)
+    for start in left:
+        assert any(key.startswith(start) for key in problems), start
+    if wrong is does_not_compile:
+        words = (
+            "does not run (program_source:52:13: error: use of undeclared identifier 'fragment')"
+        )
+    else:
+        words = "differs from its reference by"
+    assert all(words in problem for problem in problems.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (too_many_threads, "does not run (Thread group size (512) is greater than"),
+        (one_element_off, "differs from its reference by"),
+        (not_a_number, "differs from its reference by nan"),
+        (lambda results: [results[0][:, :-1]], "does not run|gives"),
+    ],
+)
+def test_every_way_to_fail_is_found(wrong, words):
+    broken = with_argument("verify_matmul_affine", "GATE_UP", True)
+    [problem] = found("qwen3", Broken(broken, wrong)).values()
+    assert any(word in problem for word in words.split("|"))
+
+
+def rows_of(count):
+    return lambda name, given: (
+        name == "verify_matmul_affine" and given["inputs"][0].shape[0] == count
+    )
+
+
+@pytest.mark.parametrize(("rows", "exact"), [(1, True), (16, True), (16, False), (64, True)])
+def test_every_number_of_rows_that_may_come_is_asked(rows, exact):
+    factory = Broken(rows_of(rows), slightly_off)
+    chip = chip_named("M4")
+    for key, problem in found("qwen3", factory, exact=exact, chip=chip).items():
+        assert problem.startswith(f"the product of {rows} rows by {key} differs")
+        break
+    else:
+        pytest.fail("nothing was found")
+
+
+def test_attention_is_asked_with_all_its_simdgroups():
+    """Long heads, and many of them a head of keys: threadgroups of 512 threads."""
+    most = []
+
+    def concerns(name, given):
+        if name == "block_attention":
+            most.append(given["threadgroup"][0])
+        return False
+
+    shape = AttentionShape(16, 2, 128, mx.float32)
+    assert not faults(attention_checks(BlockAttention(Broken(concerns, None)), shape, (16,)))
+    assert max(most) == 16 * 32
+
+
+def test_what_the_table_leaves_to_mlx_is_not_asked():
+    """Nor compiled: a chip that is not known runs no kernel of ours."""
+    asked = []
+    factory = Broken(lambda name, given: asked.append(name), None)
+    assert found("qwen3_5", factory, exact=False) == {} and not asked
+    assert found("qwen3", factory, exact=False, chip=chip_named("M4")) == {}
+    assert {name for name in asked if name.startswith("delta")} == set()
+    assert "block_attention" in asked and "verify_matmul_affine" in asked
+
+
+def wired(family, broken, chip="M4"):
+    """A random model wired as `load` does it."""
+    model, config = half_precision(family), families.CONFIGS[family]
+    kernels, chip = Kernels(kernel_factory()), chip_named(chip)
+    measured = {key: 1 for key in keys(family)} | {ATTENTION: 1} | dict.fromkeys(broken)
+    return model, wire(model, config, kernels, chip, measured, False, frozenset(broken))
+
+
+def test_what_is_broken_is_left_to_mlx_and_the_rest_is_not():
+    model, wiring = wired("qwen3", ())
+    assert {type(layer.mlp) for layer in model.layers} <= set(UNITS.values())
+    [unit] = {unit_key(layer.mlp) for layer in model.layers}
+    model, wiring = wired("qwen3", {unit})
+    assert {type(layer.mlp) for layer in model.layers} <= set(UNITS)
+    assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
+    shape = next(matrix.key for path, _, matrix in matrices(model, {}) if "down_proj" in path)
+    model, wiring = wired("qwen3", {shape})
+    assert type(model.layers[0].mlp.down_proj) in SWAPS
+    assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
+    assert type(model.layers[0].self_attn.q_proj) in SWAPS.values()
+
+
+def test_broken_attention_over_quantized_keys_leaves_the_other():
+    called = []
+    factory = Broken(lambda name, given: called.append(name), None)
+    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
+    broken = frozenset({f"{ATTENTION} over 8-bit keys"})
+    wiring = wire(model, config, Kernels(factory), None, {ATTENTION: 1}, False, broken)
+    target = dm.Target(model, families.Letters(), config, "qwen3", wiring)
+    for bits, used in ((None, True), (8, False), (4, True)):
+        called.clear()
+        mx.eval(target.start(kv_bits=bits).verify(dm.Proposal([7, 9]))[0])
+        assert any(name.startswith("block_attention") for name in called) == used, bits
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tinymodels.save_target(tmp_path, "qwen3", head_dim=64))
+
+
+def test_a_load_says_what_it_leaves_to_mlx(folder, monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
+    factory = Broken(named("verify_matmul_affine_gate_up"), does_not_compile)
+    with pytest.warns(UserWarning, match="MLX's own kernel runs, for ours is broken here") as said:
+        target = dm.load_target(folder, bits=4, group_size=32, kernels=factory)
+    assert "error: use of undeclared identifier 'fragment'" in str(said[0].message)
+    assert type(target.model.layers[0].mlp.gate_proj) in SWAPS.values()
+    assert type(target.model.layers[0].mlp) in UNITS
+    target.start().verify(dm.Proposal([7] * 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dm.load_target(folder, bits=4, group_size=32, kernels=kernel_factory())
+
+
+def test_exact_decoding_does_without_no_kernel(folder):
+    factory = Broken(named("block_attention_merge"), slightly_off)
+    with pytest.raises(KernelError, match="Exact decoding needs our kernels: attention 4/2 heads"):
+        dm.load_target(folder, bits=4, group_size=32, kernels=factory, exact=True)
+
+
+def careless():
+    """Kernels that are right, but round otherwise where several rows share a call."""
+
+    def coarse(results):
+        return [(y.view(mx.uint32) & 0xFFFFFFF0).view(mx.float32) for y in results]
+
+    def concerns(name, given):
+        several = given["inputs"][0].shape[0] > 1
+        return (
+            name == "verify_matmul_affine" and several and given["output_dtypes"][0] == mx.float32
+        )
+
+    return Broken(concerns, coarse)
+
+
+def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
+    load = dict(bits=4, group_size=32, kernels=careless())
+    with pytest.raises(KernelError, match="row 1 of 16 that .* verifies has other bits here"):
+        dm.load_target(folder, **load, exact=True)
+    # Where nobody asked, the model is loaded all the same, and drafts are not taken for exact.
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "choices", lambda timings: {key: 1 for key in free})
+        model = dm.load_target(folder, bits=4, group_size=32, kernels=False)
+        free = {matrix.key for _, _, matrix in matrices(model.model, model.config)}
+        with pytest.warns(UserWarning, match="has other bits here than alone"):
+            assert not dm.load_target(folder, **load).wiring.exact
+
+
+def test_rows_that_are_the_same_pass():
+    for family in ("qwen3_5", "gpt_oss"):
+        check_rows(exact_target(family, kernel_factory()))

@@ -28,6 +28,11 @@ def test_includes_are_inlined_once(folder):
     assert text == "#include <metal_stdlib>\nint a;\nint b;\nint kernel;\n"
 
 
+def test_comments_and_indentation_stay_in_the_file(folder):
+    (folder / "kernel.metal").write_text("// why\n\nint f() {\n  return 1;  // one\n}\n")
+    assert source.metal_source("kernel.metal") == "int f() {\nreturn 1;\n}\n"
+
+
 def test_a_character_outside_ascii_is_refused(folder):
     (folder / "kernel.metal").write_text("// 16 × 8\n", encoding="utf-8")
     with pytest.raises(KernelError, match="metal/kernel.metal has a character outside ASCII"):

@@ -3,7 +3,6 @@
 Half precision and 4 bits, where stock kernels of a GPU round a row differently in a block.
 """
 
-import copy
 import json
 from functools import partial
 
@@ -13,16 +12,13 @@ import mlx.nn as nn
 import pytest
 import tinymodels
 from kernel_check import kernel_factory, on_gpu_or_emulator, same_bits
+from kernel_models import HEAD, Launches, exact_target, half_precision
 from mlx.utils import tree_flatten
 from oracle import Oracle
-from typer.testing import CliRunner
 
 import dflash_mlx as dm
-from dflash_mlx.bench.kernels import KernelRow, kernel_rows
-from dflash_mlx.cli.app import app
-from dflash_mlx.cli.tune_kernels import show
+from dflash_mlx.bench.kernels import kernel_rows
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.kernels.calibration import Timing
 from dflash_mlx.kernels.gated import UNITS, VerifySwitchGLU
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
@@ -37,60 +33,6 @@ pytestmark = on_gpu_or_emulator
 
 TOKENS, BLOCK = 24, 16
 PROMPT = families.random_prompt(9, seed=1)
-HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
-
-
-class Launches:
-    """A factory of emulated kernels that counts their calls by name."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.factory = kernel_factory()
-
-    def __call__(self, name, **arguments):
-        kernel = self.factory(name=name, **arguments)
-
-        def launch(**call):
-            self.counts[name] = self.counts.get(name, 0) + 1
-            return kernel(**call)
-
-        return launch
-
-
-def half_precision(family: str, bits: int | None = 4):
-    """A random model in bfloat16, its matrices in 4 bits."""
-    model = families.random_model(family, seed=3, head_dim=HEAD)
-    model.set_dtype(mx.bfloat16)
-    if quantization := Quantization.of(bits, "affine", 32):
-        quantization.apply(model)
-    return model
-
-
-def exact_target(family: str, factory, bits: int | None = 4) -> Target:
-    """Such a model with all of its verify on our kernels."""
-    model, config = half_precision(family, bits), copy.deepcopy(families.CONFIGS[family])
-    wiring = wire(model, config, Kernels(factory), None, {}, exact=True)
-    return Target(model, families.Letters(), config, family, wiring)
-
-
-@pytest.mark.parametrize(
-    ("family", "bits"), [("qwen3", 4), ("qwen3_5", 4), ("qwen3_moe", 4), ("qwen3_moe", None)]
-)
-def test_drafted_text_is_the_plain_text(family, bits):
-    launches = Launches()
-    target = exact_target(family, launches, bits)
-    plain = generate(target, None, PROMPT, max_tokens=TOKENS).tokens
-    assert len(set(plain)) > 5
-    for p in (0.5, 0.9):
-        oracle = Oracle(PROMPT, plain, target.vocab_size, p)
-        drafted = generate(target, oracle, PROMPT, max_tokens=TOKENS, block_size=BLOCK)
-        assert drafted.tokens == plain
-        assert max(drafted.stats.widths) == BLOCK and 0 < drafted.stats.accepted_tokens
-    kind = "affine" if bits else "plain"
-    used = {f"verify_matmul_{kind}", "block_attention"}
-    unit = "verify_matmul_moe_" if "moe" in family else "verify_matmul_"
-    used |= {"delta_verify_chain", "delta_replay"} if family == "qwen3_5" else set()
-    assert used | {f"{unit}{kind}_gate_up"} <= set(launches.counts)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma4_moe"])
@@ -301,7 +243,11 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
     model, config = half_precision("qwen3_moe"), families.CONFIGS["qwen3_moe"]
     types = [type(module) for module in model.modules()]
     kernels = Kernels(launches)
-    rows = list(kernel_rows(model, config, kernels, (1, 2), lambda: sum(launches.counts.values())))
+
+    def clock() -> int:
+        return sum(launches.counts.values())
+
+    rows = list(kernel_rows(model, config, kernels, {}, (1, 2), clock))
     assert [type(module) for module in model.modules()] == types
     shapes = [matrix.key for _, _, matrix in matrices(model, config)]
     shapes += ["attention 4/2 heads of 64"] * config["num_hidden_layers"]
@@ -309,23 +255,6 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
     for row in rows:
         assert row.timing.stock == {1: 0, 2: 0} and row.timing.first_row is None
         assert all(1 <= launched <= 2 for launched in row.timing.ours.values())
-
-
-def test_the_bench_of_kernels_says_what_it_needs():
-    if mx.metal.is_available():
-        pytest.skip("this machine has Metal")
-    done = CliRunner().invoke(app, ["bench", "--kernels"], prog_name="dflash-mlx")
-    assert done.exit_code == 1 and done.stderr.count("\n") == 1
-    assert "need Metal" in done.stderr and "MLX's own CPU kernels run instead" in done.stderr
-    done = CliRunner().invoke(app, ["bench", "--kernels", "--policy"], prog_name="dflash-mlx")
-    assert done.exit_code == 2
-
-
-def test_the_table_of_timings(capsys):
-    timing = Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4})
-    show([KernelRow("4096x4096 affine 4-bit g64", 36, timing)], json=False)
-    printed = capsys.readouterr().out
-    assert "100/200" in printed and "500/300" in printed and printed.split()[-1] == "16"
-    show([KernelRow("4096x4096 affine 4-bit g64", 36, timing)], json=True)
-    [row] = json.loads(capsys.readouterr().out)["kernels"]
-    assert row["ours_from"] == 16 and row["stock_us"]["16"] == pytest.approx(500)
+    known, before = {row.key: row.timing for row in rows}, clock()
+    assert list(kernel_rows(model, config, kernels, known, (1, 2), clock)) == rows
+    assert clock() == before, "what is known was timed again"

@@ -72,6 +72,8 @@ def test_a_drafter_that_is_falsy_is_a_drafter():
     [
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": -(10**400)}, "max_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": VOCABULARY + 1}, "top_k"),
@@ -81,9 +83,14 @@ def test_a_drafter_that_is_falsy_is_a_drafter():
         ({"tree_budget": "many"}, "tree_budget"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": -3}, "block_size"),
+        ({"block_size": "3"}, "block_size"),
+        ({"block_size": 3.0}, "block_size"),
+        ({"block_size": True}, "block_size"),
         ({"stop": [""]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", 5]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": b"a"}, "stop"),
     ],
     ids=str,
 )

@@ -1,31 +1,28 @@
 """The drift alarm: what we build on in mlx-lm, which promises none of it.
 
-When one of these fails after an update of mlx-lm, nothing is wrong with the test: look at every
-place of dflash_mlx/ that imports mlx_lm, and then at the pinned range in pyproject.toml.
+When one of these fails after an update of mlx-lm, nothing is wrong with the test: look at what it
+names in dflash_mlx/target/internals.py, and then at the pinned range in pyproject.toml.
 """
 
+import ast
 import inspect
+import re
+from pathlib import Path
 
 import families
 import mlx.core as mx
 import pytest
 from mlx_lm import utils
-from mlx_lm.models import rope_utils
+from mlx_lm.models import deepseek_v41, rope_utils
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
-from mlx_lm.models.deepseek_v41 import LayerCache
-from mlx_lm.models.qwen3_5 import GatedDeltaNet
-from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 from tinymodels import END, SUPPORTED, model_config, random_model, save_target, tokenizer, wrapped
 
 from dflash_mlx.proposal import Proposal
+from dflash_mlx.target import internals
+
+PACKAGE = Path(__file__).parents[1] / "dflash_mlx"
+HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+MLA = ("kimi_k25", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 
 
 def parameters(function) -> list[str]:
@@ -34,13 +31,13 @@ def parameters(function) -> list[str]:
 
 def test_a_kv_cache_is_its_three_fields():
     """`rollback.py` and the drafter's context trim them and rely on there being nothing else."""
-    cache = KVCache()
+    cache = internals.KVCache()
     assert vars(cache) == {"keys": None, "values": None, "offset": 0}
     rows = mx.arange(5, dtype=mx.float32).reshape(1, 1, 5, 1)
     keys, values = cache.update_and_fetch(rows, -rows)
     assert keys.reshape(-1).tolist() == [0, 1, 2, 3, 4]
     assert values.reshape(-1).tolist() == [0, -1, -2, -3, -4]
-    assert cache.keys.shape[2] == KVCache.step == 256
+    assert cache.keys.shape[2] == internals.KVCache.step == 256
     assert cache.trim(2) == 2 and cache.offset == 3
     assert set(vars(cache)) == {"keys", "values", "offset"}
     keys, _ = cache.update_and_fetch(rows[:, :, :1] + 9, rows[:, :, :1])
@@ -50,37 +47,50 @@ def test_a_kv_cache_is_its_three_fields():
 
 def test_a_rotating_cache_after_several_rows():
     """`rollback.py` cuts its end: temporal order, `max_size - 1` older rows, no more."""
-    cache = RotatingKVCache(max_size=4)
+    cache = internals.RotatingKVCache(max_size=4)
     rows = mx.arange(9, dtype=mx.float32).reshape(1, 1, 9, 1)
     for start, count in ((0, 1), (1, 1), (2, 4), (6, 3)):
         keys, _ = cache.update_and_fetch(*[rows[:, :, start : start + count]] * 2)
     assert keys.reshape(-1).tolist() == [3, 4, 5, 6, 7, 8]
-    assert cache._idx == keys.shape[2] == 6 and cache.offset == 9
-    fields = {"keep", "keys", "values", "offset", "max_size", "_idx"}
-    assert set(vars(cache)) == fields
+    assert internals.end_of_ring(cache) == keys.shape[2] == 6 and cache.offset == 9
+    names = {"keep", "keys", "values", "offset", "max_size", "_idx"}
+    assert set(internals.fields(cache)) == names and internals.fields(cache) is vars(cache)
+    internals.cut_ring(cache, 2)
+    assert internals.end_of_ring(cache) == 4 and cache.offset == 7
+    keys, _ = cache.update_and_fetch(*[rows[:, :, 7:8]] * 2)
+    assert sorted(keys.reshape(-1).tolist()) == [4, 5, 6, 7]
+    cache.update_and_fetch(*[rows[:, :, 8:9]] * 2)  # in place: a ring
+    assert cache.keys.reshape(-1).tolist() != [5, 6, 7, 8]
+    assert internals.in_temporal_order(cache, cache.keys).reshape(-1).tolist() == [5, 6, 7, 8]
 
 
 def test_the_other_caches_are_their_fields():
     """What `rollback.py`, `recurrent.py`, `compressed.py` and `kv_bits.py` read and write."""
-    assert set(vars(ArraysCache(2))) == {"cache", "left_padding", "lengths"}
-    assert set(vars(CacheList(KVCache()))) == {"caches"}
-    assert set(vars(QuantizedKVCache(32, 8))) == {"keys", "values", "offset", "group_size", "bits"}
+    assert set(vars(internals.ArraysCache(2))) == {"cache", "left_padding", "lengths"}
+    assert set(vars(internals.CacheList(internals.KVCache()))) == {"caches"}
+    assert set(vars(internals.QuantizedKVCache(32, 8))) == {
+        "keys",
+        "values",
+        "offset",
+        "group_size",
+        "bits",
+    }
     compressed = ["compress_kv", "index_k", "pending_kv", "pending_gate"]
-    assert set(vars(LayerCache(8))) == {"window_size", "offset", "window", *compressed}
+    assert set(vars(internals.LayerCache(8))) == {"window_size", "offset", "window", *compressed}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", HYBRID)
 def test_a_recurrence_is_what_enters_it(family):
     """`recurrent.py` replays it from the convolution's output and the gates, bit for bit."""
     model = families.random_model(family)
-    layer = getattr(model, "language_model", model).model.layers[0]
+    layer = internals.backbone(internals.text_model(model)).layers[0]
     tokens = families.random_prompt(12, 1)
     short, whole = (families.target_of(model, family).start() for _ in range(2))
     for session, rows in ((short, 7), (whole, 12)):
         list(session.prefill([1, 2, 3]))
         session.verify(Proposal(tokens[:rows]))
         session.commit(range(7))
-    assert type(layer.linear_attn) in (GatedDeltaNet, Qwen3NextGatedDeltaNet)
+    assert type(layer.linear_attn) in (internals.GatedDeltaNet, internals.Qwen3NextGatedDeltaNet)
     for one, other in zip(short._cache[0].cache, whole._cache[0].cache, strict=True):
         assert mx.array_equal(one, other)
 
@@ -91,8 +101,8 @@ def test_how_a_model_is_built_and_called(family):
     model = random_model(model_config(family))
     backbone = model.model
     assert parameters(model.__call__)[:2] == ["inputs", "cache"]
-    caches = make_prompt_cache(model)
-    assert [type(cache) for cache in caches] == [KVCache] * len(backbone.layers)
+    caches = internals.make_prompt_cache(model)
+    assert [type(cache) for cache in caches] == [internals.KVCache] * len(backbone.layers)
 
     calls = []
 
@@ -129,6 +139,7 @@ def test_the_tokenizer_wrapper():
     ids = wrapper.apply_chat_template(messages, add_generation_prompt=True)
     assert ids == tokenizer().encode("user: hi\nassistant:")
     assert wrapper.has_chat_template and wrapper.bos_token is None and wrapper.eos_token == END
+    assert wrapper.backend_tokenizer.to_str() == tokenizer().backend_tokenizer.to_str()
 
 
 def test_how_models_are_loaded(tmp_path):
@@ -158,3 +169,177 @@ def test_what_the_drafter_is_made_of():
     ]
     gate, x = mx.array([1.0, -2.0]), mx.array([3.0, 5.0])
     assert mx.allclose(swiglu(gate, x), gate * mx.sigmoid(gate) * x)
+
+
+def test_this_file_tries_all_that_is_named_there():
+    tree = ast.parse((PACKAGE / "target" / "internals.py").read_text())
+    names = set(internals.__all__)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {name.id for name in node.targets if isinstance(name, ast.Name)}
+    tried = set(re.findall(r"internals\.(\w+)", Path(__file__).read_text()))
+    assert names - {"__all__"} == tried - {"py", "__all__"}
+
+
+def test_nothing_private_is_touched_elsewhere():
+    """Neither by import, nor, beside the target's models, by any name of the file above."""
+    for path in PACKAGE.rglob("*.py"):
+        if path == PACKAGE / "target" / "internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_lm"):
+                names = [alias.name for alias in node.names]
+                assert not any(name.startswith("_") for name in names), path
+                assert path.parent.name != "target" or names == ["TokenizerWrapper"], path
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("_idx", "_temporal_order", "make_mask"), path
+
+
+def test_the_functions_take_what_we_hand_them():
+    named = {
+        internals.scaled_dot_product_attention: "queries keys values cache scale mask sinks",
+        internals.gated_delta_update: "q k v a b A_log dt_bias state mask use_kernel",
+        internals.compute_g: "A_log a dt_bias",
+        internals.normalize_qk: "q k inv_scale eps",
+        internals.apply_rope: "x rope rope_dim offset",
+        internals.fake_quant_fp4: "x block_size",
+        internals.classes_of: "config",
+        internals.make_prompt_cache: "model",
+        deepseek_v41.Attention.__call__: "self x start_pos window_idx cache shared",
+        deepseek_v41.Compressor.__call__: "self x start_pos cache",
+        deepseek_v41.Indexer.__call__: "self x q_residual index_k candidates rope start_pos",
+    }
+    for function, names in named.items():
+        assert parameters(function)[: len(names.split())] == names.split(), function
+    for kind in (internals.KVCache, internals.RotatingKVCache):
+        assert parameters(kind.update_and_fetch) == ["self", "keys", "values"]
+    assert parameters(internals.RotatingKVCache.make_mask)[:4] == [
+        *("self", "N", "window_size", "return_array")
+    ]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_where_a_family_has_its_parts(family):
+    config = families.CONFIGS[family]
+    shape = config.get("text_config", config)
+    model = families.random_model(family)
+    assert isinstance(model, internals.classes_of(config)[0])
+    text = internals.text_model(model)
+    backbone = internals.backbone(text)
+    assert all(hasattr(backbone, part) for part in internals.BACKBONE)
+    assert len(backbone.layers) == shape["num_hidden_layers"]
+    gemma = family.startswith("gemma4")
+    assert (internals.own_head(text) is None) == gemma
+    assert internals.embed_scale(backbone) == (shape["hidden_size"] ** 0.5 if gemma else None)
+
+    mixers = (internals.GatedDeltaNet, internals.Qwen3NextGatedDeltaNet)
+    caches = internals.make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=caches)
+    for layer, cache in zip(backbone.layers, caches, strict=False):
+        attention, mixer = internals.attention_of(layer), internals.mixer_of(layer)
+        assert (attention is None) == (mixer is not None)
+        if mixer is not None:
+            assert type(mixer) in mixers and family in HYBRID
+            assert internals.RECURRENCE in type(mixer).__call__.__code__.co_names
+            continue
+        assert internals.is_mla(layer) == (family in MLA)
+        assert internals.has_sinks(attention) == (family in ("gpt_oss", "deepseek_v41"))
+        assert type(attention).__call__.__code__.co_names.count(internals.ATTENTION) == (
+            family != "deepseek_v41"
+        )
+        if internals.has_key_projection(attention):
+            heads, size = internals.key_heads(attention), internals.head_size(attention)
+            assert cache.keys.shape[1::2] == (heads, size)
+            assert internals.query_heads(attention) % heads == 0
+        else:
+            assert family in MLA or family == "deepseek_v41"
+        ropes = [m for path, m in layer.named_modules() if path.rpartition(".")[2] == "rope"]
+        assert ropes and {type(rope).__name__ for rope in ropes} <= internals.ROPES
+
+
+def test_which_layers_compress():
+    layers = families.random_model("deepseek_v41").model.layers
+    assert [internals.compression(layer.self_attn) for layer in layers] == [0, 4, 0, 0]
+    assert internals.compression(families.random_model("qwen3").model.layers[0].self_attn) == 0
+
+
+# What our own forwards read of the layers that they stand for.
+ATTRIBUTES = {
+    "deepseek_v3": """q_lora_rank q_a_proj q_a_layernorm q_b_proj num_heads q_head_dim scale
+        qk_nope_head_dim kv_lora_rank qk_rope_head_dim kv_a_proj_with_mqa kv_a_layernorm rope
+        embed_q unembed_out o_proj""",
+    "deepseek_v32": """q_a_proj q_a_layernorm q_b_proj num_heads q_head_dim scale indexer rope
+        qk_nope_head_dim kv_lora_rank qk_rope_head_dim kv_a_proj_with_mqa kv_a_layernorm
+        embed_q unembed_out o_proj""",
+    "deepseek_v41": "is_kv_source is_index_source ratio",
+    "qwen3_5": """A_log dt_bias conv1d conv_kernel_size conv_dim key_dim head_k_dim head_v_dim
+        num_k_heads num_v_heads in_proj_qkv in_proj_z in_proj_a in_proj_b norm out_proj""",
+    "qwen3_next": """A_log dt_bias conv1d conv_kernel_size conv_dim key_dim head_k_dim head_v_dim
+        num_k_heads num_v_heads in_proj_qkvz in_proj_ba fix_query_key_value_ordering norm
+        out_proj""",
+}
+COMPRESSOR = "ratio kv_proj gate_proj kv_norm"
+INDEXER = """ratio num_heads head_dim rope_dim q_b_proj weights_proj index_topk
+    candidate_topk_blocks candidate_block_size is_candidate_source"""
+
+
+@pytest.mark.parametrize("family", ATTRIBUTES)
+def test_what_our_own_forwards_read(family):
+    layers = internals.text_model(families.random_model(family)).model.layers
+    layer = layers[0]
+    parts = [(internals.mixer_of(layer) or internals.attention_of(layer), ATTRIBUTES[family])]
+    if family == "deepseek_v3":
+        assert type(parts[0][0]) is internals.DeepseekV3Attention
+    if family == "deepseek_v32":
+        assert type(parts[0][0]) is internals.DeepseekV32Attention
+    if family == "deepseek_v41":
+        attentions = [layer.self_attn for layer in layers]
+        compressing = [a for a in attentions if a.ratio]
+        parts += [(a.compressor, COMPRESSOR) for a in compressing if a.is_kv_source]
+        parts += [(a.indexer, INDEXER) for a in compressing if a.is_index_source]
+        assert len(parts) >= 3
+    for part, names in parts:
+        missing = [name for name in names.split() if not hasattr(part, name)]
+        assert not missing, f"{type(part).__name__} has no longer {missing}"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma4_dense", "deepseek_v32", "llama"])
+def test_models_ask_their_caches(family):
+    """For masks and for what is kept: there a draft tree comes in."""
+    model = families.random_model(family)
+    plain = internals.make_prompt_cache(model)
+    asked = internals.make_prompt_cache(model)
+    tokens, seen = mx.array([[1, 2, 3]]), []
+
+    def told(name, own):
+        def call(*args, **options):
+            assert name != "mask" or set(options) <= {"return_array", "window_size"}
+            seen.append(name)
+            return own(*args, **options)
+
+        return call
+
+    parts = [part for cache in asked for part in getattr(cache, "caches", (cache,))]
+    for part in parts:
+        masks, keeps = told("mask", part.make_mask), told("keep", part.update_and_fetch)
+        internals.hook(part, masks, keeps)
+    logits = model(tokens, cache=asked)
+    assert mx.array_equal(logits, model(tokens, cache=plain))
+    assert seen.count("keep") == len(parts) and "mask" in seen
+    for part in parts:
+        internals.unhook(part)
+    model(tokens, cache=asked)
+    assert seen.count("keep") == len(parts)
+    assert not {"make_mask", "update_and_fetch"} & set(internals.fields(parts[0]))
+
+
+def test_a_window_tells_what_enters_it():
+    model, seen = families.random_model("deepseek_v41"), []
+    caches = internals.make_prompt_cache(model)
+    internals.watch_window(caches[0], seen.append)
+    model(mx.array([[1, 2, 3]]), cache=caches)
+    model(mx.array([[4, 5]]), cache=caches)
+    assert [rows.shape[1] for rows in seen] == [3, 2]
+    assert mx.array_equal(caches[0].window, mx.concatenate(seen, axis=1))

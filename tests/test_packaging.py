@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dflash_mlx
 
@@ -149,3 +150,56 @@ def test_without_mlx_the_command_line_says_what_to_install(command, tmp_path):
 def test_the_extras_have_both_bounds():
     for requirement in SETTINGS["project"]["optional-dependencies"]["mlx"]:
         assert ">=" in requirement and ",<" in requirement, requirement
+
+
+# pip, pipx or uv with nothing but our name, which is another project's in the package index.
+BY_NAME = re.compile(
+    r"\b(?:pipx?3?|uv)\b[^\n]*\b(?:install|add|download|wheel)\b[^\n]*[\s\"']dflash[-_]mlx"
+    r"(?:\[[\w, ]*\])?(?!\s*@|[\w./\[-])",
+    re.IGNORECASE,
+)
+FOLDERS_OF_TEXT = ("cli", "dflash_mlx", "docs", "metal", "scripts", ".github")
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("pip install dflash-mlx", True),
+        ('pip install -U "dflash-mlx[mlx]"', True),
+        ("uv pip install dflash_mlx", True),
+        ("pipx install dflash-mlx, then", True),
+        ('pip install "dflash-mlx[mlx] @ git+https://example.org/x"', False),
+        ('in a clone of dflash-mlx, run pip install -e ".[mlx]"', False),
+        ("pip install ./dflash-mlx/dist/x.whl", False),
+    ],
+)
+def test_what_counts_as_installing_by_name(line, wrong):
+    assert bool(BY_NAME.search(line)) == wrong
+
+
+def test_nobody_is_sent_to_the_package_index():
+    """The index has another project of this name: a clone or an address, never the name."""
+    texts = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "CITATION.cff"]
+    for folder in FOLDERS_OF_TEXT:
+        kinds = {".md", ".py", ".sh", ".toml", ".yml"}
+        texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    assert len(texts) > 100
+    wrong = [f"{path}: {found[0]}" for path in texts if (found := BY_NAME.search(path.read_text()))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    assert {"message", "title", "authors"} <= set(citation)  # what the format demands
+    assert citation["version"] == dflash_mlx.__version__
+    assert citation["license"] == SETTINGS["project"]["license"]
+
+
+def test_a_release_is_checked_before_it_is_attached():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    steps = [step.get("run", "") for step in jobs["build"]["steps"]]
+    needed = ("-m build", "twine check", "dflash-mlx generate")
+    assert all(any(part in step for step in steps) for part in needed)
+    assert jobs["attach"]["needs"] == "build"
+    assert "gh release upload" in jobs["attach"]["steps"][-1]["run"]

@@ -1,6 +1,7 @@
 """A prompt in any of its forms, and what is no prompt."""
 
 import pytest
+from damaged_text import TEMPLATES
 from tinymodels import END, ending_at, target, tokenizer
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -32,6 +33,7 @@ def test_messages_go_through_the_chat_template():
         ("", "empty"),
         ([], "empty"),
         ([-1], "Token id -1 is outside"),
+        ([10**400], "is outside the target's vocabulary"),
         ([3, len(tokenizer())], f"Token id {len(tokenizer())} is outside"),
         ([True], "text, a list of token ids, or a list of messages"),
         ([1, "two"], "text, a list of token ids, or a list of messages"),
@@ -74,8 +76,24 @@ def test_messages_need_a_chat_template():
 
 def test_a_template_can_refuse():
     template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(PromptError, match="refuses these messages: roles must alternate"):
+    with pytest.raises(PromptError, match="refuses these messages .roles must alternate"):
         encode_prompt(with_template(template), MESSAGES)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=repr)
+def test_whatever_a_template_raises_is_one_line(template):
+    changed = with_template(template if isinstance(template, str) else repr(template))
+    try:
+        ids = encode_prompt(changed, MESSAGES)
+    except PromptError as error:
+        assert str(error).isprintable()
+    else:
+        assert ids == changed.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
+
+
+def test_text_that_the_tokenizer_cannot_read():
+    with pytest.raises(PromptError, match="cannot encode"):
+        encode_prompt(target(), "half a character: \ud83d")
 
 
 def test_a_bos_token_that_is_written_out_is_not_added_again():

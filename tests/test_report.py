@@ -42,7 +42,7 @@ def one_line_error(done) -> str:
 def tiny(monkeypatch):
     """A random pair instead of the one that the options ask for, so that nothing is loaded."""
     pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
-    monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", lambda choice: pair)
+    monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_: pair)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
     """A measured run with two categories."""
     with pytest.MonkeyPatch.context() as patch:
         pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
-        patch.setattr("dflash_mlx.cli.bench.open_pair", lambda choice: pair)
+        patch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_: pair)
         out = tmp_path_factory.mktemp("runs") / "deep" / "first"
         prompts = out.parents[1] / "prompts.jsonl"
         rows = [{"prompt": "what is 37 + 48?", "category": name} for name in ("sums", "more")]

@@ -9,9 +9,10 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget, softmax
 
 import dflash_mlx as dm
+from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler, Sampling, gumbel, keep_min_p, keep_top_k, keep_top_p
+from dflash_mlx.sampling import Sampler, Sampling
 
 VOCABULARIES = [16, 50, 200]
 
@@ -221,22 +222,32 @@ def test_drafting_never_waits_for_the_device(settings):
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"temperature": "hot"},
+        {"temperature": 1e-39},
+        {"temperature": 1e300},
+        {"temperature": 10**400},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},
         {"top_k": 2.5},
         {"top_k": 193},
+        {"top_k": 10**400},
         {"min_p": -0.1},
         {"min_p": 1.5},
         {"seed": -1},
         {"seed": 2**32},
         {"repetition_penalty": 0.0},
         {"presence_penalty": math.nan},
+        {"presence_penalty": 10**400},
+        {"repetition_penalty": 1e39},
         {"frequency_penalty": "some"},
         {"repetition_context_size": 0},
+        {"repetition_context_size": 2**64},
         {"logit_bias": {192: 1.0}},
         {"logit_bias": {"a": 1.0}},
         {"logit_bias": {1: math.inf}},
+        {"logit_bias": {1: 10**400}},
+        {"logit_bias": {10**400: 1.0}},
+        {"logit_bias": {True: 1.0}},
         {"logits_processors": ["json"]},
         {"logits_processors": "json"},
         {"logits_processors": print},
@@ -249,4 +260,36 @@ def test_settings_are_never_ignored(settings):
     with pytest.raises(SettingsError, match=next(iter(settings))) as caught:
         dm.generate(target, None, [1], max_tokens=1, **settings)
     assert isinstance(caught.value, DFlashError) and isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [1e-20, 1e-10, 1e-4])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    mx.random.seed(3)
+    logits = 30 * mx.random.normal((50, 40))
+    tokens = [0] * 50
+    greedy = Sampler(Sampling()).choose(Proposal(tokens), logits)
+    cold = Sampler(Sampling(temperature=temperature, seed=1)).choose(Proposal(tokens), logits)
+    assert cold == greedy
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda logits: None, r"shape \(1, 192\), not None"),
+        (lambda logits: logits.tolist(), r"shape \(1, 192\), not \["),
+        (lambda logits: logits[0], r"shape \(1, 192\), not \(192,\)"),
+        (lambda logits: logits[:, :5], r"shape \(1, 192\), not \(1, 5\)"),
+        (lambda logits: logits * mx.nan, "NaN after logits_processors"),
+        (lambda logits: mx.where(mx.arange(192) == 7, mx.nan, logits), "NaN after"),
+    ],
+    ids=["nothing", "a list", "no rows", "fewer tokens", "NaN", "one NaN"],
+)
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_what_a_processor_may_not_return(result, message, temperature):
+    target = BigramTarget(np.zeros((192, 192)))
+    processors = [lambda tokens, logits: result(logits)]
+    settings = {"logits_processors": processors, "temperature": temperature}
+    with pytest.raises(SettingsError, match=message) as caught:
+        dm.generate(target, None, [1], max_tokens=3, **settings)
     assert "\n" not in str(caught.value)

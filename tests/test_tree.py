@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinymodels import drafter_config, random_drafter, target
 
+from dflash_mlx.distributions import gumbel
 from dflash_mlx.drafter.calibration import Calibration
 from dflash_mlx.drafter.candidates import Candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.tree import DraftTree, best_chain, best_first
-from dflash_mlx.sampling import Sampler, Sampling, gumbel
+from dflash_mlx.sampling import Sampler, Sampling
 
 PROMPT = [5, 9, 2, 40, 41, 7, 100]
 ANCHOR = 3

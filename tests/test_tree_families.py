@@ -18,6 +18,8 @@ from trees import TreeOracle, random_tree, separate_paths
 import dflash_mlx as dm
 from dflash_mlx.target import tree_attention
 
+pytestmark = pytest.mark.by_family
+
 LIMIT = 5e-5
 FAR = 0.01  # a tree that is read wrongly is further off; the logits are a few units large
 

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import SettingsError
-from ..kernels.block_attention import HEAD_DIMS
 from ..kernels.calibration import Timing
 from ..kernels.modules import Kernels, can_swap, verifying
-from ..kernels.shapes import Matrix, attention_key, matrices
-from ..target.kv_bits import head_size
-from ..target.mla import is_mla
+from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
+from ..target.attention import attention_shape
+from ..target.kv_bits import make_cache
 
 ROWS = (1, 2, 4, 6, 8, 12, 16)
 CONTEXT = 4096  # tokens that attention is timed over
 LAYERS = 8  # of one shape that take turns, or the weights would come from a cache
 REPEATS = 5  # of which the quickest counts: other programs only ever add time
 SEED = 0
-_HEADS = ("n_heads", "num_attention_heads", "num_heads")
 
 
 @dataclass(frozen=True)
@@ -43,18 +41,11 @@ class KernelRow:
     timing: Timing
 
 
-def check_metal() -> None:
-    """Raise `SettingsError` where there is no Metal to time."""
-    if not mx.metal.is_available():
-        raise SettingsError(
-            "Our kernels need Metal, which this machine lacks: MLX's own CPU kernels run instead."
-        )
-
-
 def kernel_rows(
     model: nn.Module,
     config: dict[str, Any],
     kernels: Kernels,
+    known: Mapping[str, Timing],
     rows: Sequence[int] = ROWS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[KernelRow]:
@@ -64,19 +55,27 @@ def kernel_rows(
         model: an mlx-lm model with stock layers.
         config: its config.json.
         kernels: ours.
+        known: timings by key, which are not taken again.
         rows: at how many rows.
         clock: seconds.
     """
     layers: list[Any] = model.layers
-    attentions = Counter(shape for layer in layers if (shape := _attention_shape(layer)))
+    found = (attention_shape(*of) for of in zip_longest(layers, make_cache(model)))
+    attentions = Counter(
+        AttentionShape(shape.heads, shape.key_heads, shape.head_dim, shape.dtype)
+        for shape in found
+        if shape  # whatever its window: the context here fits into any
+    )
     for shape, count in attentions.items():
-        yield KernelRow(attention_key(*shape[:3]), count, _attention(*shape, kernels, rows, clock))
+        timing = known.get(shape.key) or _attention(shape, kernels, rows, clock)
+        yield KernelRow(shape.key, count, timing)
     shapes: dict[str, list[tuple[nn.Module, Matrix]]] = {}
     for _, module, matrix in matrices(model, config):
         if can_swap(module, matrix):
             shapes.setdefault(matrix.key, []).append((module, matrix))
     for key, same in shapes.items():
-        yield KernelRow(key, len(same), _products(same[:LAYERS], kernels, rows, clock))
+        timing = known.get(key) or _products(same[:LAYERS], kernels, rows, clock)
+        yield KernelRow(key, len(same), timing)
 
 
 def _products(
@@ -97,21 +96,15 @@ def _products(
 
 
 def _attention(
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    dtype: mx.Dtype,
-    kernels: Kernels,
-    rows: Sequence[int],
-    clock: Callable[[], float],
+    shape: AttentionShape, kernels: Kernels, rows: Sequence[int], clock: Callable[[], float]
 ) -> Timing:
     """Attention over `CONTEXT` tokens, in `LAYERS` caches that take turns."""
-    scale = head_dim**-0.5
-    held = [_noise((1, key_heads, CONTEXT, head_dim), dtype, seed) for seed in range(2 * LAYERS)]
+    scale, size = shape.head_dim**-0.5, (1, shape.key_heads, CONTEXT, shape.head_dim)
+    held = [_noise(size, shape.dtype, seed) for seed in range(2 * LAYERS)]
     pairs = list(zip(held[:LAYERS], held[LAYERS:], strict=True))
 
     def both(count: int) -> tuple[float, float]:
-        q = _noise((1, heads, count, head_dim), dtype)
+        q = _noise((1, shape.heads, count, shape.head_dim), shape.dtype)
         mask = "causal" if count > 1 else None
         attend = mx.fast.scaled_dot_product_attention
         stock = [partial(attend, q, k, v, scale=scale, mask=mask) for k, v in pairs]
@@ -119,18 +112,6 @@ def _attention(
         return _seconds(stock, clock), _seconds(ours, clock)
 
     return _timing(both, rows)
-
-
-def _attention_shape(layer: Any) -> tuple[int, int, int, mx.Dtype] | None:
-    """Heads, heads of keys, numbers in a head and dtype, where our kernel takes them."""
-    attention = getattr(layer, "self_attn", None)
-    if attention is None or is_mla(layer) or not hasattr(attention, "k_proj"):
-        return None
-    heads = next(getattr(attention, name) for name in _HEADS if hasattr(attention, name))
-    head_dim = head_size(attention)
-    key_heads = attention.k_proj.weight.shape[0] // head_dim
-    dtype = _dtype(attention.k_proj)
-    return (heads, key_heads, head_dim, dtype) if head_dim in HEAD_DIMS else None
 
 
 def _timing(both: Callable[[int], tuple[float, float]], rows: Sequence[int]) -> Timing:
@@ -158,14 +139,9 @@ def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = SEED) -> mx.arra
     return noise
 
 
-def _dtype(layer: Any) -> mx.Dtype:
-    """What a layer's inputs and outputs are computed in."""
-    return layer.scales.dtype if "scales" in layer else layer.weight.dtype
-
-
 def _call(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
     """A forward of the layer over so many rows of noise."""
-    x = _noise((1, rows, matrix.depth), _dtype(module))
+    x = _noise((1, rows, matrix.depth), dtype_of(module))
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return lambda: module.as_linear(x)
     if not matrix.experts:

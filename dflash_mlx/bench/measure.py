@@ -101,6 +101,7 @@ class Comparison:
 
     def _generate(self, drafter: Drafter | None, **settings: Any) -> Result:
         settings |= {"max_tokens": self.max_tokens, "stop": self.stop, "kv_bits": self.kv_bits}
+        mx.reset_peak_memory()  # a run has the process to itself
         return generate(self.target, drafter, self.prompt, **settings, **self.sampling)
 
     @property

@@ -30,7 +30,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError('Plots need matplotlib: pip install -e ".[bench]"') from error
+        raise MissingDependencyError.of("Plots need matplotlib", "bench") from error
 
 
 def draw_all(content: Mapping[str, Any]) -> dict[str, bytes]:

@@ -15,14 +15,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import _get_classes
 
 from ..errors import ConfigError, SettingsError
 from ..kernels.choose import stock_seconds, tile_seconds
 from ..kernels.shapes import Matrix, matrices
 from ..loading.quantization import Quantization
 from ..machine.chips import Chip
+from ..target.internals import (
+    attention_of,
+    classes_of,
+    has_key_projection,
+    is_mla,
+    make_prompt_cache,
+    mixer_of,
+)
 
 WIDEST = 16
 _DTYPES = {"float32": mx.float32, "float16": mx.float16}
@@ -145,13 +151,13 @@ def _context_bytes(layer: Any, cache: Any, context: int) -> int:
 
     0 for a layer that keeps neither (what sparse and compressed attention reads is not modelled).
     """
-    attention, mixer = getattr(layer, "self_attn", None), getattr(layer, "linear_attn", None)
+    attention, mixer = attention_of(layer), mixer_of(layer)
     rows = min(context, getattr(cache, "max_size", None) or context)
-    if attention is not None and hasattr(attention, "k_proj"):
+    if attention is not None and has_key_projection(attention):
         width = attention.k_proj.weight.shape[0]
         values = getattr(attention, "v_proj", attention.k_proj)  # Gemma 4 has keys for values
         return 2 * rows * (width + values.weight.shape[0])
-    if attention is not None and hasattr(attention, "kv_lora_rank"):
+    if is_mla(layer):
         return 2 * rows * (attention.kv_lora_rank + attention.qk_rope_head_dim)
     if mixer is not None and hasattr(mixer, "head_v_dim"):
         return 2 * 4 * mixer.num_v_heads * mixer.head_v_dim * mixer.head_k_dim
@@ -165,7 +171,7 @@ def model_of(config: dict[str, Any], file: Path, quantization: Quantization | No
     and `SettingsError` for bits asked of weights that are quantized already.
     """
     try:
-        model_class, arguments = _get_classes(config)
+        model_class, arguments = classes_of(config)
         model = model_class(arguments.from_dict(config))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: mlx-lm cannot use it ({error}).") from error

@@ -142,9 +142,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise MissingDependencyError(
-            'Reading this suite needs pyarrow: pip install -e ".[bench]"'
-        ) from error
+        raise MissingDependencyError.of("Reading this suite needs pyarrow", "bench") from error
     try:
         yield from parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import mlx.core as mx
+
 from ..drafter.protocol import Drafter
 from ..events import Result
 from ..loop import generate
 from ..policy.rounds import AnyPolicy, FixedWidth
 from ..policy.trees import TreePolicy, tree_policy
+from ..sampling import Sampler
 from ..target import Target
-from .drafters import Blind
 
 PLAIN, CHAIN, AUTO = "plain", "chain", "auto"
 NOISY = 1.0  # the temperature at which the noise is given and kept back
@@ -133,3 +135,23 @@ def _tokens_per_round(runs: Sequence[Result]) -> float:
 
 def _speed(run: Result) -> float:
     return run.stats.tokens_per_second
+
+
+class Blind:
+    """A drafter whose trees are ranked without the noise of the target's choices, as DDTree's."""
+
+    drafts_trees = True
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter, self.tap_layers = drafter, drafter.tap_layers
+
+    def start(self, target: Target, sampler: Sampler) -> Any:
+        return self.drafter.start(target, _Noiseless(sampler.settings))
+
+
+class _Noiseless(Sampler):
+    """Sees the drafter's log-probabilities and nothing of the noise."""
+
+    def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+        log_q, _ = super().foresee(logits)
+        return log_q, None

@@ -39,7 +39,7 @@ class ContextCache:
         """The arrays that hold the rows, to be evaluated together."""
         if self.window is not None:
             return self._recent or ()
-        return tuple(self._full.state) if self._full.offset else ()
+        return (self._full.keys, self._full.values) if self._full.offset else ()
 
     def cut(self, offset: int) -> None:
         """Forget the rows from `offset` on. A layer with a window can only `rewind`."""

@@ -94,6 +94,7 @@ class DraftSession:
         for layer in self._cache:
             layer.cut(min(position, layer.offset))
         self._pending = [waiting] if waiting.shape[1] else []
+        self._start_computing()
 
     def mark(self) -> DraftMark:
         """This state, to come back to; nothing is copied."""
@@ -112,9 +113,13 @@ class DraftSession:
             # A further chunk of the prompt, or many rounds that drafted nothing. Evaluating now
             # lets the features go: a long prompt's never lie in memory together.
             self._drafter.extend(self._take_pending(), self._cache)
-            mx.async_eval([layer.state for layer in self._cache])
         if taps.shape[1]:
             self._pending.append(taps)
+        self._start_computing()
+
+    def _start_computing(self) -> None:
+        """Leave nothing lazy: the next round may be another thread's."""
+        mx.async_eval(self._pending, [layer.state for layer in self._cache])
 
     def _take_pending(self) -> mx.array:
         """The features that wait, [1, S, K*D]; S may be 0."""

@@ -22,7 +22,7 @@ MOST_NODES = 64
 # sum, so it cannot depend on the length. More keys mean less parallel work in a short context and
 # fewer partial sums to write and read in a long one.
 CHUNK = 512
-_UNLIMITED = 2**31 - 1  # a window no context fills
+_UNLIMITED = 2**30  # a window no context fills; what is subtracted from it still fits an int
 
 _MEMORY = """
   constexpr int KEYS = dflash::keys_per_tile(D * sizeof(T));
@@ -48,10 +48,10 @@ _QUANTIZED = """
 _ATTEND = """
   const int nodes = queries_shape[2], group = queries_shape[1] / key_heads;
   const dflash::Problem problem{nodes, group, keys_shape[2], first, window, scale};
-  dflash::attend_chunk<T, D, CHUNK, TREE>(queries, key_rows, value_rows, positions, ancestors,
-      problem, partial, stats, key_tile, value_tile, rows, threadgroup_position_in_grid, key_heads,
-      thread_index_in_threadgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
-      thread_index_in_simdgroup);
+  dflash::attend_chunk<T, D, CHUNK, BLOCKS, TREE>(queries, key_rows, value_rows, positions,
+      ancestors, problem, partial, stats, key_tile, value_tile, rows, threadgroup_position_in_grid,
+      key_heads, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
+      simdgroups_per_threadgroup, thread_index_in_simdgroup);
 """
 _NUMBERS = ["first", "window", "scale"]
 _MERGE = """
@@ -141,8 +141,16 @@ class BlockAttention:
         _, heads, nodes, head_dim = queries.shape
         key_heads, length = keys.shape[1:3]
         chunks = (first + length - 1) // CHUNK - first // CHUNK + 1
-        simdgroups, tiles = _tiling(heads // key_heads * nodes, head_dim)
-        template = [("T", queries.dtype), ("D", head_dim), ("CHUNK", CHUNK), ("TREE", bool(tree))]
+        group = heads // key_heads
+        blocks, simdgroups = _tiling(group * nodes, queries)
+        rows = 8 * blocks * simdgroups  # of a threadgroup
+        tiles = -(-group * nodes // rows)
+        shares = chunks * tiles
+        if tree:  # the chunks that it reaches have a threadgroup for each node
+            whole = (first + length - nodes) // CHUNK - first // CHUNK
+            shares = whole * tiles + (chunks - whole) * nodes * -(-group // rows)
+        template = [("T", queries.dtype), ("D", head_dim), ("CHUNK", CHUNK), ("BLOCKS", blocks)]
+        template.append(("TREE", bool(tree)))
         attend = self._attend
         if isinstance(keys, AffineWeights):
             attend = self._attend_quantized
@@ -157,7 +165,7 @@ class BlockAttention:
                 *numbers,
             ],
             template=template,
-            grid=(key_heads * 32 * simdgroups, chunks, max(tiles, nodes) if tree else tiles),
+            grid=(key_heads * 32 * simdgroups, shares, 1),
             threadgroup=(32 * simdgroups, 1, 1),
             output_shapes=[(chunks, heads * nodes, head_dim), (chunks, heads * nodes, 2)],
             output_dtypes=[mx.float32, mx.float32],
@@ -244,13 +252,16 @@ def check(
         )
 
 
-def _tiling(rows: int, head_dim: int) -> tuple[int, int]:
-    """SIMD-groups of a threadgroup, and its tiles, for the query rows of a head of keys.
+def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:
+    """How many eights of rows a SIMD-group takes, and the SIMD-groups of a threadgroup.
 
-    As many rows together as registers allow: longer heads take more of them.
+    For the query rows of one head of keys: as many together as registers allow. With sixteen, what
+    is loaded of keys and values is multiplied twice; fewer than 32 rows want more SIMD-groups.
     """
-    simdgroups = min(-(-rows // 8), 16 if head_dim <= 128 else 8)
-    return simdgroups, -(-rows // (8 * simdgroups))
+    head_dim = queries.shape[-1]
+    blocks = 2 if head_dim * queries.itemsize <= 256 and rows >= 32 else 1
+    most = 16 if head_dim <= 128 and blocks == 1 else 8
+    return blocks, min(-(-rows // (8 * blocks)), most)
 
 
 def _tree_inputs(tree: Tree | None, past: int, nodes: int) -> list[mx.array]:

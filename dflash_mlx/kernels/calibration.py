@@ -1,4 +1,4 @@
-"""What `dflash-mlx bench --kernels` measured on this machine: it overrules the table.
+"""What `dflash-mlx tune` measured on this machine: it overrules the table.
 
 One small file for the chip, the version of MLX and the text of our kernels: another of any of them
 starts anew.

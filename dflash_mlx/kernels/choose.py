@@ -1,7 +1,7 @@
 """Which kernel runs: one table, keyed on chip generation, shape, bits and rows.
 
 Ours run where the stock ones are known to waste time, or where this Mac was measured
-(`dflash-mlx bench --kernels`): a measurement of a shape overrules the table. Nothing here touches
+(`dflash-mlx tune`): a measurement of a shape overrules the table. Nothing here touches
 a model; the costs below are the ones that `dflash-mlx roofline` prints.
 """
 
@@ -110,7 +110,7 @@ def attention_from(
 def exact_by_default(model: Iterable[Matrix], measured: Mapping[str, int | None]) -> bool:
     """Whether sending every row through our kernels costs nothing, from 1 row to 16.
 
-    Only timings of this machine can say so (`dflash-mlx bench --kernels`): one row is most of what
+    Only timings of this machine can say so (`dflash-mlx tune`): one row is most of what
     plain decoding does, and the estimates of the table are not good enough to slow it down by.
     """
     return all(has_kernel(matrix) and measured.get(matrix.key) == 1 for matrix in model)
@@ -124,6 +124,11 @@ def summary(chip: Chip) -> str:
         f"ones from {FLOAT_FROM}, attention from {STOCK_QUERIES + 1} queries, experts that "
         "several rows share"
     )
+
+
+def is_large(chip: str) -> bool:
+    """Whether a chip of this name has so many cores that they want smaller shares of a product."""
+    return bool({"Max", "Ultra"} & set(chip.split()))
 
 
 def stock_tiles_from(chip: Chip, matrix: Matrix) -> int:

@@ -19,23 +19,25 @@ from .source import KernelFactory, dtype_name, in_device_memory, metal_source
 from .weights import FLOATS
 
 MOST_NODES = 64
-_SLOTS = 5  # of states that wait, in a tree of 64 nodes: see `visits`
-_GROUP = 4  # state rows, and SIMD-groups, of a threadgroup
+_ROWS = 4  # state rows of a SIMD-group
+_SIMDGROUPS = 4  # of a threadgroup for a chain; one for a tree, whose waiting states take memory
 
 _TAPE = ["keys", "values", "decay", "beta", "state"]
 _INPUTS = """
   const dflash::DeltaInputs<T, B, DK> in{keys, values, decay, beta, HK, HV, DV};
-  const int head = thread_position_in_grid.z, d = thread_position_in_grid.y;
-  const int lane = thread_index_in_simdgroup;
+  const int lane = thread_index_in_simdgroup, part = lane % dflash::kRowLanes;
+  const int head = thread_position_in_grid.z;
+  const int d = thread_position_in_grid.y * dflash::kRowsOfSimdgroup + lane / dflash::kRowLanes;
+  if (d >= DV) return;
 """
-_CHAIN = _INPUTS + "dflash::verify_chain(in, queries, state, rows, out, next, head, d, lane);\n"
+_CHAIN = _INPUTS + "dflash::verify_chain(in, queries, state, rows, out, next, head, d, part);\n"
 _TREE = f"""
-  threadgroup float slots[{_GROUP * _SLOTS} * DK];
-  threadgroup float* own = slots + thread_position_in_threadgroup.y * {_SLOTS} * DK;
+  threadgroup float slots[dflash::kRowsOfSimdgroup * SLOTS * DK];
   {_INPUTS}
-  dflash::verify_tree(in, queries, state, visits, nodes, out, own, head, d, lane);
+  threadgroup float* own = slots + lane / dflash::kRowLanes * SLOTS * DK;
+  dflash::verify_tree(in, queries, state, visits, nodes, out, own, head, d, part);
 """
-_REPLAY = _INPUTS + "dflash::replay(in, state, kept, count, next, head, d, lane);\n"
+_REPLAY = _INPUTS + "dflash::replay(in, state, kept, count, next, head, d, part);\n"
 
 
 class DeltaVerify:
@@ -101,9 +103,17 @@ class DeltaVerify:
                 **launch,
             )
             return out, following
-        order = in_device_memory(mx.array(visits(parents), mx.int32))
+        order = visits(parents)
+        slots = max(1, 1 + max(own for _, _, own in order))
+        launch["template"].append(("SLOTS", slots))
+        launch["threadgroup"] = (32, 1, 1)
         (out,) = self._tree(
-            inputs=[*tape, in_device_memory(queries), order, nodes],
+            inputs=[
+                *tape,
+                in_device_memory(queries),
+                in_device_memory(mx.array(order, mx.int32)),
+                nodes,
+            ],
             output_shapes=[values.shape],
             output_dtypes=[values.dtype],
             **launch,
@@ -288,10 +298,14 @@ def check_verify(queries: mx.array, keys: mx.array, parents: Sequence[int] | Non
 def _launch(
     keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[list[mx.array], dict]:
-    """The tape as inputs, and what all kernels here are launched with: a SIMD-group a state row."""
+    """The tape as inputs, and what the kernels are launched with: four state rows a SIMD-group."""
     (key_heads, key_dim), (heads, value_dim) = keys.shape[2:], values.shape[2:]
     tape = [in_device_memory(x) for x in (keys, values, decay, beta, state)]
     template = [("T", keys.dtype), ("B", beta.dtype), ("DK", key_dim)]
     template += [("HK", key_heads), ("HV", heads), ("DV", value_dim)]
-    grid, threadgroup = (32, value_dim, heads), (32, min(_GROUP, value_dim), 1)
-    return tape, {"template": template, "grid": grid, "threadgroup": threadgroup}
+    simdgroups = -(-value_dim // _ROWS)
+    return tape, {
+        "template": template,
+        "grid": (32, simdgroups, heads),
+        "threadgroup": (32, min(_SIMDGROUPS, simdgroups), 1),
+    }

@@ -49,25 +49,35 @@ UNITS: Mapping[type, type] = {
 } | {SwitchGLU: VerifySwitchGLU}
 
 
-def fuse(model: nn.Module) -> None:
-    """Have the units of a model run in one pass whose layers were all given to our kernels."""
+def fuse(model: nn.Module, broken: frozenset[str] = frozenset()) -> None:
+    """Have the units of a model run in one pass whose layers were all given to our kernels.
+
+    broken: the `unit_key` of units that are left in parts.
+    """
     for unit in model.modules():
-        if type(unit) in UNITS and _fits(unit):
+        if type(unit) in UNITS and _is_ours(unit) and unit_key(unit) not in {None, *broken}:
             unit._rows, unit._kernel = unit.gate_proj._rows, unit.gate_proj._kernel
             unit.__class__ = UNITS[type(unit)]
 
 
-def _fits(unit: Any) -> bool:
-    """Whether all three layers run on our kernels for the same rows, gate and up in one form."""
+def unit_key(unit: Any) -> str | None:
+    """The name of a unit's pass over gate and up; None where they cannot share one."""
     layers = [getattr(unit, name) for name in _PARTS]
-    if len({getattr(layer, "_rows", None) for layer in layers}) > 1:
-        return False
-    if not hasattr(layers[0], "_rows") or any("bias" in layer for layer in layers):
-        return False
+    if any("bias" in layer for layer in layers):
+        return None
     if isinstance(unit, SwitchGLU) and type(unit.activation) is not SwiGLU:
-        return False
+        return None
     gate, up = layers[:2]
-    return type(gate) is type(up) and _form(gate) == _form(up)
+    if type(gate) is not type(up) or _form(gate) != _form(up):
+        return None
+    shape, dtype, *quantized = _form(gate)
+    return " ".join(map(str, ("gate and up", "x".join(map(str, shape)), dtype, *quantized)))
+
+
+def _is_ours(unit: Any) -> bool:
+    """Whether all three layers run on our kernels for the same rows."""
+    rows = {getattr(getattr(unit, name), "_rows", None) for name in _PARTS}
+    return len(rows) == 1 and None not in rows
 
 
 def _form(layer: Any) -> tuple[Any, ...]:

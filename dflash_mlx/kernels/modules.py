@@ -19,13 +19,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import SettingsError
 from ..machine.chips import Chip
+from .beside import put_side_by_side
 from .block_attention import MOST_NODES, BlockAttention
-from .choose import WIDEST, exact_by_default, first_row, has_kernel
+from .choose import WIDEST, exact_by_default, first_row, has_kernel, is_large
 from .delta_replay import DeltaReplay, DeltaVerify
 from .gated import fuse, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
-from .verify_matmul import VerifyMatmul
+from .verify_beside import VerifyBeside
+from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .weights import AffineWeights
 
@@ -37,10 +39,17 @@ class Kernels:
 
     Args:
         metal_kernel: what runs Metal sources; the tests have one that runs them on the CPU.
+        large: whether the chip has the cores of a Max or an Ultra; None asks the device.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
-        self.product = VerifyMatmul(metal_kernel)
+    def __init__(
+        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, large: bool | None = None
+    ) -> None:
+        if large is None:
+            large = is_large(str(mx.device_info().get("device_name", "")))
+        enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
+        self.product = VerifyMatmul(metal_kernel, enough)
+        self.beside = VerifyBeside(metal_kernel, enough)
         self.experts = VerifyMatmulMoe(metal_kernel)
         self.attention = BlockAttention(metal_kernel)
         self.delta, self.delta_replay = DeltaVerify(metal_kernel), DeltaReplay(metal_kernel)
@@ -57,6 +66,7 @@ class Wiring:
             depend on how many rows there are.
         layers: the path of every layer that was swapped, and the rows from which it is ours.
         measured: as of `first_row`; it decides about attention when that is called.
+        broken: the names of what failed its check here and is left to MLX.
     """
 
     kernels: Kernels
@@ -64,6 +74,7 @@ class Wiring:
     exact: bool
     layers: Mapping[str, int]
     measured: Mapping[str, int | None]
+    broken: frozenset[str] = frozenset()
 
     @property
     def widest(self) -> int | None:
@@ -164,6 +175,7 @@ def wire(
     chip: Chip | None,
     measured: Mapping[str, int | None],
     exact: bool | None = None,
+    broken: frozenset[str] = frozenset(),
 ) -> Wiring:
     """Swap in the layers that the table gives to our kernels.
 
@@ -175,6 +187,7 @@ def wire(
         measured: as of `first_row`.
         exact: True sends every verify of up to 64 rows through our kernels; False asks the table;
             None is True where that was measured to cost nothing.
+        broken: the names of what is left to MLX, whatever the table says.
 
     Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
     """
@@ -183,7 +196,7 @@ def wire(
         (path, module, matrix) for path, module, matrix in found if not can_swap(module, matrix)
     ]
     if exact is None:
-        exact = not foreign and exact_by_default([matrix for _, _, matrix in found], measured)
+        exact = will_be_exact(model, config, measured)
     if exact and foreign:
         path, module, matrix = foreign[0]
         raise SettingsError(
@@ -193,13 +206,25 @@ def wire(
     layers = {}
     for path, module, matrix in found:
         first = 1 if exact else first_row(chip, matrix, measured)
+        if matrix.key in broken:
+            first = None
         if first is not None and first <= WIDEST and can_swap(module, matrix):
             _swap(module, matrix, kernels, range(first, (EXACT_ROWS if exact else WIDEST) + 1))
             layers[path] = first
-    fuse(model)
+    fuse(model, broken)
+    put_side_by_side(model, kernels.beside, broken)
     if exact:
         _swap_convolutions(model)
-    return Wiring(kernels, chip, exact, layers, measured)
+    return Wiring(kernels, chip, exact, layers, measured, broken)
+
+
+def will_be_exact(
+    model: nn.Module, config: dict[str, Any], measured: Mapping[str, int | None]
+) -> bool:
+    """Whether `wire` decides for exact decoding where nobody asks."""
+    found = list(matrices(model, config))
+    swappable = all(can_swap(module, matrix) for _, module, matrix in found)
+    return swappable and exact_by_default([matrix for _, _, matrix in found], measured)
 
 
 def _swap_convolutions(model: nn.Module) -> None:
@@ -253,7 +278,9 @@ def _is_ours(layer: Any, x: mx.array) -> bool:
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    return _biased(layer, layer._kernel(x, weights(layer)))
+    beside = getattr(layer, "_beside", None)
+    y = layer._kernel(x, weights(layer)) if beside is None else beside(layer, x)
+    return _biased(layer, y)
 
 
 def _biased(layer: nn.Module, y: mx.array) -> mx.array:

@@ -1,61 +1,274 @@
 """Do the kernels compile and compute here what their references do?
 
 They are developed on an emulator and meet a real GPU on the user's machine first. So when a model
-is loaded on Metal, one small call of each kind is compared with its reference in plain MLX, before
-any layer is given to them.
+is loaded, every kernel that may run is called as the model will call it (its dtypes, its shapes,
+its weights) and compared with its reference in plain MLX, before any layer is given to it. What
+fails is left to MLX; what does not fail still runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import mlx.core as mx
 
-from .block_attention import block_attention_reference
-from .verify_matmul import verify_matmul_reference
-from .verify_matmul_moe import verify_matmul_moe_reference
-from .weights import AffineWeights, Weights
+from .block_attention import CHUNK, Tree, block_attention_reference
+from .choose import WIDEST
+from .delta_replay import DeltaReplay, DeltaVerify, delta_replay_reference, delta_verify_reference
+from .shapes import AttentionShape, DeltaShape, key_over
+from .verify_beside import VerifyBeside
+from .verify_matmul import VerifyMatmul, verify_matmul_reference
+from .verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
+from .weights import AffineWeights, Weights, dequantized
 
-if TYPE_CHECKING:
-    from .modules import Kernels
+# Of the largest value: a few roundings of the result, and of float32 sums as long as K.
+TOLERANCES = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2, mx.float32: 1e-4}
+COLUMNS = 8  # at the beginning, in the middle and at the end of a matrix that are compared
+HALF_ROWS, ALL_ROWS = 3, 64  # rows of half a tile; the most that exact decoding verifies
 
-TOLERANCE = 2e-3  # of the largest value; float16 and short sums come to less than a tenth of it
+
+@dataclass(frozen=True)
+class Check:
+    """One call of a kernel, and what it should give.
+
+    Attributes:
+        key: what is left to MLX if it fails, as `Matrix.key` and `attention_key` name it.
+        what: the call in words, for a message.
+        ours, reference: both give arrays of the same shapes; the reference's are float32.
+    """
+
+    key: str
+    what: str
+    ours: Callable[[], list[mx.array]]
+    reference: Callable[[], list[mx.array]]
 
 
-def fault(kernels: Kernels) -> str | None:
-    """What is wrong with the kernels on this device; None when nothing was found."""
-    for name, ours, reference in _calls(kernels):
-        try:
-            difference = mx.abs(ours().astype(mx.float32) - reference).max()
-            wrong = not (difference <= TOLERANCE * mx.abs(reference).max()).item()  # NaN is, too
-        except RuntimeError as error:  # what MLX raises when Metal cannot compile or run it
-            return f"{name} does not run ({str(error).strip().splitlines()[0][:200]})"
-        if wrong:
-            return f"{name} differs from its reference by {difference.item():.2g}"
+def faults(checks: Iterable[Check]) -> dict[str, str]:
+    """What is wrong on this device, by the key of what has to be left to MLX."""
+    found: dict[str, str] = {}
+    for check in checks:
+        if check.key not in found and (fault := _fault(check)):
+            found[check.key] = f"{check.what} {fault}"
+    return found
+
+
+def _fault(check: Check) -> str | None:
+    """How a call fails: it does not run, or its result is another one. None if it does not."""
+    try:
+        results = check.ours()
+        mx.eval(results)
+    except (RuntimeError, ValueError) as error:  # MLX's for a compiler's refusal and for limits
+        return f"does not run ({_said(error)})"
+    for result, reference in zip(results, check.reference(), strict=True):
+        if result.shape != reference.shape:
+            return f"gives {result.shape} instead of {reference.shape}"
+        difference = mx.abs(result.astype(mx.float32) - reference).max()
+        allowed = TOLERANCES[result.dtype] * mx.abs(reference).max()
+        if not mx.less_equal(difference, allowed).item():  # with a NaN, too
+            return f"differs from its reference by {difference.item():.2g}"
     return None
 
 
-def _calls(kernels: Kernels) -> Iterator[tuple[str, Callable[[], mx.array], mx.array]]:
-    """A name, a kernel's call and its reference's result in f32, for each kind of call."""
-    keys = iter(mx.random.split(mx.random.key(0), 8))
+def _said(error: Exception) -> str:
+    """The compiler's own line out of a message, or the first one."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line for line in lines if "error:" in line), lines[0]).strip()[:200]
 
-    def normal(*shape: int) -> mx.array:
-        return mx.random.normal(shape, key=next(keys)).astype(mx.float16)
 
-    product, experts, attention = kernels.product, kernels.experts, kernels.attention
-    x, plain, stacked = normal(3, 128), normal(48, 128), normal(4, 32, 128)
-    weights: dict[str, Weights] = {"plain": plain}
-    for bits in (4, 8):
-        words = mx.quantize(plain, group_size=64, bits=bits)
-        weights[f"{bits}-bit"] = AffineWeights(*words, bits=bits, group_size=64)
-    for kind, w in weights.items():
-        reference = verify_matmul_reference(x, w).astype(mx.float32)
-        yield f"the product by {kind} weights", partial(product, x, w), reference
-    routed = (x, stacked, mx.array([[0, 2], [3, 2], [1, 0]], mx.uint32))
-    reference = verify_matmul_moe_reference(*routed).astype(mx.float32)
-    yield "the product by experts", partial(experts, *routed), reference
-    attended = normal(1, 4, 3, 64), normal(1, 2, 40, 64), normal(1, 2, 40, 64)
-    reference = block_attention_reference(*attended, scale=0.125).astype(mx.float32)
-    yield "attention", partial(attention, *attended, scale=0.125), reference
+class Noise:
+    """Random arrays, other ones for every call.
+
+    Args:
+        dtype: of all of them.
+    """
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        self.dtype = dtype
+        self._key = mx.random.key(0)
+
+    def __call__(self, *shape: int) -> mx.array:
+        """Of a normal distribution."""
+        self._key, key = mx.random.split(self._key)
+        return mx.random.normal(shape, key=key).astype(self.dtype)
+
+    def gates(self, *shape: int) -> mx.array:
+        """Between 0 and 1."""
+        return mx.sigmoid(self(*shape).astype(mx.float32))
+
+
+def product_checks(
+    kernel: VerifyMatmul,
+    key: str,
+    dtype: mx.Dtype,
+    rows: Iterable[int],
+    w: Weights,
+    up: Weights | None = None,
+) -> Iterator[Check]:
+    """The product of x in `dtype` by w [N, K], or the gated unit of w and `up`."""
+    noise, columns = Noise(dtype), _columns(w.shape[-2])
+    picked = [dequantized(_picked(m, columns)) for m in (w, up) if m is not None]
+    for count in rows:
+        x = noise(count, w.shape[-1])
+
+        def reference(x: mx.array = x) -> list[mx.array]:
+            return [verify_matmul_reference(x.astype(mx.float32), *picked)]
+
+        def ours(x: mx.array = x) -> list[mx.array]:
+            return [kernel(x, w, up)[..., columns]]
+
+        yield Check(key, f"the product of {count} rows by {key}", ours, reference)
+
+
+def beside_checks(
+    kernel: VerifyBeside,
+    key: str,
+    dtype: mx.Dtype,
+    rows: Iterable[int],
+    weights: Sequence[Weights],
+) -> Iterator[Check]:
+    """The products of the same x in `dtype` by each of the weights [N, K]."""
+    noise, columns = Noise(dtype), [_columns(w.shape[-2]) for w in weights]
+    picked = [dequantized(_picked(w, of)) for w, of in zip(weights, columns, strict=True)]
+    for count in rows:
+        x = noise(count, weights[0].shape[-1])
+
+        def reference(x: mx.array = x) -> list[mx.array]:
+            return [verify_matmul_reference(x.astype(mx.float32), w) for w in picked]
+
+        def ours(x: mx.array = x) -> list[mx.array]:
+            return [y[..., of] for y, of in zip(kernel(x, weights), columns, strict=True)]
+
+        yield Check(key, f"the products of {count} rows by {key}", ours, reference)
+
+
+def expert_checks(
+    kernel: VerifyMatmulMoe,
+    key: str,
+    dtype: mx.Dtype,
+    rows: Iterable[int],
+    top_k: int,
+    w: Weights,
+    up: Weights | None = None,
+) -> Iterator[Check]:
+    """As `product_checks`, by w [E, N, K] of `top_k` experts a row."""
+    noise, columns = Noise(dtype), _columns(w.shape[-2])
+    picked = [dequantized(_picked(m, columns)) for m in (w, up) if m is not None]
+    for count in rows:
+        experts = mx.argsort(noise(count, w.shape[0]), axis=-1)[:, :top_k]
+        # A row for each token, as gate and up have it, or for each pair, as the projection down.
+        x = noise(count, w.shape[-1]) if up is not None else noise(count, top_k, w.shape[-1])
+
+        def reference(x: mx.array = x, experts: mx.array = experts) -> list[mx.array]:
+            first, *second = picked
+            exact = x.astype(mx.float32)
+            return [verify_matmul_moe_reference(exact, first, experts, *second)]
+
+        def ours(x: mx.array = x, experts: mx.array = experts) -> list[mx.array]:
+            return [kernel(x, w, experts, up)[..., columns]]
+
+        yield Check(key, f"the product of {count} rows by {key}", ours, reference)
+
+
+def attention_checks(
+    kernel: Callable[..., mx.array], shape: AttentionShape, rows: Iterable[int]
+) -> Iterator[Check]:
+    """Chains and trees across the end of a chunk of keys, and with quantized keys where allowed."""
+    for count in rows:
+        yield _attention(kernel, shape, count, None, False)
+        if count > 1:
+            yield _attention(kernel, shape, count, None, True)
+    for bits in (8, 4) if shape.group_size else ():
+        for tree in (False, True):
+            yield _attention(kernel, shape, WIDEST, bits, tree)
+
+
+def _attention(
+    kernel: Callable[..., mx.array], shape: AttentionShape, rows: int, bits: int | None, tree: bool
+) -> Check:
+    noise, length = Noise(shape.dtype), rows + 30
+    first = CHUNK - length // 2  # so that the rows see keys of two chunks
+    queries = noise(1, shape.heads, rows, shape.head_dim)
+    stored: list[Any] = [noise(1, shape.key_heads, length, shape.head_dim) for _ in range(2)]
+    if bits is not None and shape.group_size is not None:
+        parts = [mx.quantize(x, shape.group_size, bits) for x in stored]
+        stored = [AffineWeights(*of, bits, shape.group_size) for of in parts]
+    named: dict[str, Any] = {"scale": shape.head_dim**-0.5, "first": first, "window": shape.window}
+    if shape.sinks:
+        named["sinks"] = noise(shape.heads)
+    if tree:
+        named["tree"] = _tree(rows, first + length - rows)
+
+    def reference() -> list[mx.array]:
+        return [block_attention_reference(*map(dequantized, (queries, *stored)), **named)]
+
+    kind = "a tree" if tree else "a chain"
+    quantized = f" over {bits}-bit keys" if bits else ""
+    what = f"{shape.key}, {kind} of {rows}{quantized},"
+    return Check(
+        key_over(shape.key, bits), what, lambda: [kernel(queries, *stored, **named)], reference
+    )
+
+
+def _tree(nodes: int, position: int) -> Tree:
+    """A binary tree, row by row from the root."""
+    ancestors = mx.eye(nodes, dtype=mx.bool_)
+    for node in range(1, nodes):
+        ancestors[node] = ancestors[node] | ancestors[(node - 1) // 2]
+    return Tree(position - 1 + ancestors.sum(axis=-1), ancestors)
+
+
+def delta_checks(
+    verify: DeltaVerify, replay: DeltaReplay, shape: DeltaShape, rows: Iterable[int]
+) -> Iterator[Check]:
+    """The gated delta rule over chains and trees, and the replay of a part of the rows."""
+    for count in rows:
+        noise = Noise(shape.dtype)
+        queries, keys = noise(2, 1, count, shape.key_heads, shape.key_dim) * shape.key_dim**-0.5
+        values = noise(1, count, shape.heads, shape.value_dim)
+        decay, beta = noise.gates(2, 1, count, shape.heads)
+        state = noise(1, shape.heads, shape.value_dim, shape.key_dim).astype(mx.float32)
+        tape = [keys, values, decay, beta.astype(shape.dtype), state]
+        parents = [(node - 1) // 2 if node else -1 for node in range(count)]
+        kept = mx.array([count // 2, count - 1])
+        for name, ours, reference, args in (
+            ("a chain", verify, delta_verify_reference, (queries, *tape)),
+            ("a tree", verify, delta_verify_reference, (queries, *tape, parents)),
+            ("the replay", replay, delta_replay_reference, (*tape, kept, 2)),
+        ):
+            what = f"{shape.key}, {name} of {count} rows,"
+            exact = [_exact(x) for x in args]
+            yield Check(
+                shape.key, what, partial(_arrays, ours, *args), partial(_arrays, reference, *exact)
+            )
+
+
+def _exact(value: Any) -> Any:
+    """Floating-point numbers in float32."""
+    if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
+        return value.astype(mx.float32)
+    return value
+
+
+def _arrays(rule: Callable[..., Any], *args: Any) -> list[mx.array]:
+    """What a rule gives, one array or several."""
+    result = rule(*args)
+    return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+
+
+def _columns(count: int) -> mx.array:
+    """The columns that are compared: a reference of whole matrices would take long to compute."""
+    starts = (0, count // 2, count - COLUMNS)
+    return mx.array(
+        sorted({at + i for at in starts for i in range(COLUMNS) if 0 <= at + i < count})
+    )
+
+
+def _picked(w: Weights, columns: mx.array) -> Weights:
+    """Some columns of the result: rows of w [..., N, K]."""
+    if isinstance(w, mx.array):
+        return mx.take(w, columns, axis=-2)
+    words, scales, biases = (mx.take(x, columns, axis=-2) for x in (w.words, w.scales, w.biases))
+    return AffineWeights(words, scales, biases, w.bits, w.group_size)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -70,6 +71,54 @@ class Matrix:
         )
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """One kind of attention layer.
+
+    Attributes:
+        heads, key_heads, head_dim: of queries, of keys, numbers in a head.
+        dtype: what it is computed in.
+        window: positions that a row looks back; None for all.
+        sinks: whether scores without a value take part.
+        group_size: of quantized keys and values; None where they cannot be quantized.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    dtype: mx.Dtype
+    window: int | None = None
+    sinks: bool = False
+    group_size: int | None = None
+
+    @property
+    def key(self) -> str:
+        """As of `attention_key`."""
+        return attention_key(self.heads, self.key_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """One kind of Gated DeltaNet layer.
+
+    Attributes:
+        key_heads, heads: of keys and of values.
+        key_dim, value_dim: numbers in a head of each.
+        dtype: what it is computed in.
+    """
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def key(self) -> str:
+        """Its name in messages."""
+        return f"delta rule {self.heads}/{self.key_heads} heads of {self.value_dim}x{self.key_dim}"
+
+
 def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn.Module, Matrix]]:
     """Every matrix that a forward multiplies by: its path, its module and its shape.
 
@@ -95,10 +144,20 @@ def attention_key(heads: int, key_heads: int, head_dim: int) -> str:
     return f"attention {heads}/{key_heads} heads of {head_dim}"
 
 
+def key_over(key: str, bits: int | None) -> str:
+    """The name of attention over keys of so many bits; None for keys as they are."""
+    return key if bits is None else f"{key} over {bits}-bit keys"
+
+
 def top_k(config: dict[str, Any]) -> int:
     """The experts a token is sent to, 0 for a model without experts."""
     shape = config.get("text_config") or config
     return next((int(shape[name]) for name in _TOP_K if shape.get(name)), 0)
+
+
+def dtype_of(layer: Any) -> mx.Dtype:
+    """What a linear layer's inputs and outputs are computed in."""
+    return layer.scales.dtype if "scales" in layer else layer.weight.dtype
 
 
 def _matrix(module: Any, experts_of_a_token: int) -> Matrix:

@@ -2,6 +2,9 @@
 
 `mx.fast.metal_kernel` compiles a string: it finds no files, and hands the string over as ASCII. In
 `metal/` the kernels are ordinary files with local includes, as Apple's own compiler takes them.
+
+MLX writes the whole text anew for every call and compares it with what it has compiled, so the
+text is short: comments, indentation and empty lines stay in the files.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from ..errors import KernelError
 # function of inputs, template, grid, threadgroup, output_shapes and output_dtypes.
 KernelFactory = Callable[..., Any]
 
+_COMMENT = re.compile(r"//.*")
 _LOCAL_INCLUDE = re.compile(r'^#include "(?P<name>[^"]+)"$')
 _FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `device`
 
@@ -26,7 +30,7 @@ _FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `dev
 def metal_source(name: str) -> str:
     """The file `metal/<name>` with every `#include "file"` replaced by that file, once each.
 
-    `#include <...>` lines stay. Raises `KernelError` for a character outside ASCII.
+    `#include <...>` lines stay, comments go. Raises `KernelError` for a character outside ASCII.
     """
     return "".join(_lines(name, set()))
 
@@ -42,7 +46,8 @@ def _lines(name: str, seen: set[str]) -> list[str]:
         if include and include["name"] not in seen:
             lines += _lines(include["name"], seen)
         elif not include and line != "#pragma once":
-            lines.append(line + "\n")
+            code = _COMMENT.sub("", line).strip()
+            lines += [code + "\n"] if code else []
     return lines
 
 

@@ -29,16 +29,18 @@ from .weights import (
 
 TILE_ROWS, TILE_COLUMNS, THREADS = 16, 32, 128  # as in metal/matmul_tile.h
 
-# K is split until there are so many tiles, a few for each core of the largest chips ...
-_ENOUGH_TILES = 256
+# K is split until there are so many tiles: a few for each core, and where there are many cores
+# enough that the last of them do not leave most idle ...
+ENOUGH_TILES, ENOUGH_TILES_LARGE = 256, 512
 # ... but no split is shorter than this.
 _SHORTEST_SPLIT = 512
 
 _CALL = """
-    threadgroup float4 scratch[dflash::kScratch];
+    threadgroup float scratch[dflash::kScratch];
     dflash::verify_matmul<T, GATE_UP, SPLIT>(
-        x, left, right, y, x_shape[0], w_shape[0], scratch, threadgroup_position_in_grid,
-        threadgroups_per_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
+        x, left, right, y, x_shape[0], w_shape[0], w_shape[0], scratch,
+        threadgroup_position_in_grid, threadgroups_per_grid, thread_index_in_threadgroup,
+        simdgroup_index_in_threadgroup);
 """
 _MERGE = """
     dflash::merge_splits<GATE_UP>(
@@ -55,10 +57,10 @@ def verify_matmul_reference(x: mx.array, w: Weights, up: Weights | None = None) 
     return y.astype(result_dtype(x, w))
 
 
-def splits_of_k(columns: int, depth: int, gate_up: bool = False) -> int:
-    """In how many parts the sums over K = `depth` are taken: given by the shape of w alone."""
+def splits_of_k(columns: int, depth: int, gate_up: bool = False, enough: int = ENOUGH_TILES) -> int:
+    """In how many parts the sums over K = `depth` are taken: given by the shape of w, on a chip."""
     tiles = -(-columns // (TILE_COLUMNS // 2 if gate_up else TILE_COLUMNS))
-    return max(1, min(_ENOUGH_TILES // tiles, depth // _SHORTEST_SPLIT))
+    return max(1, min(enough // tiles, depth // _SHORTEST_SPLIT))
 
 
 def product_kernels(
@@ -88,9 +90,13 @@ class VerifyMatmul:
 
     Args:
         metal_kernel: the factory of the kernels.
+        enough: tiles to keep the chip busy; K is split until there are as many.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+    def __init__(
+        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, enough: int = ENOUGH_TILES
+    ) -> None:
+        self._enough = enough
         header = metal_source("verify_matmul.metal")
         self._products = product_kernels(metal_kernel, "verify_matmul", [], _CALL, header)
         self._merge = metal_kernel(
@@ -98,7 +104,7 @@ class VerifyMatmul:
             input_names=["sums"],
             output_names=["y"],
             source=_MERGE,
-            header=header,
+            header=metal_source("merge_splits.metal"),
         )
 
     def __call__(self, x: mx.array, w: Weights, up: Weights | None = None) -> mx.array:
@@ -111,7 +117,7 @@ class VerifyMatmul:
         check_product(x, "[N, K]", *weights)
         dtype, gate_up = result_dtype(x, *weights), up is not None
         rows, (columns, depth) = prod(x.shape[:-1]), w.shape
-        splits = splits_of_k(columns, depth, gate_up)
+        splits = splits_of_k(columns, depth, gate_up, self._enough)
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
         shape = (splits, len(weights), rows, columns) if splits > 1 else (rows, columns)
         (y,) = self._products[isinstance(w, AffineWeights), gate_up](

@@ -25,7 +25,7 @@ from .weights import (
 )
 
 _CALL = """
-    threadgroup float4 scratch[dflash::kScratch];
+    threadgroup float scratch[dflash::kScratch];
     dflash::verify_matmul_moe<T, GATE_UP>(
         x, left, right, order, experts, y, x_shape[0], w_shape[1], threadgroups_per_grid.y, scratch,
         threadgroup_position_in_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);

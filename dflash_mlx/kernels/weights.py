@@ -120,5 +120,5 @@ def inputs(w: Weights) -> list[mx.array]:
 def declaration(variable: str, name: str, affine: bool) -> str:
     """Metal: a variable for the weights `name` [..., N, K]; x is [M, K] in the kernel."""
     arrays = ", ".join(input_names(name, affine))
-    matrix = "AffineWeights<T, S, BITS, GROUP>" if affine else "PlainMatrix<T, W>"
+    matrix = "AffineWeights<S, BITS, GROUP>" if affine else "PlainMatrix<W>"
     return f"const dflash::{matrix} {variable} = {{{arrays}, x_shape[1]}};\n"

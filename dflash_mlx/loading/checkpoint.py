@@ -1,144 +1,78 @@
-"""A drafter's folder -> the network that its config and its tensors call for."""
+"""A folder -> the network that its config and its tensors call for, target or drafter."""
 
 from __future__ import annotations
 
+import glob
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, load_model, load_tokenizer
 
-from ..drafter.config import DraftConfig
-from ..drafter.dspark import CONFIDENCE_ALONE, network_for
-from ..drafter.network import DFlash
-from ..drafter.packagings import CONFIDENCE, PACKAGINGS, our_name
-from ..errors import ConfigError, WeightsError
-from ..target import Target
-from .inspect import settle
-from .weights import check_safetensors
-
-CHUNK = 4096  # rows of an embedding that are compared at once
+from ..errors import ConfigError, ModelNotFoundError, WeightsError
+from ..foreign import Foreign
+from .soundness import check_types
 
 
-def read_drafter(folder: Path) -> DFlash:
-    """The drafter of a folder, its weights as they are stored and still on disk.
+def read_target(
+    name: str, folder: Path, weights: Sequence[Path]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model of a folder with these weight files, still on disk, and its config.
 
     Raises: `ConfigError`, `WeightsError`.
     """
-    config = DraftConfig.from_file(folder / "config.json")
-    if config.unreadable is not None:
-        raise ConfigError(f"{folder / 'config.json'}: {config.unreadable}: it cannot be read.")
-    weights = _named_as_ours(_tensors(folder), config)
-    config = settle(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    parts = set(weights)
-    if weights.get(CONFIDENCE, mx.zeros((1, 0))).shape[-1] == config.hidden_size:
-        parts.add(CONFIDENCE_ALONE)
-    drafter = network_for(config)(config, parts)
-    if config.quantization is not None:
-        _quantize_as_stored(drafter, config, weights)
-    _check_tensors(drafter, weights, folder)
-    if "d2t" in weights:
-        _check_ids(weights["d2t"], config.vocab_size, folder)
-    drafter.load_weights(list(weights.items()))
-    return drafter
+    for file in weights:
+        load_file(file)  # what MLX has against a file is its, not the config's
+    fresh: dict[str, mx.Dtype] = {}  # by parameter, of the model before its weights came
 
+    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        model_class, args_class = _get_classes(config)
 
-def drop_copies(drafter: DFlash, target: Target) -> list[str]:
-    """Have a drafter borrow what it brings and the target has, too; returns what that was.
+        def make(args: Any) -> nn.Module:
+            model = model_class(args)
+            fresh.update((path, value.dtype) for path, value in tree_flatten(model.parameters()))
+            return model
 
-    Some publishers store frozen copies of the target's embedding and head. Heads are compared by
-    what they make of a few random states: two linear maps that agree on those are the same.
-    """
-    dropped: list[str] = []
-    if target.hidden_size != drafter.config.hidden_size:
-        return dropped
-    if (
-        "embed_tokens" in drafter
-        and drafter.config.tie_word_embeddings
-        and "lm_head" not in drafter
+        return make, args_class
+
+    with (
+        Foreign(ConfigError, f"{folder / 'config.json'}: mlx-lm cannot load it"),
+        _without_wildcards(folder) as place,
     ):
-        return dropped  # its embedding is its head
-    if "embed_tokens" in drafter and _same_embedding(drafter, target):
-        del drafter["embed_tokens"]
-        dropped.append("embedding")
-    if "lm_head" in drafter and "d2t" not in drafter:
-        states = mx.random.normal((1, 4, target.hidden_size), key=mx.random.key(0))
-        theirs, ours = target.head(states), drafter.lm_head(states)
-        if theirs.shape == ours.shape and _close(theirs, ours):
-            del drafter["lm_head"]
-            dropped.append("head")
-    return dropped
+        model, config = load_model(place, lazy=True, get_model_classes=classes)
+    integers = {path for path, dtype in fresh.items() if not mx.issubdtype(dtype, mx.floating)}
+    check_types(name, model, integers)
+    return model, config
 
 
-def _same_embedding(drafter: DFlash, target: Target) -> bool:
-    vocabulary = drafter.config.vocab_size
-    if vocabulary != target.vocab_size:
-        return False
-    for start in range(0, vocabulary, CHUNK):
-        ids = mx.arange(start, min(start + CHUNK, vocabulary))[None]
-        if not mx.array_equal(target.embed(ids), drafter.embed_tokens(ids)):
-            return False
-    return True
+def read_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
+    """mlx-lm's tokenizer of a folder. Raises: `ModelNotFoundError`, `ConfigError`."""
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        raise ModelNotFoundError(f"{folder}: there is no tokenizer.json, the tokenizer is missing.")
+    with Foreign(ConfigError, f"{folder}: the tokenizer cannot be read"):
+        # Else transformers asks at the terminal whether to run the code that came with it.
+        extra = {"trust_remote_code": False}
+        return load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))
 
 
-def _close(a: mx.array, b: mx.array) -> bool:
-    return bool((mx.abs(a - b).max() <= 1e-5 * mx.abs(a).max()).item())
+@contextmanager
+def _without_wildcards(folder: Path) -> Iterator[Path]:
+    """A path of the folder that mlx-lm can look for files in: it takes [a] for a pattern."""
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place) / "model"
+        link.symlink_to(folder.absolute(), target_is_directory=True)
+        yield link  # MLX has opened the files when it is gone
 
 
-def _named_as_ours(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.array]:
-    """The tensors that are computed with, under our names."""
-    packaging = PACKAGINGS[config.packaging]
-    named = ((our_name(packaging, name), tensor) for name, tensor in weights.items())
-    return {name: tensor for name, tensor in named if name is not None}
-
-
-def _check_ids(offsets: mx.array, vocabulary: int, folder: Path) -> None:
-    """Raise `WeightsError` unless each token that can be drafted is another one of the target's."""
-    ids = np.array(offsets).astype(np.int64) + np.arange(len(offsets))
-    if ids.min() < 0 or ids.max() >= vocabulary or len(np.unique(ids)) < len(ids):
-        raise WeightsError(
-            f"{folder}: the tensor d2t does not name {len(ids)} different tokens of {vocabulary}."
-        )
-
-
-def _tensors(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of a folder by name; nothing but headers is read yet."""
-    weights: dict[str, mx.array] = {}
-    for file in check_safetensors(folder):
-        try:
-            weights.update(cast(dict[str, mx.array], mx.load(str(file))))
-        except RuntimeError as error:
-            problem = str(error).splitlines()[0][:200].rstrip(".")
-            raise WeightsError(f"{file}: the weights cannot be read ({problem}).") from error
-    return weights
-
-
-def _check_tensors(drafter: DFlash, weights: dict[str, mx.array], folder: Path) -> None:
-    """Raise `WeightsError`, naming the tensor, unless the config calls for these tensors."""
-    wrong = f"{folder}: the weights do not fit the config, the tensor"
-    expected = dict(tree_flatten(drafter.parameters()))
-    for name in sorted(expected.keys() ^ weights.keys()):
-        problem = "is missing" if name in expected else "has no place in this drafter"
-        raise WeightsError(f"{wrong} {name} {problem}.")
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            raise WeightsError(f"{wrong} {name} is {tensor.shape} and not {expected[name].shape}.")
-
-
-def _quantize_as_stored(drafter: DFlash, config: DraftConfig, weights: dict[str, mx.array]) -> None:
-    """Give the layers that were stored quantized the shape their tensors have."""
-    stored = dict(config.quantization or {})
-
-    def predicate(name: str, module: nn.Module) -> bool | dict[str, object]:
-        # A layer may have an entry of its own, as in mlx-lm's mixed quantizations.
-        return f"{name}.scales" in weights and stored.get(name, True)
-
-    nn.quantize(
-        drafter,
-        group_size=stored["group_size"],
-        bits=stored["bits"],
-        mode=stored.get("mode", "affine"),
-        class_predicate=predicate,
-    )
+def load_file(file: Path) -> dict[str, mx.array]:
+    """A file's tensors by name; nothing but its header is read yet. Raises `WeightsError`."""
+    with Foreign(WeightsError, f"{file}: the weights cannot be read"):
+        return cast(dict[str, mx.array], mx.load(str(file)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from ..drafter.config import DraftConfig
 from ..drafter.fields import Decision
 from ..drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, PACKAGINGS, our_name
-from .weights import check_safetensors
+from .weights import check_safetensors, read_header
 
 NETWORKS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 
@@ -70,11 +69,8 @@ def _shapes(folder: Path, config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a folder's tensors, by our names."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in check_safetensors(folder):
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
-        for name, tensor in header.items():
+        for name, tensor in read_header(file).items():
             ours = our_name(PACKAGINGS[config.packaging], name)
-            if ours is not None and name != "__metadata__":
+            if ours is not None:
                 shapes[ours] = tuple(tensor["shape"])
     return shapes

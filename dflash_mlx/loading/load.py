@@ -6,32 +6,39 @@ A name is the embedded pair ("tiny"), a local folder, or a repository of the Hug
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+from mlx_lm.utils import dequantize_model
 
 from ..drafter.beside import Beside
-from ..drafter.config import read_json
 from ..drafter.lookup import Lookup
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
+from ..foreign import Foreign
 from ..kernels.calibration import choices, read_timings
-from ..kernels.modules import Kernels, Wiring, wire
-from ..kernels.selfcheck import fault
+from ..kernels.modules import Kernels, Wiring, will_be_exact, wire
+from ..kernels.selfcheck import Check, faults
 from ..kernels.source import KernelFactory
 from ..machine.chips import find_chip
+from ..reading import shown
 from ..target import Target
 from ..target.attention import attends_exactly
-from .checkpoint import drop_copies, read_drafter
+from ..target.selfcheck import check_rows, model_checks, weight_checks
+from ..threads import evaluate
+from .checkpoint import read_target, read_tokenizer
+from .drafter_checkpoint import drop_copies, read_drafter
 from .hub import Hub
 from .quantization import Quantization
 from .registry import EMBEDDED, LOOKUP, NONE, WITH_LOOKUP, no_drafter, pair_of, refusal
+from .soundness import check_finite, check_runs, check_types
+from .target_config import read_target_config
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
 # What comes with the package: (name, part) -> folder in dflash_mlx/tiny.
@@ -167,7 +174,7 @@ def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | Non
     if callable(kernels):
         return Kernels(kernels)
     if kernels and not _on_cpu() and mx.metal.is_available():
-        return _working(Kernels(), exact)
+        return Kernels()
     if exact and not kernels:
         raise SettingsError("exact runs on our kernels: leave kernels=False out.")
     if exact:
@@ -175,24 +182,6 @@ def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | Non
             "exact runs on our kernels, and they need Metal, which this machine lacks: leave it "
             "out, and MLX's own kernels run."
         )
-    return None
-
-
-def _working(kernels: Kernels, exact: bool | None) -> Kernels | None:
-    """The kernels if they compute what they should here, else a warning and MLX's own.
-
-    Raises `KernelError` instead if exact decoding, which needs them, was asked for.
-    """
-    problem = fault(kernels)
-    if problem is None:
-        return kernels
-    if exact:
-        raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
-    warnings.warn(
-        f"dflash-mlx: MLX's own kernels run, for ours are broken here: {problem}. Please report "
-        "this.",
-        stacklevel=4,
-    )
     return None
 
 
@@ -206,35 +195,70 @@ def _open_target(
 ) -> Target:
     """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
     weights = check_safetensors(folder)
-    if not (folder / "config.json").exists():
-        raise ModelNotFoundError(f"{folder}: there is no config.json.")
-    config = read_json(folder / "config.json")
+    config = read_target_config(folder, weights)
     quantized = "quantization" in config or "quantization_config" in config
     if quantization is not None and quantized:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
     _check_memory(name, weights, quantization, reserved, quantized)
-    try:
-        model, config = load_model(folder, lazy=True)
-    except (ValueError, KeyError, TypeError) as error:
-        # mlx-lm's ways to say: unknown model_type, a config field missing, weights that don't fit
-        raise ConfigError(
-            f"{folder / 'config.json'}: mlx-lm cannot load it ({_one_line(error)})."
-        ) from error
-    except RuntimeError as error:  # from mx.load
-        raise WeightsError(f"{name}: the weights cannot be read ({_one_line(error)}).") from error
-    _settle(model, quantization)
+    model, config = read_target(name, folder, weights)
+    _settle(name, model, quantization)
     wiring = None
     if kernels is not None:
         if exact is None and not attends_exactly(model):
             exact = False
-        wiring = _wire(model, config, kernels, exact)
-    return Target(model, _tokenizer(folder, config), config, name, wiring)
+        wiring = _wire(model, config, kernels, exact, model_checks)
+    target = Target(model, read_tokenizer(folder, config), config, name, wiring)
+    check_runs(target)
+    if wiring is not None and wiring.exact:
+        _check_rows(target, wiring, asked=bool(exact))
+    return target
 
 
-def _wire(model: nn.Module, config: dict[str, Any], kernels: Kernels, exact: bool | None) -> Wiring:
-    """Give a model's layers to our kernels where this machine's table says so."""
+def _wire(
+    model: nn.Module,
+    config: dict[str, Any],
+    kernels: Kernels,
+    exact: bool | None,
+    checks: Callable[..., Iterable[Check]],
+) -> Wiring:
+    """Give a model's layers to our kernels where this machine's table says so.
+
+    What fails its check is left to MLX, with a warning. Raises `KernelError` instead if exact
+    decoding, which needs it, was asked for.
+    """
     chip = find_chip(str(mx.device_info().get("device_name", "")))
-    return wire(model, config, kernels, chip, choices(read_timings()), exact)
+    measured = choices(read_timings())
+    if exact is None:
+        exact = will_be_exact(model, config, measured)
+        asked = False
+    else:
+        asked = exact
+    broken = faults(checks(model, config, kernels, chip, measured, exact))
+    if broken and asked:
+        [problem, *_] = broken.values()
+        raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
+    for problem in broken.values():
+        warnings.warn(
+            f"dflash-mlx: MLX's own kernel runs, for ours is broken here: {problem}. Please report "
+            "this.",
+            stacklevel=4,
+        )
+    measured |= dict.fromkeys(broken, None)
+    return wire(model, config, kernels, chip, measured, exact and not broken, frozenset(broken))
+
+
+def _check_rows(target: Target, wiring: Wiring, asked: bool) -> None:
+    """See whether exact decoding is exact here.
+
+    Raises `KernelError` if it is not and was asked for; else a warning says so, and it is off.
+    """
+    try:
+        check_rows(target)
+    except KernelError as error:
+        if asked:
+            raise
+        target.wiring = replace(wiring, exact=False)
+        warnings.warn(f"dflash-mlx: {error}", stacklevel=4)
 
 
 def _open_drafter(
@@ -242,15 +266,17 @@ def _open_drafter(
 ) -> DFlash:
     """Load the drafter in a folder, DFlash or DFlash2, as its config says."""
     _check_memory(name, check_safetensors(folder), quantization)
-    drafter = read_drafter(folder)
+    with Foreign(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
+        drafter = read_drafter(folder)
+    check_types(name, drafter)
     if quantization is not None and drafter.config.quantization is not None:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
     if drafter.config.quantization is not None and _on_cpu():
         # MLX's quantized products are slow on a CPU, and what drafts does not change the text.
         dequantize_model(drafter)
-    _settle(drafter, quantization)
+    _settle(name, drafter, quantization)
     if kernels is not None:
-        _wire(drafter, {}, kernels, exact=False)  # drafts may differ, only the text may not
+        _wire(drafter, {}, kernels, False, weight_checks)  # drafts may differ, the text may not
     return drafter
 
 
@@ -283,17 +309,19 @@ def _check_memory(
     check_memory(name, needed(quantization), machine_memory(), fewer)
 
 
-def _settle(model: nn.Module, quantization: Quantization | None) -> None:
+def _settle(name: str, model: nn.Module, quantization: Quantization | None) -> None:
     """Give the weights the form they compute in, and read them into memory."""
-    if _on_cpu():
-        # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
-        model.set_dtype(mx.float32)
-    if quantization is not None:
-        quantization.apply(model)
-    if _on_cpu():
-        _lay_out_by_column(model)
-    model.eval()
-    mx.eval([value for _, value in tree_flatten(model.parameters())])
+    with Foreign(WeightsError, f"{name}: the weights cannot be used"):
+        if _on_cpu():
+            # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
+            model.set_dtype(mx.float32)
+        if quantization is not None:
+            quantization.apply(model)
+        if _on_cpu():
+            _lay_out_by_column(model)
+        model.eval()
+        evaluate(model)
+    check_finite(name, model)
 
 
 def _lay_out_by_column(model: nn.Module) -> None:
@@ -324,29 +352,16 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
 
 def _check_name(name: str) -> None:
     """Raise `ModelNotFoundError` unless it is "tiny", a folder, or may be a hub repository."""
-    folder = Path(name).expanduser()
-    if name == EMBEDDED or folder.is_dir():
+    if not isinstance(name, str):
+        raise SettingsError(f"A model is named by text, a path too, not by {shown(name)}.")
+    with Foreign(ModelNotFoundError, f"No model {shown(name)}"):  # too long, a home of nobody
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    if name == EMBEDDED or (is_folder and name):
         return
-    if folder.exists():
+    if exists and name:
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a hub repository (owner/name), or {EMBEDDED!r}."
         )
-
-
-def _tokenizer(folder: Path, config: dict[str, Any]) -> Any:
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        raise ModelNotFoundError(f"{folder}: there is no tokenizer.json, the tokenizer is missing.")
-    try:
-        return load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{folder}: the tokenizer cannot be read ({_one_line(error)})."
-        ) from error
-
-
-def _one_line(error: Exception) -> str:
-    """The first line of another library's message, short enough to read."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200].rstrip(".")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
+from ..reading import shown
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -34,16 +35,17 @@ class Quantization:
         """Check the settings; None when `bits` is None. Raises `SettingsError`."""
         if bits is None:
             return None
-        if mode not in _MODES:
-            raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {mode!r}.")
+        if not isinstance(mode, str) or mode not in _MODES:
+            raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {shown(mode)}.")
         widths, groups, _ = _MODES[mode]
-        if bits not in (4, 8):
-            raise SettingsError(f"Weights are quantized to 4 or 8 bits, not {bits}.")
+        if type(bits) is not int or bits not in (4, 8):
+            raise SettingsError(f"Weights are quantized to 4 or 8 bits, not {shown(bits)}.")
         if bits not in widths:
             raise SettingsError(f"Mode {mode} has {widths[0]} bits, not {bits}.")
-        if group_size is not None and group_size not in groups:
+        if group_size is not None and not (type(group_size) is int and group_size in groups):
             allowed = " or ".join(map(str, sorted(groups)))
-            raise SettingsError(f"Mode {mode} has groups of {allowed} weights, not {group_size}.")
+            given = shown(group_size)
+            raise SettingsError(f"Mode {mode} has groups of {allowed} weights, not {given}.")
         return cls(bits, group_size or groups[0], mode)
 
     def apply(self, model: nn.Module) -> None:

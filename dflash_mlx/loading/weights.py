@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotEnoughMemoryError, WeightsError
+from ..reading import MOST_JSON, check_file, is_whole, parse_json, read_json, shown
 from .quantization import Quantization
 
 GB = 1e9
@@ -22,21 +22,25 @@ def check_safetensors(folder: Path) -> list[Path]:
     A download that broke off leaves a file shorter than its header says; MLX would notice only in
     the middle of reading it. Raises `WeightsError`, naming the file.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{index}: not a valid index of weight files.") from error
-        for name in sorted(names):
-            if not (folder / name).exists():
-                raise WeightsError(f"{folder}: the weight file {name} is missing.")
     found = sorted(folder.glob("model*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if os.path.lexists(index):
+        _check_index(index)
     if not found:
         raise WeightsError(f"{folder}: there is no model.safetensors, the weights are missing.")
     for file in found:
-        _read_header(file)
+        read_header(file)
     return found
+
+
+def _check_index(index: Path) -> None:
+    """Raise `WeightsError` unless every file that an index names is there."""
+    table = read_json(index, WeightsError).get("weight_map")
+    if not isinstance(table, dict) or not all(type(name) is str for name in table.values()):
+        raise WeightsError(f"{index}: not a valid index of weight files.")
+    present = {path.name for path in index.parent.iterdir()}
+    for name in sorted({*table.values()} - present):
+        raise WeightsError(f"{index.parent}: the weight file {name[:200]} is missing.")
 
 
 def memory_needed(
@@ -51,7 +55,7 @@ def memory_needed(
     """
     total = 0.0
     for file in files:
-        for tensor in _read_header(file).values():
+        for tensor in read_header(file).values():
             start, end = tensor["data_offsets"]
             stored = _FLOAT_BYTES.get(tensor["dtype"])
             if stored is None:
@@ -92,20 +96,45 @@ def check_memory(name: str, needed: int, limit: int, smaller: Sequence[tuple[str
     )
 
 
-def _read_header(file: Path) -> dict[str, Any]:
-    """A file's tensors (dtype, shape, data_offsets), after comparing its size with them."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise WeightsError(f"{file}: truncated, its header is not whole. Download it again.")
-        try:
-            tensors: dict[str, Any] = json.loads(stream.read(length))
-            tensors.pop("__metadata__", None)
-            ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{file}: not a safetensors file, its header is broken.") from error
-    expected = 8 + length + max(ends, default=0)
+def read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """A file's tensors (dtype, shape, data_offsets), after comparing its size with them.
+
+    Raises `WeightsError`.
+    """
+    try:
+        size = check_file(file, WeightsError)
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise WeightsError(
+                    f"{file}: truncated, its header is not whole. Download it again."
+                )
+            if length > MOST_JSON:
+                raise WeightsError(f"{file}: not a safetensors file, its header is too long.")
+            tensors = parse_json(stream.read(length), file, WeightsError)
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read ({error.strerror}).") from error
+    if not isinstance(tensors, dict):
+        raise WeightsError(f"{file}: not a safetensors file, its header is broken.")
+    tensors.pop("__metadata__", None)
+    for name, tensor in tensors.items():
+        if not _is_tensor(tensor):
+            raise WeightsError(
+                f"{file}: not a safetensors file, its header is broken at {shown(name)}."
+            )
+    expected = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
     if size < expected:
         raise WeightsError(f"{file}: truncated, {size:,} bytes of {expected:,}. Download it again.")
     return tensors
+
+
+def _is_tensor(entry: Any) -> bool:
+    """Whether an entry of a header says what a tensor is; MLX compares shape and bytes."""
+    if not isinstance(entry, dict) or type(entry.get("dtype")) is not str:
+        return False
+    shape, place = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not all(is_whole(size, 0) for size in shape):
+        return False
+    if not isinstance(place, list) or len(place) != 2:
+        return False
+    return all(is_whole(offset, 0, 2**63) for offset in place) and place[0] <= place[1]

@@ -19,27 +19,38 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from ..errors import SettingsError
 from ..kernels.block_attention import HEAD_DIMS, BlockAttention, Tree
 from ..kernels.choose import attention_from
 from ..kernels.modules import Wiring
+from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
 from ..kernels.weights import AffineWeights
-from .kv_bits import head_size, make_cache
-from .mla import is_mla
+from .internals import (
+    ATTENTION,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    attention_of,
+    has_key_projection,
+    has_sinks,
+    head_size,
+    in_temporal_order,
+    is_mla,
+    key_heads,
+    query_heads,
+    scaled_dot_product_attention,
+)
+from .kv_bits import GROUP_SIZES, make_cache
 from .overrides import Overrides, rebound
-
-_NAME = "scaled_dot_product_attention"
 
 
 def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Overrides) -> None:
     """Have the attention layers of a model use the kernel while `overrides` is installed."""
     for layer in layers:
-        attention = getattr(layer, "self_attn", None)
+        attention = attention_of(layer)
         if attention is not None and _calls_attention(attention) and not is_mla(layer):
-            call = rebound(type(attention).__call__, **{_NAME: _attend(wiring)})
+            call = rebound(type(attention).__call__, **{ATTENTION: _attend(wiring)})
             overrides.replace(attention, call)
 
 
@@ -59,19 +70,35 @@ def attends_exactly(model: Any) -> bool:
     return all(_can_be_exact(*of) for of in zip_longest(model.layers, caches))
 
 
+def attention_shape(layer: nn.Module, cache: Any) -> AttentionShape | None:
+    """What a layer would ask of the kernel; None where its attention stays with MLX."""
+    attention = attention_of(layer)
+    if attention is None or is_mla(layer) or not _calls_attention(attention):
+        return None
+    if not has_key_projection(attention) or head_size(attention) not in HEAD_DIMS:
+        return None
+    heads, size = query_heads(attention), head_size(attention)
+    sinks = has_sinks(attention)
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    groups = (group for group in GROUP_SIZES if size % group == 0)
+    group = None if sinks or window else next(groups, None)
+    dtype = dtype_of(attention.k_proj)
+    return AttentionShape(heads, key_heads(attention), size, dtype, window, sinks, group)
+
+
 def _can_be_exact(layer: nn.Module, cache: Any) -> bool:
-    attention = getattr(layer, "self_attn", None)
+    attention = attention_of(layer)
     if attention is None:  # a recurrent layer: see `recurrent`
         return True
     plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
-    known = plain and _calls_attention(attention) and hasattr(attention, "k_proj")
+    known = plain and _calls_attention(attention) and has_key_projection(attention)
     return known and head_size(attention) in HEAD_DIMS
 
 
 def _calls_attention(attention: nn.Module) -> bool:
     """Whether this layer's own code calls attention by the name that is bound anew."""
     call = type(attention).__call__
-    return isinstance(call, FunctionType) and _NAME in call.__code__.co_names
+    return isinstance(call, FunctionType) and ATTENTION in call.__code__.co_names
 
 
 def _attend(wiring: Wiring) -> Callable[..., mx.array]:
@@ -93,11 +120,19 @@ def _attend(wiring: Wiring) -> Callable[..., mx.array]:
         if not wiring.exact:
             shape = (heads, _key_heads(keys), head_dim)
             first = attention_from(wiring.chip, *shape, wiring.measured)
+            if wiring.broken and _key(shape, cache) in wiring.broken:
+                first = None
         if first is None or rows < first or not _readable(queries, cache, mask):
             return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
         return _with_kernel(kernel, queries, keys, values, cache, scale, mask, sinks)
 
     return attend
+
+
+def _key(shape: tuple[int, int, int], cache: Any) -> str:
+    """The name of the kernel that reads a cache."""
+    bits = cache.bits if isinstance(cache, QuantizedKVCache) else None
+    return key_over(attention_key(*shape), bits)
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
@@ -143,7 +178,7 @@ def _affine(
 
 def _in_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     """A sliding window's rows by position: a step of one row leaves them as a ring."""
-    return rows if cache.offset <= rows.shape[2] else cache._temporal_order(rows)
+    return rows if cache.offset <= rows.shape[2] else in_temporal_order(cache, rows)
 
 
 def _tree(mask: mx.array, past: int) -> Tree:

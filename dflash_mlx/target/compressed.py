@@ -10,13 +10,12 @@ puts the kept rows behind the old ones: no layer runs again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from .compressed_tree import Groups, branch
+from .internals import LayerCache, attention_of, compression, watch_window
 from .overrides import Overrides
 from .tree import Tree
 
@@ -31,15 +30,15 @@ class CompressedTape:
     """
 
     def __init__(self, cache: LayerCache, layer: nn.Module, overrides: Overrides) -> None:
-        self._cache, self._attention = cache, layer.self_attn
+        self._cache, self._attention = cache, attention_of(layer)
         self._tree: Callable[[], Tree]
         self._rows: mx.array  # of the window, [1, S, D], as the last verify made them
-        self._record_window(cache)
-        compressor: Any = getattr(layer.self_attn, "compressor", None)
+        watch_window(cache, self._record_window)
         # With a ratio of 1 every row is its own group, and none is ever open.
-        self._ratio = compressor.ratio if compressor is not None else 0
+        self._ratio = compression(self._attention)
         self._pending: dict[str, mx.array] = {}
         if self._ratio > 1:
+            compressor = self._attention.compressor
             overrides.watch(compressor.kv_proj, lambda _, rows: self._pending.update(kv=rows))
             overrides.watch(compressor.gate_proj, lambda _, rows: self._pending.update(gate=rows))
 
@@ -82,28 +81,24 @@ class CompressedTape:
         if self._ratio:
             groups = Groups(self._tree(), self._offset, self._ratio)
             line, start = groups.lines[kept[-1]], groups.before
-            for name in ("compress_kv", "index_k") if line else ():
-                entries: Any = getattr(self._cache, name)
+            for entries in (self._cache.compress_kv, self._cache.index_k) if line else ():
                 if entries is not None:
                     new = entries[:, start:][:, mx.array(line)]
                     entries[:, start : start + len(line)] = new
 
-    def _record_window(self, cache: LayerCache) -> None:
-        """Have this request's cache object also hand its new window rows [1, S, D] to the tape."""
-        update_window = cache.update_window
-
-        def update_and_record(rows: mx.array) -> mx.array:
-            self._rows = rows
-            return update_window(rows)
-
-        cache.update_window = update_and_record
+    def _record_window(self, rows: mx.array) -> None:
+        self._rows = rows
 
     def _keep_groups(self, groups: int) -> None:
         """Forget the compressed entries after the first `groups`."""
-        for name in ("compress_kv", "index_k"):
-            entries: Any = getattr(self._cache, name)
-            if entries is not None:
-                setattr(self._cache, name, entries[:, :groups] if groups else None)
+        cache = self._cache
+        cache.compress_kv = _first(cache.compress_kv, groups)
+        cache.index_k = _first(cache.index_k, groups)
+
+
+def _first(entries: mx.array | None, groups: int) -> mx.array | None:
+    """The first entries [1, groups, D], if there are any."""
+    return None if entries is None or not groups else entries[:, :groups]
 
 
 def _behind(held: mx.array | None, new: mx.array) -> mx.array:

@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.deepseek_v41 import _apply_rope, _fake_quant_fp4
 
+from .internals import apply_rope, fake_quant_fp4
 from .overrides import Overrides
 from .tree import Tree
 
@@ -137,8 +137,8 @@ def _scores(
 ) -> mx.array:
     """The indexer's score [1, N, K] of every entry for every row, as mlx-lm computes it."""
     q = self.q_b_proj(residual).reshape(1, -1, self.num_heads, self.head_dim)
-    q = _apply_rope(q, rope, rope_dim=self.rope_dim, offset=start)
-    q = _fake_quant_fp4(q, block_size=32).astype(mx.float32)
+    q = apply_rope(q, rope, rope_dim=self.rope_dim, offset=start)
+    q = fake_quant_fp4(q, block_size=32).astype(mx.float32)
     weights = self.weights_proj(x).astype(mx.float32) * self.num_heads**-0.5
     scores = q @ index_k.astype(mx.float32)[:, None].swapaxes(-1, -2)
     scores = mx.maximum(scores, 0.0) * self.head_dim**-0.5

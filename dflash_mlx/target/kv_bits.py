@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from ..errors import SettingsError
-from .mla import is_mla
+from ..reading import shown
+from .internals import (
+    ArraysCache,
+    KVCache,
+    QuantizedKVCache,
+    attention_of,
+    has_sinks,
+    head_size,
+    is_mla,
+    make_prompt_cache,
+)
 
 GROUP_SIZES = (64, 32)  # of mlx's quantization, the first that divides the head size is taken
 
@@ -25,8 +34,8 @@ def make_cache(
     caches: list[Any] = make_prompt_cache(model)
     if kv_bits is None:
         return caches
-    if kv_bits not in (8, 4):
-        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {kv_bits}.")
+    if type(kv_bits) is not int or kv_bits not in (8, 4):
+        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {shown(kv_bits)}.")
     return [_quantized(cache, layer, kv_bits) for cache, layer in zip(caches, layers, strict=False)]
 
 
@@ -34,11 +43,11 @@ def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:
     """The quantized form of a layer's cache; a recurrent layer has no keys and keeps its own."""
     if type(cache) is ArraysCache:
         return cache
-    attention = getattr(layer, "self_attn", None)
+    attention = attention_of(layer)
     if type(cache) is not KVCache or is_mla(layer):
         what = "MLA latents" if is_mla(layer) else f"a {type(cache).__name__}"
         raise SettingsError(f"kv_bits: this target keeps {what}, which cannot be quantized.")
-    if attention is None or "sinks" in attention:
+    if attention is None or has_sinks(attention):
         raise SettingsError("kv_bits: this target's attention sinks need unquantized keys.")
     size = head_size(attention)
     for group_size in GROUP_SIZES:
@@ -47,13 +56,3 @@ def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:
     raise SettingsError(
         f"kv_bits: this target's head size {size} is no multiple of {GROUP_SIZES[-1]}."
     )
-
-
-def head_size(attention: nn.Module) -> int:
-    """Numbers in one head's key; every family spells it differently, the projections agree."""
-    heads = next(
-        getattr(attention, name)
-        for name in ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
-        if hasattr(attention, name)
-    )
-    return int(attention.k_proj.weight.shape[0]) // int(heads)

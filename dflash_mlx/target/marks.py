@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
+
+from .internals import ArraysCache, CacheList, KVCache, QuantizedKVCache, fields
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,13 @@ def rewind(caches: Sequence[Any], position: int, mark: Mark) -> None:
         elif type(cache) is ArraysCache:
             cache.cache = list(state["cache"])
         else:
-            vars(cache).update({name: _held(value) for name, value in state.items()})
+            fields(cache).update({name: _held(value) for name, value in state.items()})
+
+
+def arrays(cache: Any) -> list[Any]:
+    """A cache's own fields, arrays or trees of them among them; nothing is sliced or copied."""
+    parts = cache.caches if type(cache) is CacheList else (cache,)
+    return [value for part in parts for value in fields(part).values()]
 
 
 def _state(cache: Any) -> dict[str, Any]:
@@ -57,7 +64,7 @@ def _state(cache: Any) -> dict[str, Any]:
         return {"cache": list(cache.cache)}
     return {
         name: _held(value)
-        for name, value in vars(cache).items()
+        for name, value in fields(cache).items()
         if value is None or isinstance(value, mx.array | int)
     }
 

@@ -14,26 +14,24 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
-from mlx_lm.models.deepseek_v32 import DeepseekV32Attention
 
+from .internals import (
+    DeepseekV3Attention,
+    DeepseekV32Attention,
+    attention_of,
+    scaled_dot_product_attention,
+)
 from .overrides import Overrides
 
 
 def absorb(layers: list[nn.Module], overrides: Overrides) -> None:
     """Have the MLA layers of a model compute all rows in the absorbed form."""
     for layer in layers:
-        attention = getattr(layer, "self_attn", None)
+        attention = attention_of(layer)
         if type(attention) is DeepseekV3Attention:
             overrides.replace(attention, _dense)
         elif type(attention) is DeepseekV32Attention:
             overrides.replace(attention, _sparse)
-
-
-def is_mla(layer: nn.Module) -> bool:
-    """Whether a decoder layer's cache holds latents, which only MLA can read."""
-    return hasattr(getattr(layer, "self_attn", None), "kv_lora_rank")
 
 
 def _dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:

@@ -4,8 +4,8 @@ Each instance gets a subclass of its own class for the length of the forward, an
 back afterwards. Nothing is installed between forwards, so an abandoned request leaves no trace,
 two requests never meet, and parameter names, quantization and other models of the same class are
 untouched. (Wrapping the modules instead would change parameter paths; patching a class would
-reach every model.) A lock of the target's keeps the forwards of two threads apart; it is never
-held between forwards.
+reach every model.) A lock of the target's keeps the forwards of two threads apart, and whoever
+looks at classes, as these methods do, holds it too; it is never held between forwards.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from ..threads import clean_up_at_end
 
 
 class Overrides:
@@ -54,6 +56,7 @@ class Overrides:
         `others` are sets of the same target to install as well; of a module that is in several,
         the last one counts.
         """
+        clean_up_at_end()
         with self._lock:
             entries = [entry for overrides in (self, *others) for entry in overrides._entries]
             originals = [type(module) for module, _ in entries]

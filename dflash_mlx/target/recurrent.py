@@ -15,12 +15,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache
-from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
-from mlx_lm.models.qwen3_5 import GatedDeltaNet
-from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from ..kernels.modules import Kernels
+from ..kernels.shapes import DeltaShape, dtype_of
+from .internals import (
+    RECURRENCE,
+    ArraysCache,
+    GatedDeltaNet,
+    Qwen3NextGatedDeltaNet,
+    compute_g,
+    gated_delta_update,
+    mixer_of,
+    normalize_qk,
+)
 from .overrides import Overrides, rebound
 from .recurrent_tree import delta_gates, first_state, mix
 from .tree import Tree
@@ -73,7 +80,7 @@ class RecurrentTape:
         The mixer runs its own code with the recurrence's name bound to ours, as in `attention`.
         """
         self._kernels = kernels
-        call = rebound(type(self._mixer).__call__, gated_delta_update=self._update)
+        call = rebound(type(self._mixer).__call__, **{RECURRENCE: self._update})
         overrides.replace(self._mixer, call)
 
     def branch(self, overrides: Overrides, tree: Callable[[], Tree]) -> None:
@@ -162,4 +169,13 @@ def _replay_steps(
 
 def has_tape(layer: nn.Module) -> bool:
     """Whether a decoder layer's recurrence is one that `RecurrentTape` can replay."""
-    return type(getattr(layer, "linear_attn", None)) in (GatedDeltaNet, Qwen3NextGatedDeltaNet)
+    return type(mixer_of(layer)) in (GatedDeltaNet, Qwen3NextGatedDeltaNet)
+
+
+def delta_shape(layer: nn.Module) -> DeltaShape | None:
+    """What a layer's recurrence asks of our kernels; None for a layer without one."""
+    if not has_tape(layer):
+        return None
+    mixer = mixer_of(layer)
+    heads = mixer.num_k_heads, mixer.num_v_heads
+    return DeltaShape(*heads, mixer.head_k_dim, mixer.head_v_dim, dtype_of(mixer.out_proj))

@@ -12,10 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
-from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
 from ..kernels.modules import Kernels
+from .internals import Qwen3NextGatedDeltaNet, compute_g, gated_delta_update, normalize_qk
 from .tree import Tree
 
 

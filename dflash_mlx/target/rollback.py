@@ -10,17 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from ..errors import UnsupportedCacheError
 from .compressed import CompressedTape
+from .internals import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    LayerCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    mixer_of,
+)
 from .overrides import Overrides
 from .recurrent import RecurrentTape, has_tape
 from .rows import Rollback, RowRollback, cut_rotating_rows, trim_each, trim_rows
@@ -47,7 +48,7 @@ def rollback_for(cache: Any, layer: nn.Module, overrides: Overrides) -> Rollback
     if kind is LayerCache:
         return CompressedTape(cache, layer, overrides)
     if kind is ArraysCache and has_tape(layer):
-        return RecurrentTape(cache, layer.linear_attn, overrides)
+        return RecurrentTape(cache, mixer_of(layer), overrides)
     raise UnsupportedCacheError(
         f"The target keeps a {kind.__name__} for a {type(layer).__name__}, from which this version "
         "cannot remove rejected drafts: choose another target."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from .internals import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, cut_ring
+from .overrides import Overrides
+from .tree import Tree
 
 
 class Rollback(Protocol):
@@ -16,6 +18,17 @@ class Rollback(Protocol):
 
     def keep(self, kept: int, rejected: int) -> None:
         """Leave the first `kept` rows of the last verify in the cache, not the others."""
+
+
+@runtime_checkable
+class TreeRollback(Rollback, Protocol):
+    """A rollback whose layer reads draft trees in a way of its own."""
+
+    def branch(self, overrides: Overrides, tree: Callable[[], Tree]) -> None:
+        """Have the layer read the tree that `tree` gives while `overrides` is installed."""
+
+    def move(self, kept: Sequence[int]) -> None:
+        """Put what was recorded of the kept rows, a path, where a chain's would be."""
 
 
 class RowRollback:
@@ -47,10 +60,7 @@ def cut_rotating_rows(cache: RotatingKVCache, rejected: int) -> None:
     before them, so cutting the end loses nothing that a later row can see. (The cache's own
     `trim` refuses once the window has wrapped, and would leave the ring in the wrong order.)
     """
-    end = cache._idx - rejected
-    cache.keys, cache.values = cache.keys[..., :end, :], cache.values[..., :end, :]
-    cache._idx = end
-    cache.offset -= rejected
+    cut_ring(cache, rejected)
 
 
 def trim_each(cache: CacheList, rejected: int) -> None:

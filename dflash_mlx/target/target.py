@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,11 +17,13 @@ import mlx.nn as nn
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..kernels.modules import Wiring
 from ..proposal import Proposal
-from . import marks
+from ..threads import evaluate
+from . import internals, marks
 from .attention import attend_with, check_exact
 from .kv_bits import make_cache
 from .mla import absorb
 from .overrides import Overrides
+from .recurrent import RecurrentTape
 from .rollback import rollback_for
 from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
@@ -57,11 +59,9 @@ class Target:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.config, self.wiring = config, wiring
-        self._text: Any = getattr(
-            model, "language_model", model
-        )  # of a model that also sees images
-        self._backbone = cast(Any, getattr(self._text, "model", None))
-        for part in ("embed_tokens", "layers", "norm"):
+        self._text = internals.text_model(model)
+        self._backbone = internals.backbone(self._text)
+        for part in internals.BACKBONE:
             if not hasattr(self._backbone, part):
                 raise ConfigError(
                     f"{name}: model_type {config.get('model_type')!r} is a model without "
@@ -71,7 +71,7 @@ class Target:
         self.hidden_size: int = self._backbone.norm.weight.shape[0]
         self.vocab_size: int = self._backbone.embed_tokens.weight.shape[0]
         shape = config.get("text_config") or config
-        self.context_length: int = shape.get("max_position_embeddings", 2**31)
+        self.context_length = int(shape.get("max_position_embeddings") or 2**31)
         self._forwards = threading.Lock()
         layers, caches, unused = self._backbone.layers, make_cache(model), self.overrides()
         rollbacks = [
@@ -81,6 +81,7 @@ class Target:
         self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
             check_exact(layers, caches)
+        evaluate(model)
 
     @property
     def supports_trees(self) -> bool:
@@ -97,7 +98,7 @@ class Target:
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings [N, S, D] of token ids [N, S], as the model feeds them to its first layer."""
         embeddings = self._backbone.embed_tokens(tokens)
-        scale = getattr(self._backbone, "embed_scale", None)  # Gemma's, sqrt(D)
+        scale = internals.embed_scale(self._backbone)
         return embeddings if scale is None else embeddings * scale
 
     def head(self, hidden: mx.array) -> mx.array:
@@ -105,13 +106,14 @@ class Target:
 
         A soft cap of the model's is left out: drafters are trained on the bare head.
         """
-        head = getattr(self._text, "lm_head", None)
+        head = internals.own_head(self._text)
         return head(hidden) if head else self._backbone.embed_tokens.as_linear(hidden)
 
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
         overrides = self.overrides()
-        taps = self.tap(layers, overrides)
+        with self._forwards:
+            taps = self.tap(layers, overrides)
         with overrides.installed():
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
@@ -141,7 +143,8 @@ class Target:
 
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
-        return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
+        with self._forwards:  # another thread's would have modules of other classes
+            return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
 
 
 class TargetSession:
@@ -170,7 +173,7 @@ class TargetSession:
             attend_with(target.wiring, layers, self._verify)
             self._widest = target.wiring.widest
             for rollback in self._rollback if target.wiring.exact else ():
-                if hasattr(rollback, "compute_with"):
+                if isinstance(rollback, RecurrentTape):
                     rollback.compute_with(target.wiring.kernels, self._verify)
         self._tree_reader: TreeReader | None = None  # made for the first tree
         self._layers = layers
@@ -229,6 +232,7 @@ class TargetSession:
             rollback.keep(len(kept), self._unsettled - len(kept))
         self.position += len(kept)
         self.whole, self._unsettled = True, 0
+        self._start_computing()
 
     @property
     def can_be_cut(self) -> bool:
@@ -250,10 +254,15 @@ class TargetSession:
         marks.rewind(self._cache, self.position, mark)
         self.position = mark.position
 
+    def _start_computing(self) -> None:
+        """Leave nothing lazy in the caches: the next forward may be another thread's."""
+        mx.async_eval([marks.arrays(cache) for cache in self._cache])
+
     def _reader(self) -> TreeReader:
         """What reads this request's trees. Raises `UnsupportedTreeError`."""
         if self._tree_reader is None:
             self._target.check_trees()
             of = (self._layers, self._cache, self._rollback, self._target.overrides())
-            self._tree_reader = TreeReader(*of)
+            with self._target._forwards:  # as in `start`
+                self._tree_reader = TreeReader(*of)
         return self._tree_reader

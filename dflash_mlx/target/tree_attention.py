@@ -21,16 +21,21 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, QuantizedKVCache, RotatingKVCache
 
 from ..errors import UnsupportedTreeError
 from ..proposal import Proposal
+from .internals import (
+    ROPES,
+    CacheList,
+    QuantizedKVCache,
+    RotatingKVCache,
+    end_of_ring,
+    hook,
+    unhook,
+)
 from .overrides import Overrides
-from .rows import RowRollback
+from .rows import RowRollback, TreeRollback
 from .tree import Tree
-
-# Rotations whose angle depends on a row's own position alone, and which take one for each row.
-ROPES = {"RoPE", "Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE"}
 
 
 class TreeReader:
@@ -39,7 +44,7 @@ class TreeReader:
     Args:
         layers: the model's decoder layers.
         caches: the request's, one per layer (fewer where layers share them).
-        rollbacks: theirs; those with a `branch` method have their layers read trees in another way.
+        rollbacks: theirs; a `TreeRollback` has its layer read trees in another way.
         overrides: an empty set of the target's, which is filled and is to be installed with the
             verify's own.
     """
@@ -58,7 +63,7 @@ class TreeReader:
             part for cache, way in rows if isinstance(way, RowRollback) for part in _parts(cache)
         ]
         self._new: dict[int, tuple[mx.array, mx.array]] = {}  # what entered each cache
-        self._branches = [way for way in rollbacks if hasattr(way, "branch")]
+        self._branches = [way for way in rollbacks if isinstance(way, TreeRollback)]
         for way in self._branches:
             way.branch(overrides, self._current)
         for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
@@ -72,13 +77,12 @@ class TreeReader:
         """
         self._tree, self._masks = Tree(proposal), 0
         for index, cache in enumerate(self._caches):
-            cache.make_mask = self._mask_of(cache)
-            cache.update_and_fetch = self._recorder(index, cache.update_and_fetch)
+            hook(cache, self._mask_of(cache), self._recorder(index, cache.update_and_fetch))
         try:
             yield
         finally:
             for cache in self._caches:
-                del cache.make_mask, cache.update_and_fetch
+                unhook(cache)
         if self._caches and not self._masks:
             raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
 
@@ -135,7 +139,7 @@ def why_no_trees(layer: nn.Module, rollback: Any) -> str | None:
 
     `rollback` is of the layer's cache, or None where it has none of its own.
     """
-    if hasattr(rollback, "branch"):
+    if isinstance(rollback, TreeRollback):
         return None
     if not isinstance(rollback, RowRollback | None):
         return f"a {type(layer).__name__} of {type(layer).__module__}"
@@ -153,7 +157,7 @@ def ropes(layer: nn.Module) -> list[nn.Module]:
 
 def write_rows(cache: Any, keys: mx.array, values: mx.array, rows: int) -> None:
     """Write keys and values [1, H, n, D] over the first n of a cache's last `rows` rows."""
-    end = cache._idx if isinstance(cache, RotatingKVCache) else cache.offset
+    end = end_of_ring(cache) if isinstance(cache, RotatingKVCache) else cache.offset
     to = slice(end - rows, end - rows + keys.shape[2])
     for held, new in ((cache.keys, keys), (cache.values, values)):
         if isinstance(cache, QuantizedKVCache):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
+from ..foreign import Foreign
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -64,10 +65,14 @@ def encode_chat(tokenizer: TokenizerWrapper, messages: Sequence[dict[str, str]])
 def template_ids(
     tokenizer: TokenizerWrapper, messages: Sequence[dict[str, str]], prompt: bool
 ) -> list[int]:
-    """Token ids of the messages; with `prompt`, the assistant's turn is opened at the end."""
-    ids: Any = tokenizer.apply_chat_template(
-        list(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False
-    )
+    """Token ids of the messages; with `prompt`, the assistant's turn is opened at the end.
+
+    Raises `DataError` where the chat template does not take them.
+    """
+    with Foreign(DataError, "The chat template refuses these messages"):
+        ids: Any = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False
+        )
     return list(ids)
 
 

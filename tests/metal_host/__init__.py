@@ -4,8 +4,10 @@
     wrapper.py      the function that MLX writes around a kernel's body, letter for letter
     glue.py         what turns that text into C++ that can be called
     compiler.py     finding a compiler, compiling, keeping what has been compiled
+    strict.py       what a Mac's compiler refuses, asked of clang
     launch.py       the call: buffers with red zones, findings, counters
     include/        stand-ins for Metal's headers
+    strict/         the same as declarations, with address spaces
     runtime/        fibers for threads, barriers, SIMD-group functions, the checks
     samples.py      small kernels that the emulator's own tests run
 
@@ -15,7 +17,7 @@ compiler skips them and says why.
 
 import pytest
 
-from metal_host.compiler import CompilationError, compilers, strict_compiler
+from metal_host.compiler import CompilationError, compilers
 from metal_host.kernel import EmulatedKernel
 from metal_host.launch import CheckError, Counters, Finding, Traffic
 
@@ -27,14 +29,9 @@ __all__ = [
     "Finding",
     "Traffic",
     "needs_compiler",
-    "needs_strict_compiler",
 ]
 
 needs_compiler = pytest.mark.skipif(
     not compilers(),
     reason="no C++ compiler to emulate Metal with: install g++ 12, or clang++ 17, or later (Linux)",
-)
-needs_strict_compiler = pytest.mark.skipif(
-    strict_compiler() is None,
-    reason="no clang++ 17 or later to check Metal's address spaces with",
 )

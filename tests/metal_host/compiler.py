@@ -88,12 +88,8 @@ def compilers() -> list[Compiler]:
     """The compilers that kernels can run with, the first by default; none where not on Linux."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return []
-    return list(filter(None, [_found("g++"), strict_compiler()]))
-
-
-def strict_compiler() -> Compiler | None:
-    """A clang that knows `__bf16` arithmetic, to check address spaces with; None without one."""
-    return next(filter(None, map(_found, _CLANG)), None)
+    clang = next(filter(None, map(_found, _CLANG)), None)
+    return list(filter(None, [_found("g++"), clang]))
 
 
 def _run(command: Sequence[str], text: str | None = None) -> None:
@@ -164,15 +160,6 @@ class Build:
     def check_syntax(self, source: Path) -> None:
         """Raises CompilationError if a Metal file does not compile by itself."""
         _run([*self._base, "-fsyntax-only", "-x", "c++", str(source)])
-
-
-def check_strictly(source: str) -> None:
-    """Raises CompilationError where a pointer's address space is not what it is used as."""
-    clang = strict_compiler()
-    if clang is None:
-        raise CompilationError("there is no clang++ here: strict address spaces need one")
-    command = [clang.path, "-std=c++17", "-DMETAL_HOST_STRICT", "-fsyntax-only", "-w", _INCLUDE]
-    _run([*command, "-x", "c++", "-"], text=source)
 
 
 def source_line(library: Path, offset: int) -> str:

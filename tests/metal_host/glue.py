@@ -2,7 +2,7 @@
 
 import re
 
-from metal_host.wrapper import ATTRIBUTES, Wrapper
+from metal_host.wrapper import Wrapper
 
 # The attributes, in terms of `place`: metal_host_thread of include/host/runtime.h.
 _ATTRIBUTE_VALUES = {
@@ -54,18 +54,6 @@ _SHARED = re.compile(
     r"(\w+\s*(?:\[[^;]*?\])*(?:\s*,\s*\w+\s*(?:\[[^;]*?\])*)*)\s*;"
 )
 
-# `float4(...)` or `vec<T, 4>(...)`: clang's own vectors, which alone know address spaces, have no
-# constructors.
-_VECTOR = re.compile(
-    r"\b(?:(float|half|bfloat|u?(?:char|short|int|long))([234])"
-    r"|vec\s*<([^<>()]*(?:<[^<>]*>)?[^<>()]*)>)\s*\("
-)
-
-
-def _make_vector(found: re.Match[str]) -> str:
-    scalar, size, both = found.groups()
-    return f"metal::make_vector<{both or f'{scalar}, {size}'}>("
-
 
 def _without_comments(text: str) -> str:
     """The same lines: comments leave their line breaks."""
@@ -82,13 +70,25 @@ def _define_shared(found: re.Match[str]) -> str:
     return " ".join(definitions).replace("\n", " ") + "\n" * lines
 
 
+def shared_names(body: str) -> list[str]:
+    """The variables in threadgroup memory that a kernel's body defines."""
+    text = _without_comments(body)
+    declared = ",".join(found.group(2) for found in _SHARED.finditer(text))
+    return re.findall(r"(\w+)\s*(?:\[[^,]*\]\s*)*(?:,|$)", declared)
+
+
+def sources(wrapper: Wrapper) -> tuple[str, str, str]:
+    """Header, signature and body as C++: no comments, the same lines."""
+    return tuple(
+        _SHARED.sub(_define_shared, _without_comments(text))
+        for text in (wrapper.header, wrapper.signature.replace("[[kernel]] ", ""), wrapper.body)
+    )
+
+
 def _source(wrapper: Wrapper) -> str:
     """The function itself. Header and body both begin at line 1 of what the compiler reports."""
-    signature, body = (
-        _SHARED.sub(_define_shared, _without_comments(text))
-        for text in (wrapper.signature, wrapper.body)
-    )
-    return f'{_PRELUDE}#line 1 "header"\n{signature}#line 1 "body"\n{body}'
+    header, signature, body = sources(wrapper)
+    return f'{_PRELUDE}#line 1 "header"\n{header}{signature}#line 1 "body"\n{body}'
 
 
 def _argument(index: int, type_: str) -> str:
@@ -107,12 +107,3 @@ def program(wrapper: Wrapper) -> str:
     arguments += [_ATTRIBUTE_VALUES[name] for name in wrapper.attributes]
     entry = _ENTRY.format(instance=wrapper.instance, arguments=", ".join(arguments))
     return _source(wrapper) + entry
-
-
-def strict_program(wrapper: Wrapper) -> str:
-    """C++ in which address spaces are types: to be read by clang, not to be run."""
-    source = _VECTOR.sub(_make_vector, _source(wrapper))
-    if not wrapper.template:
-        return source
-    types = [p.type for p in wrapper.parameters] + [ATTRIBUTES[a] for a in wrapper.attributes]
-    return f"{source}template void {wrapper.instance}({', '.join(types)});\n"

@@ -7,9 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_host.compiler import CACHE, Build, Compiler, check_strictly
-from metal_host.glue import program, strict_program
+from metal_host.compiler import CACHE, Build, Compiler
+from metal_host.glue import program
 from metal_host.launch import Counters, Memory, launch
+from metal_host.strict import check_strictly
 from metal_host.wrapper import TemplateArguments, Wrapper, wrap
 
 _MOST_THREADS = 1024  # of a threadgroup
@@ -36,7 +37,7 @@ def _output(shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> 
     return np.full(empty.nbytes, 0xFF, np.uint8).view(empty.dtype).reshape(shape)
 
 
-def _described(array: np.ndarray, suffix: str) -> np.ndarray:
+def described(array: np.ndarray, suffix: str) -> np.ndarray:
     """What a kernel is given as `array`, `array_shape`, `array_strides` or `array_ndim`."""
     if suffix == "_shape":
         return np.array(array.shape, np.int32)
@@ -50,7 +51,7 @@ class EmulatedKernel:
 
     checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
                runtime/checks.cpp knows, and count memory traffic; a finding raises CheckError
-    strict:    also have clang check address spaces; raises CompilationError
+    strict:    also have clang read it as Metal would (strict.py); raises CompilationError
     compiler:  one of `compilers()`
     cache_dir: where compiled kernels are kept
 
@@ -86,7 +87,7 @@ class EmulatedKernel:
         self.ensure_row_contiguous = ensure_row_contiguous
         self.atomic_outputs = atomic_outputs
         self.strict = strict
-        self._build = Build(checked, compiler, cache_dir)
+        self.build = Build(checked, compiler, cache_dir)
         self._libraries: dict[str, Path] = {}
         self._counters: Counters | None = None
 
@@ -146,13 +147,13 @@ class EmulatedKernel:
         ]
         counters = launch(
             self.name,
-            self._build.runtime,
-            self._library(wrapper),
+            self.build.runtime,
+            self.library(wrapper),
             grid,
             threadgroup,
             self._input_memory(wrapper, arrays) + outputs,
         )
-        self._counters = counters if self._build.checked else None
+        self._counters = counters if self.build.checked else None
         return [
             _mlx(memory.values, dtype) for memory, dtype in zip(outputs, output_dtypes, strict=True)
         ]
@@ -174,17 +175,18 @@ class EmulatedKernel:
                 f"threads per threadgroup ({_MOST_THREADS})."
             )
 
-    def _library(self, wrapper: Wrapper) -> Path:
+    def library(self, wrapper: Wrapper) -> Path:
+        """The compiled kernel."""
         if wrapper.name not in self._libraries:
             if self.strict:
-                check_strictly(strict_program(wrapper))
-            self._libraries[wrapper.name] = self._build.kernel(program(wrapper))
+                check_strictly([wrapper])
+            self._libraries[wrapper.name] = self.build.kernel(program(wrapper))
         return self._libraries[wrapper.name]
 
     def _input_memory(self, wrapper: Wrapper, arrays: Sequence[mx.array]) -> list[Memory]:
         values = dict(zip(self.input_names, map(_numpy, arrays), strict=True))
         memory = []
         for parameter in wrapper.parameters[: -len(self.output_names)]:
-            given = _described(values[parameter.array], parameter.suffix)
+            given = described(values[parameter.array], parameter.suffix)
             memory.append(Memory(parameter.name, given, False, True))
         return memory

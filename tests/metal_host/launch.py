@@ -39,6 +39,8 @@ class _Launch(ctypes.Structure):
         ("image", ctypes.c_void_p * 2),
         ("grid", ctypes.c_uint32 * 3),
         ("threadgroup", ctypes.c_uint32 * 3),
+        ("first_group", ctypes.c_uint32),
+        ("last_group", ctypes.c_uint32),
         ("buffer_count", ctypes.c_uint32),
         ("buffers", ctypes.POINTER(_Buffer)),
         ("matrix_products", ctypes.c_uint64),
@@ -141,16 +143,29 @@ def launch(
     grid: Sequence[int],
     threadgroup: Sequence[int],
     memory: Sequence[Memory],
+    groups: range = range(2**32 - 1),
 ) -> Counters:
     """Runs a compiled kernel over `grid` threads, in place.
 
-    memory: a buffer for each parameter of the kernel. Raises CheckError for what it finds.
+    memory: a buffer for each parameter of the kernel.
+    groups: which threadgroups run, counted along x, then y, then z; all by default.
+
+    Raises CheckError for what it finds.
     """
     host, kernel = load(runtime), load(library)
     image = (ctypes.c_void_p * 2).in_dll(kernel, "metal_host_image")
     buffers = (_Buffer * len(memory))(*(each.described() for each in memory))
     function = ctypes.cast(kernel.metal_host_kernel, ctypes.c_void_p)
-    described = _Launch(function, image, tuple(grid), tuple(threadgroup), len(memory), buffers)
+    described = _Launch(
+        function,
+        image,
+        tuple(grid),
+        tuple(threadgroup),
+        groups[0],
+        groups[-1],
+        len(memory),
+        buffers,
+    )
     host.metal_host_launch(ctypes.byref(described))
     findings = _findings(host, library)
     if findings:

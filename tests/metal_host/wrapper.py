@@ -79,7 +79,8 @@ class Wrapper:
     template: tuple[str, ...]  # the arguments' text
     parameters: tuple[Parameter, ...]
     attributes: tuple[str, ...]
-    signature: str  # header, template line, and all up to the opening brace
+    header: str
+    signature: str  # template line, and all up to the opening brace
     body: str
 
     @property
@@ -91,9 +92,9 @@ class Wrapper:
         """All that MLX compiles, but for its own prelude of utilities."""
         instance = self.instance
         if not self.template:
-            return self.signature + self.body
+            return self.header + self.signature + self.body
         return (
-            f"{self.signature}{self.body}\n"
+            f"{self.header}{self.signature}{self.body}\n"
             f'template [[host_name("{self.name}")]] [[kernel]] decltype({instance}) {instance};\n'
         )
 
@@ -169,8 +170,7 @@ def wrap(
         template=tuple(arguments),
         parameters=tuple(parameters),
         attributes=tuple(attributes),
-        signature=f"{header}{template_line}[[kernel]] void {function}(\n"
-        + ",\n".join(lines)
-        + ") {\n",
+        header=header,
+        signature=f"{template_line}[[kernel]] void {function}(\n" + ",\n".join(lines) + ") {\n",
         body=body + "\n}\n",
     )

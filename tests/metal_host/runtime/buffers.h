@@ -28,6 +28,7 @@ struct Launch {
   const char* image_begin;  // of the kernel's library, which holds its constants
   const char* image_end;
   uint32_t grid[3], threadgroup[3];
+  uint32_t first_group, last_group;  // of the threadgroups, counted along x, then y, then z
   uint32_t buffer_count;
   Buffer* buffers;
   uint64_t matrix_products, fmas;

@@ -108,7 +108,8 @@ extern "C" METAL_HOST_EXPORT void metal_host_launch(metal_host::Launch* started)
     groups.x[i] = (launch->grid[i] + dispatched.x[i] - 1) / dispatched.x[i];
   }
   make_fibers(dispatched.count());
-  for (uint32_t i = 0; i < groups.count() && !stopped; i++) {
+  const uint64_t end = std::min<uint64_t>(groups.count(), launch->last_group + 1ull);
+  for (uint32_t i = launch->first_group; i < end && !stopped; i++) {
     start_threadgroup(i, dispatched, groups);
     run_threadgroup();
   }

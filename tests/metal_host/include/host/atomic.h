@@ -17,34 +17,26 @@ typedef atomic<float> atomic_float;
 template <class T>
 using same_t = std::common_type_t<T>;  // takes part in no deduction
 
-// `__atomic_*` does not accept a pointer with an address space, so the strict build, which only
-// checks types, has no body for it to read.
-#ifdef METAL_HOST_STRICT
-#define METAL_HOST_BODY(...)
-#else
-#define METAL_HOST_BODY(...) __VA_ARGS__
-#endif
-
 #define METAL_HOST_UPDATE(space, name, expression)                                            \
   template <class T>                                                                          \
   inline T name(space atomic<T>* object, same_t<T> operand, memory_order) {                   \
     T old{};                                                                                  \
-    METAL_HOST_BODY(T updated; __atomic_load(&object->value, &old, __ATOMIC_RELAXED); do {    \
+    T updated; __atomic_load(&object->value, &old, __ATOMIC_RELAXED); do {                    \
       updated = T(expression);                                                                \
     } while (!__atomic_compare_exchange(                                                      \
-        &object->value, &old, &updated, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));)          \
+        &object->value, &old, &updated, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));           \
     return old;                                                                               \
   }
 #define METAL_HOST_ATOMICS(space)                                                             \
   template <class T>                                                                          \
   inline T atomic_load_explicit(const space atomic<T>* object, memory_order) {                \
     T value{};                                                                                \
-    METAL_HOST_BODY(__atomic_load(const_cast<T*>(&object->value), &value, __ATOMIC_RELAXED);) \
+    __atomic_load(const_cast<T*>(&object->value), &value, __ATOMIC_RELAXED);                  \
     return value;                                                                             \
   }                                                                                           \
   template <class T>                                                                          \
   inline void atomic_store_explicit(space atomic<T>* object, same_t<T> value, memory_order) { \
-    METAL_HOST_BODY(__atomic_store(&object->value, &value, __ATOMIC_RELAXED);)                \
+    __atomic_store(&object->value, &value, __ATOMIC_RELAXED);                                 \
   }                                                                                           \
   METAL_HOST_UPDATE(space, atomic_exchange_explicit, operand)                                 \
   METAL_HOST_UPDATE(space, atomic_fetch_add_explicit, old + operand)                          \
@@ -54,11 +46,7 @@ using same_t = std::common_type_t<T>;  // takes part in no deduction
   METAL_HOST_UPDATE(space, atomic_fetch_max_explicit, old < operand ? operand : old)          \
   METAL_HOST_UPDATE(space, atomic_fetch_min_explicit, operand < old ? operand : old)
 METAL_HOST_ATOMICS(device)
-#ifdef METAL_HOST_STRICT
-METAL_HOST_ATOMICS(threadgroup)
-#endif
 #undef METAL_HOST_ATOMICS
 #undef METAL_HOST_UPDATE
-#undef METAL_HOST_BODY
 
 }  // namespace metal

@@ -63,9 +63,6 @@ inline simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) 
     to[transposed ? stride : 1] = matrix.elements[1];                                         \
   }
 METAL_HOST_LOAD_STORE(device)
-#ifdef METAL_HOST_STRICT
-METAL_HOST_LOAD_STORE(threadgroup)
-#endif
 #undef METAL_HOST_LOAD_STORE
 
 template <class D, class A, class B, class C>

@@ -1,8 +1,5 @@
 // Everything that <metal_stdlib> and its siblings offer, as far as kernels here need it.
-//
-// Two builds share these headers. The one that runs erases address spaces. METAL_HOST_STRICT, which
-// clang only parses, makes them real, so that a `device` pointer does not pass for a `threadgroup`
-// one; where the two differ, the header says so.
+// Address spaces are erased here; ../../strict/ has them.
 #pragma once
 
 #include "address_spaces.h"
@@ -18,3 +15,5 @@ using namespace metal;
 // What MLX's own prelude to a custom kernel names.
 typedef metal::half float16_t;
 typedef metal::bfloat bfloat16_t;
+
+#include "reserved.h"

@@ -20,9 +20,6 @@ namespace metal {
 typedef _Float16 half;
 using std::size_t;
 
-#ifdef METAL_HOST_STRICT
-typedef __bf16 bfloat;  // a class's members would need a copy for each address space
-#else
 // The upper half of a float, rounded to nearest even.
 struct bfloat {
   uint16_t bits;
@@ -73,7 +70,6 @@ inline bfloat operator-(bfloat a) {
   a.bits ^= 0x8000;
   return a;
 }
-#endif
 
 using std::conditional;
 using std::enable_if;

@@ -6,26 +6,6 @@
 
 namespace metal {
 
-#ifdef METAL_HOST_STRICT
-template <class T, int N>
-using vec = T __attribute__((ext_vector_type(N)));
-
-// What the front end makes of `vec<T, N>(...)`: one value for all, another vector, one for each.
-template <class T, int N, class... Parts>
-inline vec<T, N> make_vector(Parts... parts) {
-  if constexpr (sizeof...(Parts) == N) {
-    return vec<T, N>{(T)parts...};
-  } else if constexpr (sizeof...(Parts) == 1 && (std::is_convertible<Parts, T>::value && ...)) {
-    vec<T, N> filled;
-    for (int i = 0; i < N; i++) filled[i] = (T(parts), ...);
-    return filled;
-  } else if constexpr (sizeof...(Parts) == 1) {
-    return (__builtin_convertvector(parts, vec<T, N>), ...);
-  } else {
-    return vec<T, N>{parts...};
-  }
-}
-#else
 template <class T, int N>
 struct vec;
 
@@ -98,7 +78,6 @@ METAL_HOST_OPERATOR(^)
 METAL_HOST_OPERATOR(<<)
 METAL_HOST_OPERATOR(>>)
 #undef METAL_HOST_OPERATOR
-#endif
 
 #define METAL_HOST_VECTORS(T) \
   typedef vec<T, 2> T##2;     \
@@ -117,20 +96,11 @@ METAL_HOST_VECTORS(long)
 METAL_HOST_VECTORS(ulong)
 #undef METAL_HOST_VECTORS
 
-#ifdef METAL_HOST_STRICT
-template <class V, class W>
-inline auto dot(V a, W b) {
-  auto sum = a[0] * b[0];
-  for (int i = 1; i < int(sizeof(V) / sizeof(a[0])); i++) sum += a[i] * b[i];
-  return sum;
-}
-#else
 template <class T, int N>
 inline T dot(const vec<T, N>& a, const vec<T, N>& b) {
   T sum = a[0] * b[0];
   for (int i = 1; i < N; i++) sum += a[i] * b[i];
   return sum;
 }
-#endif
 
 }  // namespace metal

@@ -1,14 +1,14 @@
-"""The benchmark's own contestants: oracles, the slow, the blind, and rejection sampling."""
+"""The experiments of scripts/: oracles, the slow, noise of its own, and rejection sampling."""
 
 import numpy as np
 import pytest
 from bigrams import BigramDrafter, BigramTarget, softmax
+from contestants import Independent, Oracle, Slow
+from never_slower import long_answers, policy_rows
+from rejection import _accept, rejection_rounds
+from sampled_drafts import sampled_rows
 
 import dflash_mlx as dm
-from dflash_mlx.bench.drafters import Independent, Oracle, Slow
-from dflash_mlx.bench.never_slower import long_answers, policy_rows
-from dflash_mlx.bench.rejection import _accept, rejection_rounds
-from dflash_mlx.bench.sampled import sampled_rows
 from dflash_mlx.sampling import Sampling
 
 TABLE = 3 * np.random.default_rng(0).normal(size=(40, 40))

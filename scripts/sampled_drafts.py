@@ -1,4 +1,10 @@
-"""How many tokens a round brings at a temperature, by the way in which drafts are chosen."""
+"""How many tokens a round brings at a temperature, by the way in which drafts are chosen.
+
+    python scripts/sampled_drafts.py [--model NAME] [--limit N] [--max-tokens N] [--stock-blas]
+
+Ways: with the learnt s of `Sharpness`, with s = 1, the argmax of q, noise of the drafter's own, and
+speculative sampling by rejection, whose text is another one than plain decoding's.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..drafter.protocol import Drafter, block_size
-from ..loop import DEFAULT_BLOCK_SIZE, generate
-from ..policy.rounds import FixedWidth
-from ..sampling import Sampling
-from ..sharpness import Sharpness
-from ..target import Target
-from .drafters import Independent
-from .rejection import rejection_rounds
+from experiment import experiment, options_of
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.protocol import Drafter
+from dflash_mlx.policy.rounds import FixedWidth
+from dflash_mlx.sharpness import Sharpness
 
 TEMPERATURES = (0.7, 1.0, 1.5)
 SEED = 0
@@ -43,7 +47,7 @@ class SampledRow:
 
 
 def sampled_rows(
-    target: Target, drafter: Drafter, prompts: Sequence[list[int]], max_tokens: int
+    target: dm.Target, drafter: Drafter, prompts: Sequence[list[int]], max_tokens: int
 ) -> Iterator[SampledRow]:
     """A row for each of `TEMPERATURES`, over prompts given as token ids."""
     for temperature in TEMPERATURES:
@@ -51,12 +55,19 @@ def sampled_rows(
 
 
 def _row(
-    target: Target,
+    target: dm.Target,
     drafter: Drafter,
     prompts: Sequence[list[int]],
     max_tokens: int,
     temperature: float,
 ) -> SampledRow:
+    # These import MLX, which comes after the BLAS.
+    from contestants import Independent
+    from rejection import rejection_rounds
+
+    from dflash_mlx.loop import widest_block
+    from dflash_mlx.sampling import Sampling
+
     learnt = Sharpness()
     ways = {
         "learnt": (drafter, FixedWidth(learnt)),
@@ -66,16 +77,18 @@ def _row(
     }
     rounds = dict.fromkeys([*ways, "rejection"], 0)
     tokens = identical = 0
-    width = block_size(drafter) or DEFAULT_BLOCK_SIZE
+    width = widest_block(drafter)
     for number, prompt in enumerate(prompts):
         seed = SEED + number
         settings: dict[str, Any] = {"temperature": temperature, "seed": seed}
         settings["max_tokens"] = max_tokens
-        plain = generate(target, None, prompt, **settings)
+        plain = dm.generate(target, None, prompt, **settings)
         tokens += len(plain.tokens)
         same = True
         for name, (drafts, ranking) in ways.items():
-            drafted = generate(target, drafts, prompt, policy=ranking, block_size=width, **settings)
+            drafted = dm.generate(
+                target, drafts, prompt, policy=ranking, block_size=width, **settings
+            )
             rounds[name] += drafted.stats.rounds
             same &= drafted.tokens == plain.tokens
         identical += same
@@ -91,3 +104,21 @@ def _row(
         identical=identical,
         prompts=len(prompts),
     )
+
+
+def main() -> None:
+    """Count and print."""
+    options = options_of(__doc__, limit=8, max_tokens=128)
+    target, drafter, prompts = experiment(options)
+    for row in sampled_rows(target, drafter, prompts, options.max_tokens):
+        print(
+            f"T = {row.temperature}: learnt s {row.learnt:.2f} (s = {row.sharpness:g}), "
+            f"s = 1 {row.one:.2f}, argmax {row.argmax:.2f}, independent {row.independent:.2f}, "
+            f"rejection {row.rejection:.2f}; {row.share_of_best:.3f} of the best, "
+            f"{row.identical}/{row.prompts} identical",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

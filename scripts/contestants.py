@@ -1,19 +1,18 @@
-"""Drafters to measure against: right by decree, always wrong, slow, or unaware of the noise."""
+"""Drafters to measure against: right by decree, always wrong, slow, or with noise of their own."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 
-from ..drafter.protocol import Drafter
-from ..proposal import Proposal
-from ..sampling import Sampler
-from ..sharpness import Sharpness
-from ..target import Target
+from dflash_mlx.drafter.protocol import Drafter
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.sharpness import Sharpness
+from dflash_mlx.target import Target
 
 
 class Oracle:
@@ -110,23 +109,3 @@ class IndependentSession:
 
     def propose(self, anchor: int, width: int) -> Proposal:
         return self._session.propose(anchor, width)
-
-
-class Blind:
-    """A drafter whose trees are ranked without the noise of the target's choices, as DDTree's."""
-
-    drafts_trees = True
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.tap_layers = drafter, drafter.tap_layers
-
-    def start(self, target: Target, sampler: Sampler) -> Any:
-        return self.drafter.start(target, _Noiseless(sampler.settings))
-
-
-class _Noiseless(Sampler):
-    """Sees the drafter's log-probabilities and nothing of the noise."""
-
-    def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
-        log_q, _ = super().foresee(logits)
-        return log_q, None

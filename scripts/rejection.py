@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..drafter.protocol import Drafter
-from ..sampling import Pick, Sampler, Sampling
-from ..target import Target
+from dflash_mlx.drafter.protocol import Drafter
+from dflash_mlx.sampling import Pick, Sampler, Sampling
+from dflash_mlx.target import Target
 
 
 class _Drawing(Sampler):

@@ -1,5 +1,7 @@
 """Is drafting ever slower than not drafting? The policy against plain decoding and fixed widths.
 
+    python scripts/never_slower.py [--model NAME] [--limit N] [--repeats N] [--stock-blas]
+
 Four drafters, from one that helps to ones that cannot: the pair's own, one that is right at 0.3,
 one that is always wrong, and the pair's own made as slow as five target forwards. Every
 contestant decodes the same prompts in turns, and a policy starts from nothing at each prompt.
@@ -12,14 +14,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ..drafter.protocol import Drafter, block_size
-from ..loop import generate
-from ..policy.costs import pair_costs
-from ..policy.widths import Policy
-from ..target import Target
-from .drafters import Oracle, Slow
+from experiment import experiment, options_of
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.protocol import Drafter, block_size
+from dflash_mlx.policy.costs import pair_costs
 
 WIDTHS = (2, 4, 8, 16)
+LONG = 200  # tokens of an answer on which the policy is judged
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,27 @@ class PolicyRow:
 
 
 def long_answers(
-    target: Target, prompts: Sequence[list[int]], tokens: int
+    target: dm.Target, prompts: Sequence[list[int]], tokens: int
 ) -> list[tuple[list[int], list[int]]]:
     """The prompts, each with the `tokens` tokens that plain decoding answers if it may not end."""
     settings: dict[str, Any] = {"max_tokens": tokens, "logit_bias": never_ending(target)}
-    return [(prompt, generate(target, None, prompt, **settings).tokens) for prompt in prompts]
+    return [(prompt, dm.generate(target, None, prompt, **settings).tokens) for prompt in prompts]
 
 
-def never_ending(target: Target) -> dict[int, float]:
+def never_ending(target: dm.Target) -> dict[int, float]:
     """A logit bias under which no text ends before its `max_tokens`."""
     return dict.fromkeys(target.tokenizer.eos_token_ids, -1e4)
 
 
 def policy_rows(
-    target: Target, drafter: Drafter, answers: Sequence[tuple[list[int], list[int]]], repeats: int
+    target: dm.Target,
+    drafter: Drafter,
+    answers: Sequence[tuple[list[int], list[int]]],
+    repeats: int,
 ) -> Iterator[PolicyRow]:
     """A row for each drafter, over prompts and their greedy answers."""
+    from contestants import Oracle, Slow  # they import MLX, which comes after the BLAS
+
     size = target.vocab_size
     yield _row("its own", target, [drafter] * len(answers), answers, repeats)
     for name, p in (("right at 0.3", 0.3), ("always wrong", 0.0)):
@@ -73,7 +80,7 @@ def policy_rows(
 
 def _row(
     name: str,
-    target: Target,
+    target: dm.Target,
     drafters: Sequence[Any],
     answers: Sequence[tuple[list[int], list[int]]],
     repeats: int,
@@ -90,10 +97,10 @@ def _row(
             speeds: dict[int, float] = {}  # by fixed width; 1 is plain
             for width in (1, *widths):
                 settings["block_size"] = width
-                fixed = generate(target, drafter if width > 1 else None, prompt, **settings)
+                fixed = dm.generate(target, drafter if width > 1 else None, prompt, **settings)
                 speeds[width] = fixed.stats.tokens_per_second
-            settings |= {"block_size": None, "policy": Policy(costs, widest)}
-            free = generate(target, drafter, prompt, **settings)
+            settings |= {"block_size": None, "policy": dm.Policy(costs, widest)}
+            free = dm.generate(target, drafter, prompt, **settings)
             speed = free.stats.tokens_per_second
             over_plain.append(speed / speeds[1])
             for width in widths:
@@ -111,3 +118,21 @@ def _row(
         drafted_rounds=drafted / max(1, rounds),
         prompts=len(answers),
     )
+
+
+def main() -> None:
+    """Measure and print."""
+    options = options_of(__doc__, limit=1, repeats=3)
+    target, drafter, prompts = experiment(options)
+    answers = long_answers(target, prompts, LONG)
+    for row in policy_rows(target, drafter, answers, options.repeats):
+        best = "plain" if row.best_width == 1 else f"width {row.best_width}"
+        print(
+            f"{row.drafter:14}{row.over_plain:.2f}x plain, {row.over_best:.2f}x the best ({best}, "
+            f"{row.best_over_plain:.2f}x plain), {row.drafted_rounds:.0%} of the rounds drafted",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

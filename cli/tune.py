@@ -1,0 +1,95 @@
+"""`dflash-mlx tune`: measure what later runs on this machine choose by."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.table import Table
+
+from . import options, tune_kernels
+from .pair import Pair, open_pair
+from .screen import note, print_json, stdout, waiting
+
+if TYPE_CHECKING:
+    from dflash_mlx.policy.costs import Costs
+
+MILLISECONDS = 1e3
+CHAINS, TREES = "chains", "trees"  # the two shapes of what a round verifies
+ByRows = dict[int, dict[int, float]]  # context -> rows -> milliseconds
+
+Again = Annotated[
+    bool,
+    options.flag("--again", options.OUTPUT, "Measure again, even if results are already stored."),
+]
+
+
+def tune(
+    *,
+    names: options.Names,
+    weights: options.Weights,
+    kv_bits: options.KvBits = None,
+    again: Again = False,
+    json: options.Json = False,
+) -> None:
+    """Measure what a model's rounds cost here and, on Metal, which kernels are faster."""
+    kernels = None
+    if sys.platform == "darwin":  # elsewhere there is no Metal, and the BLAS comes before MLX
+        kernels = tune_kernels.time_kernels(names, weights, again)
+    pair = open_pair(names, weights)  # with the kernels that have just won
+    with waiting("Measuring what rounds cost"):
+        costs = _costs(pair, options.bits_of(kv_bits), again)
+    if json:
+        content: dict[str, Any] = {"model": pair.target.name, "milliseconds": costs}
+        rows = None if kernels is None else [tune_kernels.as_json(row) for row in kernels]
+        print_json(content | {"kernels": rows})
+        return
+    if kernels is not None:
+        stdout().print(tune_kernels.table(kernels), "")
+    stdout().print(_table(costs))
+    note(f"{pair.title}; from now on 'generate' and 'chat' choose by these figures.")
+    if kernels is None:
+        note("There is no Metal here, so only costs were measured: our kernels need it.")
+
+
+def _costs(pair: Pair, kv_bits: int | None, again: bool) -> dict[str, ByRows]:
+    """Milliseconds of a round, its draft included, by shape, context and rows."""
+    from dflash_mlx.policy.trees import TreePolicy, tree_policy
+
+    assert pair.drafter is not None  # tune takes no --no-draft
+    policy = tree_policy(pair.target, pair.drafter, kv_bits, again)
+    if not isinstance(policy, TreePolicy):
+        return {CHAINS: _chains(policy.costs)}
+    trees = {
+        context: {rows: MILLISECONDS * seconds for rows, seconds in by_rows.items()}
+        for context, by_rows in policy.costs.verify.items()  # whole rounds, see `measure_trees`
+    }
+    return {CHAINS: _chains(policy.chains.costs), TREES: trees}
+
+
+def _chains(costs: Costs) -> ByRows:
+    return {
+        context: {
+            rows: MILLISECONDS * (seconds + costs.draft[context][rows])
+            for rows, seconds in by_rows.items()
+        }
+        for context, by_rows in costs.verify.items()
+    }
+
+
+def _table(costs: dict[str, ByRows]) -> Table:
+    """A line for each shape and context, a column for each number of rows."""
+    lines = {
+        f"{shape} after {context:,} tokens": figures
+        for shape, by_context in costs.items()
+        for context, figures in by_context.items()
+    }
+    counts = sorted({rows for figures in lines.values() for rows in figures})
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("ms a round, by its rows")
+    for count in counts:
+        table.add_column(f"{count}", justify="right", no_wrap=True)
+    for title, figures in lines.items():
+        cells = (f"{figures[rows]:.3g}" if rows in figures else "-" for rows in counts)
+        table.add_row(title, *cells)
+    return table

@@ -1,0 +1,160 @@
+"""A few products of the same rows in one launch: queries, keys and values.
+
+Alone, the matrices of keys and values have so few columns that their K is split and the sums are
+merged by another launch: six launches a layer where one or two do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product, zip_longest
+from math import prod
+
+import mlx.core as mx
+
+from ..errors import KernelError
+from .source import KernelFactory, in_device_memory, metal_source
+from .verify_matmul import (
+    ENOUGH_TILES,
+    THREADS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    splits_of_k,
+    verify_matmul_reference,
+)
+from .weights import (
+    AffineWeights,
+    Weights,
+    check_product,
+    declaration,
+    input_names,
+    inputs,
+    result_dtype,
+    traits,
+)
+
+COUNTS = (2, 3, 4)  # of matrices that go side by side
+_LETTERS = "abcd"
+_CALL = """
+    threadgroup float scratch[dflash::kScratch];
+    dflash::verify_beside<T, {split}>(
+        x, a, b, c, d, {outputs}, x_shape[0], {columns}, scratch, threadgroup_position_in_grid,
+        threadgroups_per_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
+"""
+_MERGE = """
+    dflash::merge_beside(sums, {outputs}, SPLITS, A, B, C, D, threads_per_grid.y,
+        thread_position_in_grid.y, thread_position_in_grid.x);
+"""
+
+
+class VerifyBeside:
+    """x w^T for a few matrices, row by row the same bits for every number of rows.
+
+    The bits need not be those of `VerifyMatmul`: K is split by what they have together.
+
+    Args:
+        metal_kernel: the factory of the kernels.
+        enough: as of `VerifyMatmul`.
+    """
+
+    def __init__(
+        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, enough: int = ENOUGH_TILES
+    ) -> None:
+        self._enough = enough
+        header, merging = (metal_source(f"{n}.metal") for n in ("verify_beside", "merge_splits"))
+        self._products = {
+            (count, affine, split): _product(metal_kernel, header, count, affine, split)
+            for count, affine, split in product(COUNTS, (False, True), (False, True))
+        }
+        self._merges = {
+            count: metal_kernel(
+                name=f"merge_beside_{count}",
+                input_names=["sums"],
+                output_names=_outputs(count),
+                source=_MERGE.format(outputs=_four(_outputs(count))),
+                header=merging,
+            )
+            for count in COUNTS
+        }
+
+    def __call__(self, x: mx.array, weights: Sequence[Weights]) -> list[mx.array]:
+        """x [..., K] by two to four w [N, K] -> as many [..., N], in the dtype of x @ w.T.
+
+        Any number of rows; the weights, alike in kind, are read once per 16 of them. Sums are
+        float32. Raises `KernelError`.
+        """
+        check(x, weights)
+        dtype, count = result_dtype(x, *weights), len(weights)
+        rows, depth, columns = prod(x.shape[:-1]), x.shape[-1], [w.shape[0] for w in weights]
+        tiles = sum(-(-n // TILE_COLUMNS) for n in columns)
+        splits = splits_of_k(tiles * TILE_COLUMNS, depth, enough=self._enough)
+        shapes = [(rows, n) for n in columns]
+        results = self._products[count, isinstance(weights[0], AffineWeights), splits > 1](
+            inputs=[x.astype(dtype).reshape(rows, depth), *(a for w in weights for a in inputs(w))],
+            template=[("T", dtype), *traits(weights[0]).items()],
+            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(splits, rows, sum(columns))] if splits > 1 else shapes,
+            output_dtypes=[mx.float32] if splits > 1 else [dtype] * count,
+        )
+        if splits > 1:
+            named = zip_longest("ABCD", columns, fillvalue=0)
+            results = self._merges[count](
+                inputs=[in_device_memory(*results)],
+                template=[("SPLITS", splits), *named],
+                grid=(sum(columns), rows, 1),
+                threadgroup=(min(sum(columns), 256), 1, 1),
+                output_shapes=shapes,
+                output_dtypes=[dtype] * count,
+            )
+        return [y.reshape(*x.shape[:-1], n) for y, n in zip(results, columns, strict=True)]
+
+
+def _product(
+    metal_kernel: KernelFactory, header: str, count: int, affine: bool, split: bool
+) -> Callable[..., list[mx.array]]:
+    """The kernel for so many matrices; the last of them stands for those that are not there."""
+    names = [f"w_{letter}" for letter in _LETTERS[:count]]
+    declared = [
+        declaration(variable, names[min(i, count - 1)], affine)
+        for i, variable in enumerate(_LETTERS)
+    ]
+    columns = [f"{name}_shape[0]" for name in names] + ["0"] * (len(_LETTERS) - count)
+    outputs = ["sums"] if split else _outputs(count)
+    call = _CALL.format(
+        split=str(split).lower(), outputs=_four(outputs), columns=", ".join(columns)
+    )
+    return metal_kernel(
+        name=f"verify_beside_{count}_{'affine' if affine else 'plain'}{'_split' * split}",
+        input_names=["x", *(n for name in names for n in input_names(name, affine))],
+        output_names=outputs,
+        source="".join(declared) + call,
+        header=header,
+    )
+
+
+def _outputs(count: int) -> list[str]:
+    return [f"y_{letter}" for letter in _LETTERS[:count]]
+
+
+def _four(names: list[str]) -> str:
+    """The arguments for the results of four matrices, of which only these exist."""
+    return ", ".join(names + names[-1:] * (len(_LETTERS) - len(names)))
+
+
+def verify_beside_reference(x: mx.array, weights: Sequence[Weights]) -> list[mx.array]:
+    """What `VerifyBeside` computes, in plain MLX."""
+    check(x, weights)
+    dtype = result_dtype(x, *weights)
+    return [verify_matmul_reference(x, w).astype(dtype) for w in weights]
+
+
+def check(x: mx.array, weights: Sequence[Weights]) -> None:
+    """Raise `KernelError` for arguments that `VerifyBeside` does not take."""
+    if len(weights) not in COUNTS:
+        raise KernelError(f"2 to 4 matrices are multiplied side by side, not {len(weights)}.")
+    for w in weights:
+        check_product(x, "[N, K]", w)
+    if any(traits(w) != traits(weights[0]) for w in weights):
+        kinds = ", ".join(map(str, map(traits, weights)))
+        raise KernelError(f"The matrices side by side are of different kinds: {kinds}.")

@@ -1,0 +1,149 @@
+"""Everything that may run on our kernels in one model, checked on this device before it does.
+
+What a model asks of the kernels follows from its layers; `kernels.selfcheck` asks it. Exact
+decoding is more than its kernels: what MLX itself computes between them (a rotation, a norm) must
+not depend on the number of rows either, and that only the device itself can say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import KernelError
+from ..kernels.beside import beside_key, neighbours
+from ..kernels.choose import WIDEST, attention_from, first_row
+from ..kernels.gated import UNITS, unit_key
+from ..kernels.modules import Kernels, can_swap
+from ..kernels.selfcheck import (
+    ALL_ROWS,
+    HALF_ROWS,
+    Check,
+    attention_checks,
+    beside_checks,
+    delta_checks,
+    expert_checks,
+    product_checks,
+)
+from ..kernels.shapes import Matrix, dtype_of, matrices
+from ..kernels.weights import AffineWeights, Weights
+from ..machine.chips import Chip
+from ..proposal import Proposal
+from .attention import attention_shape
+from .kv_bits import make_cache
+from .recurrent import delta_shape
+from .target import Target
+
+PROMPT = 40  # tokens before the rows that `check_rows` compares
+
+
+def model_checks(
+    model: Any,
+    config: dict[str, Any],
+    kernels: Kernels,
+    chip: Chip | None,
+    measured: Mapping[str, int | None],
+    exact: bool,
+) -> Iterator[Check]:
+    """Every kind of call that a target may make of our kernels, once.
+
+    Args as of `kernels.modules.wire`; `exact`: whether every verify runs on them.
+    """
+    yield from weight_checks(model, config, kernels, chip, measured, exact)
+    rows, seen = _rows(exact), set()
+    for layer, cache in zip_longest(model.layers, make_cache(model)):
+        shape = attention_shape(layer, cache)
+        if shape is not None and shape not in seen:
+            seen.add(shape)
+            heads = shape.heads, shape.key_heads, shape.head_dim
+            if exact or attention_from(chip, *heads, measured) is not None:
+                yield from attention_checks(kernels.attention, shape, rows)
+    for delta in dict.fromkeys(filter(None, map(delta_shape, model.layers))) if exact else ():
+        yield from delta_checks(kernels.delta, kernels.delta_replay, delta, rows)
+
+
+def weight_checks(
+    model: nn.Module,
+    config: dict[str, Any],
+    kernels: Kernels,
+    chip: Chip | None,
+    measured: Mapping[str, int | None],
+    exact: bool,
+) -> Iterator[Check]:
+    """The part of `model_checks` that a drafter has too: products and gated units."""
+    ours: dict[int, Matrix] = {}  # by the identity of the module
+    kinds: dict[tuple[str, mx.Dtype], nn.Module] = {}
+    for _, module, matrix in matrices(model, config):
+        runs = exact or first_row(chip, matrix, measured) is not None
+        if runs and can_swap(module, matrix):
+            ours[id(module)] = matrix
+            kinds.setdefault((matrix.key, dtype_of(module)), module)
+    for (key, _), module in kinds.items():
+        yield from _products(kernels, key, ours[id(module)], exact, module)
+    units: dict[str | None, Any] = {}
+    for unit in model.modules():
+        if type(unit) in UNITS and id(unit.gate_proj) in ours:
+            units.setdefault(unit_key(unit), unit)
+    for name, unit in units.items():
+        if name is not None:
+            pair = unit.gate_proj, unit.up_proj
+            yield from _products(kernels, name, ours[id(unit.gate_proj)], exact, *pair)
+    groups: dict[str | None, list[Any]] = {}
+    for layers in neighbours(model):
+        if all(id(layer) in ours for layer in layers):
+            groups.setdefault(beside_key(layers), layers)
+    for name, layers in groups.items():
+        if name is not None:
+            of = kernels.beside, name, dtype_of(layers[0]), _rows(exact)
+            yield from beside_checks(*of, list(map(_weights, layers)))
+
+
+def _products(
+    kernels: Kernels, key: str, matrix: Matrix, exact: bool, *modules: nn.Module
+) -> Iterator[Check]:
+    """By the weights of one layer, or of gate and up."""
+    dtype, weights = dtype_of(modules[0]), [_weights(module) for module in modules]
+    if matrix.experts:
+        of = kernels.experts, key, dtype, _rows(exact), matrix.top_k
+        return expert_checks(*of, *weights)
+    return product_checks(kernels.product, key, dtype, _rows(exact), *weights)
+
+
+def check_rows(target: Target) -> None:
+    """Compare the rows of one verify with the same rows one after another, bit for bit.
+
+    Raises `KernelError` for a row that differs: then drafted text is not the plain text here.
+    """
+    ids = [(7919 * i + 13) % target.vocab_size for i in range(PROMPT + WIDEST)]
+    prompt, rows = ids[:PROMPT], ids[PROMPT:]
+    together, alone = target.start(), target.start()
+    for session in (together, alone):
+        list(session.prefill(prompt))
+    logits, _ = together.verify(Proposal(rows))
+    for row, token in enumerate(rows):
+        one, _ = alone.verify(Proposal([token]))
+        if not mx.array_equal(_bits(one[0]), _bits(logits[row])).item():
+            raise KernelError(
+                f"exact: row {row + 1} of {WIDEST} that {target.name} verifies has other bits here "
+                "than alone: leave exact out, and please report this."
+            )
+        alone.commit([0])
+
+
+def _bits(x: mx.array) -> mx.array:
+    return x.view({2: mx.uint16, 4: mx.uint32}[x.dtype.size])
+
+
+def _rows(exact: bool) -> tuple[int, ...]:
+    return (1, HALF_ROWS, WIDEST, ALL_ROWS) if exact else (HALF_ROWS, WIDEST)
+
+
+def _weights(module: Any) -> Weights:
+    if "scales" not in module:
+        return module.weight
+    stored = module.weight, module.scales, module.biases
+    return AffineWeights(*stored, module.bits, module.group_size)

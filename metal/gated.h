@@ -1,0 +1,16 @@
+// What a product with a gate and what merges its splits share.
+#pragma once
+
+#include <metal_stdlib>
+
+#include "language.h"
+
+namespace dflash {
+using namespace metal;
+
+// The gated unit of a transformer's MLP: silu(gate) up.
+inline float gated(float gate, float up) {
+  return gate / (1 + exp(-gate)) * up;
+}
+
+}  // namespace dflash

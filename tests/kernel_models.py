@@ -1,0 +1,48 @@
+"""Random models in half precision whose verify runs on our kernels, and what counts launches."""
+
+import copy
+
+import families
+import mlx.core as mx
+from kernel_check import kernel_factory
+
+from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.target import Target
+
+HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
+
+
+class Launches:
+    """A factory of emulated kernels that counts their calls by name."""
+
+    def __init__(self, factory=None) -> None:
+        self.counts: dict[str, int] = {}
+        self.factory = factory or kernel_factory()
+
+    def __call__(self, name, **arguments):
+        kernel = self.factory(name=name, **arguments)
+
+        def launch(**call):
+            self.counts[name] = self.counts.get(name, 0) + 1
+            return kernel(**call)
+
+        return launch
+
+
+def half_precision(family: str, bits: int | None = 4, dtype: mx.Dtype = mx.bfloat16):
+    """A random model in half precision, its matrices in so many bits."""
+    model = families.random_model(family, seed=3, head_dim=HEAD)
+    model.set_dtype(dtype)
+    if quantization := Quantization.of(bits, "affine", 32):
+        quantization.apply(model)
+    return model
+
+
+def exact_target(
+    family: str, factory, bits: int | None = 4, dtype: mx.Dtype = mx.bfloat16
+) -> Target:
+    """Such a model with all of its verify on our kernels."""
+    model, config = half_precision(family, bits, dtype), copy.deepcopy(families.CONFIGS[family])
+    wiring = wire(model, config, Kernels(factory), None, {}, exact=True)
+    return Target(model, families.Letters(), config, family, wiring)

@@ -1,0 +1,270 @@
+// Metal's language and library, declared for clang's "C++ for OpenCL", which knows address spaces.
+//
+// Nothing here runs: clang reads a kernel with these declarations and refuses what Metal refuses.
+// As in Metal 4.1, a member function whose `this` has no address space takes a generic one.
+#pragma once
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+
+#define device __global
+#define constant __constant
+#define threadgroup __local
+#define thread __private
+#define METAL_FUNC inline
+#define METAL_CONST static constexpr constant
+#define __METAL_VERSION__ 410
+#define __HAVE_BFLOAT__ 1
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+#define M_PI_F 3.14159265358979323846264338327950288f
+#define bfloat __bf16
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef unsigned long size_t;
+typedef long ptrdiff_t;
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long int64_t;
+typedef uchar uint8_t;
+typedef ushort uint16_t;
+typedef uint uint32_t;
+typedef ulong uint64_t;
+// What MLX's own prelude to a custom kernel names.
+typedef half float16_t;
+typedef bfloat bfloat16_t;
+
+// Anything of type T: kernels are read, not run.
+template <class T>
+T metal_host_any();
+
+// The front end turns `threadgroup T name[n];` into METAL_HOST_SHARED(name, (T), ([n])).
+#define METAL_HOST_UNWRAP(...) __VA_ARGS__
+#define METAL_HOST_SHARED(name, type, size)                             \
+  typedef METAL_HOST_UNWRAP type name##_shared METAL_HOST_UNWRAP size; \
+  threadgroup name##_shared& name = metal_host_any<threadgroup name##_shared&>()
+
+namespace metal {
+
+template <class T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
+
+#define METAL_HOST_VECTORS(T) \
+  typedef vec<T, 2> T##2;     \
+  typedef vec<T, 3> T##3;     \
+  typedef vec<T, 4> T##4;
+METAL_HOST_VECTORS(float)
+METAL_HOST_VECTORS(half)
+METAL_HOST_VECTORS(char)
+METAL_HOST_VECTORS(uchar)
+METAL_HOST_VECTORS(short)
+METAL_HOST_VECTORS(ushort)
+METAL_HOST_VECTORS(int)
+METAL_HOST_VECTORS(uint)
+METAL_HOST_VECTORS(long)
+METAL_HOST_VECTORS(ulong)
+#undef METAL_HOST_VECTORS
+typedef vec<bfloat, 2> bfloat2;
+typedef vec<bfloat, 3> bfloat3;
+typedef vec<bfloat, 4> bfloat4;
+
+template <bool Condition, class T = void>
+struct enable_if {};
+template <class T>
+struct enable_if<true, T> {
+  typedef T type;
+};
+template <bool Condition, class T = void>
+using enable_if_t = typename enable_if<Condition, T>::type;
+template <bool Condition, class A, class B>
+struct conditional {
+  typedef A type;
+};
+template <class A, class B>
+struct conditional<false, A, B> {
+  typedef B type;
+};
+template <bool Condition, class A, class B>
+using conditional_t = typename conditional<Condition, A, B>::type;
+template <class A, class B>
+constexpr constant bool is_same_v = __is_same(A, B);
+template <class T>
+struct same {
+  typedef T type;
+};
+template <class T>
+using same_t = typename same<T>::type;  // takes part in no deduction
+
+// What the front end makes of `vec<T, N>(...)`: clang's vectors have no constructors.
+template <class T, int N, class Only>
+vec<T, N> make_vector(Only);
+template <class T, int N, class First, class Second, class... Rest>
+vec<T, N> make_vector(First, Second, Rest...);
+
+template <class To, class From>
+To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
+  return metal_host_any<To>();
+}
+
+// Mathematical functions, of float and half; a bfloat becomes a float first.
+#define METAL_HOST_FUNCTION(name) \
+  float name(float);              \
+  half name(half);
+#define METAL_HOST_FUNCTIONS                                                                  \
+  METAL_HOST_FUNCTION(exp) METAL_HOST_FUNCTION(exp2) METAL_HOST_FUNCTION(exp10)               \
+  METAL_HOST_FUNCTION(log) METAL_HOST_FUNCTION(log2) METAL_HOST_FUNCTION(log10)               \
+  METAL_HOST_FUNCTION(sqrt) METAL_HOST_FUNCTION(rsqrt) METAL_HOST_FUNCTION(sin)               \
+  METAL_HOST_FUNCTION(cos) METAL_HOST_FUNCTION(tan) METAL_HOST_FUNCTION(sinh)                 \
+  METAL_HOST_FUNCTION(cosh) METAL_HOST_FUNCTION(tanh) METAL_HOST_FUNCTION(floor)              \
+  METAL_HOST_FUNCTION(ceil) METAL_HOST_FUNCTION(round) METAL_HOST_FUNCTION(rint)              \
+  METAL_HOST_FUNCTION(trunc) METAL_HOST_FUNCTION(fabs)
+METAL_HOST_FUNCTIONS
+namespace precise {
+METAL_HOST_FUNCTIONS
+}
+namespace fast {
+METAL_HOST_FUNCTIONS
+}
+#undef METAL_HOST_FUNCTIONS
+#undef METAL_HOST_FUNCTION
+float fma(float, float, float);
+half fma(half, half, half);
+template <class T, int N>
+vec<T, N> fma(vec<T, N>, vec<T, N>, vec<T, N>);
+float pow(float, float);
+float fmod(float, float);
+float fmax(float, float);
+float fmin(float, float);
+float copysign(float, float);
+bool isnan(float);
+bool isinf(float);
+bool isfinite(float);
+template <class T>
+T abs(T);
+template <class T>
+T max(T, T);
+template <class T>
+T min(T, T);
+template <class T>
+T max3(T, T, T);
+template <class T>
+T min3(T, T, T);
+template <class T>
+T clamp(T, T, T);
+template <class T>
+T select(T, T, bool);
+template <class T, int N>
+T dot(vec<T, N>, vec<T, N>);
+int popcount(uint);
+int clz(uint);
+int ctz(uint);
+
+enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
+mem_flags operator|(mem_flags, mem_flags);
+void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
+
+#define METAL_HOST_REDUCTION(name) \
+  template <class T>               \
+  T name(T);
+METAL_HOST_REDUCTION(simd_sum)
+METAL_HOST_REDUCTION(simd_product)
+METAL_HOST_REDUCTION(simd_max)
+METAL_HOST_REDUCTION(simd_min)
+METAL_HOST_REDUCTION(simd_and)
+METAL_HOST_REDUCTION(simd_or)
+METAL_HOST_REDUCTION(simd_xor)
+METAL_HOST_REDUCTION(simd_broadcast_first)
+METAL_HOST_REDUCTION(simd_prefix_exclusive_sum)
+METAL_HOST_REDUCTION(simd_prefix_inclusive_sum)
+METAL_HOST_REDUCTION(quad_sum)
+#undef METAL_HOST_REDUCTION
+#define METAL_HOST_SHUFFLE(name) \
+  template <class T>             \
+  T name(T, ushort);
+METAL_HOST_SHUFFLE(simd_shuffle)
+METAL_HOST_SHUFFLE(simd_shuffle_xor)
+METAL_HOST_SHUFFLE(simd_shuffle_up)
+METAL_HOST_SHUFFLE(simd_shuffle_down)
+METAL_HOST_SHUFFLE(simd_shuffle_rotate_down)
+METAL_HOST_SHUFFLE(simd_broadcast)
+METAL_HOST_SHUFFLE(quad_shuffle_xor)
+#undef METAL_HOST_SHUFFLE
+bool simd_any(bool);
+bool simd_all(bool);
+bool simd_is_first();
+
+template <class T, int Rows = 8, int Columns = 8>
+struct simdgroup_matrix {
+  static_assert(Rows == 8 && Columns == 8, "Metal has 8x8 only");
+  vec<T, 2> elements;
+
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T diagonal);
+  thread vec<T, 2>& thread_elements() thread { return elements; }
+  const thread vec<T, 2>& thread_elements() const thread { return elements; }
+};
+typedef simdgroup_matrix<float> simdgroup_float8x8;
+typedef simdgroup_matrix<half> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat> simdgroup_bfloat8x8;
+
+template <class T, int Rows, int Columns>
+simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T);
+#define METAL_HOST_LOAD_STORE(space)                                                        \
+  template <class T>                                                                        \
+  void simdgroup_load(thread simdgroup_matrix<T>&, const space T*, ulong = 8,               \
+      ulong2 = (ulong2)(0), bool = false);                                                  \
+  template <class T>                                                                        \
+  void simdgroup_store(const thread simdgroup_matrix<T>&, space T*, ulong = 8,              \
+      ulong2 = (ulong2)(0), bool = false);
+METAL_HOST_LOAD_STORE(device)
+METAL_HOST_LOAD_STORE(threadgroup)
+#undef METAL_HOST_LOAD_STORE
+template <class D, class A, class B, class C>
+void simdgroup_multiply_accumulate(thread simdgroup_matrix<D>&, const thread simdgroup_matrix<A>&,
+    const thread simdgroup_matrix<B>&, const thread simdgroup_matrix<C>&);
+template <class D, class A, class B>
+void simdgroup_multiply(thread simdgroup_matrix<D>&, const thread simdgroup_matrix<A>&,
+    const thread simdgroup_matrix<B>&);
+
+enum memory_order { memory_order_relaxed };
+template <class T>
+struct atomic {
+  T value;
+};
+typedef atomic<int> atomic_int;
+typedef atomic<uint> atomic_uint;
+typedef atomic<float> atomic_float;
+#define METAL_HOST_UPDATE(space, name) \
+  template <class T>                   \
+  T name(space atomic<T>*, same_t<T>, memory_order);
+#define METAL_HOST_ATOMICS(space)                                \
+  template <class T>                                             \
+  T atomic_load_explicit(const space atomic<T>*, memory_order);  \
+  template <class T>                                             \
+  void atomic_store_explicit(space atomic<T>*, same_t<T>, memory_order); \
+  METAL_HOST_UPDATE(space, atomic_exchange_explicit)             \
+  METAL_HOST_UPDATE(space, atomic_fetch_add_explicit)            \
+  METAL_HOST_UPDATE(space, atomic_fetch_sub_explicit)            \
+  METAL_HOST_UPDATE(space, atomic_fetch_or_explicit)             \
+  METAL_HOST_UPDATE(space, atomic_fetch_and_explicit)            \
+  METAL_HOST_UPDATE(space, atomic_fetch_max_explicit)            \
+  METAL_HOST_UPDATE(space, atomic_fetch_min_explicit)
+METAL_HOST_ATOMICS(device)
+METAL_HOST_ATOMICS(threadgroup)
+#undef METAL_HOST_ATOMICS
+#undef METAL_HOST_UPDATE
+
+template <class T>
+struct numeric_limits {
+  static constexpr T max();
+  static constexpr T min();
+  static constexpr T lowest();
+  static constexpr T infinity();
+};
+
+}  // namespace metal
+using namespace metal;

@@ -1,0 +1,108 @@
+"""verify_beside: a few products in one launch, against the product of each."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from kernel_check import (
+    DTYPES,
+    TOLERANCES,
+    Counted,
+    kernel_factory,
+    on_gpu_or_emulator,
+    random_weights,
+    relative_error,
+    same_bits,
+)
+from metal_host import needs_compiler
+
+from dflash_mlx.errors import KernelError
+from dflash_mlx.kernels.beside import Beside
+from dflash_mlx.kernels.verify_beside import VerifyBeside, verify_beside_reference
+from dflash_mlx.kernels.verify_matmul import verify_matmul_reference
+
+pytestmark = on_gpu_or_emulator
+
+# Columns and K: whole tiles, ragged ones, and so few that K is split.
+SHAPES = [
+    ((64, 32, 32), 256),
+    ((40, 1, 33), 192),
+    ((72, 9, 24), 1024),
+    ((33, 64), 64),
+    ((96, 40, 2, 2), 1024),
+]
+
+
+@pytest.fixture(scope="module")
+def beside() -> VerifyBeside:
+    return VerifyBeside(kernel_factory())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_each_product_is_its_reference(beside, dtype, bits):
+    mx.random.seed(1)
+    for rows, (columns, depth) in zip((16, 5, 37, 8, 9), SHAPES, strict=True):
+        weights = [random_weights((n, depth), dtype, bits) for n in columns]
+        x = mx.random.normal((1, rows, depth)).astype(dtype)
+        truths = verify_beside_reference(x.astype(mx.float32), weights)
+        for y, truth, n in zip(beside(x, weights), truths, columns, strict=True):
+            assert y.shape == truth.shape == (1, rows, n) and y.dtype == dtype
+            assert relative_error(y, truth) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("columns,depth", SHAPES)
+def test_a_row_has_the_same_bits_in_every_call(beside, columns, depth):
+    mx.random.seed(2)
+    weights = [random_weights((n, depth), mx.bfloat16, 4) for n in columns]
+    x = mx.random.normal((37, depth)).astype(mx.bfloat16)
+    together = beside(x, weights)
+    for row in (0, 7, 8, 16, 36):
+        alone = beside(x[row : row + 1], weights)
+        assert all(same_bits(one, y[row : row + 1]) for one, y in zip(alone, together, strict=True))
+
+
+@needs_compiler
+def test_weights_are_read_once():
+    """Of all; counted, with sums in splits and without."""
+    names = ("3_affine", "3_affine_split", "4_affine_split")
+    for (columns, depth), name in zip(SHAPES[::2], names, strict=True):
+        counted = Counted()
+        weights = [random_weights((n, depth), mx.float16, 8) for n in columns]
+        VerifyBeside(counted)(mx.ones((16, depth), mx.float16), weights)
+        traffic = counted.counters(f"verify_beside_{name}").buffers
+        for letter, w in zip("abcd", weights, strict=False):
+            buffer = traffic[f"w_{letter}"]
+            assert buffer.read == buffer.distinct_read == w.words.nbytes
+
+
+def test_what_does_not_fit_is_refused(beside):
+    x, w = mx.ones((2, 128)), random_weights((16, 128), mx.float32, 4)
+    other = random_weights((16, 128), mx.float32, 8)
+    for weights, words in [
+        ([w], "2 to 4 matrices"),
+        ([w, w, other], "different kinds"),
+        ([w, w, random_weights((16, 64), mx.float32, 4)], "the weights have 64"),
+    ]:
+        for product in (beside, verify_beside_reference):
+            with pytest.raises(KernelError, match=words):
+                product(x, weights)
+
+
+def test_the_first_layer_that_is_asked_multiplies_for_all():
+    """In whatever order they are; another array is multiplied anew, and nothing is kept."""
+    kernel, calls = VerifyBeside(kernel_factory()), []
+
+    def counted(x, weights):
+        calls.append(x)
+        return kernel(x, weights)
+
+    layers = [nn.Linear(128, n, bias=False) for n in (64, 32, 8)]
+    beside = Beside(counted, layers)
+    one, other = mx.random.normal((2, 5, 128))
+    for order, x in (((1, 0, 2), one), ((0, 1, 2), other)):
+        for place in order:
+            expected = verify_matmul_reference(x, layers[place].weight)
+            assert relative_error(beside(layers[place], x), expected) <= TOLERANCES[mx.float32]
+    assert len(calls) == 2 and calls[0] is one and calls[1] is other and beside._x is None
+    beside(layers[0], one)
+    assert relative_error(beside(layers[1], other), layers[1](other)) <= TOLERANCES[mx.float32]

@@ -1,0 +1,177 @@
+"""Products where they are easily wrong: held to one rounding, and at the ends of what they take."""
+
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kernel_check import (
+    DTYPES,
+    exact,
+    kernel_factory,
+    on_gpu_or_emulator,
+    random_weights,
+    same_bits,
+    within_rounding,
+)
+
+from dflash_mlx.kernels.source import in_device_memory
+from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k
+from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized, result_dtype
+
+pytestmark = on_gpu_or_emulator
+
+
+@pytest.fixture(scope="module")
+def matmul() -> VerifyMatmul:
+    return VerifyMatmul(kernel_factory())
+
+
+def products(x: mx.array, w: Weights) -> tuple[np.ndarray, np.ndarray]:
+    """x w^T in float64, and the sum of what is added up, all of it positive."""
+    rows, weights = exact(x), exact(w)
+    if isinstance(w, AffineWeights):  # a code times scale, and a bias, may be larger than their sum
+        scales, biases = (np.abs(exact(a)).repeat(w.group_size, -1) for a in (w.scales, w.biases))
+        size = scales * (2**w.bits) + biases
+    else:
+        size = np.abs(weights)
+    return rows @ weights.T, np.abs(rows) @ size.T
+
+
+def check(matmul, x, w, up=None) -> mx.array:
+    """The kernel's result, after holding it to one rounding."""
+    y = matmul(x, w) if up is None else matmul(x, w, up)
+    truth, magnitude = products(x, w)
+    if up is not None:
+        (gate, of_gate), (other, of_other) = (truth, magnitude), products(x, up)
+        with np.errstate(over="ignore"):
+            unit = gate / (1 + np.exp(-gate))
+        truth = unit * other
+        # An error of the gate grows by at most 1.1 in the unit; exp and the quotient err, too.
+        magnitude = np.abs(unit) * of_other + (1.1 * of_gate + 4 * np.abs(unit)) * np.abs(other)
+    assert y.dtype == result_dtype(x, w)
+    assert within_rounding(y, truth, magnitude), (x.shape, w.shape, y.dtype)
+    return y
+
+
+@pytest.mark.parametrize("dtype,stored", [*product(DTYPES, DTYPES)])
+@pytest.mark.parametrize("bits,group", [(None, 0), (4, 32), (4, 128), (8, 64)])
+def test_one_rounding_in_every_mix_of_dtypes(matmul, dtype, stored, bits, group):
+    """What mixes is computed in float32, weights read as they are."""
+    mx.random.seed(1)
+    w = random_weights((33, 384), stored, bits, group)
+    check(matmul, mx.random.normal((9, 384)).astype(dtype), w)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [1056, 1568, 2080, 2592])
+def test_split_sums_are_rounded_once(matmul, dtype, depth):
+    """Steps along K that no number of splits divides: some splits are longer than others."""
+    mx.random.seed(2)
+    assert splits_of_k(24, depth) > 1
+    w, up = (random_weights((24, depth), dtype, 4, 32) for _ in range(2))
+    x = mx.random.normal((3, depth)).astype(dtype)
+    check(matmul, x, w)
+    check(matmul, x, w, up)
+    check(matmul, x, random_weights((24, depth + 3), dtype)[:, :depth])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_columns_of_weights_and_rows_of_x_are_their_own(matmul, dtype, bits):
+    """Weights whose rows differ by orders of magnitude, in every group: nothing may leak."""
+    mx.random.seed(3)
+    scale = 2.0 ** mx.random.randint(-6, 6, (37, 4)).astype(mx.float32)
+    values = (mx.random.normal((37, 4, 64)) * scale[..., None]).reshape(37, 256).astype(dtype)
+    w = values if bits is None else AffineWeights(*mx.quantize(values, 64, bits), bits, 64)
+    rows = mx.random.normal((16, 256)) * 2.0 ** mx.random.randint(-6, 6, (16, 256))
+    check(matmul, rows.astype(dtype), w)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_code_at_every_place(matmul, bits):
+    """The smallest and the largest, wherever they are in a word: x picks column after column."""
+    group, depth = 32, 64
+    words = mx.random.randint(0, 2**32, (40, depth * bits // 32), dtype=mx.uint32)
+    words[0], words[1] = 0, 2**32 - 1
+    scales = mx.random.uniform(0.5, 2, (40, depth // group))
+    biases = mx.random.normal((40, depth // group))
+    w = AffineWeights(words, scales, biases, bits, group)
+    for first in range(0, depth, 16):
+        one = mx.eye(depth)[first : first + 16]
+        y = matmul(one, w)
+        truth = exact(w).T[first : first + 16]
+        assert np.abs(exact(y) - truth).max() <= 2e-6 * 2**bits * 2
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_far_from_zero(matmul, bits, dtype):
+    """silu(100) is 100 and silu(-100) nothing, though exp(100) is more than float32 holds."""
+    gates = mx.array([-1000.0, -100.0, -90.0, -20.0, -1.0, 0.0, 1.0, 20.0, 100.0, 1000.0])
+    w = mx.zeros((10, 64))
+    w[:, 0] = gates
+    up = mx.zeros((10, 64))
+    up[:, 1] = 3.0
+    x = mx.zeros((2, 64), dtype)
+    x[:, 0], x[:, 1] = 1.0, 2.0
+    pair = [m.astype(dtype) for m in (w, up)]
+    if bits:
+        pair = [AffineWeights(*mx.quantize(m, 64, bits), bits, 64) for m in pair]
+    y = exact(check(matmul, x, *pair))
+    gate = exact(pair[0])[:, 0]
+    assert np.isfinite(y).all()
+    far = np.abs(gate) > 50
+    assert np.allclose(y[:, far], np.where(gate > 0, 6 * gate, 0)[far], rtol=0.02, atol=1e-6)
+
+
+KINDS = {
+    "4-bit": (mx.bfloat16, 4, (33, 192), 1),
+    "8-bit": (mx.float16, 8, (40, 256), 1),
+    "plain": (mx.float32, None, (40, 77), 1),
+    "gate and up": (mx.bfloat16, 4, (20, 192), 2),
+    "split": (mx.float16, 4, (24, 1056), 1),
+    "split gate and up": (mx.bfloat16, 8, (24, 1056), 2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_many_has_the_bits_it_has_alone(matmul, kind):
+    """33 to 64 rows, in several tiles: whatever their number, and in whichever tile."""
+    dtype, bits, shape, count = KINDS[kind]
+    mx.random.seed(5)
+    weights = [random_weights(shape, dtype, bits, 32) for _ in range(count)]
+    x = mx.random.normal((64, shape[1])).astype(dtype)
+    alone = mx.concatenate([matmul(x[i : i + 16], *weights) for i in range(0, 64, 16)])
+    assert same_bits(matmul(x[5:6], *weights), alone[5:6])
+    for rows in (17, 31, 33, 47, 49, 64):
+        assert same_bits(matmul(x[:rows], *weights), alone[:rows]), rows
+        assert same_bits(matmul(x[64 - rows :], *weights), alone[64 - rows :]), rows
+
+
+def test_no_rows_are_no_work(matmul):
+    """Leading dimensions of one, and x that is not stored row after row."""
+    mx.random.seed(6)
+    w, wide = random_weights((40, 128), mx.float32, 4), mx.random.normal((128, 5))
+    assert same_bits(matmul(wide.T, w), matmul(mx.contiguous(wide.T), w))
+    stored = random_weights((128, 40), mx.float32)
+    assert same_bits(
+        matmul(wide.T, stored.T), matmul(mx.contiguous(wide.T), mx.contiguous(stored.T))
+    )
+
+
+def test_dequantized_weights_are_those_of_mlx():
+    for bits, group in product((4, 8), (32, 64, 128)):
+        w = random_weights((3, 256), mx.bfloat16, bits, group)
+        truth = mx.dequantize(
+            w.words, w.scales.astype(mx.float32), w.biases.astype(mx.float32), group, bits
+        )
+        assert mx.array_equal(dequantized(w), truth) and w.shape == (3, 256)
+
+
+def test_small_arrays_are_flat_and_eight():
+    for size in range(1, 10):
+        array = mx.arange(size).reshape(1, size)
+        padded = in_device_memory(array)
+        assert padded.size == max(8, size)
+        assert padded.reshape(-1)[:size].tolist() == list(range(size))

@@ -1,0 +1,117 @@
+"""What others wrote, read within bounds: JSON, numbers, and messages in one line."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_mlx.errors import ConfigError, DataError, DFlashError, WeightsError
+from dflash_mlx.foreign import Foreign
+from dflash_mlx.reading import is_finite, is_positive, is_whole, parse_json, read_json, shown
+
+
+def test_an_object_is_read(tmp_path):
+    content = {"ñ": [1, 2.5, None, {"deep": True}]}
+    (tmp_path / "x.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    assert read_json(tmp_path / "x.json") == content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"[1]", "an object is expected|a JSON object is expected"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"\xff{}", "not valid JSON"),
+        ('{"a": 1}'.encode("utf-16"), "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_no_object(content, message, tmp_path):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_json(tmp_path / "x.json", DataError)
+    assert str(tmp_path / "x.json") in str(caught.value)
+
+
+def test_a_file_without_end_is_not_read(tmp_path):
+    with (tmp_path / "x.json").open("wb") as stream:
+        stream.truncate(2**40)
+    with pytest.raises(ConfigError, match="1,099,511,627,776 bytes"):
+        read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), math.nan, math.inf, "1", None, True, [1]])
+def test_what_is_no_finite_number(value):
+    assert not is_finite(value) and not is_positive(value)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**300), 10**300))
+def test_finite_numbers(value):
+    assert is_finite(value)
+    assert is_positive(value) == (value > 0)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, 10**400, 4.0, True, "4", None, np.float32(4)])
+def test_what_is_no_size(value):
+    assert not is_whole(value)
+    assert is_whole(2**31 - 1) and is_whole(1) and is_whole(0, least=0)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=5,
+)
+
+
+@given(json_values | st.just(10**5000) | st.just({"a": [10**5000]}) | st.text(min_size=200))
+def test_every_value_can_be_shown(value):
+    message = str(ConfigError(f"field must be small, not {shown(value)}."))
+    assert len(message.splitlines()) == 1 and len(shown(value)) <= 60
+
+
+@given(st.text())
+def test_an_error_is_one_line_whatever_is_in_it(text):
+    assert len(str(DFlashError(f"/a/{text}/b: is broken.")).splitlines()) == 1
+    assert "\x1b" not in str(DFlashError(text))
+
+
+def test_parse_json_names_the_place():
+    with pytest.raises(WeightsError, match="^here: not valid JSON"):
+        parse_json(b"{", "here", WeightsError)
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (KeyError("hidden_size"), "It broke (KeyError: 'hidden_size')."),
+        (ValueError("of two\nlines."), "It broke (of two lines)."),
+        (ZeroDivisionError(), "It broke (ZeroDivisionError: ZeroDivisionError)."),
+        (Exception("from Rust"), "It broke (from Rust)."),
+    ],
+    ids=repr,
+)
+def test_what_other_libraries_raise_becomes_ours(raised, message):
+    with pytest.raises(ConfigError) as caught, Foreign(ConfigError, "It broke"):
+        raise raised
+    assert str(caught.value) == message and caught.value.__cause__ is raised
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(), WeightsError("ours")])
+def test_what_is_not_theirs_passes(raised):
+    with pytest.raises(type(raised)), Foreign(ConfigError, "It broke"):
+        raise raised
+
+
+def test_an_error_that_nobody_listed_is_not_hidden():
+    class Surprise(Exception):
+        pass
+
+    with pytest.raises(Surprise), Foreign(ConfigError, "It broke"):
+        raise Surprise

@@ -1,0 +1,313 @@
+"""Any thread may step, resume and close a request, and a process with threads ends well.
+
+The texts are compared with what mlx-lm itself decodes, in the main thread and afterwards, so that
+nothing is computed there before another thread needs it.
+"""
+
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
+from oracle import Oracle
+from tinymodels import random_drafter, save_drafter, save_target
+from tinymodels import target as tiny_target
+
+import dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.loading.load import load
+
+PROMPT = random_prompt(40, seed=3)  # longer than the windows of 32 rows
+TOKENS = 16
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    """What a call returns, in a thread of its own that has ended."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def in_new_threads(events: Iterator[dm.Event]) -> Iterator[dm.Event]:
+    """The same events, each taken in another thread."""
+    while (event := in_a_thread(lambda: next(events, None))) is not None:
+        yield event
+
+
+def tokens_of(events: Iterator[dm.Event]) -> list[int]:
+    return [token for event in events for token in event.tokens]
+
+
+def side_by_side(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls return that begin together, each in a thread of its own."""
+    together = threading.Barrier(len(calls))
+
+    def begin(call: Callable[[], Any]) -> Any:
+        together.wait(60)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(begin, calls))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_in_threads(family):
+    target = target_of(random_model(family), family)  # here, and used elsewhere
+    settings = {"max_tokens": TOKENS, "block_size": 5}
+
+    def plain() -> list[int]:
+        return dm.generate(target, None, PROMPT, max_tokens=TOKENS).tokens
+
+    def oracle(text: list[int]) -> Oracle:
+        return Oracle(PROMPT, text, 256, p=0.6, tap_layers=(0, target.num_layers - 1))
+
+    answer = in_a_thread(plain)
+    events = dm.stream_generate(target, oracle(answer), PROMPT, **settings)
+    assert tokens_of(in_new_threads(events)) == answer
+
+    kept, prompt = dm.Conversation(target, None), PROMPT
+    for cut in (0, 3):  # of the turn before, what is not in the next one's prompt
+        events = dm.stream_generate(target, None, prompt, max_tokens=4, conversation=kept)
+        turn = tokens_of(in_new_threads(events))
+        assert turn == in_a_thread(lambda: dm.generate(target, None, prompt, max_tokens=4)).tokens  # noqa: B023
+        prompt = [*prompt, *turn[: 4 - cut], 7]
+
+    assert side_by_side(
+        plain, lambda: dm.generate(target, oracle(answer), PROMPT, **settings).tokens
+    ) == [answer, answer]
+    assert answer == plain_tokens(target.model, PROMPT, TOKENS)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": {5: 1.0}},
+    "sampled": {"temperature": 0.9, "seed": 4, "top_p": 0.9},
+    "sampled with penalties": {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5},
+    "a tree": {"tree_budget": 9},
+    "a sampled tree": {"tree_budget": 9, "temperature": 0.9, "seed": 4},
+    "quantized keys": {"kv_bits": 8},
+}
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_part_of_a_request_changes_threads(way):
+    """Windows of the drafter, waiting features, histories, noise, trees; turns that go back."""
+    target, drafter, settings = tiny_target(), random_drafter(**WINDOW), WAYS[way]
+    kept = dm.Conversation(target, drafter, settings.get("kv_bits"))
+    prompt = [token % 192 for token in PROMPT]
+    for cut in (0, 5, 0):
+        asked = {"max_tokens": 12, **settings}
+        fresh = dm.generate(target, drafter, prompt, **asked)
+        events = in_a_thread(
+            lambda: dm.stream_generate(target, drafter, prompt, conversation=kept, **asked)  # noqa: B023
+        )
+        assert tokens_of(in_new_threads(events)) == fresh.tokens
+        prompt = [*prompt, *fresh.tokens[: 12 - cut], 7]
+
+
+def test_one_request_after_another_of_a_changing_width():
+    """Rounds that draft nothing let features wait for a later thread."""
+    target, drafter = tiny_target(), random_drafter(**WINDOW)
+    prompt = [token % 192 for token in PROMPT]
+    widths = itertools.cycle([1, 1, 6, 2])
+    truth = dm.generate(target, None, prompt, max_tokens=TOKENS).tokens
+
+    class Varying:
+        tap_layers = drafter.tap_layers
+
+        def start(self, target, sampler):
+            session = drafter.start(target, sampler)
+            propose = session.propose
+            session.propose = lambda anchor, width: propose(anchor, min(width, next(widths)))
+            return session
+
+    events = dm.stream_generate(target, Varying(), prompt, max_tokens=TOKENS)
+    assert tokens_of(in_new_threads(events)) == truth
+
+
+def test_a_drafter_of_ones_own_gets_features_that_any_thread_can_read():
+    target, sums = tiny_target(), []
+
+    class Reader(Oracle):
+        def propose(self, anchor, width):
+            sums.append(mx.abs(mx.concatenate(self.taps, axis=1)).sum().item())
+            return super().propose(anchor, width)
+
+    answer = dm.generate(target, None, [1, 2, 3], max_tokens=12).tokens
+    reader = Reader([1, 2, 3], answer, target.vocab_size, p=0.5, tap_layers=(0, 2))
+    events = dm.stream_generate(target, reader, [1, 2, 3], max_tokens=12, block_size=4)
+    assert tokens_of(in_new_threads(events)) == answer
+    assert sums == sorted(sums) and len(sums) > 3
+
+
+def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    folders = (
+        str(save_target(tmp_path / "target")),
+        str(save_drafter(tmp_path / "drafter", rope_scaling=rope)),
+    )
+    pair = in_a_thread(lambda: load(*folders))
+    results = [in_a_thread(lambda: dm.generate(*pair, "The fox", max_tokens=9)) for _ in range(2)]
+    assert (
+        results[0].tokens == results[1].tokens == dm.generate(*pair, "The fox", max_tokens=9).tokens
+    )
+
+
+def test_a_request_closed_elsewhere_can_be_gone_on_with():
+    target, prompt = tiny_target(), [token % 192 for token in PROMPT]
+    kept = dm.Conversation(target, None)
+    events = dm.stream_generate(target, None, prompt, max_tokens=9, conversation=kept)
+    begun = [in_a_thread(lambda: next(events)).tokens[0] for _ in range(3)]
+    in_a_thread(events.close)
+    again = [*prompt, *begun, 7]
+    result = in_a_thread(lambda: dm.generate(target, None, again, max_tokens=5, conversation=kept))
+    assert result.stats.reused_tokens == len(prompt) + 2
+    assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
+
+
+def ended(events: Iterator[dm.Event]) -> None:
+    list(events)
+
+
+def closed(events: Any) -> None:
+    next(events)
+    events.close()
+
+
+def closed_before_it_began(events: Any) -> None:
+    events.close()
+
+
+def forgotten(events: Iterator[dm.Event]) -> None:
+    next(events)
+
+
+def forgotten_before_it_began(events: Iterator[dm.Event]) -> None:
+    pass
+
+
+def test_a_conversation_has_one_request_at_a_time():
+    target, prompt = tiny_target(), [1, 2, 3]
+    kept = dm.Conversation(target, None)
+
+    def begin() -> Any:
+        return dm.stream_generate(target, None, prompt, max_tokens=3, conversation=kept)
+
+    for ends in (ended, closed, closed_before_it_began, forgotten, forgotten_before_it_began):
+        events, tokens = begin(), []
+        for _ in range(2):  # before it is read, and while it is
+            with pytest.raises(SettingsError, match="read it to its end or close it first"):
+                begin()
+            tokens += next(events).tokens
+        assert tokens == dm.generate(target, None, prompt, max_tokens=2).tokens
+        events.close()
+        ends(begin())
+    assert len(list(begin())) == 3
+
+
+def test_a_request_that_failed_leaves_the_conversation_free():
+    target = tiny_target()
+
+    class Failing(Oracle):
+        def propose(self, anchor, width):
+            raise ZeroDivisionError
+
+    drafter = Failing([], [], target.vocab_size)
+    kept = dm.Conversation(target, drafter)
+    for _ in range(2):
+        events = dm.stream_generate(target, drafter, [1, 2, 3], conversation=kept)
+        with pytest.raises(ZeroDivisionError):
+            next(events)
+
+
+def test_no_request_resets_what_another_measures():
+    target = tiny_target()
+    large = mx.zeros((64, 1024, 1024))
+    mx.eval(large)
+    del large
+    result = dm.generate(target, None, [1, 2, 3], max_tokens=2)
+    assert result.stats.peak_bytes >= 64 * 1024 * 1024 * 4
+    mx.reset_peak_memory()
+    result = dm.generate(target, None, [1, 2, 3], max_tokens=2)
+    assert result.stats.peak_bytes < 64 * 1024 * 1024 * 4
+
+
+def test_a_session_is_not_made_of_classes_that_another_threads_forward_installed():
+    """Else it would call them, and write into the other request, from then on."""
+    target, prompt = tiny_target(), [1, 2, 3]
+    inside, leave, seen = threading.Event(), threading.Event(), []
+    overrides = target.overrides()
+
+    def watch(x: mx.array, result: mx.array) -> None:
+        seen.append(threading.get_ident())
+        inside.set()
+        leave.wait(60)
+
+    layer = target.model.model.layers[0]
+    for module in (layer, layer.self_attn.rope):
+        overrides.watch(module, watch)
+
+    def forward() -> None:
+        with overrides.installed():
+            target.model(mx.array([prompt]))
+
+    def verify() -> None:
+        session = target.start((0,))
+        list(session.prefill(prompt))
+        session.verify(dm.Proposal([1, 2, 3], (-1, 0, 0)))
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(forward)
+        inside.wait(60)
+        second = pool.submit(verify)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.3)
+        leave.set()
+        first.result(), second.result()
+    assert len(set(seen)) == 1
+
+
+WORKERS = """
+import os, sys, threading
+import dflash_mlx as dm
+from families import random_model, target_of
+
+codes = []
+for _ in range(20):  # what is imported above is shared, but MLX has not computed anything yet
+    child = os.fork()
+    if child == 0:
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    print(*codes, flush=True)
+    os._exit(0)
+
+target, texts = target_of(random_model("qwen3"), "qwen3"), []
+
+def work():
+    texts.append(dm.generate(target, None, [1, 2, 3], max_tokens=4).tokens)
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert len(texts) == 3 and texts[0] == texts[1] == texts[2], texts
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Metal does not survive a fork")
+def test_processes_with_worker_threads_end_well():
+    """Whether MLX's clean-up meets the interpreter's is a matter of luck, so 20 times."""
+    done = subprocess.run(
+        [sys.executable, "-c", WORKERS],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        timeout=300,
+    )
+    assert done.stdout.split() == ["0"] * 20, done.stderr[-2000:]

@@ -1,0 +1,39 @@
+"""`dflash-mlx tune`: what it measures is what later runs read."""
+
+import json
+import os
+
+import mlx.core as mx
+from program import run
+from rich.console import Console
+
+from dflash_mlx.bench.kernels import KernelRow
+from dflash_mlx.cli.tune_kernels import as_json, table
+from dflash_mlx.kernels.calibration import Timing
+
+ROW = KernelRow("4096x4096 affine 4-bit g64", 36, Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4}))
+
+
+def test_costs_are_kept_until_they_are_asked_for_again(pair, tmp_path):
+    def tuned(*options: str):
+        done = run("tune", *pair, *options, env=os.environ | {"HOME": str(tmp_path)})
+        assert done.returncode == 0, done.stderr
+        return done
+
+    first = json.loads(tuned("--json").stdout)
+    chains = first["milliseconds"]["chains"]
+    assert all(cost > 0 for by_rows in chains.values() for cost in by_rows.values())
+    assert (first["kernels"] is None) == (not mx.metal.is_available())
+    shown = tuned()  # from what was kept
+    for by_rows in chains.values():
+        assert all(f"{cost:.3g}" in shown.stdout for cost in by_rows.values())
+    if first["kernels"] is None:
+        assert "no Metal here, so only costs were measured" in shown.stderr
+    assert json.loads(tuned("--again", "--json").stdout)["milliseconds"]["chains"] != chains
+
+
+def test_the_table_of_timings(capsys):
+    Console(width=100).print(table([ROW]))
+    printed = capsys.readouterr().out
+    assert "100/200" in printed and "500/300" in printed and printed.split()[-1] == "16"
+    assert as_json(ROW)["ours_from"] == 16
