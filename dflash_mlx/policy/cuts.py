@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import mlx.core as mx
 import numpy as np
 
 from ..hindsight import Hindsight
@@ -13,9 +13,6 @@ from ..sharpness import matching
 from .confidence import Confidence
 from .outcome import Outcome
 from .widths import Widths
-
-if TYPE_CHECKING:
-    import mlx.core as mx
 
 
 class Cuts:
@@ -40,6 +37,7 @@ class Cuts:
         """
         draft = self._draft = _Draft(proposal, sure, beliefs, at, context, self._known.pays)
         if not draft.waited:
+            mx.async_eval(sure)  # it is read rounds later, perhaps by another thread
             return proposal
         rows = self._known.rows(draft.logits(), draft.beliefs, context)
         return Proposal(draft.tokens()[:rows])
