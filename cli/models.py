@@ -42,6 +42,9 @@ def models(json: options.Json = False, inspect: Inspect = None) -> None:
     for row in rows:
         lines += _lines(row)
     lines.append(Text("Conversions are known by their name: Qwen3-8B-4bit, Qwen3-8B-mxfp4, ..."))
+    lines.append(
+        Text("--draft chooses one of several drafters; any model is drafted by --draft lookup.")
+    )
     stdout().print(*lines, sep="\n", soft_wrap=True)
 
 
@@ -51,6 +54,9 @@ def _lines(row: Listing) -> list[Text]:
     original, *others = pair.targets
     first = Text.assemble((original, "bold"), "  drafted by ", (pair.drafter, "green"))
     lines = [first, *(Text(f"  also {name}", "dim") for name in others)]
+    for other in pair.also:
+        why = "" if other.refused is None else f", which does not load: {other.refused}"
+        lines.append(Text(f"  or by {other.drafter}{why}", "dim"))
     if pair.billions is not None:
         weights = ", ".join(f"{pair.gigabytes(bits):.0f} GB in {bits} bits" for bits in WIDTHS)
         lines.append(Text(f"  about {weights}", "dim"))
@@ -66,6 +72,7 @@ def _as_json(row: Listing) -> dict[str, Any]:
     return {
         "drafter": pair.drafter,
         "targets": list(pair.targets),
+        "also": [asdict(other) for other in pair.also],
         "gigabytes": {str(bits): pair.gigabytes(bits) for bits in WIDTHS},
         "downloaded": row.copies,
         "drafter_bytes": row.drafter_bytes,

@@ -98,7 +98,8 @@ class Names:
             "-d",
             group=MODEL,
             metavar="NAME",
-            help="The drafter. Found automatically for known models.",
+            help="The drafter. Found automatically for known models. 'lookup' drafts from the text "
+            "itself, NAME+lookup beside a network; 'none' does not draft.",
         ),
     ] = None
 

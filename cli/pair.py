@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
+from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
@@ -16,7 +17,8 @@ from .options import Names, Rounds, Weights, bits_of
 from .screen import note, waiting
 
 if TYPE_CHECKING:
-    from dflash_mlx import DFlash, Policy, Stats, Target
+    from dflash_mlx import Policy, Stats, Target
+    from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.trees import TreePolicy
 
 AUTO, OFF = "auto", "off"  # of --tree-budget
@@ -28,7 +30,7 @@ class Pair:
     """What was loaded; `drafter` is None for plain decoding."""
 
     target: Target
-    drafter: DFlash | None
+    drafter: Drafter | None
     block_size: int | None
     blas: BlasInfo
     kv_bits: int | None = None
@@ -72,18 +74,21 @@ def open_pair(
         raise typer.BadParameter(
             "goes with neither --draft nor --block-size", param_hint="--no-draft"
         )
-    budget = _tree_budget(rounds, no_draft)
+    draft = _drafting(names, no_draft)
+    budget = _tree_budget(rounds, no_draft, draft)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
     settings = weights.settings | {"exact": weights.exact}
-    drafter: DFlash | None = None
+    drafter: Drafter | None = None
     with waiting(f"Loading {names.model}", quiet=_is_remote(names)):
-        if no_draft:
+        if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:
-            target, drafter = load(names.model, names.draft, target_bits, draft_bits, **settings)
+            target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
+    if draft == LOOKUP and names.draft is None:
+        note(f"No drafter is known for {names.model}: lookup drafts. --draft names another one.")
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
     pair = Pair(target, drafter, rounds.block_size, blas, bits_of(rounds.kv_bits), policy, budget)
     with waiting("Warming up"):
@@ -93,12 +98,22 @@ def open_pair(
     return pair
 
 
-def _tree_budget(rounds: Rounds, no_draft: bool) -> int | str | None:
+def _drafting(names: Names, no_draft: bool) -> str | None:
+    """What drafts: what --draft names, a known drafter (None), or lookup where none is known."""
+    if no_draft:
+        return NONE
+    if names.draft is None and names.model != EMBEDDED and pair_of(names.model) is None:
+        return LOOKUP
+    return names.draft
+
+
+def _tree_budget(rounds: Rounds, no_draft: bool, draft: str | None) -> int | str | None:
     """What --tree-budget says; None is chains."""
     text = rounds.tree_budget
     if text == OFF:
         return None
-    wrong: dict[str, Any] = {"--no-draft": no_draft}
+    without_trees = not no_draft and draft in (LOOKUP, NONE)
+    wrong: dict[str, Any] = {"--no-draft": no_draft, f"--draft {draft}": without_trees}
     if text == AUTO:
         wrong |= {"--block-size": rounds.block_size, "--no-policy": rounds.no_policy}
     elif not (text.isdecimal() and int(text) > 1):
@@ -112,7 +127,7 @@ def _tree_budget(rounds: Rounds, no_draft: bool) -> int | str | None:
 
 
 def _policy(
-    rounds: Rounds, budget: int | str | None, target: Target, drafter: DFlash
+    rounds: Rounds, budget: int | str | None, target: Target, drafter: Drafter
 ) -> Policy | TreePolicy | None:
     """What decides about the rounds, where not every one is a whole block."""
     if isinstance(budget, int):

@@ -14,7 +14,8 @@ from .accept import accept
 from .conversation import Conversation
 from .errors import ProposalError
 from .events import Event, Stats
-from .policy.rounds import Outcome, Rounds
+from .policy.outcome import Outcome
+from .policy.rounds import Rounds
 from .proposal import Proposal
 from .sampling import Sampler
 from .stream import TextStream

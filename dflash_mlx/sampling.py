@@ -34,8 +34,8 @@ from .sharpness import Sharpness, matching
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
 # these two: histories that will be rejected are seen as well, and one may be seen again.
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-# (scores [L, V], the weight of one nat of the drafter's opinion in them) -> tokens [L]
-Pick = Callable[[mx.array, float], mx.array]
+# (scores [L, V] of several trials, the weight of one unit of logit in each) -> tokens [L] of each
+Pick = Callable[[list[mx.array], list[float]], list[mx.array]]
 
 SEED_BITS = 32
 NAT = 1e-4  # what certainties are rounded to
@@ -237,16 +237,17 @@ class Sampler:
     def draft(self, logits: mx.array, pick: Pick | None = None) -> mx.array:
         """Draft the next L tokens [L] from the drafter's logits [L, V]; nothing waits.
 
-        `pick` makes tokens of scores; None takes the best of each row.
+        `pick` makes tokens of scores, of all trials at once; None takes the best of each row.
         """
         pick = pick or _best
         if self.temperature == 0:
-            return pick(self._drafter_log_probs(logits, None, 1.0), 1.0)
+            return pick([self._drafter_log_probs(logits, None, 1.0)], [1.0])[0]
         # One row more than there are drafts: the target chooses after the last of them, too.
         noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
         grid, best = self.sharpness.grid, self.sharpness.best
         log_probs = self._drafter_log_probs(logits, noise, grid[best])
-        blocks = [pick(s * log_probs + noise, s / self.temperature) for s in grid]
+        scores = [s * log_probs + noise for s in grid]
+        blocks = pick(scores, [s / self.temperature for s in grid])
         self._blocks = mx.stack(blocks) if len(grid) > 1 else None
         return blocks[best]
 
@@ -351,8 +352,8 @@ def _certainty(scores: mx.array) -> mx.array:
     return scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)
 
 
-def _best(scores: mx.array, weight: float) -> mx.array:
-    return scores.argmax(axis=-1)
+def _best(scores: list[mx.array], weights: list[float]) -> list[mx.array]:
+    return [trial.argmax(axis=-1) for trial in scores]
 
 
 def _items(name: str, value: Any) -> Sequence[Any]:

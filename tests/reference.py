@@ -1,4 +1,4 @@
-"""DFlash and DFlash2 from their papers, in numpy and float64: slow, no cache, on their own."""
+"""Block drafters from their papers, in numpy and float64: slow, no cache, on their own."""
 
 import math
 
@@ -11,11 +11,15 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
     Args:
         config: resolved fields, with per-layer `windows` and `causal`.
         weights: checkpoint name -> array.
-        taps: [T, K*D], the target's features of the whole text before the block.
+        taps: [T, K*Dt], the target's features of the whole text before the block.
         block: [B, D], embeddings of the anchor and the masks.
     """
     weights = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     eps, start = config["rms_norm_eps"], len(taps)
+    if "hidden_dim_adapter.proj.weight" in weights:
+        each = np.split(taps, len(config["target_layer_ids"]), axis=-1)
+        adapter = weights["hidden_dim_adapter.proj.weight"]
+        taps = np.concatenate([tap @ adapter.T for tap in each], axis=-1)
     context = rms_norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     x = block.astype(np.float64)
     for layer in range(config["num_hidden_layers"]):
@@ -77,6 +81,65 @@ def walk(
     return chain[1:]
 
 
+def base_logits(config: dict, weights: dict, hidden: np.ndarray) -> np.ndarray:
+    """The own head's logits [B, DV] of hidden states [B, D], with multiplier, cap and scale."""
+    logits = hidden @ np.asarray(weights["lm_head.weight"], np.float64).T
+    logits = logits * config["output_multiplier"]
+    cap = config["final_logit_softcapping"]
+    if cap is not None:
+        logits = cap * np.tanh(logits / cap)
+    return logits * config["logit_scale"]
+
+
+def markov_walk(
+    config: dict,
+    weights: dict,
+    hidden: np.ndarray,
+    logits: np.ndarray,
+    anchor: int,
+    noise: np.ndarray | None = None,
+    temperature: float = 1.0,
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """DSpark's walk: tokens [L] as target ids, corrected logits [L, DV], confidence logits [L].
+
+    hidden [L, D] and base logits [L, DV] are of the rows that draft, noise [L, DV] is added to the
+    corrected logits over the temperature.
+    """
+    named = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    w1, w2 = named["markov_head.markov_w1.weight"], named["markov_head.markov_w2.weight"]
+    state, previous = np.zeros(w1.shape[1]), anchor
+    tokens, corrected, confidence = [], [], []
+    for row, (h, base) in enumerate(zip(hidden, logits, strict=True)):
+        e = w1[previous]
+        inner = e
+        if "markov_head.gate_proj.weight" in named:
+            gate = affine(named, "markov_head.gate_proj", np.concatenate([h, e]))
+            inner = logistic(gate) * e
+        if "markov_head.joint_proj.weight" in named:
+            joint = affine(named, "markov_head.joint_proj", np.concatenate([state, e, h]))
+            gate, candidate, out = np.split(joint, 3)
+            state = logistic(gate) * state + (1 - logistic(gate)) * np.tanh(candidate)
+            inner = np.tanh(out)
+        corrected.append(base + config["logit_scale"] * (w2 @ inner))
+        if "confidence_head.proj.weight" in named:
+            width = named["confidence_head.proj.weight"].shape[1]
+            seen = np.concatenate([h, e])[:width]
+            confidence.append(affine(named, "confidence_head.proj", seen)[0])
+        scores = corrected[-1] if noise is None else corrected[-1] / temperature + noise[row]
+        chosen = int(scores.argmax())
+        previous = chosen + int(weights["d2t"][chosen]) if "d2t" in weights else chosen
+        tokens.append(previous)
+    return tokens, np.array(corrected), np.array(confidence)
+
+
+def affine(weights: dict, name: str, x: np.ndarray) -> np.ndarray:
+    return weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
+
+
+def logistic(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
 def visible(start: int, block: int, window: int | None, causal: bool) -> np.ndarray:
     """Which of the start + block positions each row of the block sees, one decision at a time."""
     seen = np.zeros((block, start + block), bool)
@@ -109,9 +172,11 @@ def attention(
     for head in range(heads):
         shared = head // (heads // kv_heads)
         scores = queries[head] @ keys[shared].T / math.sqrt(config["head_dim"])
-        scores = np.where(seen, scores, -np.inf)
-        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[head] = scores / scores.sum(axis=1, keepdims=True) @ values[shared]
+        scores = np.exp(np.where(seen, scores, -np.inf))
+        total = scores.sum(axis=1, keepdims=True)
+        if "self_attn.attention_sink_bias" in weights:  # one more column, whose value is 0
+            total = total + np.exp(weights["self_attn.attention_sink_bias"][head])
+        out[head] = scores / total @ values[shared]
     out = out.transpose(1, 0, 2).reshape(len(x), -1)
     return linear(weights, "o_proj", out)
 
@@ -134,6 +199,13 @@ def rope(config: dict, x: np.ndarray, start: int) -> np.ndarray:
     frequencies, magnitude = rope_frequencies(config)
     angles = np.outer(np.arange(start, start + x.shape[1]), frequencies)
     cos, sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
+    if not config.get("rope_neox", True):
+        out = np.empty_like(x)
+        for pair in range(x.shape[-1] // 2):
+            even, odd = x[..., 2 * pair], x[..., 2 * pair + 1]
+            out[..., 2 * pair] = even * cos[:, pair] - odd * sin[:, pair]
+            out[..., 2 * pair + 1] = odd * cos[:, pair] + even * sin[:, pair]
+        return out
     left, right = np.split(x, 2, axis=-1)
     return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 

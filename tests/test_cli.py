@@ -216,8 +216,6 @@ def broken(kind: str, folder: Path, pair: list[str]) -> list[str]:
     target, drafter = pair[1], pair[3]
     if kind == "unknown model":
         return ["hi", "--model", "no/where", "--draft", drafter]
-    if kind == "unknown drafter":
-        return ["hi", "--model", target]
     if kind == "prompt too long":
         return ["x" * 9000, *pair]
     if kind == "drafter of another target":
@@ -240,7 +238,6 @@ def broken(kind: str, folder: Path, pair: list[str]) -> list[str]:
     "kind, message",
     [
         ("unknown model", "no/where"),
-        ("unknown drafter", "--draft"),
         ("no weights", "model.safetensors"),
         ("truncated weights", "truncated"),
         ("no config", "config.json"),

@@ -15,9 +15,10 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.candidates import top_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2, convolve
+from dflash_mlx.drafter.dspark import network_for
 from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
 from dflash_mlx.errors import SettingsError, WeightsError
-from dflash_mlx.loading.checkpoint import read_drafter
 from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.sampling import Sampler
 
@@ -66,11 +67,11 @@ def expected_hidden(drafter, context, block, weights=None):
     return reference.forward(config, weights, np.array(context[0]), np.array(block[0]))
 
 
-def build(config, seed=0, **own):
+def build(config, seed=0, parts=()):
     """A drafter with random weights."""
     mx.random.seed(seed)
     resolved = DraftConfig.from_dict(config)
-    drafter = (DFlash2 if resolved.is_dflash2 else DFlash)(resolved, **own)
+    drafter = network_for(resolved)(resolved, parts)
     drafter.update(tree_map_with_path(random_weight, drafter.parameters()))
     return drafter
 
@@ -91,27 +92,6 @@ def make_target(config, seed=9):
 
 def distance(a, b):
     return float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
-
-
-def test_golden_cases_in_ragged_steps():
-    config = DraftConfig.from_file(GOLDEN / "config.json")
-    drafter = read_drafter(GOLDEN)
-    assert isinstance(drafter, DFlash2)
-    cases = mx.load(str(GOLDEN / "cases.safetensors"))
-    target = make_target(json.loads((GOLDEN / "config.json").read_text()))
-    target.embed = lambda tokens: cases["target.embed_tokens"][tokens]
-    target.head = lambda hidden: hidden @ cases["target.lm_head"].T
-    cache, session, known = drafter.make_cache(), drafter.start(target, None), 0
-    for index in range(6):
-        case = {name: cases[f"round{index}.{name}"] for name in ("start", "anchor", "tokens")}
-        start, anchor = case["start"].item(), case["anchor"].item()
-        taps, known = cases["context"][None, known:start], start
-        block = mx.array([[anchor] + [config.mask_token_id] * 7])
-        hidden = drafter(drafter.embed(block, target), taps, cache)
-        assert distance(hidden[0], cases[f"round{index}.hidden"]) < 1e-4
-        assert distance(drafter.logits(hidden, target)[0], cases[f"round{index}.logits"]) < 1e-3
-        session.extend(taps)
-        assert session.propose(anchor, 8).tokens.tolist() == [anchor, *case["tokens"].tolist()]
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
@@ -191,13 +171,15 @@ def test_drafting_never_waits_for_the_device():
     target = make_target(config)
     mx.eval(drafter.parameters())
 
-    def propose(taps):
-        session = drafter.start(target, None)
-        session.extend(taps)
-        return session.propose(11, 6).tokens
-
     taps = mx.random.normal((1, 9, 64))
-    assert mx.compile(propose)(taps).tolist() == propose(taps).tolist()
+
+    def propose():
+        session = drafter.start(target, None)
+        session.extend(taps)  # what is known before the round is computed at once
+        return lambda anchor: session.propose(11, 6).tokens
+
+    traced, run = mx.compile(propose()), propose()
+    assert traced(mx.array(11)).tolist() == run(mx.array(11)).tolist()
 
 
 @pytest.mark.parametrize("vocabulary", [40, 512 * 5, 512 * 7, 512 * 7 + 1, 9000])
@@ -261,16 +243,16 @@ def decided(folder):
     return {item.field: (item.value, item.source) for item in inspect_drafter(Path(folder))}
 
 
-@pytest.mark.parametrize("own", [{}, {"own_embedding": True}, {"own_head": True}])
+@pytest.mark.parametrize("own", [(), (EMBEDDING,), (HEAD,)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, own, tied):
     config = raw_config(tie_word_embeddings=tied)
-    written = build(config, **own)
+    written = build(config, parts=own)
     drafter = dm.load_drafter(save(tmp_path, written, config))
     target, tokens = make_target(config), mx.array([[3, 4]])
-    brings, head = "own_embedding" in own, target.head
+    brings, head = EMBEDDING in own, target.head
     embedding = written.embed_tokens.weight if brings else target.embed(mx.arange(67))
-    if "own_head" in own:
+    if HEAD in own:
         head = written.lm_head
     elif brings and tied:
         head = written.embed_tokens.as_linear
@@ -284,7 +266,7 @@ def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, own, t
     place = "tensor embed_tokens.weight" if brings else "no tensor embed_tokens.weight"
     assert said["embedding"] == ("its own" if brings else "the target's", place)
     borrowed = "its own embedding" if brings and tied else "the target's"
-    assert said["head"][0] == ("its own" if "own_head" in own else borrowed)
+    assert said["head"][0] == ("its own" if HEAD in own else borrowed)
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):

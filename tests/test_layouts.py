@@ -52,16 +52,16 @@ PUBLISHED = {
         },
         {"block_size": "block_size", "target_layer_ids": "dflash_config.target_layer_ids"},
     ),
-    "Qwen3.5-4B-DFlash: taps derived": (
+    "Qwen3.5-4B-DFlash: taps nested, depth at the root": (
         {
             "num_hidden_layers": 5,
             "block_size": 16,
             "num_target_layers": 32,
             "rope_theta": 1e7,
-            "dflash_config": {"mask_token_id": 248070},
+            "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
         },
         {"target_layer_ids": (1, 8, 15, 22, 29), "windows": (None,) * 5},
-        {"target_layer_ids": "derived from num_target_layers, num_hidden_layers"},
+        {"num_target_layers": "num_target_layers"},
     ),
     "Qwen3.5-27B-DFlash: everything at the root": (
         {
@@ -101,7 +101,7 @@ PUBLISHED = {
             "sliding_window": 2048,
             "num_target_layers": 64,
             "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
-            "dflash_config": {"mask_token_id": 248070},
+            "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31]},
         },
         {
             "windows": (2048,) * 4 + (None,),
@@ -155,7 +155,10 @@ PUBLISHED = {
             "num_target_layers": 48,
             "head_dim": None,
             "num_key_value_heads": None,
-            "dflash_config": {"mask_token_id": 151669},
+            "dflash_config": {
+                "mask_token_id": 151669,
+                "target_layer_ids": [1, 7, 14, 20, 26, 32, 39, 45],
+            },
         },
         {
             "head_dim": 80,
@@ -217,7 +220,7 @@ PUBLISHED = {
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             },
-            "dflash_config": {"mask_token_id": 128255},
+            "dflash_config": {"mask_token_id": 128255, "target_layer_ids": [1, 8, 15, 22, 29]},
         },
         {"block_size": 10, "target_layer_ids": (1, 8, 15, 22, 29), "rope_theta": 5e5},
         {"rope_scaling": "rope_scaling"},
@@ -301,7 +304,11 @@ PUBLISHED = {
             "quantization": {"group_size": 64, "bits": 4},
             "quantization_config": {"group_size": 64, "bits": 4},
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-            "dflash_config": {"mask_token_id": 248070, "causal": True},
+            "dflash_config": {
+                "mask_token_id": 248070,
+                "target_layer_ids": [1, 16, 31],
+                "causal": True,
+            },
         },
         {
             "quantization": {"group_size": 64, "bits": 4},
@@ -333,13 +340,13 @@ MINIMAL = {
     "num_hidden_layers": 3,
     "block_size": 8,
     "num_target_layers": 12,
-    "dflash_config": {"mask_token_id": 7},
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 5, 9]},
 }
 TWO = {"architectures": ["DFlash2DraftModel"]}
 
 
 def nested(**fields):
-    return {"dflash_config": {"mask_token_id": 7, **fields}}
+    return {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 5, 9], **fields}}
 
 
 WRONG = {

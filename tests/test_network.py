@@ -7,17 +7,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map
 from tinymodels import drafter_config
 
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.network import DFlash
-from dflash_mlx.loading.load import load_drafter
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
-ROUNDS = range(6)
 
 
 class Feeder:
@@ -37,71 +33,6 @@ class Feeder:
 
     def block(self, embeddings: mx.array, upto: int) -> mx.array:
         return self.drafter(embeddings, self.take(upto), self.cache)
-
-
-class Golden:
-    """A drafter with the outputs that it must have, in rounds over one text."""
-
-    def __init__(self, folder: Path) -> None:
-        self.drafter = load_drafter(str(folder))
-        self.cases = mx.load(str(folder / "cases.safetensors"))
-
-    def feeder(self) -> Feeder:
-        return Feeder(self.drafter, self.cases["context"])
-
-    def start(self, number: int) -> int:
-        return self.cases[f"round{number}.start"].item()
-
-    def block(self, number: int) -> mx.array:
-        config, anchor = self.drafter.config, self.cases[f"round{number}.anchor"]
-        masks = mx.full((config.block_size - 1,), config.mask_token_id, dtype=anchor.dtype)
-        return self.cases["target.embed_tokens"][mx.concatenate([anchor, masks])][None]
-
-    def error(self, number: int, hidden: mx.array) -> float:
-        return mx.abs(hidden[0] - self.cases[f"round{number}.hidden"]).max().item()
-
-    def check(self, number: int, feeder: Feeder) -> None:
-        hidden = feeder.block(self.block(number), self.start(number))
-        assert self.error(number, hidden) < 1e-4
-        tokens = (hidden[0, 1:] @ self.cases["target.lm_head"].T).argmax(axis=-1)
-        assert tokens.tolist() == self.cases[f"round{number}.tokens"].tolist()
-
-
-@pytest.fixture(scope="module", params=["dflash_full", "dflash_sliding"])
-def golden(request):
-    return Golden(GOLDEN / request.param)
-
-
-def test_golden_rounds(golden):
-    feeder = golden.feeder()
-    for number in ROUNDS:
-        golden.check(number, feeder)
-
-
-@given(data=st.data())
-@settings(max_examples=12)
-def test_golden_rounds_in_ragged_steps(golden, data):
-    """However the context comes, and whatever was drafted in between, a block sees the same."""
-    feeder = golden.feeder()
-    for number in ROUNDS:
-        start = golden.start(number)
-        cuts = data.draw(st.lists(st.integers(feeder.fed, start), max_size=4), label="cuts")
-        for cut in sorted(cuts):  # a cut twice is a piece of no features
-            if data.draw(st.booleans(), label="with a block"):
-                rows = data.draw(st.integers(1, 16), label="rows")
-                feeder.block(mx.random.normal((1, rows, 64)), cut)
-            else:
-                feeder.extend(cut)
-        golden.check(number, feeder)
-
-
-def test_golden_rounds_notice_a_row_too_many(golden):
-    """The control: had one row of a block been kept, the hidden states would be far off."""
-    feeder = golden.feeder()
-    feeder.extend(golden.start(0))
-    for layer in feeder.cache:
-        layer.update(mx.ones((1, 2, 1, 16)), mx.ones((1, 2, 1, 16)), block=0)
-    assert golden.error(0, feeder.block(golden.block(0), golden.start(0))) > 1e-2
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -2,14 +2,15 @@
 
 import pytest
 
-from dflash_mlx.errors import ModelNotFoundError
-from dflash_mlx.loading.registry import drafter_for, pairs
+from dflash_mlx.errors import ConfigError, ModelNotFoundError
+from dflash_mlx.loading.load import load_drafter
+from dflash_mlx.loading.registry import drafter_for, pairs, refusal
 
 
 def test_every_row_is_a_pair_of_repositories():
     assert pairs()
     for pair in pairs():
-        for name in (pair.drafter, *pair.targets):
+        for name in (pair.drafter, *(other.drafter for other in pair.also), *pair.targets):
             owner, _, repository = name.partition("/")
             assert owner and repository and "/" not in repository and name == name.strip()
         assert pair.targets
@@ -19,6 +20,36 @@ def test_no_target_is_listed_twice():
     # The last part alone is looked up, so that is what must be unique.
     names = [name.rpartition("/")[2].lower() for pair in pairs() for name in pair.targets]
     assert len(names) == len(set(names))
+
+
+def test_no_drafter_is_listed_twice():
+    names = [pair.drafter for pair in pairs()]
+    names += [other.drafter for pair in pairs() for other in pair.also]
+    assert len(names) == len(set(names)) > 60
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-ai/dspark_qwen3_4b_block7",
+        "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark",
+        "RadixArk/Qwen3.8-27B-DSpark",
+        "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
+        "incoai/GLM-5.3-DFlash2",
+        "mlx-community/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-DSpark-bf16",
+        "JetSpec/jetspec-qwen3-8b",
+        "meta-models/Muse-Glimmer-30B-assistant",
+    ],
+)
+def test_every_publisher_is_there(name):
+    names = {pair.drafter for pair in pairs()}
+    assert name in names | {other.drafter for pair in pairs() for other in pair.also}
+    assert refusal(name) is None
+
+
+def test_a_drafter_that_is_known_not_to_load_says_why_and_is_not_fetched():
+    with pytest.raises(ConfigError, match="known not to load: Gemma4DSparkModel is another"):
+        load_drafter("deepseek-ai/dspark_gemma4_12b_block7")
 
 
 @pytest.mark.parametrize(

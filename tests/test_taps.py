@@ -8,6 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 from tinymodels import SUPPORTED, model_config, random_model, target
 
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.target.overrides import Overrides
 from dflash_mlx.target.taps import Taps
@@ -110,6 +111,18 @@ def test_two_requests_with_different_taps_do_not_meet():
     outputs = layer_outputs(model.model, mx.array([[*TOKENS[0].tolist(), 7, 8]]))
     assert mx.allclose(a, outputs[0][:, -2:], atol=1e-5)
     assert mx.allclose(b, mx.concatenate([outputs[2], outputs[1]], -1)[:, -2:], atol=1e-5)
+
+
+def test_minus_one_is_what_the_first_layer_reads():
+    """Beside the first layer's own output, and in the order that was asked for."""
+    model = target()
+    logits, taps = model.features(TOKENS, [0, -1, 2])
+    outputs = layer_outputs(model.model, TOKENS)
+    expected = mx.concatenate([outputs[0], model.embed(TOKENS), outputs[2]], axis=-1)
+    assert mx.array_equal(taps, expected)
+    assert mx.array_equal(logits, model.model(TOKENS))
+    with pytest.raises(SettingsError, match="Layer -2"):
+        model.start([-2])
 
 
 def test_an_abandoned_request_leaves_nothing_behind():

@@ -13,6 +13,7 @@ Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -137,10 +138,8 @@ class DFlash2(DFlash):
 
     layer_class = DFlash2Layer
 
-    def __init__(
-        self, config: DraftConfig, own_embedding: bool = False, own_head: bool = False
-    ) -> None:
-        super().__init__(config, own_embedding, own_head)
+    def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
+        super().__init__(config, parts)
         self.candidate_selector = CandidateSelector(config)
 
     def draft(
@@ -148,7 +147,17 @@ class DFlash2(DFlash):
     ) -> mx.array:
         """The selector's chain [L] after `anchor`, from the slots' hidden states [1, L, D]."""
         walk = partial(self.candidate_selector.walk, hidden=hidden[0], anchor=anchor)
-        return sampler.draft(self.logits(hidden, target)[0], walk)
+        return sampler.draft(
+            self.selectable(self.logits(hidden, target)[0]),
+            lambda scores, weights: list(map(walk, scores, weights)),
+        )
+
+    def selectable(self, logits: mx.array) -> mx.array:
+        """Logits [L, V], minus infinity from where on the selector's vocabulary ends."""
+        end = self.config.selector_vocab_size
+        if end is None:
+            return logits
+        return mx.where(mx.arange(logits.shape[-1]) < end, logits, -mx.inf)
 
     def candidates(
         self,
@@ -160,15 +169,10 @@ class DFlash2(DFlash):
         count: int,
     ) -> Candidates:
         """The selector's candidates, as many as it was trained for, after each one before them."""
-        log_q, noise = sampler.foresee(self.logits(hidden, target)[0])
+        log_q, noise = sampler.foresee(self.selectable(self.logits(hidden, target)[0]))
         selector = self.candidate_selector
         tokens = top_candidates(calibration.ranking(log_q, noise), selector.top_k)
         own = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
         scores = own + selector.pairs(hidden[0], anchor, tokens) / (sampler.temperature or 1.0)
         log_q = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
         return Candidates.read(tokens, log_q, noise)
-
-
-def network_for(config: DraftConfig) -> type[DFlash]:
-    """The class of the network that a config calls for."""
-    return DFlash2 if config.is_dflash2 else DFlash

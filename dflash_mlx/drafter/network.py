@@ -3,15 +3,16 @@
 The network (arXiv 2602.06036) is a Qwen3-style decoder without an embedding and a head of its
 own; it borrows the target's. Hidden states of a few target layers (the *taps*) are fused into one
 context feature per token, which enters every draft layer as extra keys and values (KV injection).
-The block is [last token, mask, mask, ...]; row i predicts the token i places after the last one,
-so all rows but the first are drafts, made together without iteration.
+The block is [last token, mask, mask, ...], and all its rows are drafted together without iteration.
+In z-lab's drafters row i predicts the token i places after the last one, so the first predicts
+nothing; in others (`first_row` 0) it already predicts the next token, and every row is a draft.
 
 Parameter names are those of the published checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 
+from ..errors import IncompatibleDrafterError
 from ..sampling import Sampler
 from .candidates import MOST_CANDIDATES, Candidates, top_candidates
 from .config import DraftConfig
 from .context import ContextCache
+from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
 from .rope import make_rope
 from .session import DraftSession
 
@@ -50,6 +53,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * head_dim, hidden, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        if config.sinks[layer]:
+            self.attention_sink_bias = mx.zeros((self.heads,))
         self.rope = make_rope(config)
 
     def queries(self, x: mx.array, offset: int | mx.array) -> mx.array:
@@ -81,7 +86,12 @@ class Attention(nn.Module):
             values,
             scale=self.scale,
             mask=self.mask(block, keys.shape[2]),
+            sinks=self.sinks(),
         )
+
+    def sinks(self) -> mx.array | None:
+        """A logit per head [H] in every softmax's denominator, as gpt-oss has it; None for none."""
+        return self.attention_sink_bias if "attention_sink_bias" in self else None
 
     def mask(self, block: int, keys: int) -> mx.array | str | None:
         """Which of `keys` (the block's own `block` rows last) each row of the block may see.
@@ -147,32 +157,40 @@ class DFlash(nn.Module):
 
     Args:
         config: the resolved config.
-        own_embedding, own_head: whether the checkpoint brings `embed_tokens` and `lm_head`
-            instead of borrowing the target's.
+        parts: the names of further tensors that the checkpoint brings: `EMBEDDING` and `HEAD` of
+            its own instead of the target's, `MASK` in place of the mask token's embedding,
+            `ADAPTER` of taps that are not as wide as the drafter.
     """
 
     layer_class: type[DraftLayer] = DraftLayer
     drafts_trees = True  # its sessions have propose_tree
 
-    def __init__(
-        self, config: DraftConfig, own_embedding: bool = False, own_head: bool = False
-    ) -> None:
+    def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__()
         self.config: DraftConfig = config
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        hidden, eps, width = config.hidden_size, config.rms_norm_eps, config.target_hidden_size
+        if ADAPTER in parts:
+            self.hidden_dim_adapter = {"proj": nn.Linear(width, hidden, bias=False)}
+            width = hidden
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.layers = [self.layer_class(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(hidden, eps=eps)
-        if own_embedding:
+        if EMBEDDING in parts:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
-        if own_head:
-            self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+        if MASK in parts:
+            self.mask_embedding = mx.zeros((hidden,))
+        reduced = config.draft_vocab_size < config.vocab_size
+        if HEAD in parts or reduced:
+            self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        if reduced:
+            # What is added to the number of a token among those that can be drafted.
+            self.d2t = mx.zeros((config.draft_vocab_size,), mx.int64)
 
     @property
     def block_size(self) -> int:
-        """The rows of a block that it was trained for, the anchor included."""
-        return self.config.block_size
+        """The most rows of a draft, the anchor included."""
+        return self.config.drafts + 1
 
     @property
     def identity(self) -> str:
@@ -190,7 +208,10 @@ class DFlash(nn.Module):
         return [ContextCache(window) for window in self.config.windows]
 
     def fuse(self, taps: mx.array) -> mx.array:
-        """Context features [N, S, D] from the concatenated taps [N, S, K*D]."""
+        """Context features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
+        if "hidden_dim_adapter" in self:
+            each = taps.reshape(*taps.shape[:2], -1, self.config.target_hidden_size)
+            taps = self.hidden_dim_adapter["proj"](each).flatten(2)
         return self.hidden_norm(self.fc(taps))
 
     def __call__(
@@ -227,11 +248,21 @@ class DFlash(nn.Module):
         scale = self.config.input_embedding_scale
         return embeddings if scale == 1 else embeddings * scale
 
-    def logits(self, hidden: mx.array, target: Target) -> mx.array:
-        """Logits [N, L, V] of hidden states [N, L, D], through its own head or the target's.
+    def embed_block(self, block: mx.array, target: Target) -> mx.array:
+        """Embeddings [1, B, D] of a block [B]: the anchor, and masks."""
+        if "mask_embedding" not in self:
+            return self.embed(block[None], target)
+        masks = mx.broadcast_to(self.mask_embedding, (1, len(block) - 1, len(self.mask_embedding)))
+        masks = masks * self.config.input_embedding_scale
+        anchor = self.embed(block[None, :1], target)
+        return mx.concatenate([anchor, masks.astype(anchor.dtype)], axis=1)
 
-        The target's soft cap is not applied: drafters are trained on the bare head, and name a
-        multiplier or a cap of their own in their config.
+    def logits(self, hidden: mx.array, target: Target) -> mx.array:
+        """Logits [N, L, DV] of hidden states [N, L, D], through its own head or the target's.
+
+        They are of the tokens that can be drafted; `widen` makes them those of all. The target's
+        soft cap is not applied: drafters are trained on the bare head, and name a multiplier or a
+        cap of their own in their config.
         """
         if "lm_head" in self:
             logits = self.lm_head(hidden)
@@ -242,7 +273,27 @@ class DFlash(nn.Module):
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
         if multiplier != 1 or cap is not None:
             logits = logits.astype(mx.float32) * multiplier  # a cap leaves few bits between tokens
-        return logits if cap is None else cap * mx.tanh(logits / cap)
+        if cap is not None:
+            logits = cap * mx.tanh(logits / cap)
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+
+    def token_ids(self) -> mx.array | None:
+        """The ids [DV] of the tokens that can be drafted; None for all."""
+        return self.d2t + mx.arange(len(self.d2t)) if "d2t" in self else None
+
+    def widen(self, scores: mx.array) -> mx.array:
+        """Scores [L, DV] as scores [L, V] in f32, minus infinity for what is never drafted."""
+        ids, vocabulary = self.token_ids(), self.config.vocab_size
+        if ids is None:
+            return scores
+        scores = scores.astype(mx.float32)
+        nothing = mx.full((len(scores), vocabulary), -mx.inf)
+        return mx.put_along_axis(nothing, mx.broadcast_to(ids, scores.shape), scores, axis=-1)
+
+    def narrow(self, scores: mx.array) -> mx.array:
+        """Of scores [L, V] those of the tokens that can be drafted, [L, DV]."""
+        ids = self.token_ids()
+        return scores if ids is None else scores[:, ids]
 
     def draft(
         self, hidden: mx.array, anchor: mx.array, target: Target, sampler: Sampler
@@ -251,7 +302,7 @@ class DFlash(nn.Module):
 
         On the device, like everything before it: nothing waits.
         """
-        return sampler.draft(self.logits(hidden, target)[0])
+        return sampler.draft(self.widen(self.logits(hidden, target)[0]))
 
     def candidates(
         self,
@@ -266,7 +317,7 @@ class DFlash(nn.Module):
 
         Ranked on the device with the noise of the target's choice, and then read: this waits.
         """
-        log_q, noise = sampler.foresee(self.logits(hidden, target)[0])
+        log_q, noise = sampler.foresee(self.widen(self.logits(hidden, target)[0]))
         count = min(count, MOST_CANDIDATES, log_q.shape[-1])
         tokens = top_candidates(calibration.ranking(log_q, noise), count)
         chosen = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
@@ -277,5 +328,16 @@ class DFlash(nn.Module):
 
         Raises `IncompatibleDrafterError`.
         """
-        self.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
+        self.check_fits(target)
         return DraftSession(self, target, sampler or Sampler())
+
+    def check_fits(self, target: Target) -> None:
+        """Raise `IncompatibleDrafterError` unless the target is the drafter's own."""
+        config = self.config
+        config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
+        complete = "embed_tokens" in self and ("lm_head" in self or config.tie_word_embeddings)
+        if config.hidden_size != target.hidden_size and not complete:
+            raise IncompatibleDrafterError(
+                f"The drafter is {config.hidden_size} wide and borrows an embedding and a head, "
+                f"which are {target.hidden_size} wide in this target."
+            )

@@ -7,7 +7,9 @@ wants it asks with `isinstance`:
     of a drafter    `Bounded`       the widest block that it was made for
                     `Identified`    a name under which what its drafts cost is remembered
                     `TreeDrafter`   its sessions are `TreeSession`s
-    of a session    `ReadsText`     is told the committed tokens, not only their features
+    of a session    `SaysConfidence` says how likely its drafts are right
+                    `Foresees`      has drafts that cost nothing, and knows what they are worth
+                    `ReadsText`     is told the committed tokens, not only their features
                     `Resumable`     can go on with the next turn of a conversation
 """
 
@@ -92,6 +94,44 @@ class TreeDrafter(Protocol):
 
     def start(self, target: Target, sampler: Sampler) -> TreeSession:
         """As of `Drafter`."""
+
+
+@runtime_checkable
+class SaysConfidence(Protocol):
+    """A session that says of its chains how likely each slot is right, given those before it."""
+
+    def confidence(self) -> mx.array | None:
+        """Logits [L] of the L slots of the last chain, on the device; None if it cannot say."""
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A session with drafts on the host: they cost nothing, and are judged before they are made."""
+
+    @property
+    def only_foresees(self) -> bool:
+        """Whether it has no others; else it is a `Both`."""
+
+    def foresee(self, anchor: int, width: int) -> list[float]:
+        """How likely each slot of such a draft of at most `width` rows is right, those before it
+        being; empty for no draft."""
+
+    def propose_foreseen(self, anchor: int, width: int) -> Proposal:
+        """The draft that `foresee` spoke of last, of at most `width` rows."""
+
+
+class Both(Foresees, Protocol):
+    """A session with drafts of a network as well."""
+
+    @property
+    def rescue(self) -> float:
+        """How often the foreseen draft is right at once where the network's is wrong at once."""
+
+    def propose_network(self, anchor: int, width: int) -> Proposal:
+        """The network's draft of at most `width` rows, after `foresee`."""
+
+    def propose_both(self, anchor: int, width: int, more: int) -> Proposal:
+        """A tree of the network's draft of `width` rows and of `more` rows of the foreseen one."""
 
 
 @runtime_checkable

@@ -23,20 +23,21 @@ class YarnRope(nn.Module):
     Queries and keys also grow a little, which sharpens the attention over the longer context.
     """
 
-    def __init__(self, dims: int, base: float, scaling: Mapping[str, Any]) -> None:
+    def __init__(self, config: DraftConfig, scaling: Mapping[str, Any]) -> None:
         super().__init__()
-        self.dims, factor = dims, scaling["factor"]
-        periods = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
-        kept = _kept(dims, base, scaling)
+        self.dims, self.traditional = config.head_dim, not config.rope_neox
+        base, factor = config.rope_theta, scaling["factor"]
+        periods = base ** (mx.arange(0, self.dims, 2, dtype=mx.float32) / self.dims)
+        kept = _kept(self.dims, base, scaling)
         self._freqs = periods / (kept + (1 - kept) / factor)
-        self.magnitude = scaling.get("attention_factor") or _magnitude(factor, scaling)
+        self.magnitude = config.rope_amplitude
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """Rotate x [N, H, L, dims], whose first row is at `offset` (one for all, or [N])."""
         return mx.fast.rope(
             x * self.magnitude,
             self.dims,
-            traditional=False,
+            traditional=self.traditional,
             base=None,
             scale=1.0,
             offset=offset,
@@ -62,24 +63,18 @@ def _kept(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array:
     return 1 - mx.clip(ramp, 0, 1)
 
 
-def _magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
-    """The paper's growth of queries and keys, 0.1 ln(factor) + 1, or the ratio of two of them."""
-
-    def growth(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    mscale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return growth(mscale) / growth(all_dims) if mscale and all_dims else growth(1.0)
-
-
 def make_rope(config: DraftConfig) -> nn.Module:
-    """The module that turns [N, H, L, head_dim] to its positions: rope(x, offset=...)."""
-    if config.rope_scaling is not None and config.rope_scaling["rope_type"] == "yarn":
-        return YarnRope(config.head_dim, config.rope_theta, config.rope_scaling)
+    """The module that turns [N, H, L, head_dim] to its positions: rope(x, offset=...).
+
+    Values are turned in pairs (i, i + head_dim / 2), or (2i, 2i + 1) where the config says so.
+    """
+    scaling = config.rope_scaling
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        return YarnRope(config, scaling)
     return initialize_rope(
         config.head_dim,
         base=config.rope_theta,
-        traditional=False,
-        scaling_config=config.rope_scaling,
+        traditional=not config.rope_neox,
+        scaling_config=scaling,
         max_position_embeddings=config.max_position_embeddings,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -29,7 +29,7 @@ class Network(Protocol):
 
     def make_cache(self) -> list[ContextCache]: ...
 
-    def embed(self, tokens: mx.array, target: Target) -> mx.array: ...
+    def embed_block(self, block: mx.array, target: Target) -> mx.array: ...
 
     def extend(self, taps: mx.array, cache: list[ContextCache]) -> None: ...
 
@@ -50,6 +50,16 @@ class Network(Protocol):
         calibration: Calibration,
         count: int,
     ) -> Candidates: ...
+
+
+@runtime_checkable
+class Confident(Protocol):
+    """A network that can say how likely its drafts are right; `DSpark` says what each part does."""
+
+    @property
+    def says_confidence(self) -> bool: ...
+
+    def confidence(self, hidden: mx.array, previous: mx.array) -> mx.array: ...
 
 
 class DraftSession:
@@ -116,7 +126,7 @@ class DraftSession:
         config, pending = self._drafter.config, self._pending
         self._pending = []
         if not pending:
-            return mx.zeros((1, 0, len(config.target_layer_ids) * config.hidden_size))
+            return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
         return pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=1)
 
     def propose(self, anchor: int, width: int) -> Proposal:
@@ -125,7 +135,18 @@ class DraftSession:
             return Proposal([anchor])
         block, hidden = self._forward(anchor, width)
         drafts = self._drafter.draft(hidden, block[0], self._target, self._sampler)
-        return Proposal(mx.concatenate([block[:1], drafts.astype(block.dtype)]))
+        tokens = mx.concatenate([block[:1], drafts.astype(block.dtype)])
+        self._last = hidden[0], tokens[:-1]
+        return Proposal(tokens)
+
+    def confidence(self) -> mx.array | None:
+        """How sure the drafter is of the last chain's slots, logits [L]; None if it cannot say.
+
+        On the device: nothing waits.
+        """
+        if not isinstance(self._drafter, Confident) or not self._drafter.says_confidence:
+            return None
+        return self._drafter.confidence(*self._last)
 
     def propose_tree(
         self, anchor: int, rows: int, width: int, calibration: Calibration
@@ -145,10 +166,13 @@ class DraftSession:
         return DraftTree(anchor, candidates, calibration, rows)
 
     def _forward(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
-        """A block [B] of at most `width` tokens, and the hidden states [1, B-1, D] of its slots."""
-        config, drafter, target = self._drafter.config, self._drafter, self._target
-        masks = [config.mask_token_id] * (min(width, config.block_size) - 1)
-        block = mx.array([anchor, *masks])
-        hidden = drafter(drafter.embed(block[None], target), self._take_pending(), self._cache)
-        # The anchor's row predicts nothing, so neither the head nor the selector sees it.
-        return block, hidden[:, 1:]
+        """A block [B], and the hidden states [1, L, D] of its rows that draft: width - 1 at most.
+
+        Where the anchor's row predicts nothing, neither the head nor a selector sees it.
+        """
+        config, drafter = self._drafter.config, self._drafter
+        rows = min(width - 1, config.drafts) + config.first_row
+        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
+        embeddings = drafter.embed_block(block, self._target)
+        hidden = drafter(embeddings, self._take_pending(), self._cache)
+        return block, hidden[:, config.first_row :]

@@ -14,14 +14,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model, load_tokenizer
 
-from ..drafter.config import DraftConfig
-from ..drafter.dflash2 import network_for
-from ..drafter.network import DFlash
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..foreign import Foreign
-from .inspect import EMBEDDING, HEAD
 from .soundness import check_types
-from .weights import check_safetensors
 
 
 def read_target(
@@ -32,7 +27,7 @@ def read_target(
     Raises: `ConfigError`, `WeightsError`.
     """
     for file in weights:
-        _load(file)  # what MLX has against a file is its, not the config's
+        load_file(file)  # what MLX has against a file is its, not the config's
     fresh: dict[str, mx.Dtype] = {}  # by parameter, of the model before its weights came
 
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -77,61 +72,7 @@ def _without_wildcards(folder: Path) -> Iterator[Path]:
         yield link  # MLX has opened the files when it is gone
 
 
-def read_drafter(folder: Path) -> DFlash:
-    """The drafter of a folder, its weights as they are stored and still on disk.
-
-    Raises: `ConfigError`, `WeightsError`.
-    """
-    config = DraftConfig.from_file(folder / "config.json")
-    weights = _tensors(folder)
-    drafter = network_for(config)(
-        config, own_embedding=EMBEDDING in weights, own_head=HEAD in weights
-    )
-    if config.quantization is not None:
-        _quantize_as_stored(drafter, config, weights)
-    _check_tensors(drafter, weights, folder)
-    drafter.load_weights(list(weights.items()))
-    return drafter
-
-
-def _tensors(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of a folder by name; nothing but headers is read yet."""
-    weights: dict[str, mx.array] = {}
-    for file in check_safetensors(folder):
-        weights.update(_load(file))
-    return weights
-
-
-def _load(file: Path) -> dict[str, mx.array]:
+def load_file(file: Path) -> dict[str, mx.array]:
     """A file's tensors by name; nothing but its header is read yet. Raises `WeightsError`."""
     with Foreign(WeightsError, f"{file}: the weights cannot be read"):
         return cast(dict[str, mx.array], mx.load(str(file)))
-
-
-def _check_tensors(drafter: DFlash, weights: dict[str, mx.array], folder: Path) -> None:
-    """Raise `WeightsError`, naming the tensor, unless the config calls for these tensors."""
-    wrong = f"{folder}: the weights do not fit the config, the tensor"
-    expected = dict(tree_flatten(drafter.parameters()))
-    for name in sorted(expected.keys() ^ weights.keys()):
-        problem = "is missing" if name in expected else "has no place in this drafter"
-        raise WeightsError(f"{wrong} {name} {problem}.")
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            raise WeightsError(f"{wrong} {name} is {tensor.shape} and not {expected[name].shape}.")
-
-
-def _quantize_as_stored(drafter: DFlash, config: DraftConfig, weights: dict[str, mx.array]) -> None:
-    """Give the layers that were stored quantized the shape their tensors have."""
-    stored = dict(config.quantization or {})
-
-    def predicate(name: str, module: nn.Module) -> bool | dict[str, object]:
-        # A layer may have an entry of its own, as in mlx-lm's mixed quantizations.
-        return f"{name}.scales" in weights and stored.get(name, True)
-
-    nn.quantize(
-        drafter,
-        group_size=stored["group_size"],
-        bits=stored["bits"],
-        mode=stored.get("mode", "affine"),
-        class_predicate=predicate,
-    )

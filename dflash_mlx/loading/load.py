@@ -16,7 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
+from ..drafter.beside import Beside
+from ..drafter.lookup import Lookup
 from ..drafter.network import DFlash
+from ..drafter.protocol import Drafter
 from ..errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
 from ..foreign import Foreign
 from ..kernels.calibration import choices, read_timings
@@ -29,15 +32,15 @@ from ..target import Target
 from ..target.attention import attends_exactly
 from ..target.selfcheck import check_rows, model_checks, weight_checks
 from ..threads import evaluate
-from .checkpoint import read_drafter, read_target, read_tokenizer
+from .checkpoint import read_target, read_tokenizer
+from .drafter_checkpoint import drop_copies, read_drafter
 from .hub import Hub
 from .quantization import Quantization
-from .registry import drafter_for
+from .registry import EMBEDDED, LOOKUP, NONE, WITH_LOOKUP, no_drafter, pair_of, refusal
 from .soundness import check_finite, check_runs, check_types
 from .target_config import read_target_config
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
-EMBEDDED = "tiny"
 # What comes with the package: (name, part) -> folder in dflash_mlx/tiny.
 _EMBEDDED_FOLDERS = {
     (EMBEDDED, "target"): "target",
@@ -57,13 +60,15 @@ def load(
     hub: Hub | None = None,
     exact: bool | None = None,
     kernels: KernelFactory | bool = True,
-) -> tuple[Target, DFlash]:
-    """Load a target and the drafter made for it.
+) -> tuple[Target, Drafter | None]:
+    """Load a target and what drafts for it.
 
     Args:
         name: "tiny" (the embedded pair), a folder, or a hub repository.
         draft: the drafter's folder or repository, or "tiny-dflash2" (the embedded pair's second
-            drafter); None finds it in the registry.
+            drafter); "lookup" drafts from the text itself, without a network; "none" is plain
+            decoding. A network's name with "+lookup" behind it has a lookup beside it. None finds
+            the network in the registry, and is "lookup" where that has none, with a warning.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them.
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
@@ -80,17 +85,39 @@ def load(
     """
     _check_name(name)  # a mistyped name is not a target without a drafter
     ours = _kernels(exact, kernels)
-    if draft is None:
-        draft = EMBEDDED if name == EMBEDDED else drafter_for(name)
+    draft, beside = _drafting(name, draft)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
     hub = hub or Hub()
     folder = _folder(name, "target", hub)
+    if draft in (LOOKUP, NONE):
+        if draft_bits is not None:
+            raise SettingsError(f"draft_bits: {draft} has no weights to quantize, leave it out.")
+        target = _open_target(name, folder, quantization, exact=exact, kernels=ours)
+        return target, Lookup() if draft == LOOKUP else None
     draft_folder = _folder(draft, "drafter", hub)  # a download may fail: before anything is loaded
     reserved = memory_needed(check_safetensors(draft_folder), draft_quantization, _float_bytes())
     target = _open_target(name, folder, quantization, reserved, exact, ours)
     drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
-    drafter.config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
-    return target, drafter
+    drafter.check_fits(target)
+    drop_copies(drafter, target)
+    return target, Beside(drafter) if beside else drafter
+
+
+def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
+    """What drafts for a target, and whether a lookup does beside it."""
+    beside = draft is not None and draft.endswith(WITH_LOOKUP)
+    draft = draft.removesuffix(WITH_LOOKUP) if draft is not None else None
+    if draft in (LOOKUP, NONE) and beside:
+        raise SettingsError(f"draft {draft}{WITH_LOOKUP}: name a network before {WITH_LOOKUP}.")
+    if draft:
+        return draft, beside
+    if name == EMBEDDED:
+        return EMBEDDED, beside
+    known = pair_of(name)
+    if known is None:
+        warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=3)
+        return LOOKUP, False
+    return known.drafter, beside
 
 
 def load_target(
@@ -316,7 +343,11 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
         return Path(str(files("dflash_mlx.tiny"))) / embedded
     _check_name(name)
     folder = Path(name).expanduser()
-    return folder if folder.is_dir() else hub.fetch(name)
+    if folder.is_dir():
+        return folder
+    if part == "drafter" and (why := refusal(name)) is not None:
+        raise ConfigError(f"{name} is known not to load: {why}.")
+    return hub.fetch(name)
 
 
 def _check_name(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Which published drafter belongs to which target; the data is in registry.toml."""
+"""Which published drafters belong to which target; the data is in registry.toml."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from importlib.resources import files
 from ..errors import ModelNotFoundError
 from .quantization import Quantization
 
+EMBEDDED = "tiny"  # the pair that comes with the package
+# What may be named instead of a drafter's repository, and behind it.
+LOOKUP, NONE, WITH_LOOKUP = "lookup", "none", "+lookup"
+
 # How conversions are named: Qwen3-8B-4bit, Qwen3-8B-MLX-8bit, Qwen3-8B-4bit-DWQ,
 # gpt-oss-20b-MXFP4-Q8.
 _CONVERSION = re.compile(
@@ -18,13 +22,27 @@ _CONVERSION = re.compile(
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A drafter and its target.
+class Other:
+    """A further drafter of a target.
 
     Attributes:
-        drafter: the drafter's repository.
+        drafter: its repository.
+        refused: why it does not load; None if it does.
+    """
+
+    drafter: str
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafters.
+
+    Attributes:
+        drafter: the repository of the drafter that is loaded unless another one is named.
         targets: the repositories of the target's original weights, the usual one first.
         billions: the target's parameters, as its name or its card counts them; None if unknown.
+        also: further drafters, the most promising first.
         acceptance: output tokens a round of 16 rows, greedy, as published; None if unknown.
     """
 
@@ -32,6 +50,7 @@ class Pair:
     targets: tuple[str, ...]
     billions: float | None = None
     acceptance: float | None = None
+    also: tuple[Other, ...] = ()
 
     def gigabytes(self, bits: int) -> float | None:
         """Roughly what the target's weights take: in 4 or 8 bits, or in 16 as published."""
@@ -56,7 +75,30 @@ class Pair:
 def pairs() -> list[Pair]:
     """All pairs of the registry."""
     text = files("dflash_mlx.loading").joinpath("registry.toml").read_text(encoding="utf-8")
-    return [Pair(**row | {"targets": tuple(row["targets"])}) for row in tomllib.loads(text)["pair"]]
+    return [
+        Pair(
+            **row
+            | {
+                "targets": tuple(row["targets"]),
+                "also": tuple(Other(**other) for other in row.get("also", ())),
+            }
+        )
+        for row in tomllib.loads(text)["pair"]
+    ]
+
+
+def no_drafter(name: str) -> str:
+    """What to say of a target that the registry does not know."""
+    return (
+        f"no drafter is known for {name}, so its text is drafted by lookup; name a drafter with "
+        "draft= (--draft on the command line)."
+    )
+
+
+def refusal(drafter: str) -> str | None:
+    """Why a drafter of the registry does not load; None where that is not known."""
+    others = (other for pair in pairs() for other in pair.also)
+    return next((other.refused for other in others if other.drafter == drafter), None)
 
 
 def drafter_for(name: str) -> str:

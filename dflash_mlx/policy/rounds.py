@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-from ..drafter.protocol import Drafter, Session, TreeSession, drafts_trees
+import numpy as np
+
+from ..drafter.protocol import (
+    Both,
+    Drafter,
+    Foresees,
+    SaysConfidence,
+    Session,
+    TreeSession,
+    drafts_trees,
+)
 from ..errors import ProposalError, SettingsError
 from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
-from .trees import Sizes, TreePolicy, tree_policy
+from .cuts import Cuts
+from .outcome import Outcome
+from .trees import Sizes, TreePolicy, matching, tree_policy
 from .widths import Policy, Widths
 
 if TYPE_CHECKING:
     from ..drafter.tree import DraftTree
     from ..target import Target
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a round went.
-
-    Attributes:
-        accepted: how many drafted nodes the target kept.
-        tokens: what the text went on by.
-        certainty: log-probability of the target's favourite where it chose the last of them; None
-            where nobody asked for it.
-        seconds: that the round took.
-    """
-
-    proposal: Proposal
-    accepted: int
-    tokens: Sequence[int]
-    certainty: float | None
-    seconds: float
 
 
 class Rounds(Protocol):
@@ -92,20 +84,63 @@ class FixedRounds:
 
 
 class ChainRounds:
-    """Chains, as wide as a policy says."""
+    """Chains, as wide as a policy says.
+
+    A draft that costs nothing is taken where it promises more. Where the target reads trees it may
+    also be a second branch of what the network drafts.
+    """
 
     asks_certainty = True
 
-    def __init__(self, widths: Widths, sharpness: Sharpness) -> None:
-        self._widths, self.sharpness = widths, sharpness
+    def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
+        self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
+        self._branches = branches
         self._certainty: float | None = None
+        self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
+        self._rows = 1  # of this round's drafted chain
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
-        return chain(session, anchor, self._widths.width(context, limit, self._certainty))
+        widths, self._kind = self._widths, "drafted"
+        width = self._rows = widths.width(context, limit, self._certainty)
+        if not isinstance(session, Foresees):
+            return self._cut(chain(session, anchor, width), session, context)
+        rates = session.foresee(anchor, limit)
+        rows, speed = widths.free(rates, limit)
+        if session.only_foresees or (rows > 1 and speed > widths.speed(width)):
+            self._kind = "foreseen"
+            return session.propose_foreseen(anchor, rows)
+        both = cast(Both, session)
+        more = widths.branch(width, rates, both.rescue) if self._branches and width > 1 else 0
+        if min(more, limit - width) > 0:
+            self._kind = "branches"
+            return both.propose_both(anchor, width, min(more, limit - width))
+        return self._cut(both.propose_network(anchor, width), session, context)
 
     def observe(self, outcome: Outcome) -> None:
         self._certainty = outcome.certainty
-        self._widths.observe(len(outcome.proposal) - 1, outcome.accepted, outcome.seconds)
+        widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
+        if self._kind == "cut":
+            self._cuts.observe(outcome, widths)
+        elif self._kind == "foreseen" and rows > 1:
+            widths.observe_free(rows, accepted)
+        elif self._kind == "branches":
+            drafted = np.array(outcome.proposal.tokens)[1 : self._rows].tolist()
+            right = matching(drafted, outcome.tokens)
+            more = rows - self._rows
+            widths.observe_branches(self._rows, more, right, accepted, outcome.seconds)
+        else:
+            widths.observe(rows - 1, accepted, outcome.seconds)
+
+    def _cut(self, proposal: Proposal, session: Session, context: int) -> Proposal:
+        """The part of a drafted chain that its drafter trusts, if it says."""
+        sure = None
+        if len(proposal) > 1 and isinstance(session, SaysConfidence):
+            sure = session.confidence()
+        if sure is None:
+            return proposal
+        self._kind = "cut"
+        widths = self._widths
+        return self._cuts.propose(proposal, sure, widths.rates(), widths.level, context)
 
 
 class TreeRounds:
@@ -174,7 +209,9 @@ def plan_rounds(
         target.check_trees()
         return TreeRounds(policy, temperature)
     if isinstance(policy, Policy):
-        return ChainRounds(policy.start(), policy.sharpness(temperature))
+        cuts = Cuts(policy.confidence(temperature))
+        sharpness, branches = policy.sharpness(temperature), target.supports_trees
+        return ChainRounds(policy.start(), sharpness, cuts, branches)
     return FixedRounds((policy or FixedWidth()).sharpness(temperature))
 
 

@@ -56,3 +56,23 @@ class Watch:
             np.interp(np.arange(1, len(seconds) + 1), list(factors), np.log(list(factors.values())))
         )
         return [float(s * f) for s, f in zip(seconds, every, strict=True)]
+
+
+class Surcharge:
+    """What rounds of one kind take, as a multiple of what was measured for rounds of another.
+
+    Args:
+        first: what is believed before enough of them were seen.
+    """
+
+    def __init__(self, first: float) -> None:
+        self._first, self._ratios = first, deque[float](maxlen=LATEST)
+
+    def saw(self, seconds: float, measured: float) -> None:
+        """A round of the kind took `seconds`."""
+        self._ratios.append(seconds / measured)
+
+    @property
+    def factor(self) -> float:
+        """The multiple."""
+        return median(self._ratios) if len(self._ratios) >= SEEN else self._first

@@ -16,13 +16,15 @@ change the speed and not the text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size
 from ..sharpness import Sharpness
 from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
-from .costs import Costs, pair_costs
-from .watch import SEEN, Watch
+from .confidence import Confidence
+from .costs import Costs, curve, pair_costs
+from .watch import SEEN, Surcharge, Watch
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -32,6 +34,8 @@ CREDIT = 6.0  # plain tokens that may be lost before drafting has paid anything 
 FIRST_CREDIT, CREDIT_RISE = 1.6, 0.3  # of these at once, and more with each token
 ALLOWANCE = 0.01  # and the share of all tokens that may be lost in the long run
 SAVINGS = 10.0  # plain tokens gained that the account remembers at most
+FIRST_BRANCHING = 1.15  # what a tree is taken to cost over a chain, until rounds have shown it
+LEAST_RESCUE = 0.05  # tokens that a second branch has to promise beyond its cost
 TRIAL_ROWS = 4  # of rounds that find out what drafting costs, where it was said not to pay
 TRIAL_GAIN = (
     1.25  # tokens that a wider round has to promise over the best, to be tried for its cost
@@ -49,13 +53,17 @@ class Policy:
         costs, widest: as given.
         beliefs: how often drafts are right.
         watch: whether rounds take the time that `costs` says.
+        branching: what a tree of two branches costs more than a chain of as many rows.
     """
 
     def __init__(self, costs: Costs, widest: int) -> None:
         self.costs, self.widest = costs, widest
         self.beliefs, self.watch = Beliefs(widest - 1), Watch()
         self._sharpness: dict[float, Sharpness] = {}
+        self._confidence: dict[float, Confidence] = {}
+        self.branching = Surcharge(FIRST_BRANCHING)
         self._tables: dict[int, list[float]] = {}  # seconds of 1, 2, ... rows by depth
+        self._forwards: dict[int, list[float]] = {}  # the target's part of them
 
     @classmethod
     def of(
@@ -85,12 +93,26 @@ class Policy:
         """What was learnt about the drafter at this temperature, to be gone on with."""
         return self._sharpness.setdefault(temperature, Sharpness())
 
+    def confidence(self, temperature: float) -> Confidence:
+        """What was learnt about the drafter's own confidence at this temperature."""
+        return self._confidence.setdefault(temperature, Confidence(self.costs, self.widest))
+
     def seconds(self, context: int) -> list[float]:
         """Of rounds of 1, 2, ... rows, as measured; looked up once for every doubling."""
         depth = 1 << max(context, 1).bit_length() - 1
         if depth not in self._tables:  # each request passes the same depths
             self._tables[depth] = self.costs.rounds(depth, self.widest)
         return self._tables[depth]
+
+    def verify(self, context: int) -> list[float]:
+        """Seconds of the target's forwards over 1, 2, ... rows, as measured."""
+        depth = 1 << max(context, 1).bit_length() - 1
+        if depth not in self._forwards:
+            forwards = curve(self.costs.verify, depth, self.widest)
+            # Never more than the whole round, whose curve is smoothed on its own.
+            rounds = self.seconds(context)
+            self._forwards[depth] = [min(v, r) for v, r in zip(forwards, rounds, strict=True)]
+        return self._forwards[depth]
 
     def describe(self, context: int) -> list[str]:
         """The costs and the beliefs that widths follow from, a line each.
@@ -123,7 +145,7 @@ class Widths:
     def __init__(self, policy: Policy) -> None:
         self._policy, self._mood = policy, Mood()
         self._account = 0.0  # plain tokens by which drafting is ahead of plain decoding
-        self._tokens, self._at = 0, UNKNOWN
+        self._tokens, self._at, self._context = 0, UNKNOWN, 1
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
 
@@ -149,16 +171,79 @@ class Widths:
             best = 1
         return self._trial(best, limit, expected) or best
 
+    def free(self, rates: Sequence[float], limit: int) -> tuple[int, float]:
+        """The best rows of a chain that costs nothing to draft, after `width` was asked.
+
+        rates are of its slots; `limit` is the most rows. Returns the rows, 1 if nothing beats
+        plain decoding, and their tokens per second.
+        """
+        expected, verify = _tokens(rates[: limit - 1]), self._verify()
+        speeds = [
+            tokens / seconds if seconds <= self.affordable else 0.0
+            for tokens, seconds in zip(expected, verify, strict=False)
+        ]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        if best and speeds[best] > GAIN * speeds[0]:
+            return best + 1, speeds[best]
+        return 1, speeds[0]
+
+    def speed(self, rows: int) -> float:
+        """Tokens per second that are expected of a drafted chain of so many rows."""
+        return self.expected_tokens()[rows - 1] / self._seconds[rows - 1]
+
+    def branch(self, rows: int, rates: Sequence[float], rescue: float) -> int:
+        """How many rows of a second branch are worth adding to a drafted chain of so many.
+
+        rates are of the branch's slots where it is the likeliest, `rescue` that of its first slot
+        where the chain's first is wrong.
+        """
+        room, verify = self._policy.widest - rows, self._verify()
+        if not rates or room < 1:
+            return 0
+        missed = 1 - self.rates()[0]
+        brought = _tokens([rescue, *rates[1:]])  # the first token is the round's own
+        factor, best, most = self._policy.branching.factor, 0, LEAST_RESCUE
+        for more in range(1, min(room, len(rates)) + 1):
+            seconds = factor * verify[rows + more - 1] - verify[rows - 1]
+            gain = missed * (brought[more] - 1) - self.speed(rows) * seconds
+            if gain > most:
+                best, most = more, gain
+        return best
+
+    def observe_free(self, rows: int, accepted: int) -> None:
+        """Take in a round that cost nothing to draft."""
+        self.book(self._verify()[rows - 1], accepted)
+
+    def observe_branches(
+        self, rows: int, more: int, right: int, accepted: int, seconds: float
+    ) -> None:
+        """Take in a round of two branches: `right` slots of the chain were, `accepted` of any."""
+        drafted = self._seconds[rows - 1] - self._verify()[rows - 1]
+        measured = self._verify()[rows + more - 1] + drafted
+        self._policy.branching.saw(seconds, measured)
+        self.book(self._policy.branching.factor * measured, accepted)
+        self.learn(self._at, rows - 1, right)
+
+    def _verify(self) -> list[float]:
+        """Seconds of forwards over 1, 2, ... rows, as the watch corrects them."""
+        of, measured, seconds = self._policy.verify(self._context), self._measured, self._seconds
+        return [v * s / m for v, m, s in zip(of, measured, seconds, strict=True)]
+
     @property
     def affordable(self) -> float:
         """Seconds that the account has for a round."""
         credit = min(CREDIT, FIRST_CREDIT + CREDIT_RISE * self._tokens)
         return (credit + self._account + 1) * self._seconds[0]
 
+    def rates(self) -> list[float]:
+        """How often slots 1, 2, ... are right now, when those before them are."""
+        beliefs = self._policy.beliefs
+        return [self._mood.first(beliefs.first(self._at)), *beliefs.later()]
+
     def expected_tokens(self) -> list[float]:
         """What rounds of 1, 2, ... rows are expected to bring now."""
-        beliefs = self._policy.beliefs
-        return expected_tokens(self._mood.first(beliefs.first(self._at)), beliefs.later())
+        first, *later = self.rates()
+        return expected_tokens(first, later)
 
     def observe(self, drafted: int, accepted: int, seconds: float | None = None) -> None:
         """Take in a round that drafted so many rows, of which the target kept the first ones.
@@ -197,7 +282,7 @@ class Widths:
 
     def _look_up(self, context: int) -> None:
         """The costs at this depth; they hold until it doubles, or the watch changes its mind."""
-        policy = self._policy
+        policy, self._context = self._policy, context
         of = (max(context, 1).bit_length(), policy.watch.version)
         if of != self._of:
             self._of, self._measured = of, policy.seconds(context)
@@ -220,3 +305,8 @@ class Widths:
             ):
                 return rows
         return None
+
+
+def _tokens(rates: Sequence[float]) -> list[float]:
+    """What rounds of 1, 2, ... rows bring when the slots are right so often."""
+    return expected_tokens(rates[0], list(rates[1:])) if rates else [1.0]

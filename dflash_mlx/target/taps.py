@@ -10,13 +10,16 @@ import mlx.nn as nn
 
 from .overrides import Overrides
 
+EMBEDDING = -1  # as an index
+
 
 class Taps:
     """Records the outputs of some layers of one model, for one request.
 
     Args:
         layers: the model's decoder layers.
-        indices: the layers to read, in the order the drafter expects them.
+        indices: the layers to read, in the order the drafter expects them; -1 is what the first
+            of them reads, the embedding's output.
         overrides: where the recorders are added; they record while it is installed.
     """
 
@@ -25,8 +28,11 @@ class Taps:
     ) -> None:
         self._indices = tuple(indices)
         self._outputs: dict[int, mx.array] = {}
+        watched: dict[int, set[int]] = {}  # the first layer's input and output are one watch
         for index in sorted(set(indices)):
-            overrides.watch(layers[index], self._recorder(index))
+            watched.setdefault(max(index, 0), set()).add(index)
+        for layer, wanted in watched.items():
+            overrides.watch(layers[layer], self._recorder(wanted))
 
     def take(self, rows: int) -> mx.array:
         """The last forward's recorded outputs side by side, [N, rows, K*D]; [1, rows, 0] if K=0."""
@@ -35,9 +41,10 @@ class Taps:
         outputs, self._outputs = self._outputs, {}
         return mx.concatenate([outputs[index] for index in self._indices], axis=-1)
 
-    def _recorder(self, index: int) -> Callable[[Any, Any], None]:
-        def record(_: Any, result: Any) -> None:
-            self._outputs[index] = _hidden(result)
+    def _recorder(self, indices: set[int]) -> Callable[[Any, Any], None]:
+        def record(x: Any, result: Any) -> None:
+            for index in indices:
+                self._outputs[index] = _hidden(x if index == EMBEDDING else result)
 
         return record
 

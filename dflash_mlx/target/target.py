@@ -25,7 +25,7 @@ from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
 from .rollback import rollback_for
-from .taps import Taps
+from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
 
 if TYPE_CHECKING:
@@ -125,10 +125,12 @@ class Target:
     def tap(self, layers: Sequence[int], overrides: Overrides) -> Taps:
         """A recorder of these layers' outputs, which works while `overrides` is installed.
 
+        Layer -1 stands for the embedding's output.
+
         Raises `SettingsError` for a layer the model lacks.
         """
         for layer in layers:
-            if not 0 <= layer < self.num_layers:
+            if not EMBEDDING <= layer < self.num_layers:
                 raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
         return Taps(self._backbone.layers, layers, overrides)
 

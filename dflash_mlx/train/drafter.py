@@ -22,7 +22,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..drafter.config import DraftConfig
-from ..drafter.dflash2 import DFlash2, network_for
+from ..drafter.dflash2 import DFlash2
+from ..drafter.dspark import network_for
 from ..drafter.network import DFlash
 from ..target import Target
 from .batches import Arrays, BatchStream, bucket_length, group

@@ -1,0 +1,27 @@
+"""How a round went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..proposal import Proposal
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a round went.
+
+    Attributes:
+        accepted: how many drafted nodes the target kept.
+        tokens: what the text went on by.
+        certainty: log-probability of the target's favourite where it chose the last of them; None
+            where nobody asked for it.
+        seconds: that the round took.
+    """
+
+    proposal: Proposal
+    accepted: int
+    tokens: Sequence[int]
+    certainty: float | None
+    seconds: float

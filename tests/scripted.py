@@ -1,0 +1,51 @@
+"""A target that writes a given text: what it says after anything else is of no account.
+
+It stands for a model that copies what it was shown, which no model small enough for a test does.
+"""
+
+import copy
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+
+
+class Scripted:
+    """Its greedy text after `prompt` is `answer`; chains and trees are read alike."""
+
+    name, context_length, num_layers, hidden_size = "scripted", 2**31, 4, 8
+    supports_trees = can_be_cut = whole = True
+
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int) -> None:
+        self.text, self.vocab_size, self.position = [*prompt, *answer], vocab_size, 0
+        silent = SimpleNamespace(add_token=lambda token: None, finalize=lambda: None)
+        silent.last_segment = ""
+        self.tokenizer = SimpleNamespace(detokenizer=silent, eos_token_ids=())
+        self.rows: list[int] = []  # of each forward
+
+    def start(self, tap_layers=(), kv_bits=None):
+        session = copy.copy(self)
+        session.position = 0
+        return session
+
+    def check_trees(self):
+        pass
+
+    def prefill(self, tokens):
+        self.position += len(tokens)
+        return [mx.zeros((1, len(tokens), 0))] if tokens else []
+
+    def verify(self, proposal):
+        tokens = np.array(proposal.tokens).tolist()
+        logits = np.zeros((len(tokens), self.vocab_size), np.float32)
+        for row, path in enumerate(proposal.paths()):
+            at = self.position + len(path) + 1
+            right = [tokens[node] for node in path] == self.text[self.position + 1 : at]
+            next_token = self.text[at] if right and at < len(self.text) else 0
+            logits[row, next_token] = 20.0
+        self.rows.append(len(tokens))
+        return mx.array(logits), mx.zeros((1, len(tokens), 0))
+
+    def commit(self, kept):
+        self.position += len(kept)

@@ -1,0 +1,133 @@
+"""A drafter's own confidence: cut where it tells something, and no loss where it tells nothing."""
+
+import functools
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.policy.confidence import FIRST_WAIT, Confidence
+from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.cuts import Cuts
+from dflash_mlx.policy.outcome import Outcome
+from dflash_mlx.policy.rounds import ChainRounds
+from dflash_mlx.policy.widths import Policy
+from dflash_mlx.proposal import Proposal
+
+WIDEST, TOKENS, WRONG = 8, 800, 10**6
+WAIT = 0.04  # plain rounds that waiting for a draft takes
+
+
+def costs(last_row, draft=0.15):
+    """A pair whose rounds of 8 rows cost `last_row` plain ones to verify."""
+    verify = {row: 1 + (last_row - 1) * (row - 1) / (WIDEST - 1) for row in range(1, WIDEST + 1)}
+    return Costs({64: verify}, {64: dict.fromkeys(verify, draft) | {1: 0.0}})
+
+
+class Drafter:
+    """A session over the text 0, 1, 2, ...: slots are right as often as a hidden number says.
+
+    What it says of itself is that number ("informative"), another one ("useless"), its opposite
+    ("inverted"), or nothing (None).
+    """
+
+    def __init__(self, says, seed):
+        self.says, self.luck, self.whim = says, random.Random(seed), random.Random(-seed)
+
+    def propose(self, anchor, width):
+        self.odds = [self.luck.gauss(1.2, 3.0) for _ in range(width - 1)]
+        tokens = [anchor]
+        for slot, odds in enumerate(self.odds):
+            right = self.luck.random() < 1 / (1 + np.exp(-odds))
+            tokens.append(anchor + slot + 1 if right else WRONG)
+        return Proposal(tokens)
+
+    def confidence(self):
+        if self.says is None:
+            return None
+        if self.says == "useless":
+            return mx.array([self.whim.gauss(1.2, 3.0) for _ in self.odds])
+        return mx.array(self.odds) * (-1 if self.says == "inverted" else 1)
+
+
+def run(says, last_row, seed, policy=None):
+    """Tokens per plain round of a request, and how many of its rounds were cut."""
+    pair = costs(last_row)
+    policy = policy or Policy(pair, WIDEST)
+    rounds = ChainRounds(policy.start(), policy.sharpness(0.0), Cuts(policy.confidence(0.0)), False)
+    session, seconds = Drafter(says, seed), pair.rounds(64, WIDEST)
+    done, spent, cut = 0, 0.0, 0
+    while done < TOKENS:
+        proposal = rounds.propose(session, done, 64, WIDEST)
+        rows = len(proposal)
+        accepted = sum(np.cumprod([t == done + at for at, t in enumerate(proposal.tokens)])) - 1
+        drafted = rows if rows == 1 and not policy.confidence(0.0).pays else len(session.odds) + 1
+        waited = says is not None and policy.confidence(0.0).pays and drafted > 1
+        cost = seconds[rows - 1] if not waited else pair.verify[64][rows] + 0.15 + WAIT
+        cut += waited and rows < drafted
+        tokens = list(range(done + 1, done + accepted + 2))
+        rounds.observe(Outcome(proposal, int(accepted), tokens, 0.0, cost))
+        done, spent = done + len(tokens), spent + cost
+    return done / spent, cut
+
+
+@functools.cache
+def mean(says, last_row):
+    runs = [run(says, last_row, seed) for seed in range(4)]
+    return np.mean([speed for speed, _ in runs]), sum(cut for _, cut in runs)
+
+
+@pytest.mark.parametrize("says", ["informative", "inverted"])
+def test_a_head_that_knows_something_makes_rounds_better(says):
+    """Whichever way round it says it: what it says is calibrated by what was right."""
+    ignoring, _ = mean(None, 3.0)
+    using, cut = mean(says, 3.0)
+    assert using > 1.05 * ignoring and cut > 100
+
+
+@pytest.mark.parametrize("last_row", [1.05, 1.8, 3.0, 4.6])
+@pytest.mark.parametrize("says", ["informative", "useless", "inverted"])
+def test_no_head_makes_rounds_worse_than_ignoring_it(says, last_row):
+    ignoring, _ = mean(None, last_row)
+    using, _ = mean(says, last_row)
+    assert using > 0.985 * ignoring
+
+
+def test_a_head_that_knows_nothing_is_not_waited_for():
+    _, cut = mean("useless", 3.0)
+    assert cut < 20, "of more than a thousand rounds"
+
+
+def test_where_rows_are_free_nothing_is_cut():
+    _, cut = mean("informative", 1.0)
+    assert cut == 0
+
+
+def test_what_was_learnt_serves_the_next_request():
+    policy = Policy(costs(3.0), WIDEST)
+    run("informative", 3.0, 0, policy)
+    known = policy.confidence(0.0)
+    assert known.pays and known.weights[0] > 0.5
+    _, cut = run("informative", 3.0, 1, policy)
+    assert cut > 50
+
+
+def test_rates_begin_as_the_beliefs():
+    known = Confidence(costs(4.6), WIDEST)
+    beliefs = [0.9, 0.5, 0.2]
+    assert known.rates([3.0, -8.0, 0.0], beliefs) == pytest.approx(beliefs)
+    assert not known.pays
+
+
+def test_waiting_that_takes_long_is_not_paid_for():
+    """Rounds that were cut and took twice as long as was measured: the account says so."""
+    known = Confidence(costs(4.6), WIDEST)
+    whole, short = (known.seconds(8, rows, 64) / FIRST_WAIT for rows in (8, 3))
+    for _ in range(10):
+        known.took(8, 8, 64, whole, waited=False)
+        known.took(8, 3, 64, 2 * short, waited=True)
+    assert known.seconds(8, 8, 64) == pytest.approx(2 * (4.6 + 0.15))
+    for _ in range(60):
+        known.learn([5.0, 5.0, -5.0], [0.8, 0.8, 0.8], 2, 64)
+    assert not known.pays

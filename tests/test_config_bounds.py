@@ -1,0 +1,128 @@
+"""Nothing that can stand in a config.json does harm: it resolves, or a ConfigError names it."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.errors import ConfigError
+
+ENTRIES = json.loads((Path(__file__).parent / "data" / "published_configs.json").read_text())
+# One of each packaging and kind is enough.
+NAMES = [
+    "zlab_Muse-Glimmer-30B-DFlash2",
+    "meta_MuseGlimmerAssistant",
+    "zlab_Kimi-K2.5-DFlash",
+    "nvidia_K3-DSpark-as-DFlashDraftModel",
+    "RedHat_gemma-4-31B-it-speculator.dspark",
+    "RadixArk_Qwen3.8-27B-DSpark",
+    "JetSpec_jetspec-Qwen3.6-35B-A3B",
+    "nvidia_Nemotron-3.5-Lightning-30B-A3B-DSpark",
+]
+CONFIGS = {entry["name"]: entry["config"] for entry in ENTRIES if entry["name"] in NAMES}
+
+
+def deep(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+NASTY = {
+    "huge": 10**30,
+    "400 digits": 10**400,
+    "negative": -1,
+    "zero": 0,
+    "one": 1,
+    "fraction": 0.5,
+    "tiny": 5e-324,
+    "large": 1e308,
+    "nan": math.nan,
+    "infinity": math.inf,
+    "true": True,
+    "false": False,
+    "text": "x" * 10_000,
+    "lines": "a\nb",
+    "list": [],
+    "list of lists": [[1], [2]],
+    "list of floats": [1.0, 2.0],
+    "object": {},
+    "object in object": {"rope_type": {"a": 1}, "proposal_methods": [{"speculative_tokens": 1.5}]},
+    "deep": deep(900),
+}
+
+
+def places(config, prefix=()):
+    """The path to every value."""
+    for key, value in config.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from places(value, (*prefix, key))
+
+
+def test_the_eight_are_there():
+    assert sorted(CONFIGS) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("nasty", NASTY.values(), ids=NASTY.keys())
+@pytest.mark.parametrize("name", NAMES)
+def test_any_value_anywhere_resolves_or_is_an_error_in_one_line(name, nasty):
+    for path in places(CONFIGS[name]):
+        config = copy.deepcopy(CONFIGS[name])
+        inside = config
+        for key in path[:-1]:
+            inside = inside[key]
+        inside[path[-1]] = nasty
+        try:
+            resolved = DraftConfig.from_dict(config)
+        except ConfigError as error:
+            assert "\n" not in str(error) and len(str(error)) < 400, path
+        else:
+            sizes = (resolved.hidden_size, resolved.head_dim, resolved.block_size)
+            assert max(sizes) < 2**31 and math.isfinite(resolved.rope_theta), path
+            assert math.isfinite(resolved.rope_amplitude), path
+
+
+WRONG = {
+    "head_dim must be": {"head_dim": 10**30},
+    "rope_parameters.rope_theta must be": {"rope_parameters": {"rope_theta": 10**400}},
+    "rope_parameters.rope_theta must": {"rope_parameters": {"rope_theta": math.nan}},
+    "block_size must be a whole": {"block_size": True},
+    "rms_norm_eps must be": {"rms_norm_eps": math.inf},
+    "vocab_size must be": {"vocab_size": 2**31 - 1},
+    "hidden_size must be": {"hidden_size": 2**40},
+    "num_hidden_layers must be": {"num_hidden_layers": 10**6},
+    "num_target_layers must be": {"num_target_layers": True},
+    "dflash_config.target_layer_ids must be": {
+        "dflash_config": {"mask_token_id": 1, "target_layer_ids": deep(900)}
+    },
+}
+
+
+@pytest.mark.parametrize(("words", "fields"), WRONG.items())
+def test_numbers_out_of_bounds_are_named(words, fields):
+    with pytest.raises(ConfigError) as caught:
+        DraftConfig.from_dict(CONFIGS["JetSpec_jetspec-Qwen3.6-35B-A3B"] | fields)
+    assert str(caught.value).startswith(f"drafter config: {words}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"block_size": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"block_size": ' + "9" * 10_000 + "}",
+        '{"rope_theta": 1e999}',
+        '{"hidden_size": NaN}',
+    ],
+    ids=["nesting", "digits", "exponent", "NaN"],
+)
+def test_files_that_are_no_config_either(text, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        DraftConfig.from_file(path)
+    assert "\n" not in str(caught.value)

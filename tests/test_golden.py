@@ -1,0 +1,105 @@
+"""Every kind of drafter drafts what its authors' code drafts, however its context comes."""
+
+import mlx.core as mx
+import pytest
+from golden import FOLDERS, Golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.drafter.session import DraftSession
+from dflash_mlx.sampling import Sampler
+
+CONTEXT = 90  # tokens of every text
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def golden(request):
+    return Golden(request.param)
+
+
+def error(found, expected):
+    return mx.abs(found - expected).max().item()
+
+
+def block_of(drafter, anchor):
+    masks = [drafter.config.mask_token_id] * (drafter.config.block_size - 1)
+    return mx.array([anchor, *masks])
+
+
+def check(golden, case, hidden, target):
+    """Hidden states, logits, and with the heads of DSpark also what they add."""
+    drafter, first = golden.drafter, golden.drafter.config.first_row
+    assert error(hidden[0], case.hidden) < 1e-4
+    logits = drafter.logits(hidden, target)[0]
+    assert error(logits, case.logits) < 1e-3
+    if hasattr(case, "corrected"):
+        rows = hidden[0, first:]
+        previous = mx.concatenate([mx.array([case.anchor]), case.tokens[:-1]])
+        assert error(drafter.corrected(logits[first:], rows, previous), case.corrected) < 1e-3
+        assert error(drafter.confidence(rows, previous), case.confidence_logits) < 1e-3
+
+
+@given(data=st.data())
+@settings(max_examples=6)
+def test_rounds_in_ragged_steps(golden, data):
+    """Whatever was drafted in between, a block sees the same context."""
+    drafter, target = golden.drafter, golden.target()
+    cache, fed = drafter.make_cache(), 0
+    for number in range(golden.rounds):
+        case = golden.case(number)
+        cuts = data.draw(st.lists(st.integers(fed, case.start), max_size=3), label="cuts")
+        for cut in sorted(cuts):  # a cut twice is a piece of no features
+            piece, fed = golden.context[:, fed:cut], cut
+            if data.draw(st.booleans(), label="with a block"):
+                rows = data.draw(st.integers(1, drafter.config.block_size), label="rows")
+                drafter(mx.random.normal((1, rows, 64)), piece, cache)
+            else:
+                drafter.extend(piece, cache)
+        block = drafter.embed_block(block_of(drafter, case.anchor), target)
+        hidden = drafter(block, golden.context[:, fed : case.start], cache)
+        fed = case.start
+        check(golden, case, hidden, target)
+
+
+def test_a_session_proposes_the_golden_tokens(golden):
+    drafter = golden.drafter
+    session, known = DraftSession(drafter, golden.target(), Sampler()), 0
+    for number in range(golden.rounds):
+        case = golden.case(number)
+        session.extend(golden.context[:, known : case.start])
+        known = case.start
+        proposal = session.propose(case.anchor, drafter.block_size)
+        assert proposal.tokens.tolist() == [case.anchor, *case.tokens.tolist()]
+
+
+def test_with_noise_the_walk_is_the_golden_one(golden):
+    """The published drafters draw with Gumbel noise, and so do we: shared with the target."""
+    drafter, target, seen = golden.drafter, golden.target(), 0
+    for number in range(golden.rounds):
+        case = golden.case(number)
+        if not hasattr(case, "sampled_tokens"):
+            continue
+        hidden, first = case.hidden[None], drafter.config.first_row
+        temperature = case.sampled_temperature.item()
+        logits = drafter.logits(hidden, target)[0, first:]
+        rows, anchor = hidden[0, first:], mx.array(case.anchor)
+        scores = drafter.widen(logits / temperature + case.sampled_noise)
+        if hasattr(drafter, "walk"):
+            [tokens] = drafter.walk([scores], [1 / temperature], rows, anchor)
+        else:
+            tokens = scores.argmax(axis=-1)
+        assert tokens.tolist() == case.sampled_tokens.tolist()
+        seen += 1
+    # The first three folders, which are older, have no such cases.
+    assert seen == (0 if golden.rounds == 6 else 2)
+
+
+def test_a_row_too_many_is_noticed(golden):
+    """The control: had one row of a block been kept, the hidden states would be far off."""
+    drafter, target, case = golden.drafter, golden.target(), golden.case(2)
+    cache = drafter.make_cache()
+    drafter.extend(golden.context[:, : case.start], cache)
+    for layer in cache:
+        layer.update(mx.ones((1, 2, 1, 16)), mx.ones((1, 2, 1, 16)), block=0)
+    block = drafter.embed_block(block_of(drafter, case.anchor), target)
+    assert error(drafter(block, golden.context[:, :0], cache)[0], case.hidden) > 1e-2

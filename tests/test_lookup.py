@@ -1,0 +1,270 @@
+"""Drafts from the text itself: the index, what is learnt of its matches, the text that comes."""
+
+import mlx.core as mx
+import pytest
+from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import Scripted
+from tinymodels import random_drafter, target
+
+import dflash_mlx as dm
+from dflash_mlx.accept import accept
+from dflash_mlx.bench.datasets import embedded_prompts
+from dflash_mlx.conversation import Conversation
+from dflash_mlx.drafter.beside import Beside
+from dflash_mlx.drafter.lookup import LENGTHS, MOST, Index, Lookup, LookupSession, Rates
+from dflash_mlx.drafter.protocol import Bounded, Foresees, Identified, ReadsText, Resumable
+from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.widths import Policy
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.sampling import Sampler
+
+TEXTS = st.lists(st.integers(0, 3), max_size=60)
+
+
+def longest(text, token):
+    """The longest match of the end among the last places of all n-grams, by looking everywhere."""
+    whole, best = [*text, token], (0, 0)
+    for length in LENGTHS:
+        ends = [e for e in range(length, len(text) + 1) if text[e - length : e] == whole[-length:]]
+        if len(whole) < length or not ends:
+            continue
+        matched = length
+        while matched < min(MOST, ends[-1]) and (
+            text[ends[-1] - matched - 1] == whole[-matched - 1]
+        ):
+            matched += 1
+        best = max(best, (matched, ends[-1]), key=lambda found: found[0])
+    return best
+
+
+@given(TEXTS, st.integers(0, 3))
+@settings(max_examples=200)
+def test_the_index_finds_what_a_search_finds(text, token):
+    index = Index()
+    for each in text:
+        index.add(each)
+    place, matched = index.find(token)
+    assert (matched, place) == longest(text, token)
+
+
+@given(TEXTS, TEXTS, st.data())
+def test_an_index_that_was_cut_is_one_that_never_saw_the_rest(text, more, data):
+    kept = data.draw(st.integers(0, len(text)))
+    index, fresh = Index(), Index()
+    for token in text:
+        index.add(token)
+    index.cut(kept)
+    for token in [*text[:kept], *more]:
+        fresh.add(token)
+    for token in more:
+        index.add(token)
+    assert index.tokens == fresh.tokens and index._places == fresh._places
+
+
+def test_a_draft_follows_the_text_and_then_itself():
+    index = Index()
+    for token in [5, 6, 7, 5, 6]:
+        index.add(token)
+    place, matched = index.find(7)
+    assert (place, matched) == (3, 3)
+    assert index.follow(place, 7, 8) == [5, 6, 7, 5, 6, 7, 5, 6]
+
+
+def test_rates_follow_what_was_right():
+    rates = Rates()
+    assert rates.of(40, 4)[0] > rates.of(8, 4)[0] > rates.of(2, 4)[0]
+    for _ in range(30):
+        rates.learn(40, 4, 0)
+        rates.learn(2, 4, 4)
+    assert rates.of(40, 4)[0] < 0.2 and min(rates.of(2, 4)) > 0.8
+
+
+def test_it_fits_the_protocol():
+    drafter = Lookup()
+    session = drafter.start(target(), Sampler())
+    assert isinstance(drafter, Bounded) and isinstance(drafter, Identified)
+    for protocol in (Foresees, ReadsText, Resumable):
+        assert isinstance(session, protocol)
+        assert isinstance(Beside(random_drafter()).start(target(), Sampler()), protocol)
+
+
+def priced(drafter, row=0.05, draft=0.1):
+    """A policy of a pair whose rows cost so much of a plain token."""
+    widest = drafter.block_size
+    verify = {rows: 1 + row * (rows - 1) for rows in range(1, widest + 1)}
+    draft = 0.0 if isinstance(drafter, Lookup) else draft
+    return Policy(Costs({64: verify}, {64: dict.fromkeys(verify, draft) | {1: 0.0}}), widest)
+
+
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_is_plain_text(temperature, policy):
+    model, drafter = target(), Lookup()
+    prompt = random_prompt(30, 1)
+    prompt = [token % 150 for token in prompt] * 3
+    settings = {"max_tokens": 60, "temperature": temperature, "seed": 4}
+    plain = dm.generate(model, None, prompt, **settings)
+    with_policy = {"policy": priced(drafter)} if policy else {}
+    drafted = dm.generate(model, drafter, prompt, **settings, **with_policy)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_is_plain_text_with_a_network_beside_it(temperature, policy):
+    model, drafter = target(), Beside(random_drafter())
+    prompt = [token % 150 for token in random_prompt(30, 1)] * 3
+    settings = {"max_tokens": 60, "temperature": temperature, "seed": 4}
+    plain = dm.generate(model, None, prompt, **settings)
+    with_policy = {"policy": priced(drafter)} if policy else {}
+    drafted = dm.generate(model, drafter, prompt, **settings, **with_policy)
+    assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_plain_text_in_every_family(family):
+    model = random_model(family)
+    subject, prompt = target_of(model, family), random_prompt(10, 1) * 2
+    drafter = Lookup()
+    found = dm.generate(subject, drafter, prompt, max_tokens=12, policy=priced(drafter))
+    assert found.tokens == plain_tokens(model, prompt, 12)
+
+
+def copying():
+    """A prompt with a file of 60 lines, and an answer that repeats it with one name changed."""
+    encode = dm.load("tiny", draft="none")[0].tokenizer.encode
+    lines = [f"def area_{n}(width, height):\n    return width * {7 * n % 90}" for n in range(30)]
+    file = "\n".join(lines) + "\n"
+    prompt = encode(f"Rename area_17 to size_17 in this file:\n{file}Answer:\n")
+    answer = encode(file.replace("area_17", "size_17"))
+    return prompt, answer
+
+
+def cost(result, draft=0.0, row=0.05):
+    """Plain tokens that a text took: each row of a forward as in `priced`, and what was drafted."""
+    return sum(
+        count * (1 + row * (rows - 1) + (draft if rows > 1 else 0))
+        for rows, count in result.stats.widths.items()
+    )
+
+
+def test_a_file_is_repeated_with_one_name_changed():
+    """Counted, not timed: forwards, and their rows at a twentieth of a plain token each."""
+    prompt, answer = copying()
+    assert len(answer) > 600
+    subject, drafter = Scripted(prompt, answer, 1024), Lookup()
+    settings = {"max_tokens": len(answer)}
+    plain = dm.generate(subject, None, prompt, **settings)
+    drafted = dm.generate(subject, drafter, prompt, policy=priced(drafter), **settings)
+    assert drafted.tokens == plain.tokens == answer
+    assert drafted.stats.rounds < len(answer) / 8
+    assert cost(plain) / cost(drafted) > 5
+
+
+class Wrong:
+    """A network beside the lookup that knows nothing; it counts how often it is asked."""
+
+    tap_layers, block_size, identity, drafts_trees = (), 16, "wrong", False
+
+    def start(self, target, sampler):
+        return WrongSession(self)
+
+    asked = 0
+
+
+class WrongSession(LookupSession):
+    def __init__(self, drafter):
+        super().__init__(Rates())
+        self.drafter = drafter
+
+    def propose(self, anchor, width):
+        self.drafter.asked += width > 1
+        return Proposal(mx.array([anchor, *[1023] * (width - 1)]))
+
+    def confidence(self):
+        return None
+
+
+def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_rests():
+    prompt, answer = copying()
+    network = Wrong()
+    subject, drafter = Scripted(prompt, answer, 1024), Beside(network)
+    policy = priced(drafter)
+    drafted = dm.generate(subject, drafter, prompt, max_tokens=len(answer), policy=policy)
+    assert drafted.tokens == answer
+    assert drafted.stats.rounds < len(answer) / 8 and network.asked < drafted.stats.rounds / 4
+
+
+@pytest.mark.parametrize("lookup", [Lookup, lambda: Beside(Wrong())])
+def test_without_a_policy_it_drafts_too(lookup):
+    prompt, answer = copying()
+    subject = Scripted(prompt, answer, 1024)
+    drafted = dm.generate(subject, lookup(), prompt, max_tokens=len(answer))
+    assert drafted.tokens == answer and drafted.stats.rounds < len(answer) / 6
+
+
+def test_where_nothing_repeats_the_network_is_as_good_as_alone():
+    """The embedded pair on its own prompts: no less than 0.97 of the tokens for the same work."""
+    subject, network = dm.load("tiny")
+    beside = Beside(network)
+    alone_policy, beside_policy = priced(network), priced(beside)
+    works = {"alone": 0.0, "beside": 0.0}
+    for prompt in embedded_prompts()[::4]:
+        alone = dm.generate(subject, network, prompt.messages, max_tokens=64, policy=alone_policy)
+        both = dm.generate(subject, beside, prompt.messages, max_tokens=64, policy=beside_policy)
+        assert both.tokens == alone.tokens
+        works["alone"] += cost(alone, draft=0.1)
+        works["beside"] += cost(both, draft=0.1)  # though the lookup's drafts cost nothing
+    assert works["alone"] >= 0.97 * works["beside"]
+
+
+def test_a_conversation_goes_on_and_goes_back():
+    model, drafter = target(), Beside(random_drafter())
+    for drafting in (Lookup(), drafter):
+        talk = Conversation(model, drafting)
+        first = [7, 8, 9, 10, 11] * 4
+        one = dm.generate(model, drafting, first, max_tokens=20, conversation=talk)
+        second = [*first, *one.tokens, 3, 4]
+        two = dm.generate(model, drafting, second, max_tokens=20, conversation=talk)
+        assert two.stats.reused_tokens > 0
+        assert two.tokens == dm.generate(model, None, second, max_tokens=20).tokens
+        again = [*first, *one.tokens[:5], 90, 91, 92]  # the last turn undone
+        three = dm.generate(model, drafting, again, max_tokens=20, conversation=talk)
+        assert three.stats.reused_tokens > 0
+        assert three.tokens == dm.generate(model, None, again, max_tokens=20).tokens
+
+
+def test_two_branches_are_verified_together_and_the_right_one_is_kept():
+    """A network that is wrong, and a text that the lookup knows: the second branch counts."""
+    prompt, answer = copying()
+    subject = Scripted(prompt, answer, 1024)
+    session = Beside(Wrong()).start(subject, Sampler())
+    known, at = [*prompt, *answer], len(prompt) + 60
+    session.read(known[:at])
+    assert session.foresee(known[at], 8)
+    tree = session.propose_both(known[at], 4, 5)
+    assert tree.parents == (-1, 0, 1, 2, 0, 4, 5, 6, 7)
+    reader = subject.start()
+    reader.prefill(known[:at])
+    logits, _ = reader.verify(tree)
+    kept, _ = accept(tree.tokens.tolist(), tree.parents, logits.argmax(axis=-1).tolist())
+    assert kept == [0, 4, 5, 6, 7, 8]
+
+
+def test_a_policy_adds_a_second_branch_where_the_network_is_often_wrong_at_once():
+    drafter = Beside(Wrong())
+    policy = priced(drafter, row=0.01)
+    widths = policy.start()
+    for _ in range(40):
+        widths.width(64, 16, -0.01)
+        widths.observe(7, 7)  # good enough to be drafted at all
+    widths.width(64, 16, -0.01)
+    rates = [0.9] * 15
+    assert widths.branch(4, rates, rescue=0.0) == 0
+    assert widths.branch(16, rates, rescue=0.9) == 0, "there is no room"
+    for _ in range(8):
+        widths.observe(7, 0)
+    assert widths.branch(4, rates, rescue=0.9) > 0

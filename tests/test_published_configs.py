@@ -1,0 +1,100 @@
+"""Every drafter config in use resolves to what its authors' code takes it to be, or is refused.
+
+`data/published_configs.json` holds the configs and what each one means, checked against the code
+that they were made for. Entries marked "invented" put single keys into a real config.
+"""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.packagings import (
+    COPIED,
+    FIRST_ROW_FLAGS,
+    HARMLESS,
+    OTHER_VALUES,
+    SPELLINGS,
+)
+from dflash_mlx.errors import ConfigError
+
+ENTRIES = json.loads((Path(__file__).parent / "data" / "published_configs.json").read_text())
+LOADED = [entry for entry in ENTRIES if "expect" in entry]
+REFUSED = [entry for entry in ENTRIES if "expect_error" in entry]
+# What the message has to name, where the expectation is a sentence.
+NAMED = {
+    "zlab_Qwen3.5-122B-A10B-DFlash(trimmed)": ["max_window_layers", "layer_types"],
+    "Laguna_DFlash": ["architectures", "DFlashLagunaForCausalLM"],
+    "layer_types_vs_use_swa_false": ["layer_types", "use_sliding_window"],
+    "specforge__qwen3-8b-domino.json": ["architectures", "DominoDraftModel"],
+    "specforge__qwen3.5-4b-domino.json": ["architectures", "DominoDraftModel"],
+    "specforge__qwen3.6-27b-domino-full-attention.json": ["architectures", "DominoDraftModel"],
+    "Gemma4DSpark": ["architectures", "Gemma4DSparkModel"],
+    "Ornith-1.0-9B-DSpark(shape)": ["architectures", "Qwen35DSparkModel"],
+    "hybrid_DFlash-label_with_Markov(shape)": ["markov_rank", "sample_from_anchor", "shift_label"],
+}
+
+
+def named(entry):
+    return entry["name"]
+
+
+def value(config, name):
+    """A resolved field in the form that the file has it in."""
+    found = getattr(config, "target_layer_ids" if name == "taps" else name)
+    if name == "markov" and found is not None:
+        return {"rank": found.rank, "type": found.type}
+    return list(found) if isinstance(found, tuple) else found
+
+
+def test_there_are_54_and_14_are_invented():
+    assert len(ENTRIES) == 54 and len(LOADED) == 45
+    assert sum(entry["fidelity"] == "invented" for entry in ENTRIES) == 14
+
+
+@pytest.mark.parametrize("entry", LOADED, ids=named)
+def test_a_published_config_resolves(entry):
+    config = DraftConfig.from_dict(entry["config"])
+    found = {name: value(config, name) for name in entry["expect"]}
+    amplitude = entry["expect"]["rope_amplitude"]
+    assert found == entry["expect"] | {"rope_amplitude": pytest.approx(amplitude, abs=1e-8)}
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=named)
+def test_another_network_is_refused_by_the_name_of_the_key(entry):
+    with pytest.raises(ConfigError) as caught:
+        DraftConfig.from_dict(entry["config"])
+    message = str(caught.value)
+    assert all(word in message for word in NAMED[entry["name"]]) and "\n" not in message
+
+
+@pytest.mark.parametrize("place", ["", "dflash_config", "transformer_layer_config"])
+@pytest.mark.parametrize("entry", LOADED, ids=named)
+def test_a_key_that_nobody_knows_is_an_error_wherever_it_stands(entry, place):
+    changed = copy.deepcopy(entry["config"])
+    if place and not changed.get(place):
+        return  # not every packaging has this place
+    (changed[place] if place else changed)["frobnicate"] = 1
+    prefix = f"{place}." if place else ""
+    with pytest.raises(ConfigError, match=f": {prefix}frobnicate is not understood"):
+        DraftConfig.from_dict(changed)
+
+
+def test_what_is_accepted_and_not_used_is_accounted_for():
+    by_name = {entry["name"]: entry["config"] for entry in ENTRIES}
+    copied = DraftConfig.from_dict(by_name["satgeze_Qwen3.6-27B-DSpark(shape)"])
+    reasons = {decision.field: decision.source for decision in copied.unused}
+    assert reasons["num_anchors"] == "not used: of training"
+    for key in ("partial_rotary_factor", "attn_output_gate", "linear_num_key_heads"):
+        assert "copied from the target" in reasons[key]
+    kimi = DraftConfig.from_dict(by_name["zlab_Kimi-K2.5-DFlash"])
+    assert "Kimi-K2.5" in kimi.sources["rope_amplitude"]
+
+
+def test_the_table_holds_no_key_twice():
+    """A key is used, harmless or refused; harmless to one packaging may be refused in another."""
+    used = {name for names in SPELLINGS.values() for name in names} | set(FIRST_ROW_FLAGS)
+    assert not used & set(HARMLESS) and not used & set(OTHER_VALUES)
+    assert not set(HARMLESS) & set(OTHER_VALUES) and not set(HARMLESS) & set(COPIED)
