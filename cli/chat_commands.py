@@ -32,12 +32,12 @@ def obey(chat: Chat, line: str) -> bool:
     found = COMMAND.match(line)
     if found is None:
         return False
-    name, argument = found[1], line[found.end() :].strip()
-    if name == "/system" or (name in COMMANDS and "\n" not in argument):
-        COMMANDS[name].run(chat, argument)
-        return True
-    if "\n" in argument:  # something pasted
+    name, rest = found[1], line[found.end() :]
+    if "\n" in rest and name != "/system":  # something pasted
         return False
+    if name in COMMANDS:
+        COMMANDS[name].run(chat, rest.strip())
+        return True
     near = get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else "/help lists the commands."
     note(f"There is no {name}: {hint} (With a space before it, it is a message.)")

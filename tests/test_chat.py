@@ -12,7 +12,7 @@ from dflash_mlx.cli import options
 from dflash_mlx.cli.chat_commands import obey, reader
 from dflash_mlx.cli.chat_dialogue import Dialogue
 from dflash_mlx.cli.chat_loop import Chat
-from dflash_mlx.cli.chat_writer import BARS, DIM, NORMAL, Writer, ribbon
+from dflash_mlx.cli.chat_writer import DIM, NORMAL, Writer, ribbon
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.blas import BlasInfo
@@ -142,8 +142,8 @@ def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
 
 
 def test_plain_decoding_is_measured_again_every_few_answers(capsys, monkeypatch):
-    target = tinymodels.target()
-    pair = Pair(target, tinymodels.drafter(target), None, BlasInfo("", None, ""))
+    drafter = tinymodels.random_drafter()
+    pair = Pair(tinymodels.target(), drafter, None, BlasInfo("", None, ""))
     settings = options.Sampling().settings() | {"max_tokens": 4}
     chat = Chat(Dialogue(pair, settings), obey, reader)
     rates = iter([1e9, 1e-3])
@@ -206,7 +206,7 @@ def test_a_history_that_cannot_be_kept_is_said_once(tmp_path, capsys):
     kept.append_string("two")
     assert kept.get_strings() == ["one", "two"] and list(kept.load_history_strings()) == []
     heard = capsys.readouterr().err
-    assert heard.count("\n") == 1 and "No history" in heard and "Not a directory" in heard
+    assert heard.count("\n") == 1 and heard.startswith("No history of what you type")
 
 
 def test_a_history_is_its_persons_alone(tmp_path):

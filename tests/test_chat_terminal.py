@@ -1,11 +1,11 @@
 """`dflash-mlx chat` with a person: typed, pasted, completed, interrupted, in any window."""
 
 import re
-from itertools import pairwise
 from importlib.resources import files
+from itertools import pairwise
 
 import pytest
-from terminal import PASTE, READY, Terminal
+from terminal import PASTE, Terminal
 
 from dflash_mlx.cli.chat_writer import ASCII_BARS, BARS
 
