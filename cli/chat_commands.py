@@ -98,19 +98,23 @@ def _system(chat: Chat, text: str) -> None:
 def _set(chat: Chat, text: str) -> None:
     name, _, value = text.partition(" ")
     try:
-        if value:
+        if value or name not in ("", *NAMES):
             change(chat.dialogue.settings, name, value.strip())
     except SettingsError as error:
         error_line(str(error))
         return
-    lines = shown(chat.dialogue.settings)
-    for line in lines:
-        if not value or line.split()[0] == name:
+    for line in shown(chat.dialogue.settings):
+        if not name or line.split()[0] == name:
             note(line)
 
 
 def _edit(chat: Chat, text: str) -> None:
-    chat.draft = text
+    from .chat_line import edited
+
+    try:
+        chat.draft = edited(text)
+    except SettingsError as error:
+        error_line(str(error))
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -187,7 +191,7 @@ COMMANDS: dict[str, Command] = {
     "/clear": Command("forget the conversation, but not the system message", _clear),
     "/undo": Command("forget the last question and its answer", _undo),
     "/retry": Command("answer the last question again, with another seed", _retry),
-    "/edit": Command("write the next message in your editor; TEXT begins it", _edit),
+    "/edit": Command("write a message in your editor; TEXT begins it, Enter sends it", _edit),
     "/system": Command(f"show the system message; TEXT sets it, {NONE!r} removes it", _system),
     "/set": Command("show the settings; NAME VALUE changes one, as temperature 0.8", _set, SETTING),
     "/compare": Command("decode the last answer plainly: times, and the same text?", _compare),

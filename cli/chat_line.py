@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -10,6 +14,8 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.shortcuts import CompleteStyle
+
+from dflash_mlx.errors import SettingsError
 
 from .screen import note
 
@@ -92,23 +98,17 @@ class Line:
             complete_style=CompleteStyle.READLINE_LIKE,
             complete_while_typing=False,
             prompt_continuation=MORE,
-            tempfile_suffix=".md",
         )
 
-    def read(self, draft: str | None = None) -> str:
+    def read(self, draft: str = "") -> str:
         """A message: a line, the next ones too after a backslash, or all between triple quotes.
 
         Args:
-            draft: text to begin with, opened in the person's editor. VISUAL and EDITOR say which
-                that is, the one thing that a chat takes from the environment: it is where every
-                program looks, and not a setting of ours.
+            draft: text to begin with.
 
         Raises `EOFError` for Ctrl-D, `KeyboardInterrupt`, and `UnicodeError` for what is no text.
         """
-        if draft is None:
-            line = self._session.prompt(PROMPT)
-        else:
-            line = self._session.prompt(PROMPT, default=draft, pre_run=self._open_editor)
+        line = self._session.prompt(PROMPT, default=draft)
         if line.startswith('"""'):
             lines = [line[3:]]
             while not lines[-1].rstrip().endswith('"""'):
@@ -121,5 +121,30 @@ class Line:
         line.encode()  # bytes that are no text come as lone surrogates
         return line.strip("\n")
 
-    def _open_editor(self) -> None:
-        self._session.default_buffer.open_in_editor()
+
+def edited(draft: str) -> str:
+    """The draft as a person leaves it in the editor that VISUAL or else EDITOR names, or vi.
+
+    Nothing else here reads the environment: these two are no settings of ours, but where a system
+    keeps which editor its person likes.
+
+    Raises `SettingsError` when the editor does not run, or leaves something that is no text.
+    """
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "message.md"
+            path.write_text(draft, encoding="utf-8")
+            status = subprocess.call([*shlex.split(editor), str(path)])
+            text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeError:
+        reason = "what it wrote is not text in UTF-8"
+    except ValueError as error:  # quotes that do not end
+        reason = str(error)
+    else:
+        if status == 0:
+            return text.strip("\n")
+        reason = f"it ended with status {status}"
+    raise SettingsError(f"{editor}: {reason}. VISUAL or EDITOR names the editor of /edit.")

@@ -7,6 +7,7 @@ import sys
 import termios
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ class Chat:
         interactive: whether a person is there; a pipe gets the answers alone on stdout.
         ribbon: whether every answer's rounds are drawn.
         plain: tokens per second of plain decoding, as last measured; None where it was not.
-        draft: what the next message begins with, in an editor; None for the usual empty line.
+        draft: what the next line of a person begins with.
     """
 
     def __init__(
@@ -55,22 +56,18 @@ class Chat:
         self.dialogue, self.verbose = dialogue, verbose
         self._obey, self._reader = obey, reader
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.draft: str | None = None
+        self.draft = ""
         self.ribbon, self.leaving = False, False
         self.plain: float | None = None
 
     def run(self) -> None:
         """Take turns until the person leaves. Raises `PromptError` in a pipe only."""
-        read = self._read_piped
+        read: Callable[[], str | None] = self._read_piped
         if self.interactive:
             note(f"{self.dialogue.pair.title}\n{HINT}")
             if messages := self.dialogue.messages:
                 note(f"{counted(len(messages), 'message')} so far.")
-            lines = self._reader()
-
-            def read() -> str | None:
-                return self._read_typed(lines)
-
+            read = partial(self._read_typed, self._reader())
         typed = sys.stdin.isatty()  # what a program sends may begin with anything
         while not self.leaving and (line := read()) is not None:
             if line.strip() and not (typed and self._obey(self, line)):
@@ -190,7 +187,7 @@ class Chat:
 
     def _read_typed(self, lines: Line) -> str | None:
         """The next message of a person; None when there are no more."""
-        draft, self.draft = self.draft, None
+        draft, self.draft = self.draft, ""
         try:
             return lines.read(draft)
         except EOFError:

@@ -132,7 +132,7 @@ def test_settings_are_shown_and_set(chat, capsys):
 @pytest.mark.parametrize(
     "wrong",
     ["temperature hot", "temperature -1", "temperature nan", "top_p 7", "top_k 1.5", "min_p 2"]
-    + ["seed -1", "max_tokens -1", "max_tokens many", "temprature 1"],
+    + ["seed -1", "max_tokens -1", "max_tokens many", "temprature 1", "temprature"],
 )
 def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
     before = dict(chat.dialogue.settings)
@@ -152,6 +152,14 @@ def test_plain_decoding_is_measured_again_every_few_answers(capsys, monkeypatch)
     assert all("~0.0x plain" in line for line in heard[:4])
     (ratio,) = re.findall(r"~([\d.]+)x plain", heard[4])
     assert float(ratio) > 100
+
+    def interrupted(pair):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_mlx.cli.chat_loop.measure_plain", interrupted)
+    chat.interactive = True
+    say(chat, "hi", "hi", "hi")
+    assert "4 tokens" in told(chat, capsys, "hi"), "the line about the answer, with the old rate"
 
 
 def test_retry_takes_another_seed(chat):
@@ -217,6 +225,25 @@ def test_a_history_is_its_persons_alone(tmp_path):
     KeptHistory(path).append_string("two")
     assert list(KeptHistory(path).load_history_strings()) == ["two", "one\nmore"]
     assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("editor", ["/no/such/editor", "false", "printf '", "cp /dev/null"])
+def test_an_editor_that_fails_is_one_line(chat, capsys, monkeypatch, editor):
+    monkeypatch.setenv("VISUAL", editor)
+    heard = told(chat, capsys, "/edit draft")
+    if editor.startswith("cp"):
+        assert not heard and not chat.draft, "it runs, and leaves nothing"
+    else:
+        assert heard.startswith(f"error: {editor}: ") and heard.count("\n") == 1
+
+
+def test_an_edited_message_is_text(chat, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("EDITOR", f"cp {tmp_path / 'message'}")
+    monkeypatch.delenv("VISUAL", raising=False)
+    (tmp_path / "message").write_text("two\nlines\n")
+    assert not told(chat, capsys, "/edit") and chat.draft == "two\nlines"
+    (tmp_path / "message").write_bytes(b"\xff")
+    assert "not text in UTF-8" in told(chat, capsys, "/edit")
 
 
 def test_a_turn_that_does_not_fit_is_forgotten(chat, capsys):
