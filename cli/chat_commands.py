@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from dflash_mlx.errors import DataError, OutputError
+from dflash_mlx.errors import DataError, OutputError, SettingsError
+from dflash_mlx.machine.folders import cache_folder
 
 from .chat_loop import Chat
+from .chat_settings import NAMES, change, shown
+from .chat_wrap import counted
 from .screen import error_line, note, stderr, waiting
 
-Command = Callable[[Chat, str], None]
+if TYPE_CHECKING:
+    from .chat_line import Line
+
+COMMAND = re.compile(r"(/[a-zA-Z]+)(?=\s|$)")  # "/usr/bin/env: what is it?" is a question
+FILE, SETTING = "file", "setting"  # kinds of arguments
+NONE = "none"
 
 
 def obey(chat: Chat, line: str) -> bool:
-    """Carry out a line that is a command; whether it was one."""
-    name, _, argument = line.partition(" ")
+    """Carry out a line that is a command; whether it was one, or looked too much like it.
+
+    A message that begins with a space is never one.
+    """
+    found = COMMAND.match(line)
+    if found is None:
+        return False
+    name, rest = found[1], line[found.end() :]
+    if "\n" in rest and name != "/system":  # something pasted
+        return False
     if name in COMMANDS:
-        COMMANDS[name][1](chat, argument.strip())
+        COMMANDS[name].run(chat, rest.strip())
         return True
-    if chat.interactive and name.startswith("/") and not argument and "/" not in name[1:]:
-        note(f"There is no {name}: /help lists the commands.")
-        return True
-    return False
+    near = get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else "/help lists the commands."
+    note(f"There is no {name}: {hint} (With a space before it, it is a message.)")
+    return True
+
+
+def reader() -> Line:
+    """What reads a person's lines; it knows the commands and keeps a history."""
+    from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
+
+    from .chat_line import Line
+
+    completers: dict[str, Completer] = {
+        FILE: PathCompleter(expanduser=True),
+        SETTING: WordCompleter(list(NAMES)),
+    }
+    arguments = {name: completers.get(c.argument) for name, c in COMMANDS.items()}
+    return Line(cache_folder("chat") / "history", arguments)
 
 
 def _help(chat: Chat, _: str) -> None:
-    for name, (text, _command) in COMMANDS.items():
-        note(f"{name:10}{text}")
+    for name, command in COMMANDS.items():
+        note(f"{name:10}{command.help}")
 
 
 def _quit(chat: Chat, _: str) -> None:
@@ -49,14 +82,39 @@ def _retry(chat: Chat, _: str) -> None:
     if answer is None:
         note("There is no question yet.")
         return
-    if chat.dialogue.settings["seed"] is None:
-        note("Without --temperature the same question has the same answer.")
+    if not chat.dialogue.settings["temperature"]:
+        note("At temperature 0 the same question has the same answer.")
     chat.show(answer)
 
 
 def _system(chat: Chat, text: str) -> None:
-    chat.dialogue.set_system(text)
-    note("The system message is set." if text else "There is no system message now.")
+    if not text:
+        note(chat.dialogue.system or "There is no system message: /system TEXT sets one.")
+        return
+    chat.dialogue.set_system("" if text == NONE else text)
+    note("There is no system message now." if text == NONE else "The system message is set.")
+
+
+def _set(chat: Chat, text: str) -> None:
+    name, _, value = text.partition(" ")
+    try:
+        if value or name not in ("", *NAMES):
+            change(chat.dialogue.settings, name, value.strip())
+    except SettingsError as error:
+        error_line(str(error))
+        return
+    for line in shown(chat.dialogue.settings):
+        if not name or line.split()[0] == name:
+            note(line)
+
+
+def _edit(chat: Chat, text: str) -> None:
+    from .chat_line import edited
+
+    try:
+        chat.draft = edited(text)
+    except SettingsError as error:
+        error_line(str(error))
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -77,7 +135,7 @@ def _load(chat: Chat, name: str) -> None:
     except DataError as error:
         error_line(str(error))
         return
-    note(f"{len(chat.dialogue.messages)} messages loaded.")
+    note(f"{counted(len(chat.dialogue.messages), 'message')} loaded.")
 
 
 def _ribbon(chat: Chat, _: str) -> None:
@@ -95,11 +153,11 @@ def _stats(chat: Chat, _: str) -> None:
     seconds = sum(stats.decode_seconds for stats in all_stats)
     reused = sum(stats.reused_tokens for stats in all_stats)
     read = sum(stats.prompt_tokens for stats in all_stats) - reused
-    note(f"answers    {len(all_stats)}, {tokens} tokens in {seconds:.2f} s")
+    note(f"answers    {len(all_stats)}, {counted(tokens, 'token')} in {seconds:.2f} s")
     note(f"speed      {tokens / seconds:,.0f} tok/s, {tokens / rounds:.1f} tokens per round")
     if chat.plain:
-        note(f"plain      {chat.plain:,.0f} tok/s, measured when the chat began")
-    note(f"prompts    {read} tokens read, {reused} kept from earlier turns")
+        note(f"plain      ~{chat.plain:,.0f} tok/s, measured now and then")
+    note(f"prompts    {counted(read, 'token')} read, {reused} kept from earlier turns")
     note(f"memory     {max(stats.peak_bytes for stats in all_stats) / 1e6:,.0f} MB at most")
 
 
@@ -115,20 +173,32 @@ def _compare(chat: Chat, _: str) -> None:
         note(f"{name:8}{stats.decode_seconds:7.2f} s  {stats.tokens_per_second:7,.0f} tok/s")
     speedup = theirs.decode_seconds / ours.decode_seconds
     same = plain.tokens == answer.tokens
+    chat.plain = theirs.tokens_per_second  # of a whole answer: better than any estimate
     verdict = "[green]identical[/]" if same else "[red]not identical[/]"
     stderr().print(f"{speedup:.2f}x, the text is {verdict}", soft_wrap=True)
 
 
-COMMANDS: dict[str, tuple[str, Command]] = {
-    "/help": ("this list", _help),
-    "/clear": ("forget the conversation, but not the system message", _clear),
-    "/undo": ("forget the last question and its answer", _undo),
-    "/retry": ("answer the last question again, with another seed", _retry),
-    "/system": ("TEXT: say how to answer; without TEXT, no longer", _system),
-    "/compare": ("decode the last answer plainly as well: times, and the same text?", _compare),
-    "/ribbon": ("draw how many drafts every round kept, or stop it", _ribbon),
-    "/stats": ("what all answers took", _stats),
-    "/save": ("FILE: write the conversation", _save),
-    "/load": ("FILE: go on with a saved conversation", _load),
-    "/quit": ("leave, like Ctrl-D", _quit),
+class Command(NamedTuple):
+    """What a command does, in words and in deed, and of which kind its argument is."""
+
+    help: str
+    run: Callable[[Chat, str], None]
+    argument: str = ""
+
+
+COMMANDS: dict[str, Command] = {
+    "/help": Command("this list", _help),
+    "/clear": Command("forget the conversation, but not the system message", _clear),
+    "/undo": Command("forget the last question and its answer", _undo),
+    "/retry": Command("answer the last question again, with another seed", _retry),
+    "/edit": Command("write a message in your editor; TEXT begins it, Enter sends it", _edit),
+    "/system": Command(f"show the system message; TEXT sets it, {NONE!r} removes it", _system),
+    "/set": Command("show the settings; NAME VALUE changes one, as temperature 0.8", _set, SETTING),
+    "/compare": Command("decode the last answer plainly: times, and the same text?", _compare),
+    "/ribbon": Command("draw how many drafts every round kept, or stop it", _ribbon),
+    "/stats": Command("what all answers took", _stats),
+    "/save": Command("FILE: write the conversation", _save, FILE),
+    "/load": Command("FILE: go on with a saved conversation", _load, FILE),
+    "/quit": Command("leave, like /exit and Ctrl-D", _quit),
+    "/exit": Command("leave, like /quit and Ctrl-D", _quit),
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
+import termios
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -13,16 +15,19 @@ from typing import TYPE_CHECKING
 from dflash_mlx.errors import PromptError
 
 from .chat_dialogue import Answer, Dialogue, measure_plain
-from .chat_writer import Writer, ribbon
+from .chat_wrap import BETWEEN, counted, packed
+from .chat_writer import ASCII_BARS, BARS, ROUNDS, Writer, ribbon, terminal_size
 from .pair import explain
-from .screen import error_line, note, waiting
+from .screen import error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
-    from dflash_mlx import Event
+    from dflash_mlx import Event, Stats
 
-PROMPT, MORE = ">>> ", "... "
-HINT = '/help lists the commands, """ begins several lines, Ctrl-C stops an answer, Ctrl-D leaves'
+    from .chat_line import Line
+
+HINT = "/help lists the commands, Tab completes them, Ctrl-C stops an answer, Ctrl-D leaves"
 LONG = 512  # new tokens of a prompt whose reading is worth a word
+PLAIN_EVERY = 4  # answers between two measurements of plain decoding
 
 
 class Chat:
@@ -31,34 +36,41 @@ class Chat:
     Args:
         dialogue: the messages and what answers them.
         obey: carries out a line that is a command, and says whether it was one.
+        reader: makes what reads a person's lines.
         verbose: whether to say how wide the rounds of an answer were, and why.
 
     Attributes:
         interactive: whether a person is there; a pipe gets the answers alone on stdout.
         ribbon: whether every answer's rounds are drawn.
-        plain: measured tokens per second of plain decoding; None where it was not.
+        plain: tokens per second of plain decoding, as last measured; None where it was not.
+        draft: what the next line of a person begins with.
     """
 
     def __init__(
-        self, dialogue: Dialogue, obey: Callable[[Chat, str], bool], verbose: bool = False
+        self,
+        dialogue: Dialogue,
+        obey: Callable[[Chat, str], bool],
+        reader: Callable[[], Line],
+        verbose: bool = False,
     ) -> None:
-        self.dialogue, self.verbose, self._obey = dialogue, verbose, obey
+        self.dialogue, self.verbose = dialogue, verbose
+        self._obey, self._reader = obey, reader
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self.draft = ""
         self.ribbon, self.leaving = False, False
         self.plain: float | None = None
 
     def run(self) -> None:
         """Take turns until the person leaves. Raises `PromptError` in a pipe only."""
-        pair = self.dialogue.pair
-        if pair.drafter is not None:
-            with waiting("Measuring plain decoding, to compare with"):
-                self.plain = measure_plain(pair)
+        read: Callable[[], str | None] = self._read_piped
         if self.interactive:
-            import readline  # noqa: F401  gives input() its line editing and history
-
-            note(f"{pair.title}\n{HINT}")
-        while not self.leaving and (line := self._read()) is not None:
-            if line.strip() and not self._obey(self, line.strip()):
+            note(f"{self.dialogue.pair.title}\n{HINT}")
+            if messages := self.dialogue.messages:
+                note(f"{counted(len(messages), 'message')} so far.")
+            read = partial(self._read_typed, self._reader())
+        typed = sys.stdin.isatty()  # what a program sends may begin with anything
+        while not self.leaving and (line := read()) is not None:
+            if line.strip() and not (typed and self._obey(self, line)):
                 self.take_turn(line)
 
     def take_turn(self, line: str) -> None:
@@ -77,7 +89,7 @@ class Chat:
         writer = self._writer(answer)
         events = self.dialogue.stream(answer)
         try:
-            with _interruptible(answer, self.interactive):
+            with _unseen_keys(), _interruptible(answer, self.interactive):
                 for event in self._first_awaited(events, answer):
                     writer.write(event.text)
                     if answer.stopped:
@@ -97,19 +109,20 @@ class Chat:
         writer.end()
         if answer.stats is None:
             return
-        note(self._status(answer))
-        if self.ribbon:
-            note(ribbon(answer.stats.accepted_per_round, answer.stats.block_size - 1))
+        self._measure_plain()
+        self._say_how(answer)
         if self.verbose:
             explain(self.dialogue.pair, answer.stats)
 
     def _writer(self, answer: Answer) -> Writer:
         tokenizer = self.dialogue.pair.target.tokenizer
+        plain = stderr().is_dumb_terminal
+        size = terminal_size if sys.stdout.isatty() and not plain else None
         if not getattr(tokenizer, "has_thinking", False):
-            return Writer(None)
+            return Writer(None, size=size)
         tags = tokenizer.think_start, tokenizer.think_end
         begun = tokenizer.decode(answer.prompt[-8:]).rstrip().endswith(tags[0])
-        return Writer(tags, thinking=begun, styled=self.interactive)
+        return Writer(tags, thinking=begun, styled=self.interactive and not plain, size=size)
 
     def _first_awaited(self, events: Generator[Event], answer: Answer) -> Iterator[Event]:
         """The events; while a long prompt is read, the screen says so."""
@@ -118,12 +131,39 @@ class Chat:
             first = next(events, None)
         return chain([first], events) if first is not None else events
 
-    def _status(self, answer: Answer) -> str:
-        """One line about an answer."""
-        stats, pair = answer.events[-1].stats, self.dialogue.pair
-        parts = [f"{stats.output_tokens} tokens", f"{stats.tokens_per_second:,.0f} tok/s"]
+    def _measure_plain(self) -> None:
+        """Measure plain decoding after the first answer, and after every few.
+
+        As the machine is now, warm or busy with other things; on a short text, where plain decoding
+        is as fast as it gets.
+        """
+        pair = self.dialogue.pair
+        if pair.drafter is None or (len(self.dialogue.answers) - 1) % PLAIN_EVERY:
+            return
+        try:
+            with waiting("Measuring plain decoding, to compare with"):
+                self.plain = measure_plain(pair)
+        except KeyboardInterrupt:  # the answer is complete: only its comparison is not
+            if not self.interactive:
+                raise
+
+    def _say_how(self, answer: Answer) -> None:
+        """What an answer took, in lines that fit the terminal."""
+        stats, console = answer.events[-1].stats, stderr()
+        parts = self._status(answer, stats)
+        for line in packed(parts, console.width) if console.is_terminal else [BETWEEN.join(parts)]:
+            note(line)
+        if self.ribbon:
+            bars = ASCII_BARS if console.options.ascii_only else BARS
+            rounds = min(ROUNDS, console.width - len("..."))
+            note(ribbon(stats.accepted_per_round, stats.block_size - 1, rounds, bars))
+
+    def _status(self, answer: Answer, stats: Stats) -> list[str]:
+        """The parts of the line about an answer."""
+        pair = self.dialogue.pair
+        parts = [counted(stats.output_tokens, "token"), f"{stats.tokens_per_second:,.0f} tok/s"]
         if self.plain:
-            parts.append(f"{stats.tokens_per_second / self.plain:.1f}x plain")
+            parts.append(f"~{stats.tokens_per_second / self.plain:.1f}x plain")
         if pair.drafter is not None:
             parts.append(f"{stats.acceptance_length:.1f} tokens per round")
         if answer.stopped:
@@ -135,29 +175,45 @@ class Chat:
             shape = "a tree of" if stats.trees[rows] else "rows:"
             parts.append(f"mostly {shape} {rows}" if rows > 1 else "mostly not drafting")
         new = stats.prompt_tokens - stats.reused_tokens
-        parts.append(f"prompt: {new} new, {stats.reused_tokens} kept")
-        return " · ".join(parts)
+        return [*parts, f"prompt: {new} new, {stats.reused_tokens} kept"]
 
-    def _read(self) -> str | None:
-        """The next message; None when there are no more."""
-        if not self.interactive:
-            try:
-                line = sys.stdin.buffer.readline().decode()
-            except UnicodeError as error:
-                raise PromptError("The input is not text in UTF-8.") from error
-            return line.rstrip("\n") if line else None
+    def _read_piped(self) -> str | None:
+        """The next line of stdin; None when there are no more."""
         try:
-            return _read_lines()
+            line = sys.stdin.buffer.readline().decode()
+        except UnicodeError as error:
+            raise PromptError("The input is not text in UTF-8.") from error
+        return line.rstrip("\n") if line else None
+
+    def _read_typed(self, lines: Line) -> str | None:
+        """The next message of a person; None when there are no more."""
+        draft, self.draft = self.draft, ""
+        try:
+            return lines.read(draft)
         except EOFError:
-            print()
             return None
         except KeyboardInterrupt:
-            print()
             note("Ctrl-D or /quit leaves.")
-            return ""
         except UnicodeError:
             error_line("That was not text in UTF-8.")
-            return ""
+        return ""
+
+
+@contextmanager
+def _unseen_keys() -> Iterator[None]:
+    """Have the terminal show no keys, which would tear an answer; the next prompt shows them."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    silent = termios.tcgetattr(terminal)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 @contextmanager
@@ -180,17 +236,3 @@ def _interruptible(answer: Answer, interactive: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _read_lines() -> str:
-    """A message: a line, the next ones too after a backslash, or all between triple quotes."""
-    line = input(PROMPT)
-    if line.startswith('"""'):
-        lines = [line[3:]]
-        while not lines[-1].rstrip().endswith('"""'):
-            lines.append(input(MORE))
-        lines[-1] = lines[-1].rstrip()[:-3]
-        return "\n".join(lines).strip("\n")
-    while line.endswith("\\"):
-        line = f"{line[:-1]}\n{input(MORE)}"
-    return line

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dflash_mlx import Event
 
 BAR = 28  # columns of the longest bar
+ASCII = str.maketrans({"·": "-", "…": "..."})  # what a terminal without these shows instead
 
 
 def stderr() -> Console:
@@ -37,6 +38,8 @@ def error_line(message: str) -> None:
 def note(message: str) -> None:
     """A line about what is being done and why; a narrow terminal has it wrapped at words."""
     console = stderr()
+    if console.options.ascii_only:
+        message = message.translate(ASCII)
     console.print(Text(message, style="dim"), soft_wrap=not console.is_terminal)
 
 
@@ -47,7 +50,9 @@ def waiting(message: str, quiet: bool = False) -> Iterator[None]:
     if quiet or not console.is_terminal:
         yield
     else:
-        with console.status(Text(f"{message} ...", no_wrap=True, overflow="ellipsis")):
+        spinner = "line" if console.options.ascii_only else "dots"
+        text = Text(f"{message} ...", no_wrap=True, overflow="ellipsis")
+        with console.status(text, spinner=spinner):
             yield
 
 

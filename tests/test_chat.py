@@ -1,26 +1,22 @@
-"""`dflash-mlx chat` on a terminal, wide and narrow, and in a pipe."""
+"""`dflash-mlx chat` in a pipe, its commands, and how an answer is written."""
 
 import json
-import os
 import re
 from importlib.resources import files
 
-import pexpect
-import pyte
 import pytest
 import tinymodels
-from program import HERE, PROGRAM, run
+from program import run
 
 from dflash_mlx.cli import options
-from dflash_mlx.cli.chat_commands import obey
+from dflash_mlx.cli.chat_commands import obey, reader
 from dflash_mlx.cli.chat_dialogue import Dialogue
 from dflash_mlx.cli.chat_loop import Chat
-from dflash_mlx.cli.chat_writer import BARS, DIM, NORMAL, Writer, ribbon
+from dflash_mlx.cli.chat_writer import DIM, NORMAL, Writer, ribbon
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.blas import BlasInfo
 
-SIZE = ("COLUMNS", "LINES")
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 SUM = "What is 47 plus 38?"
 
@@ -30,84 +26,16 @@ embedded = pytest.mark.skipif(
 )
 
 
-class Terminal:
-    """The program on a terminal, and what a person sees of it."""
-
-    def __init__(self, columns: int, *arguments: str) -> None:
-        self.screen = pyte.Screen(columns, 400)  # so high that nothing scrolls away
-        self.stream = pyte.Stream(self.screen)
-        # readline, once imported, has told every child of this process the size of its terminal.
-        own = {name: value for name, value in os.environ.items() if name not in SIZE}
-        options = {"dimensions": (30, columns), "encoding": "utf-8", "timeout": 120, "cwd": HERE}
-        options |= {"env": own | {"TERM": "xterm-256color"}}
-        self.program = pexpect.spawn(PROGRAM[0], [*PROGRAM[1:], "chat", *arguments], **options)
-        self.program.logfile_read = self
-
-    def write(self, text: str) -> None:
-        """Called with all that the program shows."""
-        self.stream.feed(text)
-
-    def flush(self) -> None:
-        """Called, too."""
-
-    def type(self, text: str, after: str = ">>> ") -> None:
-        """Enter a line once the program has shown `after`."""
-        self.program.expect_exact(after)
-        self.program.sendline(text)
-
-    def leave(self) -> str:
-        """Ctrl-D; all that was seen, its lines joined where the terminal broke them."""
-        self.program.expect_exact(">>> ")
-        self.program.sendeof()
-        self.program.expect(pexpect.EOF)
-        self.program.close()
-        assert self.program.exitstatus == 0
-        return " ".join("\n".join(self.screen.display).split())
-
-
 @embedded
-@pytest.mark.parametrize("columns", [80, 40])
-def test_six_turns_on_a_terminal(columns):
-    terminal = Terminal(columns, "-n", "600")
-    terminal.type(SUM)  # 1
-    terminal.type("/compare")
-    terminal.type("/ribbon")
-    terminal.type("What is 12 minus 5?")  # 2
-    terminal.type("/nope")
-    terminal.type("Count from 1 to 98 in steps of 1.")  # 3
-    terminal.program.expect_exact("up to")
-    terminal.program.sendintr()  # in the middle of the answer
-    terminal.type("/undo")
-    terminal.type("What is 6 plus 7?\\")  # 4, in two lines
-    terminal.type("", after="... ")
-    terminal.type('"""What is 30 plus 1?')  # 5
-    terminal.type('"""', after="... ")
-    terminal.type("/retry")  # 6
-    terminal.type("/stats")
-    seen = terminal.leave()
-    assert "So 47 + 38 = 85." in seen and "So 12 - 5 = 7." in seen
-    assert "x, the text is identical" in seen
-    assert "There is no /nope" in seen
-    assert "stopped" in seen and "98 + 1" not in seen
-    assert "The last question and its answer are forgotten." in seen
-    assert "So 6 + 7 = 13." in seen and seen.count("So 30 + 1 = 31.") == 2
-    assert set(BARS) & set(seen) and "answers 6" in seen
-    read = [tuple(map(int, turn)) for turn in re.findall(r"prompt: (\d+) new, (\d+) kept", seen)]
-    assert len(read) == 6 and read[0][1] == 0 and read[5][0] == 1, "/retry reads no prompt again"
-    assert all(new < 40 for new, _ in read) and all(kept > 90 for _, kept in read[1:])
-
-
-@embedded
-def test_the_same_in_a_pipe():
-    lines = [SUM, "/compare", "What is 12 minus 5?", "/undo", "/retry", "/ribbon", "What is 6 + 7?"]
-    lines += ["/clear", "", "What is 30 plus 1?", "/stats", "/quit", "never"]
+def test_a_pipe():
+    lines = [SUM, "What is 12 minus 5?", "", "/quit", "What is 30 plus 1?"]
     done = run("chat", stdin="\n".join(lines))
     assert done.returncode == 0 and not CONTROL.search(done.stdout + done.stderr)
     answers = [line for line in done.stdout.splitlines() if line.startswith("So ")]
-    assert answers[0] == answers[2] == "So 47 + 38 = 85." and answers[1] == "So 12 - 5 = 7."
-    assert len(answers) == 5 and answers[4] == "So 30 + 1 = 31."
-    assert "the text is identical" in done.stderr and "new, 0 kept" in done.stderr
-    assert "plain" not in done.stdout and "never" not in done.stdout
+    assert answers[0] == "So 47 + 38 = 85." and answers[1] == "So 12 - 5 = 7."
+    assert answers[-1] == "So 30 + 1 = 31.", "what comes through a pipe is never a command"
+    assert done.stderr.count("new, ") == 4 and "new, 0 kept" in done.stderr
+    assert "plain" not in done.stdout and re.search(r"~\d+\.\dx plain", done.stderr)
 
 
 def test_a_pipe_has_the_librarys_own_text(pair):
@@ -122,20 +50,17 @@ def test_a_pipe_has_the_librarys_own_text(pair):
 
 
 @pytest.fixture
-def chat(monkeypatch) -> Chat:
+def chat() -> Chat:
     """A chat with a person, whose target answers eight tokens of nonsense."""
     pair = Pair(tinymodels.target(max_position_embeddings=128), None, None, BlasInfo("", None, ""))
-    chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 8}), obey)
+    settings = options.Sampling().settings() | {"max_tokens": 8}
+    chat = Chat(Dialogue(pair, settings), obey, reader)
     chat.interactive = True
-    lines = iter(())
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/quit"))
     return chat
 
 
 def say(chat, *lines):
     """Lines of a person, and what they are told about each."""
-    from dflash_mlx.cli.chat_commands import obey
-
     for line in lines:
         if not obey(chat, line):
             chat.take_turn(line)
@@ -153,8 +78,88 @@ def test_undo_clear_and_system(chat, capsys):
     assert roles(chat) == ["system", "user", "assistant"]
     say(chat, "/clear")
     assert roles(chat) == ["system"]
-    say(chat, "/system", "hi")
+    say(chat, "/system none", "hi")
     assert roles(chat) == ["user", "assistant"]
+
+
+def told(chat, capsys, *lines):
+    """What a person is told about some lines."""
+    capsys.readouterr()
+    say(chat, *lines)
+    return capsys.readouterr().err
+
+
+def test_the_system_message_is_shown_set_and_removed(chat, capsys):
+    assert "no system message" in told(chat, capsys, "/system")
+    assert told(chat, capsys, "/system be\nbrief") == "The system message is set.\n"
+    assert chat.dialogue.messages == [{"role": "system", "content": "be\nbrief"}]
+    assert told(chat, capsys, "/system") == "be\nbrief\n" and roles(chat) == ["system"]
+    say(chat, "/system none")
+    assert roles(chat) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/sytem be brief", "did you mean /system?"),
+        ("/quitt", "did you mean /quit?"),
+        ("/zzz", "/help lists the commands."),
+        (" /sytem", None),
+        ("/etc/hosts holds what?", None),
+        ("/help\nis the first line of this file", None),
+        ("/* a comment */", None),
+    ],
+)
+def test_what_is_almost_a_command_is_no_message(chat, capsys, line, said):
+    heard = told(chat, capsys, line)
+    assert (said or "8 tokens") in heard
+    assert roles(chat) == ([] if said else ["user", "assistant"])
+
+
+def test_settings_are_shown_and_set(chat, capsys):
+    settings = chat.dialogue.settings
+    shown = told(chat, capsys, "/set")
+    assert shown.count("\n") == 6 and "temperature  0.0" in shown and "seed         none" in shown
+    assert told(chat, capsys, "/set temperature 0.8") == "temperature  0.8\n"
+    assert settings["temperature"] == 0.8 and settings["seed"] is not None, "/retry needs one"
+    say(
+        chat, "/set top_p 0.9", "/set top_k 5", "/set min_p 0.1", "/set seed 3", "/set max_tokens 2"
+    )
+    assert "2 tokens" in told(chat, capsys, "hi")
+    assert chat.dialogue.last.stats.seed == 3 and settings["top_k"] == 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["temperature hot", "temperature -1", "temperature nan", "top_p 7", "top_k 1.5", "min_p 2"]
+    + ["seed -1", "max_tokens -1", "max_tokens many", "temprature 1", "temprature"],
+)
+def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
+    before = dict(chat.dialogue.settings)
+    heard = told(chat, capsys, f"/set {wrong}")
+    assert heard.startswith("error: ") and heard.count("\n") == 1
+    assert chat.dialogue.settings == before
+
+
+def test_plain_decoding_is_measured_again_every_few_answers(capsys, monkeypatch):
+    drafter = tinymodels.random_drafter()
+    pair = Pair(tinymodels.target(), drafter, None, BlasInfo("", None, ""))
+    settings = options.Sampling().settings() | {"max_tokens": 4}
+    chat = Chat(Dialogue(pair, settings), obey, reader)
+    rates = iter([1e9, 1e-3])
+    monkeypatch.setattr("dflash_mlx.cli.chat_loop.measure_plain", lambda pair: next(rates))
+    heard = [told(chat, capsys, "hi") for _ in range(5)]
+    assert all("~0.0x plain" in line for line in heard[:4])
+    (ratio,) = re.findall(r"~([\d.]+)x plain", heard[4])
+    assert float(ratio) > 100
+
+    def interrupted(pair):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_mlx.cli.chat_loop.measure_plain", interrupted)
+    chat.interactive = True
+    say(chat, "hi", "hi", "hi")
+    assert "4 tokens" in told(chat, capsys, "hi"), "the line about the answer, with the old rate"
 
 
 def test_retry_takes_another_seed(chat):
@@ -192,6 +197,53 @@ def test_what_cannot_be_saved_is_one_line(chat, capsys, name):
     say(chat, f"/save {name}".strip())
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1
+
+
+def test_a_chat_goes_on_from_a_file_that_is_there(tmp_path):
+    done = run("chat", "--resume", str(tmp_path / "talk.json"), "--model", "/nowhere")
+    assert done.returncode == 1 and done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1 and "talk.json: cannot be read" in done.stderr
+
+
+def test_a_history_that_cannot_be_kept_is_said_once(tmp_path, capsys):
+    from dflash_mlx.cli.chat_line import KeptHistory
+
+    (tmp_path / "file").touch()
+    kept = KeptHistory(tmp_path / "file" / "history")
+    kept.append_string("one")
+    kept.append_string("two")
+    assert kept.get_strings() == ["one", "two"] and list(kept.load_history_strings()) == []
+    heard = capsys.readouterr().err
+    assert heard.count("\n") == 1 and heard.startswith("No history of what you type")
+
+
+def test_a_history_is_its_persons_alone(tmp_path):
+    from dflash_mlx.cli.chat_line import KeptHistory
+
+    path = tmp_path / "chat" / "history"
+    KeptHistory(path).append_string("one\nmore")
+    KeptHistory(path).append_string("two")
+    assert list(KeptHistory(path).load_history_strings()) == ["two", "one\nmore"]
+    assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("editor", ["/no/such/editor", "false", "printf '", "cp /dev/null"])
+def test_an_editor_that_fails_is_one_line(chat, capsys, monkeypatch, editor):
+    monkeypatch.setenv("VISUAL", editor)
+    heard = told(chat, capsys, "/edit draft")
+    if editor.startswith("cp"):
+        assert not heard and not chat.draft, "it runs, and leaves nothing"
+    else:
+        assert heard.startswith(f"error: {editor}: ") and heard.count("\n") == 1
+
+
+def test_an_edited_message_is_text(chat, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("EDITOR", f"cp {tmp_path / 'message'}")
+    monkeypatch.delenv("VISUAL", raising=False)
+    (tmp_path / "message").write_text("two\nlines\n")
+    assert not told(chat, capsys, "/edit") and chat.draft == "two\nlines"
+    (tmp_path / "message").write_bytes(b"\xff")
+    assert "not text in UTF-8" in told(chat, capsys, "/edit")
 
 
 def test_a_turn_that_does_not_fit_is_forgotten(chat, capsys):
