@@ -16,7 +16,6 @@ LEVELS = [
     {"errors"},
     {
         "distributions",
-        "events",
         "hindsight",
         "machine",
         "metal",
@@ -25,7 +24,7 @@ LEVELS = [
         "threads",
         "tiny",
     },
-    {"foreign", "kernels"},
+    {"events", "foreign", "kernels"},
     {"proposal"},
     {"accept", "sampling"},
     {"target"},

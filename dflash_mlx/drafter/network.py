@@ -169,6 +169,15 @@ class DFlash(nn.Module):
         if own_head:
             self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
 
+    def __repr__(self) -> str:
+        """A line instead of MLX's tree of every layer."""
+        config = self.config
+        return (
+            f"{type(self).__name__}(num_hidden_layers={config.num_hidden_layers}, "
+            f"hidden_size={config.hidden_size}, block_size={config.block_size}, "
+            f"target_layer_ids={config.target_layer_ids})"
+        )
+
     @property
     def block_size(self) -> int:
         """The rows of a block that it was trained for, the anchor included."""
