@@ -167,7 +167,7 @@ def test_inspecting_a_drafter(pair):
 
 
 def test_generate(pair, answer):
-    done = run("generate", QUESTION, "-n", "24", *pair)
+    done = run("generate", QUESTION, "-n", "24", "--compare", *pair)
     assert done.returncode == 0 and done.stdout == answer + "\n" * (not answer.endswith("\n"))
     assert "identical to plain decoding: yes" in done.stderr and "tokens per round" in done.stderr
     assert re.search(r"plain .* tok/s", done.stderr) and re.search(r"DFlash .*x", done.stderr)
@@ -175,7 +175,7 @@ def test_generate(pair, answer):
 
 
 def test_generate_json(pair, answer):
-    done = run("generate", "-n", "24", "--json", *pair, stdin=QUESTION)
+    done = run("generate", "-n", "24", "--json", "--compare", *pair, stdin=QUESTION)
     content = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1 and not done.stderr
     assert content["text"] == answer and content["output_tokens"] == len(content["tokens"]) == 24
@@ -206,7 +206,7 @@ def test_generate_plainly_raw_and_stopped(pair):
 
 @linux
 def test_the_stock_blas_can_be_kept(pair):
-    options = ["-n", "8", "-b", "5", "--json", "--no-compare", "--stock-blas"]
+    options = ["-n", "8", "-b", "5", "--json", "--stock-blas"]
     content = json.loads(run("generate", QUESTION, *options, *pair).stdout)
     assert (content["blas"], content["block_size"]) == ("stock", 5)
 
@@ -315,6 +315,6 @@ def test_bench_names_a_bad_line(pair, tmp_path):
 
 @embedded
 def test_the_embedded_pair_answers():
-    content = json.loads(run("generate", "What is 47 plus 38?", "--json").stdout)
+    content = json.loads(run("generate", "What is 47 plus 38?", "--json", "--compare").stdout)
     assert "85" in content["text"] and content["finish_reason"] == "stop"
     assert content["identical"] is True and content["tokens_per_round"] > 3
