@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.machine.facts import installed
 
 from . import bench, chat, doctor, generate, models, report, roofline, tune
 from .screen import error_line
@@ -61,7 +62,6 @@ app = typer.Typer(
     help="Lossless speculative decoding on MLX: the same text, several times faster.",
     epilog="Try: dflash-mlx generate 'What is 47 plus 38?'",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -81,7 +81,8 @@ for command in COMMANDS:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"dflash-mlx {__version__}")
+        parts = (f"{name} {installed(name) or 'not installed'}" for name in ("mlx", "mlx-lm"))
+        print(f"dflash-mlx {__version__} ({', '.join(parts)})")
         raise typer.Exit()
 
 

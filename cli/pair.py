@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
+from dflash_mlx.loading.names import check_name
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
@@ -73,6 +74,7 @@ def open_pair(
             "goes with neither --draft nor --block-size", param_hint="--no-draft"
         )
     budget = _tree_budget(rounds, no_draft)
+    check_name(names.model)  # before the seconds that MLX takes to start
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target

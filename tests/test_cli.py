@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 
@@ -87,7 +88,21 @@ def test_help_and_models_do_without_mlx():
 def test_version():
     import dflash_mlx
 
-    assert in_process("--version").output == f"dflash-mlx {dflash_mlx.__version__}\n"
+    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    shown = f"dflash-mlx {dflash_mlx.__version__} ({libraries})\n"
+    assert in_process("--version").output == shown
+    command = [sys.executable, "-m", "dflash_mlx", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout == shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_names(shell):
+    words = "dflash-mlx generate --model Qwen/Qwen3-8"
+    asked = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}[shell]
+    environment = {"_DFLASH_MLX_COMPLETE": asked, "COMP_WORDS": words, "COMP_CWORD": "3"}
+    environment |= {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = run(env=os.environ | environment)
+    assert "Qwen/Qwen3-8B" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

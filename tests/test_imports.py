@@ -36,6 +36,7 @@ LEVELS = [
     {"bench", "train"},
     {"tiny.recipe"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 

@@ -38,6 +38,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
+from .names import meant
 from .registry import Pair, pairs
 from .weights import GB, check_safetensors
 
@@ -196,12 +197,13 @@ class Hub:
         if isinstance(error, RepositoryNotFoundError):
             return ModelNotFoundError(
                 f"{name}: {hub} has no such repository, or it is private and needs 'hf auth login'."
+                + meant(name)
             )
         if isinstance(error, HFValidationError):
             return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
         if isinstance(error, LocalEntryNotFoundError):
             where = "and offline mode is on" if self.offline else f"and {hub} cannot be reached"
-            return DownloadError(f"{name} is not downloaded, or not wholly, {where}.")
+            return DownloadError(f"{name} is not downloaded, or not wholly, {where}.{meant(name)}")
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")

@@ -15,26 +15,25 @@ import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
 from ..drafter.network import DFlash
-from ..errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
+from ..errors import ConfigError, KernelError, SettingsError, WeightsError
 from ..foreign import Foreign
 from ..kernels.calibration import choices, read_timings
 from ..kernels.modules import Kernels, Wiring, wire
 from ..kernels.selfcheck import fault
 from ..kernels.source import KernelFactory
 from ..machine.chips import find_chip
-from ..reading import shown
 from ..target import Target
 from ..target.attention import attends_exactly
 from ..threads import evaluate
 from .checkpoint import read_drafter, read_target, read_tokenizer
 from .hub import Hub
+from .names import EMBEDDED, check_name
 from .quantization import Quantization
 from .registry import drafter_for
 from .soundness import check_finite, check_runs, check_types
 from .target_config import read_target_config
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
-EMBEDDED = "tiny"
 # What comes with the package: (name, part) -> folder in dflash_mlx/tiny.
 _EMBEDDED_FOLDERS = {
     (EMBEDDED, "target"): "target",
@@ -75,7 +74,7 @@ def load(
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError, UnsupportedCacheError.
     """
-    _check_name(name)  # a mistyped name is not a target without a drafter
+    check_name(name)  # a mistyped name is not a target without a drafter
     ours = _kernels(exact, kernels)
     if draft is None:
         draft = EMBEDDED if name == EMBEDDED else drafter_for(name)
@@ -287,23 +286,6 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     embedded = _EMBEDDED_FOLDERS.get((name, part))
     if embedded is not None:
         return Path(str(files("dflash_mlx.tiny"))) / embedded
-    _check_name(name)
+    check_name(name)
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else hub.fetch(name)
-
-
-def _check_name(name: str) -> None:
-    """Raise `ModelNotFoundError` unless it is "tiny", a folder, or may be a hub repository."""
-    if not isinstance(name, str):
-        raise SettingsError(f"A model is named by text, a path too, not by {shown(name)}.")
-    with Foreign(ModelNotFoundError, f"No model {shown(name)}"):  # too long, a home of nobody
-        folder = Path(name).expanduser()
-        is_folder, exists = folder.is_dir(), folder.exists()
-    if name == EMBEDDED or (is_folder and name):
-        return
-    if exists and name:
-        raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelNotFoundError(
-            f"No model {name!r}: give a folder, a hub repository (owner/name), or {EMBEDDED!r}."
-        )
