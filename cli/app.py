@@ -14,7 +14,7 @@ from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.machine.facts import installed
 
-from . import bench, chat, doctor, generate, models, report, roofline, tune
+from . import bench, chat, doctor, downloads, generate, models, report, roofline, tune
 from .screen import error_line
 from .spread import spread
 
@@ -73,10 +73,13 @@ COMMANDS = (
     report.report,
     roofline.roofline,
     models.models,
+    downloads.pull,
+    downloads.list_,
+    downloads.rm,
     doctor.doctor,
 )
 for command in COMMANDS:
-    app.command()(spread(command))
+    app.command(command.__name__.rstrip("_"))(spread(command))
 
 
 def _show_version(wanted: bool) -> None:

@@ -42,7 +42,7 @@ def test_a_known_name_is_not_its_own_suggestion(name):
 def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
-    with pytest.raises(ModelNotFoundError, match="is a folder without a config.json"):
+    with pytest.raises(ModelNotFoundError, match="there is no config.json in it"):
         check_name(str(broken))
     (broken / "config.json").write_text('{"model_type": ')
     with pytest.raises(ConfigError, match="not valid JSON"):
@@ -56,7 +56,7 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
 @pytest.mark.parametrize("command", ["generate", "roofline"])
 @pytest.mark.parametrize(
     "name, message",
-    [("qwen3-8b", "Did you mean Qwen/Qwen3-8B?"), ("/etc", "without a config.json")],
+    [("qwen3-8b", "Did you mean Qwen/Qwen3-8B?"), ("/etc", "there is no config.json in it")],
 )
 def test_the_command_line_says_so(command, name, message):
     asked = ["hi"] if command == "generate" else ["--chip", "M4 Max", "--acceptance", "4"]

@@ -67,7 +67,7 @@ def check_name(name: str) -> None:
     if is_folder and name:
         if not described:
             raise ModelNotFoundError(
-                f"{name} is a folder without a config.json: no model is there."
+                f"{name} is a folder, and there is no config.json in it: give a model's folder."
             )
         read_json(folder / "config.json")
         return
