@@ -15,7 +15,7 @@ PROMPT ?= What is 47 plus 38?
 .PHONY: demo test check clean
 
 demo: .venv/has-mlx
-	$(BIN)/dflash-mlx generate "$(PROMPT)"
+	$(BIN)/dflash-mlx generate --compare "$(PROMPT)"
 
 test: .venv/has-dev check
 

@@ -12,8 +12,9 @@ from typer.core import TyperGroup
 
 from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.machine.facts import installed
 
-from . import bench, chat, doctor, generate, models, report, roofline, tune
+from . import bench, chat, doctor, downloads, generate, models, report, roofline, tune
 from .screen import error_line
 from .spread import spread
 
@@ -61,7 +62,6 @@ app = typer.Typer(
     help="Lossless speculative decoding on MLX: the same text, several times faster.",
     epilog="Try: dflash-mlx generate 'What is 47 plus 38?'",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -73,15 +73,19 @@ COMMANDS = (
     report.report,
     roofline.roofline,
     models.models,
+    downloads.pull,
+    downloads.list_,
+    downloads.rm,
     doctor.doctor,
 )
 for command in COMMANDS:
-    app.command()(spread(command))
+    app.command(command.__name__.rstrip("_"))(spread(command))
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"dflash-mlx {__version__}")
+        parts = (f"{name} {installed(name) or 'not installed'}" for name in ("mlx", "mlx-lm"))
+        print(f"dflash-mlx {__version__} ({', '.join(parts)})")
         raise typer.Exit()
 
 

@@ -20,6 +20,7 @@ from dflash_mlx.bench.datasets import (
 from dflash_mlx.bench.plots import check_matplotlib, draw_all, draw_trees
 from dflash_mlx.bench.report import as_files, results_folder, write_picture
 from dflash_mlx.bench.suites import SUITES, suite_prompts
+from dflash_mlx.errors import MissingDependencyError
 from dflash_mlx.loading.hub import Hub
 
 from . import bench_comparison as comparison
@@ -27,7 +28,7 @@ from . import bench_options, options
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
 from .pair import WHOLE_BLOCKS, open_pair
-from .screen import print_json
+from .screen import note, print_json
 
 SEED = 0  # of a benchmark's sampling: the same texts in every run
 
@@ -90,7 +91,6 @@ def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) ->
     """Measure, show, and write the files, all of them or none."""
     with ExitStack() as stack:
         if out is not None:  # what is in the way is found now, not after an hour of measuring
-            check_matplotlib()
             write = stack.enter_context(results_folder(out))
         content = measure()
         if json:
@@ -98,7 +98,16 @@ def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) ->
         else:
             comparison.show(content)
         if out is not None:
-            write(as_files(content, draw_all(content)))
+            write(as_files(content, _plots(content)))
+
+
+def _plots(content: Mapping[str, Any]) -> dict[str, bytes]:
+    """The pictures of a run; none, with a word about it, where there is nothing to draw with."""
+    try:
+        return draw_all(content)
+    except MissingDependencyError as error:
+        note(f"no plots: {error}")
+        return {}
 
 
 def _check_trees(budgets: list[int], others: Mapping[str, Any], plot: Path | None) -> None:

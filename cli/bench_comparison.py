@@ -114,7 +114,12 @@ def show(content: Mapping[str, Any]) -> None:
         note(f"peak memory {max(peaks) / 1e6:,.0f} MB")
     note(", ".join(f"{name} {value}" for name, value in content["machine"].items()))
     overhead = overall["overhead_ms_per_round"]
-    if overhead is not None:
+    if overhead is not None and overhead < 0:
+        note(
+            f"overhead per round: unknown, for the machine was busy: the bare forwards took "
+            f"{-overhead:.2f} ms longer than whole rounds"
+        )
+    elif overhead is not None:
         note(f"overhead per round, beyond the bare forwards: {overhead:.2f} ms")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .screen import counted
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -32,11 +34,12 @@ def counters(stats: Stats) -> dict[str, Any]:
 
 def counter_lines(stats: Stats) -> list[str]:
     """The same for people, one a line."""
+    kept = counted(stats.accepted_tokens, "token")
     rows = {
-        "prompt": f"{stats.prompt_tokens} tokens, {stats.reused_tokens} of them reused",
-        "output": f"{stats.output_tokens} tokens in {stats.rounds} rounds",
-        "drafted": f"{stats.drafted_tokens} tokens",
-        "accepted": f"{stats.accepted_tokens} tokens, {stats.acceptance_rate:.1%} of the drafted",
+        "prompt": f"{counted(stats.prompt_tokens, 'token')}, {stats.reused_tokens} of them reused",
+        "output": f"{counted(stats.output_tokens, 'token')} in {counted(stats.rounds, 'round')}",
+        "drafted": counted(stats.drafted_tokens, "token"),
+        "accepted": f"{kept}, {stats.acceptance_rate:.1%} of the drafted",
         "acceptance length": f"{stats.acceptance_length:.2f} tokens per round",
         "rounds x rows": rounds_by_rows(stats.widths),
         "of these, trees": rounds_by_rows(stats.trees),

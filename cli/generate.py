@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Group
-from rich.text import Text
 
 import dflash_mlx
 from dflash_mlx.errors import PromptError
 
 from . import generate_options, options
 from .counters import counter_lines, counters
-from .generate_question import read_prompt, utf8
+from .generate_question import STANDARD, as_messages, read_prompt, read_schema
+from .generate_summary import as_json, round_as_json, summary
 from .output import as_line, as_text, check_writable, write_whole
 from .pair import Pair, explain, open_pair
-from .screen import note, panel, print_json, show_text, speeds, stderr, waiting
+from .screen import note, panel, print_json, stderr, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Result
@@ -40,46 +41,71 @@ def generate(
     stop: options.Stop = None,
     system: generate_options.System = None,
     raw: generate_options.Raw = False,
-    compare: generate_options.Compare = True,
+    json_schema: generate_options.JsonSchema = None,
+    compare: generate_options.Compare = False,
     verbose: options.Verbose = False,
     stats: generate_options.Stats = False,
     output: generate_options.Output = None,
     json: options.Json = False,
+    json_lines: generate_options.JsonLines = False,
 ) -> None:
     """Answer one prompt: the text goes to stdout, a summary to stderr."""
     if raw and system is not None:
         raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
+    if json and json_lines:
+        raise typer.BadParameter("goes without --json", param_hint="--json-lines")
     text = read_prompt(prompt, file)
-    asked = text if raw else _messages(text, system)
+    asked = text if raw else as_messages(text, system)
+    schema = read_schema(json_schema)
+    if output is not None and str(output) == STANDARD:
+        output = None
     if output is not None:
         check_writable(output)
     pair = open_pair(names, weights, rounds, no_draft)
     comparison = _comparison(pair, asked, max_tokens, stop or [])
-    comparison.sampling = sampling.settings()
-    result = _stream(comparison, quiet=json or output is not None)
+    comparison.sampling = sampling.settings() | _fitting(pair, schema)
+    in_json = json or json_lines
+    events = _stream(comparison, _shown_as(output is None, json, json_lines))
+    result = _result(events)
+    comparison.drafted.append(result)
+    if output is None and not in_json and result.text and not result.text.endswith("\n"):
+        print(flush=True)
     if compare and pair.drafter is not None and result.tokens:
-        with waiting("Decoding plainly, to compare (--no-compare skips this)"):
+        with waiting("Decoding plainly, to compare"):
             _compare(comparison)
-    content = _as_json(pair, comparison, result) if json else None
-    if content is not None and stats:
-        content["stats"] = counters(result.stats)
-    if output is not None:
-        write_whole(output, as_text(result.text) if content is None else as_line(content))
-    elif content is not None:
-        print_json(content)
+    content = as_json(pair, comparison, result) if in_json else None
+    if content is not None:
+        content |= {"stats": counters(result.stats)} if stats else {}
+        content = {"event": "end"} | content if json_lines else content
+    _write(output, result, content, events if json_lines else [])
     if content is None:
-        stderr().print(panel(pair.title, _summary(pair, comparison, result)))
+        stderr().print(panel(pair.title, summary(pair, comparison, result)))
         for line in counter_lines(result.stats) if stats else ():
             note(line)
     if verbose:
         explain(pair, result.stats)
 
 
-def _messages(text: str, system: str | None) -> list[dict[str, str]]:
-    asked = [{"role": "user", "content": text}]
-    if system is not None:
-        asked.insert(0, {"role": "system", "content": utf8(system, "The system message")})
-    return asked
+def _write(
+    output: Path | None, result: Result, content: dict[str, Any] | None, rounds: list[Event]
+) -> None:
+    """What is to come at the end: a whole file, or the last line of JSON."""
+    if output is not None and content is None:
+        write_whole(output, as_text(result.text))
+    elif output is not None:
+        lines = [*map(round_as_json, rounds), content]
+        write_whole(output, "".join(as_line(line) for line in lines if line is not None))
+    elif content is not None:
+        print_json(content)
+
+
+def _fitting(pair: Pair, schema: dict[str, Any] | None) -> dict[str, Any]:
+    """The setting that keeps an answer to a schema."""
+    if schema is None:
+        return {}
+    from dflash_mlx.structured import JsonSchema
+
+    return {"logits_processors": [JsonSchema(pair.target, schema)]}
 
 
 def _comparison(
@@ -103,32 +129,49 @@ def _comparison(
     )
 
 
-def _stream(comparison: Comparison, quiet: bool) -> Result:
-    """Generate once, writing the text as it comes; the run counts as the first drafted one."""
+def _shown_as(now: bool, json: bool, json_lines: bool) -> Callable[[Event], None]:
+    """What is done with a round's event as it comes."""
+
+    def line(event: Event) -> None:
+        print_json(round_as_json(event))
+
+    def text(event: Event) -> None:
+        print(event.text, end="", flush=True)
+
+    def nothing(event: Event) -> None:
+        """The answer is written when it is whole."""
+
+    if not now or json:
+        return nothing
+    return line if json_lines else text
+
+
+def _stream(comparison: Comparison, show: Callable[[Event], None]) -> list[Event]:
+    """Generate once and show what comes; the events, of which there is at least one."""
     events: list[Event] = []
-    show_text(
-        dflash_mlx.stream_generate(
-            comparison.target,
-            comparison.drafter,
-            comparison.prompt,
-            max_tokens=comparison.max_tokens,
-            block_size=comparison.block_size,
-            kv_bits=comparison.kv_bits,
-            stop=comparison.stop,
-            policy=comparison.policy,
-            **comparison.sampling,
-        ),
-        events,
-        quiet,
-    )
-    result = dflash_mlx.Result(
+    for event in dflash_mlx.stream_generate(
+        comparison.target,
+        comparison.drafter,
+        comparison.prompt,
+        max_tokens=comparison.max_tokens,
+        block_size=comparison.block_size,
+        kv_bits=comparison.kv_bits,
+        stop=comparison.stop,
+        policy=comparison.policy,
+        **comparison.sampling,
+    ):
+        events.append(event)
+        show(event)
+    return events
+
+
+def _result(events: list[Event]) -> Result:
+    return dflash_mlx.Result(
         text="".join(event.text for event in events),
         tokens=[token for event in events for token in event.tokens],
         finish_reason=events[-1].finish_reason or "length",
         stats=events[-1].stats,
     )
-    comparison.drafted.append(result)
-    return result
 
 
 def _compare(comparison: Comparison) -> None:
@@ -137,61 +180,3 @@ def _compare(comparison: Comparison) -> None:
     comparison.run_plain()
     while len(comparison.plain) < COMPARE_PAIRS and time.perf_counter() - start < COMPARE_SECONDS:
         comparison.run_pair()
-
-
-def _summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
-    """What the panel says."""
-    stats, runs = result.stats, comparison
-    if not runs.plain:
-        name = "plain" if runs.drafter is None else "DFlash"
-        rows = [(name, stats.tokens_per_second, "")]
-    else:
-        rows = [
-            ("plain", runs.plain_speed, ""),
-            ("DFlash", runs.drafted_speed, f"{runs.speedup:.2f}x"),
-        ]
-    counts = f"{stats.output_tokens} tokens"
-    if runs.drafter is not None:
-        counts += f" in {stats.rounds} rounds: {stats.acceptance_length:.1f} tokens per round"
-    lines = [Text(counts)]
-    if result.finish_reason == "length":
-        lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")
-    if runs.plain:
-        lines.append(_verdict(runs.first_difference))
-    return Group(speeds(rows), *lines)
-
-
-def _verdict(difference: int | None) -> Text:
-    if difference is None:
-        return Text.assemble("identical to plain decoding: ", ("yes", "bold green"))
-    return Text.assemble(
-        "identical to plain decoding: ", (f"no, from token {difference + 1} on", "bold red")
-    )
-
-
-def _as_json(pair: Pair, comparison: Comparison, result: Result) -> dict[str, Any]:
-    stats, runs = result.stats, comparison
-    content = {
-        "model": pair.target.name,
-        "text": result.text,
-        "tokens": result.tokens,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": stats.prompt_tokens,
-        "output_tokens": stats.output_tokens,
-        "rounds": stats.rounds,
-        "block_size": stats.block_size,
-        "widths": dict(sorted(stats.widths.items())),
-        "trees": dict(sorted(stats.trees.items())),
-        "seed": stats.seed,
-        "tokens_per_round": stats.acceptance_length,
-        "tokens_per_second": runs.drafted_speed,
-        "blas": pair.blas.name,
-    }
-    if runs.plain:
-        content |= {
-            "plain_tokens_per_second": runs.plain_speed,
-            "speedup": runs.speedup,
-            "identical": runs.first_difference is None,
-            "first_difference": runs.first_difference,
-        }
-    return content

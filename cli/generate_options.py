@@ -10,10 +10,12 @@ import typer
 from . import options
 
 Prompt = Annotated[
-    str | None, typer.Argument(help="The prompt. Use '-', or pipe it in, to read stdin.")
+    str | None,
+    typer.Argument(help="The prompt. What is piped in comes after it; '-' puts it here."),
 ]
 File = Annotated[
-    Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")
+    Path | None,
+    typer.Option("--file", "-f", metavar="FILE", help="Text to add to the prompt; '-' is stdin."),
 ]
 System = Annotated[
     str | None,
@@ -27,6 +29,15 @@ Raw = Annotated[
         "--no-chat-template",
         options.DECODING,
         "Continue the prompt as it is, not as a chat message.",
+    ),
+]
+JsonSchema = Annotated[
+    Path | None,
+    options.value(
+        "--json-schema",
+        group=options.DECODING,
+        metavar="FILE",
+        help="Answer with JSON that fits the schema in FILE.",
     ),
 ]
 Compare = Annotated[
@@ -47,6 +58,12 @@ Output = Annotated[
         "-o",
         group=options.OUTPUT,
         metavar="FILE",
-        help="Write to FILE instead of stdout, once it is complete.",
+        help="Write to FILE instead of stdout, once it is complete; '-' is stdout.",
+    ),
+]
+JsonLines = Annotated[
+    bool,
+    options.flag(
+        "--json-lines", options.OUTPUT, "Print a JSON object for each round, and one at the end."
     ),
 ]

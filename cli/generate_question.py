@@ -1,32 +1,54 @@
-"""The prompt of `generate`: an argument, a file or stdin, and never two of them."""
+"""What `generate` asks: an argument, a file and what is piped in, as one prompt; and a schema."""
 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from dflash_mlx.errors import PromptError
+from dflash_mlx.errors import MissingDependencyError, PromptError, SettingsError
+from dflash_mlx.reading import read_json
+
+STANDARD = "-"  # a file of this name is stdin, or stdout
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt given, a file's text, or all of stdin ("-" asks for it, too).
+    """The prompt given, the file's text and what is piped in, in this order.
+
+    A blank line stands between them, as between an instruction and the letter it is about. "-" as
+    the prompt or the file is stdin, in its place; else stdin is read unless it is a terminal.
 
     Raises:
-        typer.BadParameter: two prompts, or none and nobody has piped one in.
+        typer.BadParameter: stdin is asked for twice, or there is no prompt at all.
         PromptError: the text is empty or not UTF-8, or the file cannot be read.
     """
-    if file is not None and prompt is not None:
-        raise typer.BadParameter("goes without a PROMPT", param_hint="--file")
+    asked = (prompt, None if file is None else str(file)).count(STANDARD)
+    if asked > 1:
+        raise typer.BadParameter("stdin is the PROMPT already", param_hint="--file")
+    parts = [] if prompt is None else [_stdin() if prompt == STANDARD else utf8(prompt)]
     if file is not None:
-        try:
-            return utf8(file.read_bytes(), str(file))
-        except OSError as error:
-            raise PromptError(f"{file}: cannot be read ({error.strerror}).") from error
-    if prompt is None and sys.stdin.isatty():
+        parts.append(_stdin() if str(file) == STANDARD else utf8(_content(file), str(file)))
+    if not asked and sys.stdin is not None and not sys.stdin.isatty():
+        piped = sys.stdin.buffer.read()
+        if piped.strip() or not parts:
+            parts.append(utf8(piped, "What is piped in"))
+    if not parts:
         raise typer.BadParameter("give some text, or pipe it in", param_hint="PROMPT")
-    return utf8(sys.stdin.buffer.read() if prompt in (None, "-") else prompt)
+    return parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
+
+
+def _stdin() -> str:
+    return utf8(b"" if sys.stdin is None else sys.stdin.buffer.read(), "What stdin holds")
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{file}: cannot be read ({error.strerror}).") from error
 
 
 def utf8(content: str | bytes, name: str = "The prompt") -> str:
@@ -39,3 +61,24 @@ def utf8(content: str | bytes, name: str = "The prompt") -> str:
     if not text.strip():
         raise PromptError(f"{name} is empty: give some text.")
     return text
+
+
+def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
+    """The prompt as a chat, behind a system message if there is one. Raises `PromptError`."""
+    asked = [{"role": "user", "content": text}]
+    if system is not None:
+        asked.insert(0, {"role": "system", "content": utf8(system, "The system message")})
+    return asked
+
+
+def read_schema(file: Path | None) -> dict[str, Any] | None:
+    """The JSON schema in a file, before any model is loaded.
+
+    Raises: `SettingsError` for a file that holds none, `MissingDependencyError`.
+    """
+    if file is None:
+        return None
+    schema = read_json(file, SettingsError)
+    if find_spec("llguidance") is None:
+        raise MissingDependencyError.of("--json-schema needs llguidance", "structured")
+    return schema

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.names import known_names
 
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
 
@@ -40,6 +41,11 @@ def value(*names: str, group: str, metavar: str, help: str, **limits: Any) -> An
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=group, **limits)
 
 
+def names_beginning(incomplete: str) -> list[str]:
+    """The known models that a shell may complete a name to."""
+    return [name for name in known_names() if name.startswith(incomplete)]
+
+
 Model = Annotated[
     str,
     value(
@@ -48,6 +54,7 @@ Model = Annotated[
         group=MODEL,
         metavar="NAME",
         help="A folder, a Hugging Face repository, or 'tiny'.",
+        autocompletion=names_beginning,
     ),
 ]
 NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]

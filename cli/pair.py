@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
+from dflash_mlx.loading.names import check_name
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
@@ -76,6 +77,7 @@ def open_pair(
         )
     draft = _drafting(names, no_draft)
     budget = _tree_budget(rounds, no_draft, draft)
+    check_name(names.model)  # before the seconds that MLX takes to start
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target

@@ -11,8 +11,8 @@ from rich.table import Table
 
 import dflash_mlx
 from dflash_mlx.drafter.config import read_json
-from dflash_mlx.errors import ModelNotFoundError
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.names import EMBEDDED, check_name
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pair_of
 from dflash_mlx.machine.chips import Chip, chip_named, chips, find_chip
@@ -23,7 +23,7 @@ from .screen import note, print_json, stdout, waiting
 if TYPE_CHECKING:
     from dflash_mlx.bench.roofline import Round
 
-EMBEDDED, EMBEDDED_ACCEPTANCE = "tiny", 11.97  # as its model card says, over all categories
+EMBEDDED_ACCEPTANCE = 11.97  # as its model card says, over all categories
 
 
 def roofline(
@@ -101,11 +101,8 @@ def _folder(name: str, hub: Hub) -> Path:
         from importlib.resources import files
 
         return Path(str(files("dflash_mlx.tiny"))) / "target"
+    check_name(name)
     folder = Path(name).expanduser()
-    if not folder.is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
-        raise ModelNotFoundError(
-            f"No model {name!r}: give a folder or a hub repository (owner/name)."
-        )
     return folder if folder.is_dir() else hub.config(name)
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from dflash_mlx import Event
 
 BAR = 28  # columns of the longest bar
 ASCII = str.maketrans({"·": "-", "…": "..."})  # what a terminal without these shows instead
@@ -56,18 +53,9 @@ def waiting(message: str, quiet: bool = False) -> Iterator[None]:
             yield
 
 
-def show_text(events: Iterator[Event], seen: list[Event], quiet: bool = False) -> None:
-    """Write a generation's text to stdout as it comes, unless `quiet`, and keep its events.
-
-    `seen` is filled as they come, so that it holds what was written even after a Ctrl-C.
-    """
-    for event in events:
-        seen.append(event)
-        if not quiet:
-            print(event.text, end="", flush=True)
-    text = "".join(event.text for event in seen)
-    if text and not quiet and not text.endswith("\n"):
-        print(flush=True)
+def counted(number: int, thing: str) -> str:
+    """How many of a thing, in the singular for one of it: "1 round", "82 rounds"."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def print_json(content: dict[str, Any]) -> None:

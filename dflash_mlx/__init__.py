@@ -3,7 +3,15 @@
     import dflash_mlx as dm
 
     target, drafter = dm.load("tiny")
-    print(dm.generate(target, drafter, "What is 37 + 48?").text)
+    messages = [{"role": "user", "content": "What is 37 plus 48?"}]
+    print(dm.generate(target, drafter, messages).text)
+
+A prompt of messages is put through the target's chat template. Text is used as it is: right for a
+model without a template and for text to be continued, nonsense for a question to a chat model.
+
+Rounds are whole blocks unless `policy=dm.Policy.of(target, drafter)` says how wide they are: that
+measures what rounds cost, for seconds, which a program rather decides on itself (the command line
+does it once).
 
 The public names are looked up on first use, so `import dflash_mlx` does not import MLX: the errors
 and `use_fast_blas` work without it, and a BLAS can be put in place before it is loaded.

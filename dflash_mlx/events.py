@@ -6,10 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .reading import shown
+
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
     """Counters of one request.
 
@@ -36,6 +38,14 @@ class Stats:
     accepted_per_round: list[int] = field(default_factory=list)
     widths: Counter[int] = field(default_factory=Counter)  # rows of a round -> such rounds
     trees: Counter[int] = field(default_factory=Counter)  # the same of those that were no chains
+
+    def __repr__(self) -> str:
+        """A line of what matters most; every counter is an attribute."""
+        return (
+            f"Stats(output_tokens={self.output_tokens}, rounds={self.rounds}, "
+            f"acceptance_length={self.acceptance_length:.2f}, "
+            f"tokens_per_second={self.tokens_per_second:.0f})"
+        )
 
     def count_round(self, drafted: int, accepted: int, emitted: int, tree: bool = False) -> None:
         """Add one verify forward that kept `accepted` of `drafted` and emitted tokens."""
@@ -80,7 +90,7 @@ class Event:
     stats: Stats  # the request's counters so far; they go on counting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished generation."""
 
@@ -88,3 +98,8 @@ class Result:
     tokens: list[int]  # with the EOS token that ended the text, if one did
     finish_reason: FinishReason
     stats: Stats
+
+    def __repr__(self) -> str:
+        """A line: how the text begins, why it ended, and what it took."""
+        reason = f"finish_reason={self.finish_reason!r}"
+        return f"Result(text={shown(self.text)}, {reason}, stats={self.stats!r})"

@@ -10,8 +10,9 @@ first anchor: it is verified together with the first draft, so no round is speci
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from inspect import signature
+from typing import Literal, ParamSpec, Unpack
 
 from .conversation import Conversation
 from .drafter.protocol import Drafter
@@ -22,11 +23,13 @@ from .policy.rounds import AnyPolicy, plan_rounds
 from .prompt import Prompt, encode_prompt
 from .reading import is_whole, shown
 from .request import Request
-from .sampling import Sampler, Sampling
+from .sampling import History, Sampler, Sampling
 from .stream import TextStream
 from .target import Target
 
 DEFAULT_BLOCK_SIZE = 16
+
+Settings = ParamSpec("Settings")
 
 
 def stream_generate(
@@ -46,7 +49,7 @@ def stream_generate(
     kv_bits: int | None = None,
     stop: str | Sequence[str] | None = None,
     conversation: Conversation | None = None,
-    **sampling: Any,
+    **history: Unpack[History],
 ) -> Iterator[Event]:
     """Generate text and yield it as it becomes certain, an event a round.
 
@@ -56,7 +59,7 @@ def stream_generate(
             decoding.
         prompt: text, token ids, or chat messages (then the target's chat template is applied).
         max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
-        temperature, top_p, top_k, min_p, seed, and any other setting of `Sampling` (penalties,
+        temperature, top_p, top_k, min_p, seed, and the other settings of `Sampling` (penalties,
             logit bias, processors): how tokens are chosen. A seed's text is the same with and
             without a drafter, and whatever the block size.
         block_size: rows verified per round, the anchor included; None is the drafter's own, or
@@ -80,7 +83,7 @@ def stream_generate(
         ProposalError: later, when the drafter's proposal is not a draft from the anchor.
     """
     settings = Sampling.of(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **sampling
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **history
     )
     if not is_whole(max_tokens, 0, sys.maxsize):
         raise SettingsError(
@@ -115,18 +118,28 @@ def stream_generate(
     return events
 
 
-def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any) -> Result:
-    """Generate to the end; the arguments and errors are those of `stream_generate`."""
-    text: list[str] = []
-    tokens: list[int] = []
-    finish_reason: FinishReason = "length"
-    stats = Stats()
-    for event in stream_generate(target, drafter, prompt, **settings):
-        text.append(event.text)
-        tokens += event.tokens
-        finish_reason = event.finish_reason or finish_reason
-        stats = event.stats
-    return Result("".join(text), tokens, finish_reason, stats)
+def _to_the_end(stream: Callable[Settings, Iterator[Event]]) -> Callable[Settings, Result]:
+    """A function with the parameters of `stream` that gathers its events in a result."""
+
+    def generate(*given: Settings.args, **settings: Settings.kwargs) -> Result:
+        """Generate to the end; the arguments and errors are those of `stream_generate`."""
+        text: list[str] = []
+        tokens: list[int] = []
+        finish_reason: FinishReason = "length"
+        stats = Stats()
+        for event in stream(*given, **settings):
+            text.append(event.text)
+            tokens += event.tokens
+            finish_reason = event.finish_reason or finish_reason
+            stats = event.stats
+        return Result("".join(text), tokens, finish_reason, stats)
+
+    # What completion and help() show: the parameters are declared in one place.
+    vars(generate)["__signature__"] = signature(stream).replace(return_annotation="Result")
+    return generate
+
+
+generate = _to_the_end(stream_generate)
 
 
 def _decode(request: Request) -> Generator[Event, None, None]:

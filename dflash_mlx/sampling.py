@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
@@ -57,6 +57,19 @@ class Choices(NamedTuple):
 
 _NO_CHOICE = -1
 MOST_F32 = 3e38  # what f32 holds, a little less
+
+
+class History(TypedDict, total=False):
+    """The settings of `Sampling` that mind what the text is so far, and the biases; see there."""
+
+    logit_bias: Mapping[int, float] | None
+    repetition_penalty: float
+    repetition_context_size: int
+    presence_penalty: float
+    presence_context_size: int
+    frequency_penalty: float
+    frequency_context_size: int
+    logits_processors: Sequence[LogitsProcessor]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Run the program in a terminal and keep what it shows, in colour, as an SVG.
 
-    python scripts/record_session.py docs/session.svg generate "What is 47 plus 38?"
+    python scripts/record_session.py docs/session.svg generate --compare "What is 47 plus 38?"
 
 What is drawn is the screen at the end of a real run, nothing is typed over it. Needs pyte.
 """

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dflash_mlx.loop import generate
 
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
 COMMANDS = ["generate", "chat", "bench", "tune", "report", "roofline", "models", "doctor"]
+COMMANDS += ["pull", "list", "rm"]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 QUESTION = "what is 37 + 48?"
 
@@ -87,7 +89,21 @@ def test_help_and_models_do_without_mlx():
 def test_version():
     import dflash_mlx
 
-    assert in_process("--version").output == f"dflash-mlx {dflash_mlx.__version__}\n"
+    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    shown = f"dflash-mlx {dflash_mlx.__version__} ({libraries})\n"
+    assert in_process("--version").output == shown
+    command = [sys.executable, "-m", "dflash_mlx", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout == shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_names(shell):
+    words = "dflash-mlx generate --model Qwen/Qwen3-8"
+    asked = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}[shell]
+    environment = {"_DFLASH_MLX_COMPLETE": asked, "COMP_WORDS": words, "COMP_CWORD": "3"}
+    environment |= {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = run(env=os.environ | environment)
+    assert "Qwen/Qwen3-8B" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -167,7 +183,7 @@ def test_inspecting_a_drafter(pair):
 
 
 def test_generate(pair, answer):
-    done = run("generate", QUESTION, "-n", "24", *pair)
+    done = run("generate", QUESTION, "-n", "24", "--compare", *pair)
     assert done.returncode == 0 and done.stdout == answer + "\n" * (not answer.endswith("\n"))
     assert "identical to plain decoding: yes" in done.stderr and "tokens per round" in done.stderr
     assert re.search(r"plain .* tok/s", done.stderr) and re.search(r"DFlash .*x", done.stderr)
@@ -175,7 +191,7 @@ def test_generate(pair, answer):
 
 
 def test_generate_json(pair, answer):
-    done = run("generate", "-n", "24", "--json", *pair, stdin=QUESTION)
+    done = run("generate", "-n", "24", "--json", "--compare", *pair, stdin=QUESTION)
     content = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1 and not done.stderr
     assert content["text"] == answer and content["output_tokens"] == len(content["tokens"]) == 24
@@ -206,7 +222,7 @@ def test_generate_plainly_raw_and_stopped(pair):
 
 @linux
 def test_the_stock_blas_can_be_kept(pair):
-    options = ["-n", "8", "-b", "5", "--json", "--no-compare", "--stock-blas"]
+    options = ["-n", "8", "-b", "5", "--json", "--stock-blas"]
     content = json.loads(run("generate", QUESTION, *options, *pair).stdout)
     assert (content["blas"], content["block_size"]) == ("stock", 5)
 
@@ -312,6 +328,6 @@ def test_bench_names_a_bad_line(pair, tmp_path):
 
 @embedded
 def test_the_embedded_pair_answers():
-    content = json.loads(run("generate", "What is 47 plus 38?", "--json").stdout)
+    content = json.loads(run("generate", "What is 47 plus 38?", "--json", "--compare").stdout)
     assert "85" in content["text"] and content["finish_reason"] == "stop"
     assert content["identical"] is True and content["tokens_per_round"] > 3

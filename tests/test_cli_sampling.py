@@ -15,19 +15,23 @@ def test_a_seed_is_the_librarys_own_text(pair):
     messages = [{"role": "user", "content": QUESTION}]
     settings = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "max_tokens": 16}
     expected = generate(tinymodels.target(), None, messages, **settings)
-    content = json.loads(run("generate", QUESTION, "-n", "16", "--json", *SAMPLED, *pair).stdout)
+    content = json.loads(
+        run("generate", QUESTION, "-n", "16", "--json", "--compare", *SAMPLED, *pair).stdout
+    )
     assert (content["tokens"], content["seed"]) == (expected.tokens, 7)
     assert content["identical"] is True
 
 
 def test_without_a_seed_one_is_drawn_and_told(pair):
-    done = run("generate", QUESTION, "-n", "4", "-t", "1.0", "--json", "--verbose", *pair)
+    done = run(
+        "generate", QUESTION, "-n", "4", "-t", "1.0", "--json", "--compare", "--verbose", *pair
+    )
     content = json.loads(done.stdout)
     assert content["identical"] is True and f"seed: {content['seed']}" in done.stderr
 
 
 def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
-    options = ["-n", "16", "--json", "--no-compare", "--verbose", *pair]
+    options = ["-n", "16", "--json", "--verbose", *pair]
     chosen = run("generate", QUESTION, *options)
     blocks = run("generate", QUESTION, *options, "--no-policy")
     pinned = run("generate", QUESTION, *options, "--block-size", "16")

@@ -57,7 +57,7 @@ def expected(loaded: Pair, prompt=None, **settings):
 def test_a_file_is_asked_and_a_file_is_written(pair, tmp_path):
     question, answer = tmp_path / "question.txt", tmp_path / "answer.json"
     question.write_text(QUESTION, encoding="utf-8")
-    options = ["-n", "8", "--no-compare", "--json", "--stats", "--system", "be brief", *pair]
+    options = ["-n", "8", "--json", "--stats", "--system", "be brief", *pair]
     done = run("generate", "--file", question, "--output", answer, *options)
     assert done.returncode == 0 and not done.stdout, done.stderr
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
@@ -67,21 +67,22 @@ def test_a_file_is_asked_and_a_file_is_written(pair, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["answer.json", "question.txt"]
 
 
-@pytest.mark.parametrize("source", ["argument", "file", "stdin", "dash"])
+@pytest.mark.parametrize("source", ["argument", "file", "stdin", "dash", "file dash"])
 def test_every_source_of_a_prompt_is_the_same(source, loaded, tmp_path):
     file = tmp_path / "question.txt"
     file.write_text(QUESTION)
-    arguments = {"argument": [QUESTION], "file": ["-f", file], "stdin": [], "dash": ["-"]}[source]
-    stdin = QUESTION if source in ("stdin", "dash") else ""
-    done = invoke(*arguments, "-n", "12", "--no-compare", stdin=stdin)
+    arguments = {"argument": [QUESTION], "file": ["-f", file], "dash": ["-"]}
+    arguments |= {"stdin": [], "file dash": ["--file", "-"]}
+    stdin = "" if source in ("argument", "file") else QUESTION
+    done = invoke(*arguments[source], "-n", "12", stdin=stdin)
     assert done.exit_code == 0 and done.stdout.removesuffix("\n") == expected(loaded).text
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["hi", "--file", "x"],
-        ["-", "--file", "x"],
+        ["-", "--file", "-"],
+        ["hi", "--json", "--json-lines"],
         ["hi", "--system", "x", "--no-chat-template"],
     ],
 )
@@ -129,7 +130,7 @@ def scripted(monkeypatch) -> dict[str, object]:
 
 
 def test_the_counters_as_lines(scripted):
-    asked = (QUESTION, "-n", "12", "--no-compare")
+    asked = (QUESTION, "-n", "12")
     lines = invoke(*asked, "--stats").stderr.splitlines()
     shown = {line[:18].strip(): line[18:] for line in lines if line[:1].isalpha()}
     counts = {name: shown.pop(name) for name in [*shown][:7]}
@@ -147,7 +148,7 @@ def test_the_counters_as_lines(scripted):
 
 
 def test_the_counters_in_json(scripted):
-    asked = (QUESTION, "-n", "12", "--no-compare", "--json")
+    asked = (QUESTION, "-n", "12", "--json")
     done = invoke(*asked, "--stats")
     counted = json.loads(done.stdout)["stats"]
     assert not done.stderr and {name: counted.pop(name) for name in scripted} == scripted
@@ -160,7 +161,7 @@ def test_an_answer_in_a_file(loaded, tmp_path):
     answer = tmp_path / "answer.txt"
     answer.write_text("before")
     answer.chmod(0o600)
-    done = invoke(QUESTION, "-n", "12", "--output", answer)
+    done = invoke(QUESTION, "-n", "12", "--compare", "--output", answer)
     assert done.exit_code == 0 and not done.stdout and "identical" in done.stderr
     assert answer.read_text().removesuffix("\n") == expected(loaded).text
     assert os.listdir(tmp_path) == ["answer.txt"]
@@ -191,7 +192,7 @@ def test_a_disk_full_at_the_end_leaves_what_was_there(there, loaded, tmp_path, m
         raise FULL
 
     monkeypatch.setattr(os, "fsync", fsync)
-    done = invoke(QUESTION, "-n", "2", "--no-compare", "--output", answer)
+    done = invoke(QUESTION, "-n", "2", "--output", answer)
     assert done.exit_code == 1 and not done.stdout
     assert done.stderr.startswith(f"error: {answer}: the disk is full, nothing was written;")
     assert done.stderr.count("\n") == 1

@@ -17,7 +17,6 @@ LEVELS = [
     {"errors"},
     {
         "distributions",
-        "events",
         "hindsight",
         "machine",
         "metal",
@@ -26,7 +25,7 @@ LEVELS = [
         "threads",
         "tiny",
     },
-    {"foreign", "kernels"},
+    {"events", "foreign", "kernels"},
     {"proposal"},
     {"accept", "sampling"},
     {"target"},
@@ -38,6 +37,7 @@ LEVELS = [
     {"bench", "train"},
     {"tiny.recipe"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 

@@ -356,7 +356,7 @@ def test_a_broken_tokenizer(content, folder):
 
 def test_a_drafter_without_config(drafter):
     (drafter / "config.json").unlink()
-    assert "config.json" in message_of(ConfigError, load_drafter, drafter)
+    assert "config.json" in message_of(ModelNotFoundError, load_drafter, drafter)
 
 
 def test_a_drafter_of_a_later_version(drafter):

@@ -1,6 +1,7 @@
 """What is installed is what is on disk: editable and wheel, with and without MLX."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import dflash_mlx
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = {  # in the repository: in an installation
+FOLDERS = {  # in the repository: in an installation; dflash_mlx has links to the other two
     "dflash_mlx": Path("dflash_mlx"),
     "cli": Path("dflash_mlx/cli"),
     "metal": Path("dflash_mlx/metal"),
@@ -40,7 +41,10 @@ def wheel(tmp_path_factory) -> Path:
     source.mkdir()
     for name in ("LICENSE", "README.md", "pyproject.toml"):
         (source / name).write_bytes((ROOT / name).read_bytes())
-    for name in FOLDERS:
+    for name, inside in FOLDERS.items():
+        if str(inside) != name:
+            (source / inside).parent.mkdir(exist_ok=True)
+            (source / inside).symlink_to(os.readlink(ROOT / inside))
         for path in files_of(name):
             copy = source / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -123,6 +127,24 @@ def test_the_wheel_generates_outside_the_repository(installed, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["text"] and 1 <= len(result["tokens"]) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("install", ["editable", "wheel"])
+def test_type_checkers_find_the_package(install, request, tmp_path_factory):
+    """What they know of our functions: a good program passes, every typo in another is found."""
+    python = sys.executable
+    if install == "wheel":
+        python = str(request.getfixturevalue("installed") / "python")
+    programs = ROOT / "tests" / "data" / "types"
+    cache = str(tmp_path_factory.getbasetemp() / "mypy")
+    command = (sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", cache)
+    done = run(*command, "--python-executable", python, "good.py", "bad.py", cwd=programs)
+    found = re.findall(r"^(\S+):(\d+): error:", done.stdout, re.MULTILINE)
+    lines = (programs / "bad.py").read_text().splitlines()
+    calls = [number for number, line in enumerate(lines, 1) if "generate(" in line]
+    assert len(calls) == 5
+    assert found == [("bad.py", str(line)) for line in calls], done.stdout
 
 
 def test_without_mlx_the_package_imports_and_says_what_to_install(tmp_path):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import tinymodels
 
 import dflash_mlx as dm
 
@@ -53,6 +54,37 @@ def test_settings_have_the_names_of_the_design():
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     assert positional == ["name", "draft", "target_bits", "draft_bits"]
+
+
+def test_the_settings_of_generate_are_those_of_the_stream():
+    """Nothing is declared twice without a check that both say the same."""
+    from dflash_mlx.sampling import History, Sampling
+
+    stream, whole = (inspect.signature(f).parameters for f in (dm.stream_generate, dm.generate))
+    assert stream == whole
+    fields = Sampling.__dataclass_fields__
+    named = {name: stream[name] for name in fields if name in stream}
+    history = {name: hint.__forward_arg__ for name, hint in History.__annotations__.items()}
+    assert named.keys() | history.keys() == fields.keys() and not named.keys() & history.keys()
+    assert history == {name: fields[name].type for name in history}
+    assert {n: (p.annotation, p.default) for n, p in named.items()} == {
+        n: (fields[n].type, fields[n].default) for n in named
+    }
+
+
+def test_what_there_is_no_setting_for_is_refused():
+    with pytest.raises(dm.DFlashError, match="no setting 'max_token'"):
+        dm.generate(tinymodels.target(), None, "hi", max_token=3)
+
+
+def test_a_repr_is_a_line():
+    """In a notebook the last line of a cell is shown: no page of layers, no list of every round."""
+    target, drafter = tinymodels.target(), tinymodels.random_drafter()
+    result = dm.generate(target, drafter, "x" * 500, max_tokens=200)
+    for shown in map(repr, (target, drafter, result, result.stats)):
+        assert "\n" not in shown and len(shown) < 250, shown
+    assert repr(target).startswith("Target(") and "rounds=" in repr(result)
+    assert repr(drafter).startswith("DFlash(")
 
 
 def test_every_error_is_one_of_ours():

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import jsonschema
@@ -15,8 +16,10 @@ import pytest
 import tinymodels
 from typer.testing import CliRunner
 
+from dflash_mlx.bench.plots import caption
 from dflash_mlx.bench.report import as_markdown, not_alike, read_run, results_folder
 from dflash_mlx.cli.app import app
+from dflash_mlx.cli.bench_comparison import show
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import DataError, OutputError
 from dflash_mlx.machine.blas import BlasInfo
@@ -194,10 +197,31 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-def test_without_matplotlib_nothing_is_measured(tiny, tmp_path, monkeypatch):
+def test_without_matplotlib_there_are_no_plots(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    said = one_line_error(program("bench", "--out", tmp_path / "run"))
-    assert 'pip install -e ".[bench]"' in said and not (tmp_path / "run").exists()
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "what is 37 + 48?"}')
+    options = ("--prompts", prompts, "-n", "4", "--repeats", "1", "--out", tmp_path / "run")
+    done = program("bench", *options)
+    assert done.exit_code == 0 and 'pip install -e ".[bench]"' in done.stderr
+    assert sorted(os.listdir(tmp_path / "run")) == [name for name in FILES if name not in PLOTS]
+    assert ".png" not in (tmp_path / "run" / "bench.md").read_text()
+
+
+def test_plots_say_what_was_measured(folder):
+    said = caption(json.loads((folder / "bench.json").read_text()))
+    for part in ("2 prompts x 2 runs", "block size 16", f"dflash-mlx {version('dflash-mlx')}"):
+        assert part in said, said
+
+
+@pytest.mark.parametrize("overhead, busy", [(-0.5, True), (0.5, False)])
+def test_an_overhead_below_nothing_is_blamed_on_the_machine(overhead, busy, folder, capsys):
+    content = json.loads((folder / "bench.json").read_text())
+    content["overall"]["overhead_ms_per_round"] = overhead
+    show(content)
+    said = capsys.readouterr().err
+    assert ("the machine was busy" in said) == busy
+    assert ("forwards: 0.50 ms" in said) != busy
 
 
 @pytest.mark.parametrize("there", [False, True])

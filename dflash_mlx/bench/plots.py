@@ -84,11 +84,21 @@ def _figure(content: Mapping[str, Any], title: str, width: float = 8) -> tuple[F
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(caption(content), fontsize=8, color="#555555", x=0.99, ha="right")
+    return figure, axes
+
+
+def caption(content: Mapping[str, Any]) -> str:
+    """What a picture must say to be read alone: model, block size, how much was run, and where."""
     machine = content["machine"]
     known = [machine[key] for key in ("chip", "device", "blas", "system") if key in machine]
-    note = f"{content['model']} · {', '.join(known)}"
-    figure.supxlabel(note, fontsize=8, color="#555555", x=0.99, ha="right")
-    return figure, axes
+    parts = [content["model"]]
+    if content.get("block_size"):
+        parts.append(f"block size {content['block_size']}")
+    if "overall" in content:
+        parts.append(f"{content['overall']['prompts']} prompts x {content['repeats']} runs")
+    parts += [", ".join(known), f"dflash-mlx {machine.get('dflash-mlx', 'unknown')}"]
+    return " · ".join(parts)
 
 
 def _png(figure: Figure) -> bytes:

@@ -187,6 +187,15 @@ class DFlash(nn.Module):
             # What is added to the number of a token among those that can be drafted.
             self.d2t = mx.zeros((config.draft_vocab_size,), mx.int64)
 
+    def __repr__(self) -> str:
+        """A line instead of MLX's tree of every layer."""
+        config = self.config
+        return (
+            f"{type(self).__name__}(num_hidden_layers={config.num_hidden_layers}, "
+            f"hidden_size={config.hidden_size}, block_size={config.block_size}, "
+            f"target_layer_ids={config.target_layer_ids})"
+        )
+
     @property
     def block_size(self) -> int:
         """The most rows of a draft, the anchor included."""

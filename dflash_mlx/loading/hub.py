@@ -38,6 +38,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
+from .names import meant
 from .registry import Pair, pairs
 from .weights import GB, check_safetensors
 
@@ -151,6 +152,37 @@ class Hub:
         sizes = {name: self.downloaded(name) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
 
+    def remote_bytes(self, name: str, wanted: Sequence[str] = WANTED) -> int:
+        """Bytes of a repository's files that `fetch` would bring. Raises as `fetch`."""
+        try:
+            sizes = self._sizes(name)[0]
+        except FAILURES as error:
+            raise self._explain(name, error) from error
+        return sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=list(wanted)))
+
+    def remove(self, name: str) -> int:
+        """Delete a repository's copy, whole or not; the bytes that are free again.
+
+        Raises `ModelNotFoundError` without one.
+        """
+        try:
+            cache = scan_cache_dir(self.cache)
+        except CacheNotFound as error:
+            raise ModelNotFoundError(f"{name} is not downloaded: nothing is.") from error
+        copies = [repo for repo in cache.repos if repo.repo_id == name]
+        revisions = [one.commit_hash for repo in copies for one in repo.revisions]
+        if not revisions:
+            there = ", ".join(sorted(repo.repo_id for repo in cache.repos)) or "nothing"
+            raise ModelNotFoundError(f"{name} is not downloaded; what is: {there}.")
+        strategy = cache.delete_revisions(*revisions)
+        strategy.execute()
+        return strategy.expected_freed_size
+
+    def _sizes(self, name: str) -> tuple[dict[str, int], str | None]:
+        """Bytes by file of a repository, and its newest revision, as the hub says."""
+        listed = HfApi(endpoint=self.endpoint).model_info(name, files_metadata=True, timeout=10)
+        return {file.rfilename: file.size or 0 for file in listed.siblings or []}, listed.sha
+
     def _snapshot(self, name: str, offline: bool, wanted: Sequence[str] = WANTED) -> Path:
         return Path(
             snapshot_download(
@@ -165,16 +197,15 @@ class Hub:
     def _check_room(self, name: str) -> None:
         """Raise `DownloadError` when what is missing of a repository cannot fit on the disk."""
         try:
-            listed = HfApi(endpoint=self.endpoint).model_info(name, files_metadata=True, timeout=10)
+            sizes, revision = self._sizes(name)
         except RepositoryNotFoundError:
             raise
         except FAILURES:
             return  # no network, or a hub in trouble: a downloaded copy may do
-        sizes = {file.rfilename: file.size or 0 for file in listed.siblings or []}
         missing = [
             file
             for file in filter_repo_objects(sizes, allow_patterns=WANTED)
-            if not isinstance(try_to_load_from_cache(name, file, self.cache, listed.sha), str)
+            if not isinstance(try_to_load_from_cache(name, file, self.cache, revision), str)
         ]
         needed = sum(sizes[file] for file in missing)
         folder = self.folder
@@ -196,12 +227,13 @@ class Hub:
         if isinstance(error, RepositoryNotFoundError):
             return ModelNotFoundError(
                 f"{name}: {hub} has no such repository, or it is private and needs 'hf auth login'."
+                + meant(name)
             )
         if isinstance(error, HFValidationError):
             return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
         if isinstance(error, LocalEntryNotFoundError):
             where = "and offline mode is on" if self.offline else f"and {hub} cannot be reached"
-            return DownloadError(f"{name} is not downloaded, or not wholly, {where}.")
+            return DownloadError(f"{name} is not downloaded, or not wholly, {where}.{meant(name)}")
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")

@@ -20,14 +20,13 @@ from ..drafter.beside import Beside
 from ..drafter.lookup import Lookup
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
-from ..errors import ConfigError, KernelError, ModelNotFoundError, SettingsError, WeightsError
+from ..errors import ConfigError, KernelError, SettingsError, WeightsError
 from ..foreign import Foreign
 from ..kernels.calibration import choices, read_timings
 from ..kernels.modules import Kernels, Wiring, will_be_exact, wire
 from ..kernels.selfcheck import Check, faults
 from ..kernels.source import KernelFactory
 from ..machine.chips import find_chip
-from ..reading import shown
 from ..target import Target
 from ..target.attention import attends_exactly
 from ..target.selfcheck import check_rows, model_checks, weight_checks
@@ -35,6 +34,7 @@ from ..threads import evaluate
 from .checkpoint import read_target, read_tokenizer
 from .drafter_checkpoint import drop_copies, read_drafter
 from .hub import Hub
+from .names import check_name
 from .quantization import Quantization
 from .registry import EMBEDDED, LOOKUP, NONE, WITH_LOOKUP, no_drafter, pair_of, refusal
 from .soundness import check_finite, check_runs, check_types
@@ -83,7 +83,7 @@ def load(
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError, UnsupportedCacheError.
     """
-    _check_name(name)  # a mistyped name is not a target without a drafter
+    check_name(name)  # a mistyped name is not a target without a drafter
     ours = _kernels(exact, kernels)
     draft, beside = _drafting(name, draft)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
@@ -341,27 +341,10 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     embedded = _EMBEDDED_FOLDERS.get((name, part))
     if embedded is not None:
         return Path(str(files("dflash_mlx.tiny"))) / embedded
-    _check_name(name)
+    check_name(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if part == "drafter" and (why := refusal(name)) is not None:
         raise ConfigError(f"{name} is known not to load: {why}.")
     return hub.fetch(name)
-
-
-def _check_name(name: str) -> None:
-    """Raise `ModelNotFoundError` unless it is "tiny", a folder, or may be a hub repository."""
-    if not isinstance(name, str):
-        raise SettingsError(f"A model is named by text, a path too, not by {shown(name)}.")
-    with Foreign(ModelNotFoundError, f"No model {shown(name)}"):  # too long, a home of nobody
-        folder = Path(name).expanduser()
-        is_folder, exists = folder.is_dir(), folder.exists()
-    if name == EMBEDDED or (is_folder and name):
-        return
-    if exists and name:
-        raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelNotFoundError(
-            f"No model {name!r}: give a folder, a hub repository (owner/name), or {EMBEDDED!r}."
-        )

@@ -83,6 +83,13 @@ class Target:
             check_exact(layers, caches)
         evaluate(model)
 
+    def __repr__(self) -> str:
+        """A line: the name and the shape; MLX's own of `model` has every layer."""
+        return (
+            f"Target({self.name!r}, num_layers={self.num_layers}, "
+            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size})"
+        )
+
     @property
     def supports_trees(self) -> bool:
         """Whether draft trees can be verified; chains always can."""

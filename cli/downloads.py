@@ -1,0 +1,82 @@
+"""`dflash-mlx pull`, `list` and `rm`: the models on this disk."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from dflash_mlx.loading.fits import fits, fits_here, looks_quantized
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.names import check_name
+from dflash_mlx.loading.registry import pair_of
+
+from . import options
+from .screen import note, print_json, stdout
+
+GB = 1e9
+Name = Annotated[
+    str,
+    typer.Argument(
+        help="A Hugging Face repository (owner/name).", autocompletion=options.names_beginning
+    ),
+]
+NoDrafter = Annotated[
+    bool, options.flag("--no-draft", options.MODEL, "Leave the model's drafter where it is.")
+]
+
+
+def pull(*, name: Name, no_draft: NoDrafter = False) -> None:
+    """Download a model and the drafter that is known for it."""
+    check_name(name)
+    if "/" not in name:
+        raise typer.BadParameter(f"{name} is in the package already", param_hint="NAME")
+    pair, hub = pair_of(name), Hub()
+    note(f"{name}: {sized(hub.remote_bytes(name))}, {fits_here(*_weights(name, hub))}")
+    names = [name]
+    if pair is not None and not no_draft:
+        names.append(pair.drafter)
+        note(f"{pair.drafter}: {sized(hub.remote_bytes(pair.drafter))}, its drafter")
+    elif not no_draft:
+        note(f"{name} has no known drafter: name one with --draft.")
+    for one in names:
+        print(f"{one}  {hub.fetch(one)}", flush=True)
+
+
+def list_(*, json: options.Json = False) -> None:
+    """List the models that are downloaded, with their sizes."""
+    copies = Hub().copies()
+    rows = [
+        {"name": name, "bytes": size, "fits": fits(size, looks_quantized(name))}
+        for name, size in copies.items()
+    ]
+    if json:
+        print_json({"models": rows})
+        return
+    if not rows:
+        note("Nothing is downloaded: dflash-mlx pull NAME does that, and 'tiny' needs no download.")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("name", overflow="fold")
+    for title in ("size", "fits"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(str(row["name"]), sized(copies[str(row["name"])]), str(row["fits"]))
+    stdout().print(table)
+
+
+def rm(*, name: Name) -> None:
+    """Delete a downloaded model from this disk."""
+    freed = Hub().remove(name)
+    note(f"{name}: {sized(freed)} are free again.")
+
+
+def sized(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / GB:.1f} GB"
+
+
+def _weights(name: str, hub: Hub) -> tuple[float, bool]:
+    """Bytes of a model's weights on the hub, and whether they are quantized."""
+    return hub.remote_bytes(name, ["*.safetensors"]), looks_quantized(name)

@@ -1,0 +1,125 @@
+"""Type README's commands, one after the other, into a shell that has nothing but a clone.
+
+    python scripts/check_readme.py [--list]
+
+Every line of README's code blocks that is a command, and every Python block, is typed in the order
+of the page; the first that fails ends it. What needs the hub, an address to be filled in, or hours
+is listed and left out. The clone is a copy in a temporary folder, without .venv; the home is one,
+too, so no measurement or download of yours is used. Only the package index is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = re.compile(r"(\.|make|pip|uv|echo|cat|dflash-mlx|python3?) ")
+HUB = re.compile(r"--(model|draft)[ =][\w.-]+/")
+LEFT_OUT = {
+    "needs the hub": HUB,
+    "has an address to be filled in": re.compile(r"git\+https://<"),
+    "has a step of its own in CI": re.compile(r"make test\b"),
+}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """What somebody would type: a line of shell, or a Python program."""
+
+    text: str
+    python: bool = False
+
+    @property
+    def left_out(self) -> str | None:
+        """Why it is not run; None if it is."""
+        return next((why for why, sign in LEFT_OUT.items() if sign.search(self.text)), None)
+
+    @property
+    def shell(self) -> str:
+        """It as a shell reads it."""
+        return f"python - <<'PROGRAM'\n{self.text}PROGRAM" if self.python else self.text
+
+
+def commands(page: str) -> list[Command]:
+    """The commands of a page, in its order. Output and diagrams begin with no program's name."""
+    found = []
+    fences = {match.start(): match for match in FENCE.finditer(page)}
+    place, end = 0, 0
+    for line in page.splitlines(keepends=True):
+        fence, start = fences.get(place), place
+        place += len(line)
+        if fence is not None:
+            end = fence.end()
+            if fence[1] == "python":
+                found.append(Command(fence[2], python=True))
+        text = line.strip().removeprefix("$ ")
+        in_block = line.startswith("    ") or start < end
+        if in_block and PROGRAMS.match(text) and not (start < end and fences_python(fences, start)):
+            found.append(Command(text))
+    return found
+
+
+def fences_python(fences: dict[int, re.Match[str]], place: int) -> bool:
+    """Whether a place is inside a block of Python."""
+    return any(m.start() <= place < m.end() and m[1] == "python" for m in fences.values())
+
+
+def type_in(typed: list[Command], folder: Path) -> int:
+    """Type commands into one shell in a folder; its exit status."""
+    lines = ["set -e"]
+    for command in typed:
+        lines += [f"printf '%s\\n' {_quoted('$ ' + command.text.rstrip())}", command.shell]
+    path = os.pathsep.join(
+        part for part in os.environ["PATH"].split(os.pathsep) if not _is_environment(Path(part))
+    )
+    kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
+    with tempfile.TemporaryDirectory() as home:
+        environment = kept | {"PATH": path, "HOME": home, "LANG": "C.UTF-8"}
+        shell = ["bash", "-c", "\n".join(lines)]
+        done = subprocess.run(shell, cwd=folder, env=environment, stdin=subprocess.DEVNULL)
+    return done.returncode
+
+
+def _is_environment(folder: Path) -> bool:
+    return (folder.parent / "pyvenv.cfg").exists()
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def clone(folder: Path) -> None:
+    """A copy of the files that git knows of."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="list the commands, run none")
+    wanted = parser.parse_args()
+    every = commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    for command in every:
+        first = command.text.splitlines()[0]
+        if command.left_out or wanted.list:
+            print(f"{command.left_out or 'is run'}: {first}", flush=True)
+    if wanted.list:
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        clone(Path(folder))
+        return type_in([command for command in every if not command.left_out], Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""`pull`, `list` and `rm`, with a server on the loopback; and whether a model fits."""
+
+import json
+
+import pytest
+from hubserver import HubServer
+from tinymodels import save_drafter, save_target
+from typer.testing import CliRunner
+
+from dflash_mlx.cli import downloads
+from dflash_mlx.cli.app import app
+from dflash_mlx.loading.fits import fits, looks_quantized
+from dflash_mlx.loading.hub import Hub
+
+TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
+GB = 10**9
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A hub with a pair, which the commands use, and an empty cache."""
+    hub = HubServer()
+    hub.repositories[TARGET] = save_target(tmp_path / "target")
+    hub.repositories[DRAFTER] = save_drafter(tmp_path / "drafter")
+    with hub.running():
+        monkeypatch.setattr(downloads, "Hub", lambda: Hub(hub.url, tmp_path / "cache"))
+        yield hub
+
+
+def program(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), prog_name="dflash-mlx")
+
+
+def downloaded() -> list[str]:
+    return [row["name"] for row in json.loads(program("list", "--json").stdout)["models"]]
+
+
+def test_a_pair_comes_and_goes(server):
+    assert downloaded() == [] and "Nothing is downloaded" in program("list").stderr
+    server.sizes["model.safetensors"] = 2 * 10**15  # more than any disk or memory has
+    refused = program("pull", TARGET)
+    assert refused.exit_code == 1 and not server.fetched()
+    assert "2000000.0 GB" in refused.stderr and ": no" in refused.stderr.splitlines()[0]
+    server.sizes.clear()
+    pulled = program("pull", TARGET)
+    assert pulled.exit_code == 0, pulled.stderr
+    assert [line.split()[0] for line in pulled.stdout.splitlines()] == [TARGET, DRAFTER]
+    assert ": yes" in pulled.stderr and downloaded() == [TARGET, DRAFTER]
+    listed = program("list").stdout.splitlines()
+    assert len(listed) == 3 and listed[1].split() == [TARGET, "0.0", "GB", "yes"]
+    removed = program("rm", TARGET)
+    assert removed.exit_code == 0 and downloaded() == [DRAFTER]
+    again = program("rm", TARGET)
+    assert (
+        again.exit_code == 1 and f"{TARGET} is not downloaded; what is: {DRAFTER}" in again.stderr
+    )
+
+
+def test_the_drafter_can_stay_where_it_is(server):
+    assert program("pull", TARGET, "--no-draft").exit_code == 0
+    assert downloaded() == [TARGET]
+
+
+def test_names_that_are_none(server):
+    assert "Did you mean tiny?" in program("pull", "tinny").stderr
+    assert program("pull", "tiny").exit_code == 2
+    missing = program("pull", "qwen/Qwen3-7B")
+    assert missing.exit_code == 1 and "Did you mean" in missing.stderr
+    assert "nothing is" in program("rm", TARGET).stderr
+
+
+@pytest.mark.parametrize(
+    "size, quantized, mac, said",
+    [
+        (16 * GB, False, True, "yes"),
+        (16 * GB, False, False, "with --target-bits 8"),  # in f32 it would have 32 GB
+        (40 * GB, False, True, "with --target-bits 8"),
+        (60 * GB, False, True, "with --target-bits 4"),
+        (60 * GB, True, True, "no"),
+        (20 * GB, True, False, "yes"),
+        (200 * GB, False, True, "no"),
+    ],
+)
+def test_what_fits_24_gigabytes(size, quantized, mac, said):
+    assert fits(size, quantized, limit=24 * GB, mac=mac) == said
+
+
+@pytest.mark.parametrize(
+    "name, quantized",
+    [
+        ("mlx-community/Qwen3-8B-4bit", True),
+        ("mlx-community/gpt-oss-20b-MXFP4-Q8", True),
+        ("Qwen/Qwen3-8B", False),
+        ("mlx-community/Qwen3-8B-bf16", False),
+    ],
+)
+def test_a_conversion_says_what_it_is(name, quantized):
+    assert looks_quantized(name) == quantized

@@ -1,0 +1,167 @@
+"""`generate` among other programs: what is piped in, what is streamed out, how often it decodes."""
+
+import json
+
+import pytest
+import tinymodels
+from typer.testing import CliRunner
+
+from dflash_mlx.cli import generate as command
+from dflash_mlx.cli.app import app
+from dflash_mlx.cli.generate_question import read_prompt
+from dflash_mlx.cli.pair import Pair
+from dflash_mlx.errors import PromptError
+from dflash_mlx.loading.load import load
+from dflash_mlx.loop import generate
+from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.widths import Policy
+
+SUMMARIZE = "summarize this"
+ASKED = (SUMMARIZE, "-n", "12")
+
+
+def invoke(*arguments, stdin: str | bytes = ""):
+    """`generate` in this process."""
+    given = ["generate", *map(str, arguments)]
+    return CliRunner().invoke(app, given, input=stdin, prog_name="dflash-mlx")
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> Pair:
+    """A pair that `generate` finds loaded."""
+    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), 4, BlasInfo("openblas", None, ""))
+    monkeypatch.setattr(command, "open_pair", lambda *_: pair)
+    return pair
+
+
+def answer_to(loaded: Pair, text: str) -> str:
+    """What plain decoding says."""
+    return generate(loaded.target, None, [{"role": "user", "content": text}], max_tokens=12).text
+
+
+@pytest.mark.parametrize(
+    "arguments, stdin, wanted",
+    [
+        ([SUMMARIZE], "the notes\n", f"{SUMMARIZE}\n\nthe notes"),
+        (["-f", "FILE"], "the notes\n", "of a file\n\nthe notes"),
+        ([SUMMARIZE, "-f", "FILE"], "the notes", f"{SUMMARIZE}\n\nof a file\n\nthe notes"),
+        ([SUMMARIZE, "-f", "-"], "the notes", f"{SUMMARIZE}\n\nthe notes"),
+        (["-", "-f", "FILE"], "the notes", "the notes\n\nof a file"),
+        ([SUMMARIZE], " \n", SUMMARIZE),
+    ],
+)
+def test_what_is_piped_in_belongs_to_the_prompt(arguments, stdin, wanted, loaded, tmp_path):
+    file = tmp_path / "file.txt"
+    file.write_text("of a file\n")
+    given = [str(file) if one == "FILE" else one for one in arguments]
+    done = invoke(*given, "-n", "12", stdin=stdin)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.removesuffix("\n") == answer_to(loaded, wanted)
+
+
+def test_bytes_beside_a_prompt_are_not_dropped_in_silence():
+    done = invoke(SUMMARIZE, stdin=b"\xff\xfe")
+    assert done.exit_code == 1 and "What is piped in is not text in UTF-8" in done.stderr
+
+
+def test_a_closed_stdin_is_no_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert read_prompt(SUMMARIZE, None) == SUMMARIZE
+    with pytest.raises(PromptError, match="empty"):
+        read_prompt("-", None)
+
+
+def test_a_terminal_is_not_waited_for(monkeypatch):
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert read_prompt(SUMMARIZE, None) == SUMMARIZE
+
+
+def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
+    runs = []
+    monkeypatch.setattr(command, "_compare", lambda comparison: runs.append(comparison.run_plain()))
+    once = invoke(*ASKED)
+    assert not runs and "identical" not in once.stderr
+    twice = invoke(*ASKED, "--compare")
+    assert len(runs) == 1 and "identical to plain decoding: yes" in twice.stderr
+    assert once.stdout == twice.stdout
+
+
+def test_the_speedup_by_measured_costs_is_marked(loaded, monkeypatch):
+    costs = Costs({64: {1: 0.25, 4: 0.25}}, {64: {1: 0.0, 4: 0.0}})  # 4 tokens a second, plainly
+    pair = Pair(loaded.target, loaded.drafter, None, loaded.blas, policy=Policy(costs, widest=4))
+    monkeypatch.setattr(command, "open_pair", lambda *_: pair)
+    [plain, drafted] = [line for line in invoke(*ASKED).stderr.splitlines() if "tok/s" in line]
+    assert "~plain" in plain and " 4 tok/s" in plain
+    assert "DFlash" in drafted and "x" in drafted.partition("tok/s ~")[2]
+    compared = invoke(*ASKED, "--compare").stderr
+    assert "~" not in compared and "identical" in compared
+
+
+def test_without_costs_no_speedup_is_claimed(loaded):
+    [speed] = [line for line in invoke(*ASKED).stderr.splitlines() if "tok/s" in line]
+    assert "DFlash" in speed and "~" not in speed
+
+
+def test_one_round_is_one(loaded):
+    assert "1 token in 1 round: 1.0 tokens per round" in invoke(SUMMARIZE, "-n", "1").stderr
+
+
+def test_standard_streams_by_name(loaded):
+    done = invoke(*ASKED, "-o", "-")
+    assert done.exit_code == 0 and done.stdout.removesuffix("\n") == answer_to(loaded, SUMMARIZE)
+
+
+def test_a_line_of_json_for_every_round(loaded, tmp_path):
+    done = invoke(*ASKED, "--json-lines", "--stats")
+    *rounds, end = map(json.loads, done.stdout.splitlines())
+    assert not done.stderr and {one["event"] for one in rounds} == {"round"}
+    assert end["event"] == "end" and len(rounds) == end["rounds"] == end["stats"]["rounds"]
+    assert "".join(one["text"] for one in rounds) == end["text"] == answer_to(loaded, SUMMARIZE)
+    assert [token for one in rounds for token in one["tokens"]] == end["tokens"]
+    file = tmp_path / "lines.jsonl"
+    assert not invoke(*ASKED, "--json-lines", "--output", file).stdout
+    *written, _ = map(json.loads, file.read_text().splitlines())
+    assert written == rounds
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["sum"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def test_an_answer_fits_a_schema(monkeypatch, tmp_path):
+    """Plain and drafted runs of one comparison are held to it by the same processor."""
+    pytest.importorskip("llguidance")
+    pair = Pair(*load("tiny"), 4, BlasInfo("openblas", None, ""))
+    monkeypatch.setattr(command, "open_pair", lambda *_: pair)
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA))
+    done = invoke("What is 12 plus 7?", "--json-schema", file, "--compare")
+    assert done.exit_code == 0 and "identical to plain decoding: yes" in done.stderr
+    assert 0 <= json.loads(done.stdout)["sum"] <= 99
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_schema_that_is_none(content, tmp_path):
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_text(content)
+    done = invoke(SUMMARIZE, "--json-schema", file)
+    assert done.exit_code == 1 and str(file) in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_schema_without_llguidance_is_known_before_a_model_is_loaded(tmp_path, monkeypatch):
+    file = tmp_path / "schema.json"
+    file.write_text("{}")
+    monkeypatch.setattr("dflash_mlx.cli.generate_question.find_spec", lambda _: None)
+    done = invoke(SUMMARIZE, "--json-schema", file, "--model", "no/such-model", "--offline")
+    assert done.exit_code == 1 and "[structured]" in done.stderr and "no/such" not in done.stderr

@@ -1,0 +1,70 @@
+"""Names of models: what is wrong with one, and what was meant."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_mlx.cli.app import app
+from dflash_mlx.errors import ConfigError, DownloadError, ModelNotFoundError
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.names import check_name, known_names, nearest
+
+
+@pytest.mark.parametrize(
+    "name, first",
+    [
+        ("tinny", "tiny"),
+        ("qwen3-8b", "Qwen/Qwen3-8B"),
+        ("Qwen3/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("meta/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("z-lab/Qwen3-8B-DFlash", "z-lab/Qwen3-8B-DFlash-b16"),
+    ],
+)
+def test_the_nearest_name_comes_first(name, first):
+    assert nearest(name)[0] == first
+
+
+def test_a_wrong_size_gives_the_right_ones():
+    assert {"Qwen/Qwen3-8B", "Qwen/Qwen3-4B"} <= set(nearest("Qwen/Qwen3-7B"))
+
+
+@pytest.mark.parametrize("name", ["", "zzz", "/", "some/thing-else-entirely"])
+def test_what_is_like_nothing_has_no_suggestion(name):
+    assert nearest(name) == []
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_a_known_name_is_not_its_own_suggestion(name):
+    assert name not in nearest(name)
+
+
+def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    with pytest.raises(ModelNotFoundError, match="there is no config.json in it"):
+        check_name(str(broken))
+    (broken / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        check_name(str(broken))
+    with pytest.raises(ModelNotFoundError, match="No model 'tinny'.*Did you mean tiny"):
+        check_name("tinny")
+    (broken / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    check_name(str(broken))
+
+
+@pytest.mark.parametrize("command", ["generate", "roofline"])
+@pytest.mark.parametrize(
+    "name, message",
+    [("qwen3-8b", "Did you mean Qwen/Qwen3-8B?"), ("/etc", "there is no config.json in it")],
+)
+def test_the_command_line_says_so(command, name, message):
+    asked = ["hi"] if command == "generate" else ["--chip", "M4 Max", "--acceptance", "4"]
+    done = CliRunner().invoke(app, [command, *asked, "--model", name])
+    assert done.exit_code == 1 and not done.stdout
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_wrong_owner_is_told_without_a_network_too(tmp_path):
+    with pytest.raises(DownloadError, match="Did you mean Qwen/Qwen3-8B"):
+        Hub(cache=tmp_path, offline=True).fetch("Qwen3/Qwen3-8B")

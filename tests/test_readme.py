@@ -1,0 +1,81 @@
+"""The script that types README's commands finds them, and fails where one of them does."""
+
+import re
+from pathlib import Path
+
+import check_readme
+import pytest
+import yaml
+from check_readme import Command, commands
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = """# A page
+
+Text with `make inline`, and a block:
+
+    make demo     # sets everything up
+    $ make demo
+    output of it
+
+```bash
+dflash-mlx doctor
+```
+
+```python
+import sys
+make = 1
+```
+
+    dflash-mlx generate "hi" --model Qwen/Qwen3-8B
+"""
+
+
+def test_what_is_a_command():
+    assert commands(PAGE) == [
+        Command("make demo     # sets everything up"),
+        Command("make demo"),
+        Command("dflash-mlx doctor"),
+        Command("import sys\nmake = 1\n", python=True),
+        Command('dflash-mlx generate "hi" --model Qwen/Qwen3-8B'),
+    ]
+    assert [bool(command.left_out) for command in commands(PAGE)] == [False] * 4 + [True]
+
+
+def test_no_command_of_the_readme_is_missed():
+    found = "\n".join(command.text for command in commands(README))
+    typed = re.findall(r"^    (?:\$ )?((?:make|pip|uv|\.|.*dflash-mlx) .*)$", README, re.MULTILINE)
+    assert len(typed) > 6 and all(line in found for line in typed)
+    assert README.count("```python") == sum(command.python for command in commands(README)) > 0
+
+
+def test_little_is_left_out():
+    run = [command.text for command in commands(README) if not command.left_out]
+    for start in ("make demo", ".", "dflash-mlx generate", "dflash-mlx bench", "import dflash_mlx"):
+        assert any(text.startswith(start) for text in run), start
+    assert len(run) > len(commands(README)) / 2
+
+
+@pytest.mark.parametrize(
+    "texts, status",
+    [
+        (["echo fine > made", "cat made"], 0),
+        (["echo 'it''s'", "cat nowhere", "echo never > made"], 1),
+        (["dflash-mlx --version"], 127),  # the environment that runs the tests is not seen
+    ],
+)
+def test_the_first_failure_ends_it(texts, status, tmp_path):
+    assert check_readme.type_in([Command(text) for text in texts], tmp_path) == status
+    assert (tmp_path / "made").exists() == (status == 0)
+
+
+def test_a_clone_has_what_git_has(tmp_path):
+    check_readme.clone(tmp_path)
+    assert (tmp_path / "dflash_mlx" / "cli").is_symlink() and (tmp_path / "cli/main.py").exists()
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_it_runs_in_ci():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/linux.yml").read_text())["jobs"]
+    steps = [step.get("run", "") for step in jobs["test"]["steps"]]
+    assert "python scripts/check_readme.py" in steps
