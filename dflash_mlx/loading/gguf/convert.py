@@ -21,15 +21,15 @@ import numpy as np
 
 from ...errors import OutputError, WeightsError
 from ...machine.folders import cache_folder
-from ..weights import check_safetensors
+from ..weights import check_memory, check_safetensors, machine_memory
 from . import tokenizer
 from .config import ARCHITECTURES, read_config
 from .header import Header, read_header
-from .weights import ROPE_DIVISORS, check_tensors, convert, quantization
+from .weights import ROPE_DIVISORS, check_tensors, convert, converted_bytes, quantization
 
 FORM = 1  # of what is written: a higher number makes every folder anew
 TENSORS_OF_A_FILE = 100
-SPARE = 1 << 20  # bytes, for the tokenizer and the config
+SPARE = 1 << 24  # bytes, for the tokenizer and the config
 SOURCE = "source.json"  # says what a folder was made of
 
 
@@ -43,6 +43,7 @@ def converted(path: Path, unpack: bool, cache: Path | None = None) -> Path:
 
     Raises:
         WeightsError, ConfigError: a file that is damaged, or not understood.
+        NotEnoughMemoryError: the weights would not fit into this machine.
         OutputError: no room in the cache, or no permission.
     """
     path = path.resolve()
@@ -86,12 +87,15 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _make(path: Path, header: Header, source: dict[str, Any], unpack: bool, folder: Path) -> None:
+    check_tensors(path, header.tensors)
+    needed = converted_bytes(header.tensors, unpack)
+    check_memory(str(path), needed, machine_memory(), [])
     part = folder.with_name(f"{folder.name}.part")
     if part.exists() and not _began_with(part, source):
         shutil.rmtree(part)
     part.mkdir(exist_ok=True)
+    _check_room(part, needed)
     _write_json(part / SOURCE, source)
-    check_tensors(path, header.tensors)
     config = _config(path, header)
     bits = None if unpack else quantization(header.tensors)
     if bits is not None:
@@ -104,6 +108,16 @@ def _make(path: Path, header: Header, source: dict[str, Any], unpack: bool, fold
     if folder.exists():
         shutil.rmtree(folder)
     part.rename(folder)
+
+
+def _check_room(part: Path, needed: int) -> None:
+    """Raise `OutputError` unless the disk has room for what is not written yet."""
+    needed += SPARE - sum(file.stat().st_size for file in part.iterdir())
+    if (free := shutil.disk_usage(part).free) < needed:
+        raise OutputError(
+            f"{part}: {needed / 1e6:,.0f} MB are needed and {free / 1e6:,.0f} MB are free; "
+            "make room, and the same command goes on."
+        )
 
 
 def _began_with(part: Path, source: dict[str, Any]) -> bool:
@@ -153,13 +167,7 @@ def _write_weights(
 
 
 def _write_file(file: Path, weights: dict[str, mx.array]) -> None:
-    """Write safetensors in one move. Raises `OutputError` where there is no room for them."""
-    needed = sum(weight.nbytes for weight in weights.values()) + SPARE
-    if (free := shutil.disk_usage(file.parent).free) < needed:
-        raise OutputError(
-            f"{file.parent}: {needed / 1e6:,.0f} MB are needed and {free / 1e6:,.0f} MB are free; "
-            "make room, and the same command goes on."
-        )
+    """Write safetensors in one move. Raises `OutputError`."""
     unfinished = file.with_name("unfinished.safetensors")
     try:
         mx.save_safetensors(str(unfinished), weights, metadata={"format": "mlx"})

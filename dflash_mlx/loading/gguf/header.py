@@ -143,7 +143,9 @@ class _Reader:
         if kind not in _SCALARS:
             self._fail(f"an array of type {kind}")
         code = _SCALARS[kind]
-        return list(struct.unpack(f"<{count}{code}", self._bytes(count * struct.calcsize(f"<{code}"))))
+        return list(
+            struct.unpack(f"<{count}{code}", self._bytes(count * struct.calcsize(f"<{code}")))
+        )
 
     def _many(self, count: int, read: Callable[[], str]) -> list[str]:
         if count * 8 > self._size:  # each has a length of eight bytes at least

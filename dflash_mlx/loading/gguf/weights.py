@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -80,6 +81,20 @@ def quantization(tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         if width != usual
     }
     return {"group_size": GROUP, "bits": usual, **others}
+
+
+def converted_bytes(tensors: Mapping[str, Tensor], unpack: bool) -> int:
+    """The bytes of all tensors as `convert` gives them."""
+    total = 0
+    for tensor in tensors.values():
+        weights = math.prod(tensor.shape)
+        if unpack:
+            total += 4 * weights
+        elif bits := _BITS.get(tensor.type):
+            total += weights * bits // 8 + 4 * weights // GROUP  # a scale and a bias, half each
+        else:
+            total += tensor.size
+    return total
 
 
 def convert(
