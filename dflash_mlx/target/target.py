@@ -108,6 +108,23 @@ class Target:
         head = getattr(self._text, "lm_head", None)
         return head(hidden) if head else self._backbone.embed_tokens.as_linear(hidden)
 
+    def head_rows(self, tokens: mx.array) -> mx.array:
+        """The rows of the head's matrix [N, D] that make the logits of these tokens [N]."""
+        head = getattr(self._text, "lm_head", None) or self._backbone.embed_tokens
+        if isinstance(head, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            parts = (head.weight, head.scales, head.biases)
+            rows = [None if part is None else part[tokens] for part in parts]
+            return mx.dequantize(*rows, head.group_size, head.bits, mode=head.mode)
+        return head.weight[tokens]
+
+    def layer(self, index: int) -> nn.Module:
+        """One of the model's own layers; its weights are shared by all requests."""
+        return cast(nn.Module, self._backbone.layers[index])
+
+    def norm_weight(self) -> mx.array:
+        """The weight [D] of the norm before the head."""
+        return cast(mx.array, self._backbone.norm.weight)
+
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
         overrides = self.overrides()

@@ -1,7 +1,7 @@
 """The target's own answers to many prompts, in batches, kept so that nothing is answered twice.
 
 A drafter learns what *this* target would say: on answers somebody else wrote, most blocks end at
-the first disagreement and teach little (arXiv 2602.06036, section 4). Rows of a batch round by
+the first disagreement and teach little (arXiv 2602.06036). Rows of a batch round by
 their company, so work is cut into chunks that are always the same: what is interrupted and taken
 up again ends with the tokens of a run that was not.
 """
