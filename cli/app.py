@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 
-from . import bench, chat, doctor, generate, models, report, roofline
+from . import bench, chat, doctor, generate, models, report, roofline, train
 from .screen import error_line
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as a shell reports it
@@ -70,6 +70,7 @@ COMMANDS = (
     bench.bench,
     report.report,
     roofline.roofline,
+    train.train,
     models.models,
     doctor.doctor,
 )

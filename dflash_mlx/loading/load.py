@@ -131,6 +131,11 @@ def load_drafter(
     return _open_drafter(path, folder, quantization, _kernels(None, kernels))
 
 
+def drafter_folder(name: str, hub: Hub | None = None) -> Path:
+    """The local folder of a drafter. Raises `ModelNotFoundError`, `DownloadError`."""
+    return _folder(name, "drafter", hub or Hub())
+
+
 def _quantizations(
     mode: str, group_size: int | None, *widths: int | None
 ) -> list[Quantization | None]:

@@ -110,11 +110,11 @@ class Target:
 
     def head_rows(self, tokens: mx.array) -> mx.array:
         """The rows of the head's matrix [N, D] that make the logits of these tokens [N]."""
-        head = getattr(self._text, "lm_head", None) or self._backbone.embed_tokens
+        head: Any = getattr(self._text, "lm_head", None) or self._backbone.embed_tokens
         if isinstance(head, nn.QuantizedLinear | nn.QuantizedEmbedding):
-            parts = (head.weight, head.scales, head.biases)
-            rows = [None if part is None else part[tokens] for part in parts]
-            return mx.dequantize(*rows, head.group_size, head.bits, mode=head.mode)
+            biases = None if head.biases is None else head.biases[tokens]
+            packed = (head.weight[tokens], head.scales[tokens], biases)
+            return mx.dequantize(*packed, head.group_size, head.bits, head.mode)
         return head.weight[tokens]
 
     def layer(self, index: int) -> nn.Module:

@@ -58,7 +58,7 @@ def features(
             logits = target.model(piece, cache=cache) if cache else target.model(piece)
             found.append((taps.take(piece.shape[1]), *_head(logits.astype(mx.float32), top)))
     return Features(
-        *(mx.stop_gradient(mx.concatenate(parts, axis=1)) for parts in zip(*found, strict=True))
+        *(mx.stop_gradient(mx.concatenate([*parts], axis=1)) for parts in zip(*found, strict=True))
     )
 
 

@@ -107,5 +107,6 @@ def summed(
         return [*(scale * array for array in outward), scale * inward, *rest]
 
     flat = [array for _, array in tree_flatten(trained)]
-    value, chosen, *_ = run(*flat, hidden, *others)
+    found: Any = run(*flat, hidden, *others)
+    value, chosen = found[:2]
     return value, mx.stop_gradient(chosen)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError, SettingsError
 from ..target import Target
@@ -122,5 +123,5 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
 def _identity(target: Target) -> str:
     """What tells targets apart: the config, and some of the weights."""
     digest = hashlib.sha256(json.dumps(target.config, sort_keys=True, default=str).encode())
-    digest.update(bytes(memoryview(mx.array(target.norm_weight(), mx.float32))))
+    digest.update(np.array(target.norm_weight().astype(mx.float32)).tobytes())
     return digest.hexdigest()

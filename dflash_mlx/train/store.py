@@ -49,7 +49,7 @@ class Store:
             if number not in files:
                 files[number] = _load(_file(self.folder, number))
             rows.append([_padded(files[number][f"{index}.{name}"], length) for name in _NAMES])
-        return Features(*(mx.stack(parts) for parts in zip(*rows, strict=True)))
+        return Features(*(mx.stack([*parts]) for parts in zip(*rows, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def build_store(
     Raises `WeightsError` for a folder of other samples or layers, `OutputError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    places = {}
+    places: dict[Sample, tuple[int, int]] = {}
     for start in range(0, len(samples), SAMPLES_OF_A_FILE):
         number, part = start // SAMPLES_OF_A_FILE, samples[start : start + SAMPLES_OF_A_FILE]
         file, name = _file(folder, number), _fingerprint(part, layers)

@@ -100,8 +100,8 @@ def write_turns(
     before, after = user_header(target)
     header = target.tokenizer.encode(before, add_special_tokens=False)
     rounds = whole_lines(path)
-    turns, novelty, barren = [], Novelty(), 0
-    number = 0
+    turns: list[str] = []
+    novelty, barren, number = Novelty(), 0, 0
     while len(turns) < count:
         if number == len(rounds):
             found = _round(target, header, after, settings, seed * 1_000_003 + number)

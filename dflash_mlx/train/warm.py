@@ -35,8 +35,10 @@ def start_from_target(drafter: DFlash, target: Target) -> list[str]:
     width, taps = drafter.config.hidden_size, len(drafter.config.target_layer_ids)
     found["fc.weight"] = mx.tile(mx.eye(width) / taps, (1, taps))
     shapes = {name: weight.shape for name, weight in tree_flatten(drafter.parameters())}
+    # Arrays of their own, by rows: one that the target holds too cannot be an input of a compiled
+    # function, and a layout that a checkpoint forgets would round differently after it.
     fitting = {
-        name: weight.astype(mx.float32)
+        name: mx.contiguous(weight.astype(mx.float32) * 1)
         for name, weight in found.items()
         if shapes.get(name) == weight.shape
     }
@@ -51,7 +53,7 @@ def _matrices(layer: nn.Module) -> list[tuple[str, mx.array]]:
     for name, module in layer.named_modules():
         if isinstance(module, nn.QuantizedLinear):
             parts = (module.weight, module.scales, module.biases, module.group_size, module.bits)
-            found.append((f"{name}.weight", mx.dequantize(*parts, mode=module.mode)))
+            found.append((f"{name}.weight", mx.dequantize(*parts, module.mode)))
         elif "weight" in module:
             found.append((f"{name}.weight", module.weight))
         if isinstance(module, nn.Linear) and "bias" in module:

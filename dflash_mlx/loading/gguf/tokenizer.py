@@ -122,9 +122,7 @@ def end_tokens(path: object, metadata: Mapping[str, Any]) -> list[int]:
 
 def vocabulary(path: object, metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """The tokens and their types. Raises `ConfigError`."""
-    tokens = metadata.get(f"{_KEY}tokens")
-    if not _are(str, tokens):
-        raise ConfigError(f"{path}: {_KEY}tokens is missing, or not a list of texts.")
+    tokens = _texts(path, metadata, "tokens")
     types = metadata.get(f"{_KEY}token_type", [NORMAL] * len(tokens))
     if not _are(int, types) or len(types) != len(tokens):
         raise ConfigError(f"{path}: {_KEY}token_type does not have a number for each token.")
@@ -146,11 +144,8 @@ def special_id(
 
 
 def _merges(path: object, metadata: Mapping[str, Any], tokens: set[str]) -> list[tuple[str, str]]:
-    lines = metadata.get(f"{_KEY}merges")
-    if not _are(str, lines):
-        raise ConfigError(f"{path}: {_KEY}merges is missing, or not a list of texts.")
     pairs = []
-    for line in lines:
+    for line in _texts(path, metadata, "merges"):
         # A token has no space in it (a space is written as another character), but may be one.
         left, _, right = line.partition(" ")
         if left not in tokens or right not in tokens or left + right not in tokens:
@@ -167,6 +162,14 @@ def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(way), "isolated"), bytes_only])
+
+
+def _texts(path: object, metadata: Mapping[str, Any], name: str) -> list[str]:
+    """A list of texts in the metadata. Raises `ConfigError`."""
+    found: Any = metadata.get(_KEY + name)
+    if not _are(str, found):
+        raise ConfigError(f"{path}: {_KEY}{name} is missing, or not a list of texts.")
+    return list(found)
 
 
 def _are(kind: type, values: Any) -> bool:
