@@ -90,7 +90,8 @@ class Live:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
         if kind is KeyboardInterrupt:
             note("The same command goes on from here.")
 

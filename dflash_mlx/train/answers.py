@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,8 @@ def append(path: Path, rows: Iterator[dict[str, Any]]) -> None:
                 file.write(content)
                 file.flush()
             except OSError:
-                file.truncate(size)
+                with suppress(OSError):  # the first error is the one to tell
+                    file.truncate(size)
                 raise
     except OSError as error:
         raise OutputError.because(path, error) from error
