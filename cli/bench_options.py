@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,13 @@ from . import options
 WHAT = "What is measured"  # the group that --help shows
 EMBEDDED = "embedded"
 SOME = 10  # prompts of a suite of the hub, unless --limit says otherwise
+
+
+class ProtocolName(StrEnum):
+    """Whose way to measure, see `bench.protocol`."""
+
+    zlab = "zlab"
+
 
 BlockSize = Annotated[
     int | None,
@@ -39,6 +47,22 @@ Prompts = Annotated[
     typer.Option(
         metavar="FILE",
         help='JSONL of {"prompt" or "messages", "category", "answer"} instead of a suite.',
+        rich_help_panel=WHAT,
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Read suites from this folder, not from the hub: files with the same columns.",
+        rich_help_panel=WHAT,
+    ),
+]
+Protocol = Annotated[
+    ProtocolName | None,
+    typer.Option(
+        metavar="NAME",
+        help="zlab: the prompts, lengths and means of z-lab's papers; one run of each prompt.",
         rich_help_panel=WHAT,
     ),
 ]
