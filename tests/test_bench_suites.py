@@ -91,7 +91,8 @@ def serve(server: HubServer, name: str, folder: Path, rows: list[dict]) -> None:
     suite = SUITES[name]
     write(name, folder / suite.file, rows)
     for number, file in enumerate(suite.more):
-        write(name, folder / f"more{number}" / file, rows[:1])
+        one = [rows[0] | {"number": number}]  # the hub keeps files of the same content once
+        write(name, folder / f"more{number}" / file, one)
         (folder / f"more{number}" / file).rename(folder / file)
     server.repositories[suite.repository] = folder
 

@@ -19,7 +19,7 @@ from dflash_mlx.cli.app import app
 from dflash_mlx.loop import generate
 
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
-COMMANDS = ["generate", "chat", "bench", "roofline", "models", "doctor"]
+COMMANDS = ["generate", "chat", "bench", "roofline", "train", "models", "doctor"]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 QUESTION = "what is 37 + 48?"
 

@@ -100,6 +100,28 @@ def test_parts_sum_to_the_whole(rows: int) -> None:
     assert chosen.tolist() == part(trained, hidden, weights)[1].tolist()
 
 
+def test_logits_of_all_slots_never_exist() -> None:
+    """The stated bound: parts of 2 MB where all slots together would have 80 MB."""
+    mx.random.seed(0)
+    slots, width, vocabulary, bound = 1000, 8, 20_000, 2**21
+    head, hidden = mx.random.normal((width, vocabulary)), mx.random.normal((slots, width))
+    labels = mx.zeros((slots,), mx.int32)
+    mx.eval(head, hidden, labels)
+
+    def part(_: dict, hidden: mx.array, labels: mx.array) -> tuple[mx.array, mx.array]:
+        logits = hidden @ head
+        return Mix().of(logits, labels, labels[:, None], labels[:, None]).sum(), labels
+
+    def loss(hidden: mx.array) -> mx.array:
+        rows = bound // (4 * trainer.LOGITS_AT_ONCE * vocabulary)
+        return summed(part, {}, hidden, [labels], rows)[0]
+
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.value_and_grad(loss)(hidden))
+    assert mx.get_peak_memory() - before < 8 * bound < 4 * slots * vocabulary
+
+
 def graded(target: Target, kind: str, mix: Mix, kept: Kept | None = None, known: bool = False):
     """A drafter's loss, tau and gradient on a batch."""
     config = draft_config(kind)

@@ -55,6 +55,8 @@ def features(
     with overrides.installed():
         for start in range(0, length, part):
             piece = tokens[:, start : start + part]
+            if found:  # one part's logits at a time
+                [piece] = mx.depends([piece], [found[-1][-1]])
             logits = target.model(piece, cache=cache) if cache else target.model(piece)
             found.append((taps.take(piece.shape[1]), *_head(logits.astype(mx.float32), top)))
     return Features(

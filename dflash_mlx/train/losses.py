@@ -89,10 +89,15 @@ def summed(
     @mx.custom_function
     def run(*arrays: mx.array) -> tuple[mx.array, ...]:
         tree = tree_unflatten(list(zip(names, arrays[:count], strict=True))) if count else {}
-        value, chosen, inward = mx.array(0.0), [], []
+        value, chosen = mx.array(0.0), []
+        inward: list[mx.array] = []
         outward = [mx.zeros_like(array) for array in arrays[:count]]
         for start in range(0, length, rows):
             piece = [array[start : start + rows] for array in arrays[count:]]
+            # Nothing of a part is computed before the last one is done: all at once, as MLX would
+            # otherwise see fit, they would hold the logits of every slot.
+            if inward:
+                piece = mx.depends(piece, [value, inward[-1]])
             (loss, picks), (own, toward) = gradient(tree, *piece)
             value = value + loss
             chosen.append(picks)
