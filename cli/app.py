@@ -14,7 +14,7 @@ from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.machine.facts import installed
 
-from . import bench, chat, doctor, downloads, generate, models, report, roofline, tune
+from . import bench, chat, doctor, downloads, generate, models, report, roofline, train, tune
 from .screen import error_line
 from .spread import spread
 
@@ -72,6 +72,7 @@ COMMANDS = (
     tune.tune,
     report.report,
     roofline.roofline,
+    train.train,
     models.models,
     downloads.pull,
     downloads.list_,

@@ -18,6 +18,7 @@ from dflash_mlx.bench.datasets import (
     read_prompts,
 )
 from dflash_mlx.bench.plots import check_matplotlib, draw_all, draw_trees
+from dflash_mlx.bench.protocol import PROTOCOLS, Protocol
 from dflash_mlx.bench.report import as_files, results_folder, write_picture
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.errors import MissingDependencyError
@@ -34,6 +35,7 @@ SEED = 0  # of a benchmark's sampling: the same texts in every run
 
 
 def bench(
+    context: typer.Context,
     *,
     names: options.Names,
     weights: options.Weights,
@@ -42,6 +44,8 @@ def bench(
     temperature: options.Temperature = 0.0,
     suite: bench_options.Suite = None,
     prompts: bench_options.Prompts = None,
+    data: bench_options.Data = None,
+    protocol: bench_options.Protocol = None,
     limit: bench_options.Limit = None,
     repeats: bench_options.Repeats = 3,
     context_length: bench_options.ContextLength = None,
@@ -55,7 +59,12 @@ def bench(
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
     lengths = _numbers("--context-length", context_length)
     budgets = _numbers("--tree-budget", tree_budget, least=2)
-    chosen = _prompts(suite, prompts, limit, Hub(offline=weights.offline))
+    rules = None if protocol is None else PROTOCOLS[protocol.value]
+    if rules is not None:
+        _check_protocol(prompts, context)
+        repeats = 1
+        max_tokens = max_tokens if _is_given("max_tokens", context) else rules.max_tokens
+    chosen = _prompts(suite, prompts, limit, Hub(offline=weights.offline), data, rules)
     setup: dict[str, Any] = {
         "suite": str(prompts or ", ".join(suite or [EMBEDDED])),
         "max_tokens": max_tokens,
@@ -64,6 +73,7 @@ def bench(
         "seed": SEED if temperature else None,
         "context_lengths": lengths,
         "tree_budget": _budget(trees),
+        "protocol": None if protocol is None else protocol.value,
     }
     others: dict[str, Any] = {"out": out, "openai": openai, "context-length": lengths}
     _check_trees(budgets, others | {"temperature": temperature, "trees": trees}, plot)
@@ -121,6 +131,20 @@ def _check_trees(budgets: list[int], others: Mapping[str, Any], plot: Path | Non
         raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
 
 
+def _check_protocol(prompts: Path | None, context: typer.Context) -> None:
+    """Raise `BadParameter` for options that a protocol decides."""
+    if prompts is not None:
+        raise typer.BadParameter("goes without --protocol", param_hint="--prompts")
+    if _is_given("repeats", context):
+        raise typer.BadParameter("goes without --protocol", param_hint="--repeats")
+
+
+def _is_given(parameter: str, context: typer.Context) -> bool:
+    """Whether an option was given, and is not its default."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _numbers(option: str, text: str | None, least: int = 1) -> list[int]:
     """The numbers that an option names."""
     try:
@@ -142,17 +166,28 @@ def _budget(text: str | None) -> int | str | None:
 
 
 def _prompts(
-    suites: list[str] | None, file: Path | None, limit: int | None, hub: Hub
+    suites: list[str] | None,
+    file: Path | None,
+    limit: int | None,
+    hub: Hub,
+    folder: Path | None = None,
+    rules: Protocol | None = None,
 ) -> list[BenchPrompt]:
     """The prompts asked for. Raises `DataError` and the errors of `suite_prompts`."""
     if suites and file:
         raise typer.BadParameter("goes without --prompts", param_hint="--suite")
+    if folder is not None and not folder.is_dir():
+        raise typer.BadParameter(f"there is no folder {folder}", param_hint="--data")
     chosen: list[BenchPrompt] = [] if file is None else read_prompts(file)
     for name in suites or ([] if file else [EMBEDDED]):
         if name == EMBEDDED:
             chosen += embedded_prompts()
         elif name in SUITES:
-            chosen += limit_per_category(suite_prompts(name, hub), limit or SOME)
+            found = suite_prompts(name, hub, folder)
+            if rules is not None:
+                chosen += rules.choose(found)
+            else:
+                chosen += limit_per_category(found, limit or SOME)
         else:
             known = ", ".join((EMBEDDED, *SUITES))
             raise typer.BadParameter(f"{name} is none of {known}", param_hint="--suite")

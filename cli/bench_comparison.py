@@ -101,6 +101,8 @@ def show(content: Mapping[str, Any]) -> None:
         gap = "one ended" if one["logit_gap"] is None else f"logit gap {one['logit_gap']:.2g}"
         where = f"{one['way']} is not identical from token {one['token'] + 1} on ({gap})"
         stdout().print(Text(f"{where}: {' '.join(one['prompt'].split())[:80]}", style="red"))
+    for category, figures in (content["protocol_figures"] or {}).items():
+        note(f"{content['protocol']}, {category}: {_by_protocol(figures)}")
     repeats, overall = content["repeats"], content["overall"]
     note(f"{content['title']}; medians of tokens per second and of speedups (x), tokens a round")
     note(f"runs of each prompt in each way, in turns: {repeats}")
@@ -121,6 +123,17 @@ def show(content: Mapping[str, Any]) -> None:
         )
     elif overhead is not None:
         note(f"overhead per round, beyond the bare forwards: {overhead:.2f} ms")
+
+
+def _by_protocol(figures: Mapping[str, Any]) -> str:
+    """A suite's figures by the means of a protocol, in words."""
+    parts = {
+        "{:.2f}x plain": figures["speedup"],
+        "{:.2f}x mlx-lm": figures["over_mlx_lm"],
+        "{:.2f} tokens a round": figures["acceptance_length"],
+    }
+    known = [text.format(value) for text, value in parts.items() if value is not None]
+    return f"{', '.join(known)} ({figures['answers']} answers)"
 
 
 def _table(content: Mapping[str, Any]) -> Table:

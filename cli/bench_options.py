@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,13 @@ from .options import DECODING, OUTPUT, value
 WHAT = "What is measured"  # the group that --help shows
 EMBEDDED = "embedded"
 SOME = 10  # prompts of a suite of the hub, unless --limit says otherwise
+
+
+class ProtocolName(StrEnum):
+    """Whose way to measure, see `bench.protocol`."""
+
+    zlab = "zlab"
+
 
 BlockSize = Annotated[
     int | None,
@@ -38,6 +46,22 @@ Prompts = Annotated[
         group=WHAT,
         metavar="FILE",
         help='JSONL of {"prompt" or "messages", "category", "answer"} to use instead.',
+    ),
+]
+Data = Annotated[
+    Path | None,
+    value(
+        group=WHAT,
+        metavar="DIR",
+        help="Read suites from this folder, not from the hub: files with the same columns.",
+    ),
+]
+Protocol = Annotated[
+    ProtocolName | None,
+    value(
+        group=WHAT,
+        metavar="NAME",
+        help="zlab: the prompts, lengths and means of z-lab's papers; one run of each prompt.",
     ),
 ]
 Limit = Annotated[

@@ -35,6 +35,13 @@ ROWS = {  # two rows of each, with the columns that the data sets' pages list
         {"instruction": "Sort.", "input": "3 1", "output": "1 3", "text": ""},
         {"instruction": "Say hi.", "input": "", "output": "hi", "text": ""},
     ],
+    "livecodebench": [
+        {"question_content": "Add.", "starter_code": "", "platform": "atcoder"},
+        {"question_content": "Add.", "starter_code": "def add():", "platform": "leetcode"},
+    ],
+    "lbpp": [{"task_id": "lbpp/0", "instruction": "Write g.", "completion": ""}] * 2,
+    "swe-bench": [{"instance_id": "a__b-1", "problem_statement": "It {fails}.", "patch": ""}] * 2,
+    "arena-hard-v2": [{"uid": "1", "category": "hard_prompt", "prompt": "Plan it."}] * 2,
     "longbench": [{"input": "Who?", "context": "A long text.", "answers": ["he"], "length": 9}],
 }
 FIRST = {  # what the user says first
@@ -44,6 +51,14 @@ FIRST = {  # what the user says first
     "tests:\n```python\ndef f():\n\n```",
     "mbpp": "Write f.",
     "mt-bench": "Write.",
+    "livecodebench": "You are an expert Python programmer. You will be given a question (problem "
+    "specification) and will generate a correct Python program that matches the specification and "
+    "passes all tests. You will NOT return anything except for the program\n\n### Question:\nAdd."
+    "\n\n### Format: Write your code in the following format:\n```python\n# YOUR CODE HERE\n```\n\n"
+    "### Answer: (use the provided format with backticks)",
+    "lbpp": "Write g.",
+    "swe-bench": "Problem Statement:\nIt {fails}.\nPlease fix the issue described above.",
+    "arena-hard-v2": "Plan it.",
     "alpaca": "Sort.\n\nInput:\n3 1",
     "longbench": "A long text.\n\nWho?",
 }
@@ -75,12 +90,17 @@ def local(tmp_path):
 def serve(server: HubServer, name: str, folder: Path, rows: list[dict]) -> None:
     suite = SUITES[name]
     write(name, folder / suite.file, rows)
+    for number, file in enumerate(suite.more):
+        one = [rows[0] | {"number": number}]  # the hub keeps files of the same content once
+        write(name, folder / f"more{number}" / file, one)
+        (folder / f"more{number}" / file).rename(folder / file)
     server.repositories[suite.repository] = folder
 
 
 def test_a_row_is_known_of_every_suite():
     assert set(ROWS) == set(FIRST) == set(SUITES)
     wanted = "gsm8k math500 humaneval mbpp mt-bench aime24 aime25 alpaca longbench"
+    wanted += " livecodebench lbpp swe-bench arena-hard-v2"
     assert set(wanted.split()) == set(SUITES)
 
 
@@ -90,12 +110,14 @@ def test_a_suite_is_downloaded_once_and_asked(name, local, tmp_path):
     serve(server, name, tmp_path / "repository", ROWS[name])
     prompts = suite_prompts(name, hub)
     assert {prompt.category for prompt in prompts} == {name}
-    assert len(prompts) == (len(LONG_TASKS) if name == "longbench" else 2)
+    more = SUITES[name].more  # a row each
+    assert len(prompts) == (len(LONG_TASKS) if name == "longbench" else 2 + len(more))
     first = prompts[0].question
     assert first.removesuffix(f" {LONG_TASKS[0]}") == FIRST[name]
     assert prompts[0].then == (("Again.",) if name == "mt-bench" else ())
     assert suite_prompts(name, hub) == prompts
-    assert server.fetched() == {Path(SUITES[name].file).name: 1}
+    files = (SUITES[name].file, *more)
+    assert server.fetched() == {Path(file).name: 1 for file in files}
     assert suite_prompts(name, Hub(cache=hub.cache, offline=True)) == prompts
 
 

@@ -21,7 +21,7 @@ from dflash_mlx.loop import generate
 
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
 COMMANDS = ["generate", "chat", "bench", "tune", "report", "roofline", "models", "doctor"]
-COMMANDS += ["pull", "list", "rm"]
+COMMANDS += ["pull", "list", "rm", "train"]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 QUESTION = "what is 37 + 48?"
 

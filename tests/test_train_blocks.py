@@ -143,7 +143,7 @@ def test_the_selector_learns_to_pick_among_the_candidates() -> None:
     hidden, logits = mx.random.normal((2, 3, 16)), mx.random.normal((2, 3, 32))
     before, labels = mx.array([[4, 5, 6], [7, 8, 9]]), mx.argmax(logits, axis=-1)
     labels[1, 2] = mx.argmin(logits[1, 2])  # not among the candidates
-    entropy, chosen = selector_loss(drafter, hidden, logits, before, labels)
+    entropy, chosen = selector_loss(drafter.candidate_selector, hidden, logits, before, labels)
     selector = drafter.candidate_selector
     for row, slot in np.ndindex(2, 3):
         found = np.argsort(-np.array(logits[row, slot]))[:5]
@@ -166,7 +166,7 @@ def test_what_the_selector_chooses_is_what_it_walks() -> None:
     hidden, logits = mx.random.normal((1, 3, 16)), mx.random.normal((1, 3, 32))
     path = drafter.candidate_selector.walk(logits[0], 1.0, hidden[0], mx.array(4))
     before = mx.concatenate([mx.array([4]), path[:-1].astype(mx.int32)])[None]
-    _, chosen = selector_loss(drafter, hidden, logits, before, path[None])
+    _, chosen = selector_loss(drafter.candidate_selector, hidden, logits, before, path[None])
     assert chosen[0].tolist() == path.tolist()
 
 

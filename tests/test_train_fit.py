@@ -35,7 +35,6 @@ from dflash_mlx.train.drafter import (
 )
 from dflash_mlx.train.fit import FitSettings, Report, fit
 from dflash_mlx.train.optimizers import by_name, schedule
-from dflash_mlx.train.regenerate import regenerate_file
 
 SHAPE = {
     "hidden_size": 32,
@@ -261,16 +260,9 @@ def test_a_drafter_that_does_not_fit_is_refused(target: Target) -> None:
 
 
 def test_from_a_chat_file_to_a_drafter_on_disk(tmp_path: Path, target: Target) -> None:
-    chat, own = tmp_path / "chat.jsonl", tmp_path / "own.jsonl"
+    chat = tmp_path / "chat.jsonl"
     lines = [{"prompt": "one two", "answer": "three"}, {"prompt": "four", "answer": "one"}]
     chat.write_text("\n".join(map(json.dumps, lines)))
-    assert regenerate_file(target, chat, own, max_tokens=12) == 2
-    records = [json.loads(line)["messages"] for line in own.read_text().splitlines()]
-    assert [r[0]["content"] for r in records] == ["one two", "four"]
-    assert records[0][1]["content"] == generate(target, None, records[0][:1], max_tokens=12).text
-    written = own.read_text()
-    assert regenerate_file(target, chat, own, max_tokens=12) == 2 and own.read_text() == written
-
     samples = read_samples(chat, target.tokenizer)
     drafter = train_drafter(target, DRAFTER, lambda epoch: samples, replace(SETTINGS, steps=2))
     save_drafter(drafter, RAW_DRAFTER, tmp_path / "drafter")

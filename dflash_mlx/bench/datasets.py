@@ -6,6 +6,7 @@ The suites of the hub are in `suites.py`.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -62,7 +63,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     Raises `DataError`, naming the line.
     """
     prompts = []
-    for number, line in read_lines(path):
+    for number, line in lines_of(path):
         where = f"{path}, line {number}"
         prompts.append(replace(_parse(parse_object(line, where), where), source=where))
     if not prompts:
@@ -70,15 +71,18 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     return prompts
 
 
-def read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a text file that are not empty, with their numbers. Raises `DataError`."""
+def lines_of(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that are not empty, with their numbers, one at a time.
+
+    Raises `DataError`.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        with path.open(encoding="utf-8", newline="\n") as file:
+            yield from ((n, line) for n, line in enumerate(file, start=1) if line.strip())
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not a text file in UTF-8.") from error
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:

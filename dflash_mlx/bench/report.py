@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, OutputError
+from . import protocol
 from .datasets import parse_object
 from .summary import Measured, by_category, differences, summarize
 
@@ -40,6 +41,7 @@ def run_content(setup: Mapping[str, Any], measured: Sequence[Measured]) -> dict[
         "version": VERSION,
         "measured": now,
         **setup,
+        "protocol_figures": protocol.as_json(measured) if setup.get("protocol") else None,
         "overall": summarize("all", measured).as_json(),
         "categories": [row.as_json() for row in by_category(measured)],
         "differences": differences(measured),

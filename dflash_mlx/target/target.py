@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -115,6 +115,23 @@ class Target:
         """
         head = internals.own_head(self._text)
         return head(hidden) if head else self._backbone.embed_tokens.as_linear(hidden)
+
+    def head_rows(self, tokens: mx.array) -> mx.array:
+        """The rows of the head's matrix [N, D] that make the logits of these tokens [N]."""
+        head: Any = getattr(self._text, "lm_head", None) or self._backbone.embed_tokens
+        if isinstance(head, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            biases = None if head.biases is None else head.biases[tokens]
+            packed = (head.weight[tokens], head.scales[tokens], biases)
+            return mx.dequantize(*packed, head.group_size, head.bits, head.mode)
+        return head.weight[tokens]
+
+    def layer(self, index: int) -> nn.Module:
+        """One of the model's own layers; its weights are shared by all requests."""
+        return cast(nn.Module, self._backbone.layers[index])
+
+    def norm_weight(self) -> mx.array:
+        """The weight [D] of the norm before the head."""
+        return cast(mx.array, self._backbone.norm.weight)
 
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""

@@ -1,6 +1,7 @@
 """Training a drafter for any target.
 
-Read a data file with `data.read_samples` (`regenerate.regenerate_file` first lets the target
-answer it itself), then call `drafter.train_drafter` and `drafter.save_drafter`. The embedded pair
-is made so: `dflash_mlx.tiny.recipe`.
+`run.train` does all of it, from prompts to a drafter on disk: `dflash-mlx train` is its command,
+and docs/training.md says how it works. Its parts can be used alone: `data.read_samples`,
+`drafter.train_drafter` and `drafter.save_drafter`. The embedded pair is made of them
+(`dflash_mlx.tiny.recipe`).
 """

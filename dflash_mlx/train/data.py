@@ -1,8 +1,8 @@
 """Training data: chat or text files, tokenized, with the spans of the assistant's answers.
 
-Accepted: JSON lines with {"messages": [{"role", "content"}, ...]}, {"prompt", "answer"} or
-{"text"}, one kind or a mix, and plain .txt files, whose paragraphs (separated by blank lines) are
-samples.
+Accepted: JSON lines with {"messages": [{"role", "content"}, ...]}, {"prompt", "answer"}, {"prompt"}
+or {"text"}, one kind or a mix, and plain .txt files, whose paragraphs (separated by blank lines)
+are samples.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def read_records(path: Path) -> Iterator[tuple[str, str | Messages]]:
                 yield f"{path}:{line}", block.strip("\n")
             line += block.count("\n") + 2
         return
-    for number, line_text in enumerate(content.splitlines(), 1):
+    # Not splitlines(): it also cuts at U+2028, which JSON texts may contain as it is.
+    for number, line_text in enumerate(content.split("\n"), 1):
         if line_text.strip():
             where = f"{path}:{number}"
             yield where, parse_record(line_text, where)
@@ -129,6 +130,8 @@ def parse_record(line: str, where: str) -> str | Messages:
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": answer},
             ]
+        case {"prompt": str(prompt)} if "answer" not in record:
+            return [{"role": "user", "content": prompt}]
         case {"messages": [*messages]} if messages and all(map(is_message, messages)):
             return messages
     raise DataError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,17 +22,22 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..drafter.config import DraftConfig
-from ..drafter.dflash2 import DFlash2
+from ..drafter.dflash2 import CandidateSelector, DFlash2
 from ..drafter.dspark import network_for
 from ..drafter.network import DFlash
 from ..target import Target
 from .batches import Arrays, BatchStream, bucket_length, group
 from .blocks import draft_hidden
 from .data import Sample
-from .fit import FitSettings, Loss, Parameters, Progress, fit
+from .features import BOUND, Features, features
+from .fit import FitSettings, Loss, Parameters, Progress, Validation, fit
+from .losses import Mix, summed
 from .optimizers import by_name
+from .store import Collate, Store, Stored
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's, by block size
+CHOICES = Mix()  # cross entropy with the target's choices, as the paper has it
+LOGITS_AT_ONCE = 4  # arrays as large as the logits that one part of a loss and its gradient hold
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ class DrafterSettings:
         anchors: blocks per sequence.
         learning_rate, optimizer: the peak rate of "adamw" or "muon".
         gamma: decay of the slot weights; None is the paper's for the block size.
+        mix: what a slot's loss is made of.
+        occurring: let the loss run over the tokens that occur in the answers of the first epoch,
+            not over the whole vocabulary.
         seed: of the initial weights, the order of the data and the anchors.
         held_out: samples that are not trained on, for early stopping.
         save_every, validate_every, patience: see `FitSettings`.
@@ -56,6 +64,8 @@ class DrafterSettings:
     learning_rate: float = 6e-4
     optimizer: str = "adamw"
     gamma: float | None = None
+    mix: Mix = CHOICES
+    occurring: bool = False
     seed: int = 0
     held_out: int = 64
     save_every: int = 200
@@ -127,52 +137,56 @@ class Anchors:
         return mx.array(ids), mx.array(anchors[0]), mx.array(anchors[1])
 
 
-def draft_loss(drafter: DFlash, target: Target, gamma: float) -> Loss:
+def draft_loss(
+    drafter: DFlash, target: Target, gamma: float, mix: Mix = CHOICES, kept: Kept | None = None
+) -> Loss:
     """The drafter's loss on a batch of `Anchors`, and its acceptance length tau.
 
     tau is teacher-forced: 1 + the number of slots right before the first wrong one, averaged over
     the blocks.
+
+    Args:
+        gamma: decay of the slots' weights.
+        mix: what a slot's loss is made of.
+        kept: the tokens that the loss runs over; None is the whole vocabulary.
+
+    Returns:
+        Takes (parameters, ids [N, S], anchors [N, A], ends [N, A] where their answers stop), and
+        after them the `Features` of these ids, which it computes itself where they are not given.
     """
     config = drafter.config
+    cost = slot_loss(drafter, target, mix, kept)
 
     def loss(
-        parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array
+        parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *known: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Loss and tau over ids [N, L], blocks at anchors [N, A], answers that stop at `ends`."""
         drafter.update(parameters)
         (n, a), block = anchors.shape, config.block_size
-        logits, taps = target.features(ids, config.target_layer_ids)
-        choices = mx.argmax(logits, axis=-1)
+        found = Features(*known) if known else features(target, ids, config.target_layer_ids)
         masks = mx.full((n, a, block - 1), config.mask_token_id, dtype=ids.dtype)
         tokens = mx.take_along_axis(ids, anchors, axis=1)[..., None]
         blocks = mx.concatenate([tokens, masks], axis=-1).reshape(n * a, block)
         embeddings = drafter.embed(blocks, target)
         hidden = draft_hidden(
-            drafter,
-            embeddings.astype(mx.float32),
-            mx.stop_gradient(taps.astype(mx.float32)),
-            anchors,
+            drafter, embeddings.astype(mx.float32), found.taps.astype(mx.float32), anchors
         )
-        # The anchor's row predicts nothing; the head computes in the target's own precision.
-        hidden = hidden[:, 1:]
-        drafts = drafter.logits(hidden.astype(embeddings.dtype), target).astype(mx.float32)
+        hidden = hidden[:, 1:].flatten(0, 1)  # the anchor's row predicts nothing
 
         slots = anchors[..., None] + mx.arange(1, block)
         inside = slots < ends[..., None]
         flat = mx.minimum(slots, ids.shape[1] - 1).reshape(n, -1)
         text = mx.take_along_axis(ids, flat, axis=1).reshape(slots.shape)
-        labels = mx.take_along_axis(choices, flat - 1, axis=1).reshape(slots.shape)
+        labels = mx.take_along_axis(found.choices, flat - 1, axis=1).reshape(slots.shape)
         weights = slot_weights(labels, text, inside, gamma)
-
-        rows = labels.reshape(n * a, block - 1)
-        entropy = nn.losses.cross_entropy(drafts, rows)
-        chosen = mx.argmax(mx.stop_gradient(drafts), axis=-1)
-        if isinstance(drafter, DFlash2):
-            # Slots after the first wrong one have no weight, so the true predecessor is the text's.
-            before = mx.concatenate([blocks[:, :1], text.reshape(rows.shape)[:, :-1]], axis=1)
-            extra, chosen = selector_loss(drafter, hidden, drafts, before, rows)
-            entropy = entropy + extra
-        value = (entropy.reshape(weights.shape) * weights).sum() / mx.maximum(weights.sum(), 1e-6)
+        # Slots after the first wrong one have no weight, so the true predecessor is the text's.
+        before = mx.concatenate([tokens, text[..., :-1]], axis=-1)
+        heads = [
+            mx.take_along_axis(array, (flat - 1)[..., None], axis=1).flatten(0, 1)
+            for array in (found.tops, found.shares)
+        ]
+        columns = [array.reshape(-1) for array in (labels, before, weights)]
+        value, chosen = cost(hidden, *columns, *heads)
+        value = value / mx.maximum(weights.sum(), 1e-6)
         right = chosen.reshape(labels.shape) == labels
         accepted = mx.cumprod(right & (weights > 0), axis=-1).sum(axis=-1)
         used = inside.any(axis=-1)
@@ -181,23 +195,107 @@ def draft_loss(drafter: DFlash, target: Target, gamma: float) -> Loss:
     return loss
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The part of a vocabulary that a loss runs over: tokens that never occur cost nothing.
+
+    Attributes:
+        tokens: their ids [V'], ascending.
+        places: where each id of the whole vocabulary is among them [V], 0 for none.
+        inside: whether it is [V].
+    """
+
+    tokens: mx.array
+    places: mx.array
+    inside: mx.array
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], vocab_size: int) -> Kept:
+        """These tokens of a vocabulary."""
+        chosen = np.unique(np.fromiter(tokens, np.int32))
+        places, inside = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.bool_)
+        places[chosen], inside[chosen] = np.arange(len(chosen)), True
+        return cls(mx.array(chosen), mx.array(places), mx.array(inside))
+
+
+def slot_loss(
+    drafter: DFlash, target: Target, mix: Mix, kept: Kept | None
+) -> Callable[..., tuple[mx.array, mx.array]]:
+    """What slots cost together, and the token drafted in each.
+
+    Returns a function of hidden states [M, D], labels, tokens before, weights [M], and the target's
+    likeliest tokens with their probabilities [M, T].
+    """
+    config = drafter.config
+    rows = None if kept is None else target.head_rows(kept.tokens).astype(mx.float32)
+    width = config.vocab_size if kept is None else len(kept.tokens)
+    selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
+
+    def logits_of(hidden: mx.array) -> mx.array:
+        if rows is None:
+            # The head computes in the target's own precision.
+            hidden = hidden.astype(target.embed(mx.zeros((1, 1), mx.int32)).dtype)
+            return drafter.logits(hidden[None], target)[0].astype(mx.float32)
+        logits = (hidden @ rows.T) * config.output_multiplier
+        cap = config.final_logit_softcapping
+        return logits if cap is None else cap * mx.tanh(logits / cap)
+
+    def part(
+        trained: Any,
+        hidden: mx.array,
+        labels: mx.array,
+        before: mx.array,
+        weights: mx.array,
+        tops: mx.array,
+        shares: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        logits = logits_of(hidden)
+        if kept is not None:
+            weights = weights * kept.inside[labels]
+            shares = shares * kept.inside[tops]
+            labels, tops = kept.places[labels], kept.places[tops]
+        loss = mix.of(logits, labels, tops, shares)
+        chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
+        if selector is not None:
+            selector.update(trained)
+            ids = None if kept is None else kept.tokens
+            extra, chosen = selector_loss(selector, hidden, logits, before, labels, ids)
+            loss = loss + extra
+        if kept is not None:
+            chosen = kept.tokens[chosen]
+        return (loss * weights).sum(), chosen
+
+    def cost(hidden: mx.array, *columns: mx.array) -> tuple[mx.array, mx.array]:
+        trained = {} if selector is None else selector.parameters()
+        count = max(1, BOUND // (4 * LOGITS_AT_ONCE * width))
+        return summed(part, trained, hidden, columns, count)
+
+    return cost
+
+
 def selector_loss(
-    drafter: DFlash2, hidden: mx.array, logits: mx.array, before: mx.array, labels: mx.array
+    selector: CandidateSelector,
+    hidden: mx.array,
+    logits: mx.array,
+    before: mx.array,
+    labels: mx.array,
+    ids: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The candidate selector's cross entropy over its top-k, given the true predecessors.
 
     Args:
-        hidden, logits: of the slots, [N, L, D] and [N, L, V].
-        before, labels: the token before each slot and the right one for it, [N, L].
+        hidden, logits: of the slots, [..., D] and [..., V].
+        before, labels: the token before each slot, and the right one's place in its logits, [...].
+        ids: the tokens that the logits stand for, [V]; None where they are the vocabulary.
 
     Returns:
-        The entropies [N, L], 0 where the right token is no candidate, and the selector's choices.
+        The entropies [...], 0 where the right token is no candidate, and the places chosen.
     """
-    selector = drafter.candidate_selector
     order = mx.argpartition(-mx.stop_gradient(logits), selector.top_k - 1, axis=-1)
     candidates = order[..., : selector.top_k]
     scores = mx.take_along_axis(logits, candidates, axis=-1)
-    scores = scores + selector.scores(hidden, before[..., None], candidates)[..., 0, :]
+    tokens = candidates if ids is None else ids[candidates]
+    scores = scores + selector.scores(hidden, before[..., None], tokens)[..., 0, :]
     hit = candidates == labels[..., None]
     entropy = mx.logsumexp(scores, axis=-1) - (scores * hit).sum(axis=-1)
     best = mx.argmax(mx.stop_gradient(scores), axis=-1, keepdims=True)
@@ -213,6 +311,8 @@ def train_drafter(
     held_out: Sequence[Sample] = (),
     checkpoint: Path | None = None,
     progress: Progress | None = None,
+    drafter: DFlash | None = None,
+    store: Store | None = None,
 ) -> DFlash:
     """Train a drafter for a target that stays as it is.
 
@@ -221,13 +321,19 @@ def train_drafter(
         samples: the training samples of epoch e (for a file, the same list for every epoch).
         held_out: samples for the validations that `settings` asks for.
         checkpoint: a file to save to, and to resume from when it exists.
+        drafter: what training starts from; None is a new one, of `settings.seed`.
+        store: features of all samples and held-out ones; None computes them as they are needed.
 
-    Raises: `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (a foreign checkpoint).
+    Raises: `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (a foreign checkpoint),
+        `OutputError`.
     """
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
-    drafter, collate = new_drafter(config, settings.seed), Anchors(settings.anchors)
+    drafter = drafter or new_drafter(config, settings.seed)
+    anchors = Anchors(settings.anchors)
+    collate = anchors if store is None else Stored(anchors, store)
     gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
-    loss = draft_loss(drafter, target, gamma)
+    kept = occurring(samples(0), target.vocab_size) if settings.occurring else None
+    loss = draft_loss(drafter, target, gamma, settings.mix, kept)
     parameters = fit(
         loss,
         drafter.trainable_parameters(),
@@ -241,23 +347,32 @@ def train_drafter(
         ),
         checkpoint,
         progress,
-        mean_loss(loss, collate, held_out, settings),
+        means(loss, collate, held_out, settings),
     )
     drafter.update(parameters)
     return drafter
 
 
-def mean_loss(
-    loss: Loss, collate: Anchors, held_out: Sequence[Sample], settings: DrafterSettings
-) -> Callable[[Parameters], float]:
-    """Parameters -> the mean loss of the held-out samples, on the same anchors every time."""
-    rng = Random(settings.seed)
-    batches = [collate(batch, rng) for batch in group(held_out, settings.tokens, rng)]
+def occurring(samples: Iterable[Sample], vocab_size: int) -> Kept:
+    """The tokens of the samples' answers: all that can be a label where answers are the target's
+    own."""
+    spans = ((sample.tokens[a:b]) for sample in samples for a, b in sample.answers)
+    return Kept.of((token for span in spans for token in span), vocab_size)
+
+
+def means(
+    loss: Loss, collate: Collate, held_out: Sequence[Sample], settings: DrafterSettings
+) -> Validation:
+    """Parameters -> the held-out samples' mean loss and tau, on the same anchors every time."""
     compiled = mx.compile(loss)
 
-    def mean(parameters: Parameters) -> float:
-        losses = [float(compiled(parameters, *arrays)[0]) for arrays in batches]
-        return sum(losses) / len(losses)
+    def mean(parameters: Parameters) -> tuple[float, float]:
+        rng, sums, batches = Random(settings.seed), [0.0, 0.0], 0
+        for batch in group(held_out, settings.tokens, rng):
+            found = compiled(parameters, *collate(batch, rng))
+            sums = [total + float(value) for total, value in zip(sums, found, strict=True)]
+            batches += 1
+        return sums[0] / batches, sums[1] / batches
 
     return mean
 

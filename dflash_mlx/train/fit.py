@@ -19,11 +19,12 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..errors import WeightsError
+from ..errors import OutputError, WeightsError
 from .batches import BatchStream
 
 Parameters = dict[str, Any]
 Loss = Callable[..., tuple[mx.array, mx.array]]
+Validation = Callable[[Parameters], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Report:
     loss: float
     metric: float
     held_out_loss: float | None = None
+    held_out_metric: float | None = None
 
 
 class Progress(Protocol):
@@ -81,7 +83,7 @@ def fit(
     settings: FitSettings,
     checkpoint: Path | None = None,
     progress: Progress | None = None,
-    validate: Callable[[Parameters], float] | None = None,
+    validate: Validation | None = None,
 ) -> Parameters:
     """Minimise `loss` and return the trained parameters.
 
@@ -91,9 +93,11 @@ def fit(
         optimizer: fresh; its learning rate may be a schedule.
         batches: a stream that starts at the given position.
         checkpoint: a file; when it exists, training resumes from it.
-        validate: parameters -> held-out loss, for early stopping; the best parameters are returned.
+        validate: parameters -> held-out loss, for early stopping (the best parameters are
+            returned), and the metric.
 
-    Raises `WeightsError` for a checkpoint of other parameters.
+    Raises `WeightsError` for a checkpoint of other parameters, `OutputError` where none can be
+    written.
     """
     optimizer.init(parameters)
     state, best = State(), parameters
@@ -115,16 +119,16 @@ def fit(
         if state.step < settings.steps:
             pending = [stream.next() for _ in lanes]  # while the step computes
         mx.eval(parameters, optimizer.state)
-        held_out = None
+        held_out = apart = None
         if validate and settings.validate_every and state.step % settings.validate_every == 0:
-            held_out = validate(parameters)
+            held_out, apart = validate(parameters)
             if held_out < state.best_loss:
                 best, state.best_loss, state.stale = parameters, held_out, 0
             else:
                 state.stale += 1
         if progress:
             values = float(mean), float(metric)
-            progress(Report(state.step, settings.steps, *values, held_out))
+            progress(Report(state.step, settings.steps, *values, held_out, apart))
         if checkpoint and settings.save_every and state.step % settings.save_every == 0:
             save(checkpoint, parameters, best, optimizer, state)
         if settings.patience and state.stale >= settings.patience:
@@ -174,8 +178,16 @@ def save(
         trees["best"] = best
     part = path.with_name(path.stem + ".part.safetensors")
     metadata = {"state": json.dumps(asdict(state))}
-    mx.save_safetensors(str(part), dict(tree_flatten(trees)), metadata=metadata)
-    part.replace(path)
+    try:
+        mx.save_safetensors(str(part), dict(tree_flatten(trees)), metadata=metadata)
+        part.replace(path)
+    except OSError as error:
+        raise OutputError.because(path, error) from error
+    except RuntimeError as error:  # MLX's word for a write that failed
+        raise OutputError(
+            f"{path}: the checkpoint cannot be written ({error}); make room on the disk, and the "
+            "same command goes on from the last one."
+        ) from error
 
 
 def restore(

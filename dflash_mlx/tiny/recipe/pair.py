@@ -1,7 +1,7 @@
 """The recipe of the embedded pair, from nothing: tokenizer, target, drafter, held-out prompts,
 scores.
 
-    python -m dflash_mlx.train.tiny_pair OUT --work FOLDER
+    python -m dflash_mlx.tiny.recipe OUT --work FOLDER
 
 Every stage leaves its result on disk and is skipped when it is there already; a stage that was
 interrupted resumes from its checkpoint in the work folder.

@@ -1,0 +1,176 @@
+"""The tokenizer that a GGUF file's metadata describes, as files that transformers loads.
+
+Byte-level BPE only: its tokens and merges are in the file, and how text is split before the merges
+is a name (`tokenizer.ggml.pre`) that stands for regular expressions; those here are llama.cpp's
+(src/llama-vocab.cpp) and the original tokenizer.json files'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from ...errors import ConfigError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
+_KEY = "tokenizer.ggml."
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGITS, _GPT2 = "digits", "gpt2"  # one digit at a time, then GPT-2's words; those alone
+# What a name stands for: a way above, or the regular expression of a word.
+_SPLITS = {
+    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "olmo", "jina-es", "jina-de", "mpt"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _WORDS % "{1,3}"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _WORDS % ""),
+}
+_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"}  # ignore_merges
+_COMPOSED = {"qwen2", "deepseek-r1-qwen"}  # NFC first, as their tokenizer.json says
+
+
+def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a GGUF file. Raises `ConfigError` for one that is not understood."""
+    model = metadata.get(f"{_KEY}model")
+    if model != "gpt2":
+        raise ConfigError(
+            f"{path}: its tokenizer is {str(model)[:40]!r}; of GGUF files, byte-level BPE (gpt2) "
+            "is read."
+        )
+    pre = metadata.get(f"{_KEY}pre")
+    if pre not in _SPLITS:
+        raise ConfigError(
+            f"{path}: its pre-tokenizer is {str(pre)[:40]!r}; known are {', '.join(_SPLITS)}."
+        )
+    tokens, types = vocabulary(path, metadata)
+    pairs = _merges(path, metadata, {*tokens})
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    if pre in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _splitter(_SPLITS[pre])
+    tokenizer.decoder = decoders.ByteLevel()
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        added = [
+            AddedToken(token, special=special, normalized=False)
+            for token, own in zip(tokens, types, strict=True)
+            if own == kind
+        ]
+        tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
+    if metadata.get(f"{_KEY}add_bos_token") is True:
+        start = special_id(path, metadata, "bos", tokens)
+        if start is None:
+            raise ConfigError(f"{path}: add_bos_token is set, but no bos_token_id.")
+        tokenizer.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(
+                    single=f"{tokens[start]} $A",
+                    pair=f"{tokens[start]} $A {tokens[start]} $B",
+                    special_tokens=[(tokens[start], start)],
+                ),
+            ]
+        )
+    return tokenizer
+
+
+def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json. Raises `ConfigError`."""
+    build(path, metadata).save(str(folder / "tokenizer.json"))
+    tokens, _ = vocabulary(path, metadata)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": metadata.get(f"{_KEY}add_bos_token") is True,
+    }
+    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        number = special_id(path, metadata, theirs, tokens)
+        if number is not None:
+            settings[f"{ours}_token"] = tokens[number]
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        if not isinstance(template, str):
+            raise ConfigError(f"{path}: tokenizer.chat_template is no text.")
+        settings["chat_template"] = template
+    content = json.dumps(settings, indent=1, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(content + "\n", encoding="utf-8")
+
+
+def end_tokens(path: object, metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text: end of text, of turn, of message. Raises `ConfigError`."""
+    tokens, _ = vocabulary(path, metadata)
+    found = (special_id(path, metadata, name, tokens) for name in ("eos", "eot", "eom"))
+    ends = sorted({number for number in found if number is not None})
+    if not ends:
+        raise ConfigError(f"{path}: there is no {_KEY}eos_token_id, so no text would end.")
+    return ends
+
+
+def vocabulary(path: object, metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """The tokens and their types. Raises `ConfigError`."""
+    tokens = _texts(path, metadata, "tokens")
+    types = metadata.get(f"{_KEY}token_type", [NORMAL] * len(tokens))
+    if not _are(int, types) or len(types) != len(tokens):
+        raise ConfigError(f"{path}: {_KEY}token_type does not have a number for each token.")
+    if len({*tokens}) < len(tokens):
+        raise ConfigError(f"{path}: a token is in {_KEY}tokens twice.")
+    return tokens, types
+
+
+def special_id(
+    path: object, metadata: Mapping[str, Any], name: str, tokens: list[str]
+) -> int | None:
+    """The id of a special token; None without one. Raises `ConfigError` for one out of range."""
+    number = metadata.get(f"{_KEY}{name}_token_id")
+    if number is None:
+        return None
+    if type(number) is not int or not 0 <= number < len(tokens):
+        raise ConfigError(f"{path}: {_KEY}{name}_token_id is not a token's number.")
+    return number
+
+
+def _merges(path: object, metadata: Mapping[str, Any], tokens: set[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for line in _texts(path, metadata, "merges"):
+        # A token has no space in it (a space is written as another character), but may be one.
+        left, _, right = line.partition(" ")
+        if left not in tokens or right not in tokens or left + right not in tokens:
+            raise ConfigError(f"{path}: the merge {line[:40]!r} is not of tokens.")
+        pairs.append((left, right))
+    return pairs
+
+
+def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if way == _GPT2:
+        return words
+    if way == _DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(way), "isolated"), bytes_only])
+
+
+def _texts(path: object, metadata: Mapping[str, Any], name: str) -> list[str]:
+    """A list of texts in the metadata. Raises `ConfigError`."""
+    found: Any = metadata.get(_KEY + name)
+    if not _are(str, found):
+        raise ConfigError(f"{path}: {_KEY}{name} is missing, or not a list of texts.")
+    return list(found)
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(v) is kind for v in values)

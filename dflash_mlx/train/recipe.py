@@ -1,0 +1,127 @@
+"""What `train` does, and which unfinished run it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ConfigError, DataError, OutputError, SettingsError
+from ..target import Target
+from .losses import Mix
+
+TARGET = "target"  # of warm_start: the target's own layers
+EPOCHS = 6  # where neither steps nor hours are given, as in arXiv 2602.06036
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `train` does.
+
+    Attributes:
+        data: a file of prompts, conversations or texts; see `data`.
+        synthesize: instead, how many user turns the target writes itself.
+        keep_answers: learn the file's answers, instead of the target's own to its prompts.
+        kind, block_size, layers, causal: see `draft_shape`.
+        steps, hours: how long to train; without either, `EPOCHS` times over the data.
+        anchors, tokens, learning_rate, optimizer, mix, occurring, seed: see `DrafterSettings`.
+        cache_features: keep the target's features on disk.
+        max_tokens, rows: of answers, see `Answering`.
+        bits: 4, 6 or 8 stores the drafter so; None in bf16.
+        held_out: samples that are measured on and never trained on.
+    """
+
+    data: Path | None = None
+    synthesize: int | None = None
+    keep_answers: bool = False
+    kind: str = "dflash"
+    block_size: int = 8
+    layers: int | None = None
+    causal: bool = False
+    warm_start: str | None = None
+    steps: int | None = None
+    hours: float | None = None
+    anchors: int = 64
+    tokens: int = 1024
+    learning_rate: float = 1e-3
+    optimizer: str = "adamw"
+    mix: Mix = field(default_factory=lambda: Mix(cross_entropy=0.5, kl=0.5))
+    occurring: bool = True
+    cache_features: bool = False
+    max_tokens: int = 256
+    rows: int = 24
+    turn_tokens: int = 128
+    bits: int | None = None
+    held_out: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.data is None) == (self.synthesize is None):
+            raise SettingsError(
+                "Train on a file (--data) or on what the target writes "
+                "(--synthesize N), on one of them."
+            )
+        if self.steps is not None and self.hours is not None:
+            raise SettingsError("Give steps or hours, not both.")
+        least = {
+            "synthesize": 1,
+            "steps": 1,
+            "anchors": 1,
+            "tokens": 16,
+            "max_tokens": 1,
+            "rows": 1,
+            "turn_tokens": 4,
+            "held_out": 1,
+            "layers": 1,
+        }
+        for name, limit in least.items():
+            value = getattr(self, name)
+            if value is not None and value < limit:
+                raise SettingsError(f"{name} is {value}: it is at least {limit}.")
+        for name in ("hours", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise SettingsError(f"{name} is {value}: it is a number above 0.")
+        if self.bits not in (None, 4, 6, 8):
+            raise SettingsError(f"A drafter is stored in 4, 6 or 8 bits, not {self.bits}.")
+
+
+def claim(work: Path, target: Target, recipe: Recipe) -> None:
+    """Write down what this folder is for. Raises `SettingsError` if it is for something else."""
+    now = {**asdict(recipe), "data": None, "target": _identity(target)}
+    if recipe.data is not None:
+        try:
+            now["data"] = hashlib.sha256(recipe.data.read_bytes()).hexdigest()
+        except OSError as error:
+            raise DataError(f"{recipe.data}: cannot be read ({error.strerror}).") from error
+    now = json.loads(json.dumps(now))
+    path = work / "recipe.json"
+    if path.exists():
+        try:
+            then = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path}: damaged; delete {work} to start again.") from error
+        differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
+        if differing:
+            raise SettingsError(
+                f"{work} was begun with another {', '.join(differing)}: use the same, or another "
+                "--out, or delete it."
+            )
+        return
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise OutputError.because(path, error) from error
+
+
+def _identity(target: Target) -> str:
+    """What tells targets apart: the config, and some of the weights."""
+    digest = hashlib.sha256(json.dumps(target.config, sort_keys=True, default=str).encode())
+    digest.update(np.array(target.norm_weight().astype(mx.float32)).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""The shape of a drafter for a target, in the layout that drafters are published in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import SettingsError
+from ..target import Target
+
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+DEEP = 12  # target layers from which on five are tapped, and fewer than that three
+SELECTOR_RANK, SELECTOR_TOP_K, CONV_KERNEL, CONV_GROUP = 32, 8, 2, 16
+
+
+def draft_shape(
+    target: Target,
+    kind: str,
+    block_size: int,
+    mask_token: int,
+    layers: int | None = None,
+    causal: bool = False,
+) -> dict[str, Any]:
+    """The config.json of a new drafter.
+
+    Args:
+        kind: "dflash" or "dflash2".
+        block_size: rows of a block, the anchor included.
+        mask_token: what the other rows' input is.
+        layers: of the drafter; None is one for every eight of the target's, and one, at most five.
+        causal: whether a row of a block sees only the rows before it.
+
+    Raises `SettingsError`.
+    """
+    if kind not in ARCHITECTURES:
+        raise SettingsError(f"A drafter is of kind {' or '.join(ARCHITECTURES)}, not {kind!r}.")
+    if block_size < 2:
+        raise SettingsError(f"A block has two rows at least, not {block_size}.")
+    shape = target.config.get("text_config") or target.config
+    hidden, heads = target.hidden_size, shape["num_attention_heads"]
+    layers = layers or min(5, 1 + round(target.num_layers / 8))
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[kind]],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": shape.get("intermediate_size") or 3 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shape.get("num_key_value_heads") or heads,
+        "head_dim": shape.get("head_dim") or hidden // heads,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": shape.get("rms_norm_eps", 1e-6),
+        "rope_theta": float(
+            shape.get("rope_theta")
+            or (shape.get("rope_parameters") or {}).get("rope_theta")
+            or 10000.0
+        ),
+        "max_position_embeddings": shape.get("max_position_embeddings", 40960),
+        "num_target_layers": target.num_layers,
+        "block_size": block_size,
+        "layer_types": ["full_attention"] * layers,
+        "is_causal": causal,
+        "torch_dtype": "bfloat16",
+        "dflash_config": {
+            "mask_token_id": mask_token,
+            "target_layer_ids": tap_layers(target.num_layers),
+        },
+    }
+    if kind == "dflash2":
+        config["dflash_config"] |= {
+            "conv_kernel_size": CONV_KERNEL,
+            "conv_group_size": CONV_GROUP,
+            "selector_rank": SELECTOR_RANK,
+            "selector_top_k": SELECTOR_TOP_K,
+        }
+    return config
+
+
+def tap_layers(layers: int) -> list[int]:
+    """Which layers of a target are read: five from the second to the third last, as DFlash does
+    (arXiv 2602.06036); of a shallow target three, the last among them."""
+    if layers < DEEP:
+        return sorted({min(1, layers - 1), layers // 2, layers - 1})
+    return [round(1 + i * (layers - 4) / 4) for i in range(5)]
+
+
+def mask_token(target: Target, used: Iterable[int]) -> int:
+    """A token that stands for an unknown one: one that no text has.
+
+    Rows of the embedding beyond the tokenizer's come first, then special tokens, then any other.
+
+    Raises `SettingsError` when every token is used.
+    """
+    tokenizer, taken = target.tokenizer, set(used) | set(target.tokenizer.eos_token_ids)
+    special = sorted(getattr(tokenizer, "all_special_ids", []), reverse=True)
+    beyond = range(len(tokenizer.get_vocab()), target.vocab_size)
+    for token in (*beyond, *special, *range(target.vocab_size - 1, -1, -1)):
+        if token not in taken and token < target.vocab_size:
+            return token
+    raise SettingsError(f"{target.name}: every token occurs in the data, so none can be the mask.")

@@ -1,0 +1,110 @@
+"""GGUF headers that are cut, made up or absurd: one line, and quickly."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ggufs import gguf_of, text, write
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.errors import DFlashError, WeightsError
+from dflash_mlx.loading.gguf.config import read_config
+from dflash_mlx.loading.gguf.header import read_header
+from dflash_mlx.loading.gguf.tokenizer import build
+from dflash_mlx.loading.gguf.weights import check_tensors
+
+HUGE = 2**62
+
+
+def header(tensors: int = 0, entries: int = 0, body: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, entries) + body
+
+
+def tensor(name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, at: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, at)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not a GGUF file"),
+        (b"GGML" + bytes(100), "not a GGUF file"),
+        (b"GGUF", "truncated"),
+        (header(version=1), "version 1"),
+        (header(version=0x03000000), "version"),  # big-endian
+        (header(tensors=HUGE), "tensors"),
+        (header(entries=HUGE), "metadata keys"),
+        (header(entries=1, body=struct.pack("<Q", HUGE)), "bytes of text"),
+        (header(entries=1, body=struct.pack("<Q", 2**20)), "truncated"),
+        (header(entries=1, body=text("k") + struct.pack("<I", 99)), "type 99"),
+        (header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 8, HUGE)), "items"),
+        (header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 8, 2**20)), "texts"),
+        (header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 4, 2**20)), "truncated"),
+        (header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 9, 1)), "array of type 9"),
+        (header(entries=1, body=struct.pack("<Q", 2) + b"\xff\xfe"), "UTF-8"),
+        (header(1, body=tensor(shape=())), "0 dimensions"),
+        (header(1, body=tensor(shape=(1,) * 5)), "5 dimensions"),
+        (header(1, body=tensor(shape=(0,))), "shape"),
+        (header(1, body=tensor(shape=(33,), kind=2)), "shape"),
+        (header(1, body=tensor(shape=(2**40, 2**40))), "truncated"),
+        (header(1, body=tensor(at=HUGE)), "truncated"),
+        (header(2, body=tensor() + tensor() + bytes(400)), "two tensors"),
+        (
+            header(0, 1, text("general.alignment") + struct.pack("<II", 4, 0)),
+            "alignment",
+        ),
+    ],
+)
+def test_headers_that_cannot_be_true(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    with pytest.raises(WeightsError, match=said) as caught:
+        read_header(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    metadata, tensors, _ = gguf_of("llama")
+    path = tmp_path_factory.mktemp("gguf") / "whole.gguf"
+    write(path, metadata, tensors, dict.fromkeys(tensors, "Q8_0"))
+    return path.read_bytes()
+
+
+def judge(path: Path) -> Any:
+    """Everything that is read before MLX sees the file."""
+    found = read_header(path)
+    check_tensors(path, found.tensors)
+    read_config(path, found.metadata, frozenset(found.tensors), 10)
+    return build(path, found.metadata)
+
+
+def test_the_whole_file_is_fine(tmp_path: Path, whole: bytes) -> None:
+    (tmp_path / "a.gguf").write_bytes(whole)
+    assert judge(tmp_path / "a.gguf")
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(part=st.floats(0, 0.999))
+def test_a_file_that_is_cut_anywhere_is_truncated(
+    tmp_path: Path, whole: bytes, part: float
+) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(whole[: int(part * len(whole))])
+    with pytest.raises(WeightsError, match="truncated|not a GGUF"):
+        read_header(path)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(4, 12_000), byte=st.integers(0, 255))
+def test_a_byte_that_is_wrong_is_an_error_of_ours_or_harmless(
+    tmp_path: Path, whole: bytes, at: int, byte: int
+) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+    try:
+        judge(path)
+    except DFlashError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,135 @@
+"""Answers in batches: what plain decoding says, kept chunk by chunk, taken up where they ended."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tinymodels
+from tinymodels import END, LINES
+
+from dflash_mlx.errors import DataError, OutputError, PromptError
+from dflash_mlx.target import Target
+from dflash_mlx.train.answers import Answering, answer_all, append, complete, read_answers
+from dflash_mlx.train.synthesize import Novelty, Sampling, user_header, write_turns
+
+SMALL = Answering(max_tokens=6, rows=2, chunk=2)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tinymodels.target()
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    return [target.tokenizer.encode(line)[: 4 + 3 * i] for i, line in enumerate(LINES)] + [[5, 6]]
+
+
+def test_answers_are_those_of_plain_decoding(target: Target, prompts: list[list[int]]) -> None:
+    found = complete(target, prompts, Answering(max_tokens=8, rows=3, chunk=9))
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert list(answer.answer) == tinymodels.greedy(target, prompt, 8)
+        assert answer.prompt == tuple(prompt)
+
+
+def test_an_answer_holds_the_token_that_ended_it(prompts: list[list[int]]) -> None:
+    plain = tinymodels.greedy(tinymodels.target(), prompts[0], 8)
+    ending = tinymodels.ending_at(tinymodels.target(), plain[3])
+    [answer] = complete(ending, prompts[:1], Answering(max_tokens=8))
+    assert list(answer.answer) == plain[: plain.index(plain[3]) + 1] and answer.ended
+    start = len(prompts[0])
+    assert answer.sample.answers == ((start, start + len(answer.answer)),)
+
+
+@pytest.mark.parametrize("cut", [0, 10, 0.5, 0.9, 1])
+def test_a_file_cut_anywhere_grows_to_the_same(
+    tmp_path: Path, target: Target, prompts: list[list[int]], cut: float
+) -> None:
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    answers = answer_all(target, prompts, whole, SMALL)
+    content = whole.read_bytes()
+    part.write_bytes(content[: cut if cut == 10 else int(cut * len(content))])
+    assert answer_all(target, prompts, part, SMALL) == answers
+    assert part.read_bytes() == content
+
+
+def test_what_is_there_is_not_answered_again(
+    tmp_path: Path, target: Target, prompts: list[list[int]]
+) -> None:
+    path, seen = tmp_path / "a.jsonl", []
+    answer_all(target, prompts, path, SMALL, seen.append)
+    assert [p.done for p in seen if p.tokens == seen[-1].tokens][-1] == len(prompts)
+    again = []
+    answer_all(target, prompts, path, SMALL, again.append)
+    assert [(p.done, p.tokens) for p in again] == [(len(prompts), 0)]
+    with pytest.raises(DataError, match="other prompts"):
+        answer_all(target, prompts[::-1], path, SMALL)
+
+
+def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": [1], "answer": "two"}\n')
+    with pytest.raises(DataError, match="a.jsonl:1"):
+        read_answers(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_text('{"prompt\n')
+    with pytest.raises(DataError, match="damaged"):
+        read_answers(tmp_path / "b.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_one_line() -> None:
+    with pytest.raises(OutputError, match="the disk is full") as caught:
+        append(Path("/dev/full"), iter([{"a": 1}]))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_header_is_what_the_template_writes_before_a_user_speaks(target: Target) -> None:
+    assert user_header(target) == ("user: ", "\nassistant:")
+
+
+def test_without_a_template_nothing_is_written(target: Target, tmp_path: Path) -> None:
+    bare = tinymodels.ending_at(target)
+    template = bare.tokenizer.chat_template
+    bare.tokenizer.has_chat_template = False
+    try:
+        with pytest.raises(PromptError, match="no chat template.*--data"):
+            write_turns(bare, 2, tmp_path / "t.jsonl", SMALL)
+    finally:
+        bare.tokenizer.has_chat_template = True
+    assert bare.tokenizer.chat_template == template
+
+
+def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path: Path, target: Target) -> None:
+    settings = Answering(max_tokens=12, rows=4, chunk=8)
+    ending = tinymodels.ending_at(target, *range(20, 60))  # so that turns end at all
+    first = write_turns(ending, 5, tmp_path / "a.jsonl", settings, seed=1)
+    assert len({*first}) == 5 and all(len(turn.split()) > 1 for turn in first)
+    rounds = (tmp_path / "a.jsonl").read_text().splitlines()
+    (tmp_path / "b.jsonl").write_text(rounds[0] + "\n")
+    assert write_turns(ending, 5, tmp_path / "b.jsonl", settings, seed=1) == first
+    assert write_turns(ending, 5, tmp_path / "c.jsonl", settings, seed=2) != first
+    assert all(END not in turn for turn in first)
+
+
+def test_a_target_that_repeats_itself_is_told_so(tmp_path: Path, target: Target) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"turns": ["the same words again"]}) + "\n") * 40)
+    with pytest.raises(DataError, match="1 different things.*--synthesize 1"):
+        write_turns(target, 5, path, SMALL)
+
+
+def test_near_duplicates_are_no_news() -> None:
+    novelty = Novelty()
+    assert novelty.add("Write a short story about a cat that can fly to the moon.")
+    assert not novelty.add("write a short story about a cat that can fly to the moon")
+    assert not novelty.add("Write a short story about a cat that can fly to the sun.")
+    assert novelty.add("Write a short poem about the sea.")
+    assert novelty.add("Hello!") and not novelty.add("hello")
+
+
+def test_sampling_is_of_its_seed(target: Target) -> None:
+    runs = [
+        complete(target, [[5, 6]] * 4, Answering(max_tokens=5), Sampling(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    assert len({answer.answer for answer in runs[0]}) > 1

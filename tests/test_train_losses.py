@@ -1,0 +1,206 @@
+"""Losses against plain numpy; the same values and gradients however the slots are cut up."""
+
+from pathlib import Path
+from random import Random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tinymodels
+from mlx.utils import tree_flatten
+
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.errors import SettingsError, WeightsError
+from dflash_mlx.target import Target
+from dflash_mlx.train import drafter as trainer
+from dflash_mlx.train.data import Sample
+from dflash_mlx.train.drafter import Anchors, Kept, draft_loss, new_drafter
+from dflash_mlx.train.features import features
+from dflash_mlx.train.losses import Mix, summed
+from dflash_mlx.train.store import Stored, build_store
+
+KINDS = {
+    "DFlash": {},
+    "DFlash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": 6,
+    },
+}
+MIXES = [Mix(), Mix(0, 1, 0), Mix(0, 0, 1), Mix(0.2, 0.5, 0.3)]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tinymodels.target()
+
+
+def draft_config(kind: str = "DFlash", **more: object) -> DraftConfig:
+    return DraftConfig.from_dict(tinymodels.drafter_config(block_size=4, **KINDS[kind], **more))
+
+
+def samples(target: Target) -> list[Sample]:
+    """Sequences that the target itself wrote, of different lengths."""
+    found = []
+    for i, line in enumerate(tinymodels.LINES[:3]):
+        prompt = target.tokenizer.encode(line)[: 4 + i]
+        answer = tinymodels.greedy(target, prompt, 12 + 3 * i)
+        found.append(Sample((*prompt, *answer), ((len(prompt), len(prompt) + len(answer)),)))
+    return found
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_mix_is_what_its_parts_say(mix: Mix) -> None:
+    rng = np.random.default_rng(0)
+    logits, count = rng.normal(size=(5, 9)).astype(np.float32), 3
+    p = rng.dirichlet(np.ones(9), 5)
+    tops = np.argsort(-p, axis=-1)[:, :count]
+    shares = np.take_along_axis(p, tops, axis=-1)
+    labels = tops[:, 0]
+    q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    own = shares / shares.sum(axis=-1, keepdims=True)
+    likely = np.take_along_axis(q, tops, axis=-1)
+    expected = (
+        mix.cross_entropy * -np.log(q[range(5), labels])
+        + mix.kl * (own * np.log(own / likely)).sum(axis=-1)
+        + mix.total_variation * (1 - np.minimum(own, likely).sum(axis=-1))
+    )
+    found = mix.of(mx.array(logits), mx.array(labels), mx.array(tops), mx.array(shares))
+    assert np.allclose(np.array(found), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [(0, 0, 0), (-1, 1, 1), (float("nan"), 1, 1)])
+def test_a_mix_of_nothing_is_refused(parts: tuple[float, float, float]) -> None:
+    with pytest.raises(SettingsError, match="above 0"):
+        Mix(*parts)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 100])
+def test_parts_sum_to_the_whole(rows: int) -> None:
+    mx.random.seed(0)
+    hidden, weights = mx.random.normal((7, 5)), mx.arange(7) / 7
+    trained = {"head": {"w": mx.random.normal((5, 4))}}
+
+    def part(trained: dict, hidden: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        logits = hidden @ trained["head"]["w"]
+        return (mx.logsumexp(logits, axis=-1) * weights).sum(), logits.argmax(axis=-1)
+
+    def cut(trained: dict, hidden: mx.array) -> mx.array:
+        return 3 * summed(part, trained, hidden, [weights], rows)[0]
+
+    def whole(trained: dict, hidden: mx.array) -> mx.array:
+        return 3 * part(trained, hidden, weights)[0]
+
+    ours, theirs = (mx.value_and_grad(f, argnums=(0, 1))(trained, hidden) for f in (cut, whole))
+    for (name, a), (_, b) in zip(tree_flatten(ours), tree_flatten(theirs), strict=True):
+        assert mx.allclose(a, b, atol=1e-5), name
+    chosen = summed(part, trained, hidden, [weights], rows)[1]
+    assert chosen.tolist() == part(trained, hidden, weights)[1].tolist()
+
+
+def test_logits_of_all_slots_never_exist() -> None:
+    """The stated bound: parts of 2 MB where all slots together would have 80 MB."""
+    mx.random.seed(0)
+    slots, width, vocabulary, bound = 1000, 8, 20_000, 2**21
+    head, hidden = mx.random.normal((width, vocabulary)), mx.random.normal((slots, width))
+    labels = mx.zeros((slots,), mx.int32)
+    mx.eval(head, hidden, labels)
+
+    def part(_: dict, hidden: mx.array, labels: mx.array) -> tuple[mx.array, mx.array]:
+        logits = hidden @ head
+        return Mix().of(logits, labels, labels[:, None], labels[:, None]).sum(), labels
+
+    def loss(hidden: mx.array) -> mx.array:
+        rows = bound // (4 * trainer.LOGITS_AT_ONCE * vocabulary)
+        return summed(part, {}, hidden, [labels], rows)[0]
+
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.value_and_grad(loss)(hidden))
+    assert mx.get_peak_memory() - before < 8 * bound < 4 * slots * vocabulary
+
+
+def graded(target: Target, kind: str, mix: Mix, kept: Kept | None = None, known: bool = False):
+    """A drafter's loss, tau and gradient on a batch."""
+    config = draft_config(kind)
+    drafter = new_drafter(config, seed=2)
+    if kind == "DFlash2":
+        selector = drafter.candidate_selector
+        selector.successor_codebook = mx.random.normal(selector.successor_codebook.shape)
+    arrays = Anchors(5)(samples(target), Random(0))
+    if known:
+        arrays = (*arrays, *features(target, arrays[0], config.target_layer_ids))
+    loss = draft_loss(drafter, target, 2.0, mix, kept)
+    return mx.value_and_grad(loss)(drafter.trainable_parameters(), *arrays)
+
+
+def assert_close(ours: object, theirs: object) -> None:
+    pairs = zip(tree_flatten(ours), tree_flatten(theirs), strict=True)
+    for (name, a), (other, b) in pairs:
+        assert name == other and mx.allclose(a, b, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_little_memory_changes_no_loss(
+    target: Target, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = graded(target, kind, MIXES[3])
+    monkeypatch.setattr(trainer, "BOUND", 4 * 4 * target.vocab_size * 7)  # seven slots at a time
+    assert_close(whole, graded(target, kind, MIXES[3]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keeping_every_token_changes_no_loss(target: Target, kind: str) -> None:
+    every = Kept.of(range(target.vocab_size), target.vocab_size)
+    assert_close(graded(target, kind, MIXES[3]), graded(target, kind, MIXES[3], every))
+
+
+def test_tokens_that_do_not_occur_cost_nothing(target: Target) -> None:
+    few = trainer.occurring(samples(target), target.vocab_size)
+    assert 4 < len(few.tokens) < target.vocab_size
+    (some, _), _ = graded(target, "DFlash", Mix(), few)
+    (all_, _), _ = graded(target, "DFlash", Mix())
+    assert 0 < float(some) < float(all_)
+
+
+def test_features_that_are_given_are_not_computed_again(target: Target) -> None:
+    assert_close(graded(target, "DFlash", MIXES[3]), graded(target, "DFlash", MIXES[3], known=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_features_in_parts_are_those_of_the_whole(family: str) -> None:
+    target = tinymodels.target(family)
+    mx.random.seed(0)
+    tokens = mx.random.randint(0, target.vocab_size, (2, 21))
+    whole = features(target, tokens, [0, 2], top=5)
+    parts = features(target, tokens, [0, 2], top=5, bound=4 * target.vocab_size * 2 * 8)
+    logits, taps = target.features(tokens, [0, 2])
+    p = np.array(mx.softmax(logits.astype(mx.float32), axis=-1))
+    assert mx.array_equal(whole.taps, taps)
+    assert np.array_equal(np.array(whole.choices), p.argmax(axis=-1))
+    assert np.allclose(np.sort(np.array(whole.shares)), np.sort(p)[..., -5:], atol=1e-6)
+    named = np.take_along_axis(p, np.array(whole.tops).astype(np.int64), axis=-1)
+    assert np.allclose(named, np.array(whole.shares), atol=1e-6)
+    assert mx.allclose(parts.taps, taps, atol=1e-4)
+    assert mx.array_equal(parts.choices, whole.choices)
+
+
+def test_a_store_gives_what_the_target_would(tmp_path: Path, target: Target) -> None:
+    texts, layers, seen = samples(target), [0, 2], []
+    store = build_store(target, texts, layers, tmp_path / "f", lambda *of: seen.append(of))
+    assert seen[-1] == (3, 3)
+    batch = texts[1:] + texts[:1]
+    ids, anchors, ends, *known = Stored(Anchors(3), store)(batch, Random(0))
+    truth = features(target, ids, layers)
+    for row, sample in enumerate(batch):
+        length = len(sample.tokens)
+        assert mx.allclose(known[0][row, :length], truth.taps[row, :length], rtol=1e-2, atol=1e-2)
+        for mine, theirs in zip(known[1:], truth[1:], strict=True):
+            assert mx.allclose(mine[row, :length], theirs[row, :length], atol=1e-5)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "f").iterdir()}
+    build_store(target, texts, layers, tmp_path / "f")
+    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "f").iterdir()}
+    with pytest.raises(WeightsError, match="other samples"):
+        build_store(target, texts[::-1], layers, tmp_path / "f")

@@ -1,0 +1,272 @@
+"""From a target to a drafter on disk: resumed bit for bit, refused in one line."""
+
+import json
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tinymodels
+from mlx.utils import tree_flatten
+from program import HERE, PROGRAM, run
+from tinymodels import END, LINES
+
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.errors import (
+    DataError,
+    DFlashError,
+    IncompatibleDrafterError,
+    NotEnoughMemoryError,
+    OutputError,
+    PromptError,
+    SettingsError,
+)
+from dflash_mlx.loading.load import load_drafter
+from dflash_mlx.loop import generate
+from dflash_mlx.target import Target
+from dflash_mlx.train import plan
+from dflash_mlx.train.drafter import new_drafter
+from dflash_mlx.train.fit import Report
+from dflash_mlx.train.recipe import TARGET, Recipe
+from dflash_mlx.train.run import Begun, train
+from dflash_mlx.train.shape import draft_shape, mask_token, tap_layers
+from dflash_mlx.train.warm import start_from_target
+
+PROMPTS = [{"prompt": line[: 12 + 4 * i]} for i in range(3) for line in LINES]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tinymodels.target()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in PROMPTS))
+    return path
+
+
+def recipe(data: Path, **more: Any) -> Recipe:
+    small = {"steps": 3, "block_size": 4, "max_tokens": 10, "rows": 4, "anchors": 4, "tokens": 64}
+    return Recipe(data=data, **{**small, **more})
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_drafter_comes_out_that_drafts(
+    tmp_path: Path, target: Target, data: Path, kind: str, cached: bool
+) -> None:
+    seen = []
+    chosen = recipe(data, kind=kind, cache_features=cached, bits=8)
+    done = train(target, tmp_path / "out", chosen, listen=seen.append)
+    assert [event.step for event in seen if isinstance(event, Report)] == [1, 2, 3]
+    [begun] = [event for event in seen if isinstance(event, Begun)]
+    assert begun.samples + begun.held_out == len(PROMPTS)
+    assert (begun.estimate.features > 0) == cached
+    assert [row[0] for row in done.curve] == [1, 2, 3]
+    drafter = load_drafter(str(tmp_path / "out"))
+    lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
+    for record in map(json.loads, lines):
+        drafted = generate(target, drafter, record["ids"], max_tokens=10).tokens
+        assert drafted == tinymodels.greedy(target, record["ids"], 10)
+
+
+def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path, data: Path) -> None:
+    model = tinymodels.save_target(tmp_path / "model")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = ["train", "--model", model, "--data", data, "--steps", "4", "--block-size", "4"]
+    options += ["--answer-tokens", "10", "--rows", "2", "--anchors", "4", "--tokens", "64"]
+    options += ["--cache-features", "--json"]
+
+    def kill_at(event: str, count: int) -> None:
+        """Start, and kill -9 as soon as this event has come so often."""
+        command = [*PROGRAM, *map(str, options), "--out", str(killed)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                count -= json.loads(line)["event"] == event
+                if not count:
+                    process.send_signal(signal.SIGKILL)
+                    break
+            assert process.wait() == -signal.SIGKILL
+
+    kill_at("answers", 2)
+    kill_at("step", 2)
+    last = run(*options, "--out", killed)
+    assert last.returncode == 0, last.stderr
+    steps = [json.loads(line) for line in last.stdout.splitlines()]
+    assert [line["step"] for line in steps if line["event"] == "step"] in ([2, 3, 4], [3, 4])
+    assert run(*options, "--out", whole).returncode == 0
+    first, second = (folder / "model.safetensors" for folder in (whole, killed))
+    assert first.read_bytes() == second.read_bytes()
+    assert "tokens a round" in (killed / "README.md").read_text()
+
+
+def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Path) -> None:
+    train(target, tmp_path / "out", recipe(data))
+    with pytest.raises(SettingsError, match="begun with another anchors, steps: use the same"):
+        train(target, tmp_path / "out", recipe(data, steps=5, anchors=3))
+    data.write_text(json.dumps(PROMPTS[0]) + "\n")
+    with pytest.raises(SettingsError, match="another data"):
+        train(target, tmp_path / "out", recipe(data))
+
+
+def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> None:
+    seen: list[Any] = []
+    hours = recipe(data, steps=None, hours=1e-9)
+    train(target, tmp_path / "out", hours, listen=seen.append)
+    steps = json.loads((tmp_path / "out" / "work" / "steps.json").read_text())["steps"]
+    assert [event.steps for event in seen if isinstance(event, Begun)] == [steps]
+
+
+def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path: Path, target: Target) -> None:
+    path, out = tmp_path / "mixed.jsonl", tmp_path / "out"
+    records = [{"text": line} for line in LINES]
+    records += [{"prompt": "user asks", "answer": line} for line in LINES]
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    done = train(target, out, recipe(path, keep_answers=True))
+    assert done.begun.samples + done.begun.held_out == 8
+    assert not (out / "work" / "answers.jsonl").exists()
+
+
+def test_line_separators_inside_of_texts_are_no_ends_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one\u2028two\x85three"}\n', encoding="utf-8")
+    from dflash_mlx.train.data import read_records
+
+    assert [*read_records(path)] == [(f"{path}:1", "one\u2028two\x85three")]
+
+
+def test_it_starts_from_a_published_drafter(tmp_path: Path, target: Target, data: Path) -> None:
+    folder = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4)
+    raw = json.loads((folder / "config.json").read_text())
+    warm = load_drafter(str(folder))
+    before = dict(tree_flatten(warm.parameters()))
+    done = train(target, tmp_path / "out", recipe(data, steps=1, learning_rate=1e-9), (warm, raw))
+    assert done.config == raw
+    for name, weight in tree_flatten(done.drafter.parameters()):
+        assert mx.allclose(weight, before[name], atol=1e-5), name
+    other = raw | {"hidden_size": 32}
+    drafter = new_drafter(DraftConfig.from_dict(other), 0)
+    with pytest.raises(IncompatibleDrafterError):
+        train(target, tmp_path / "other", recipe(data), (drafter, other))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_it_starts_from_the_targets_layers(family: str, bits: int | None) -> None:
+    target = tinymodels.target(family, bits=bits)
+    raw = draft_shape(target, "dflash", 4, 1, layers=2)
+    drafter = new_drafter(DraftConfig.from_dict(raw), 0)
+    names = start_from_target(drafter, target)
+    weights = dict(tree_flatten(drafter.parameters()))
+    assert {name for name in weights if "mlp" in name or "proj" in name} <= {*names}
+    source = target.layer(1).mlp.up_proj
+    ids = mx.eye(target.hidden_size)
+    assert mx.allclose(ids @ weights["layers.0.mlp.up_proj.weight"].T, source(ids), atol=1e-4)
+    queries = drafter.layers[0].self_attn.q_norm.weight
+    assert family == "qwen3" or 0.1 < float(queries[0]) < 100
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"), [(3, [1, 2]), (6, [1, 3, 5]), (36, [1, 9, 17, 25, 33]), (1, [0])]
+)
+def test_which_layers_are_tapped(layers: int, taps: list[int]) -> None:
+    assert tap_layers(layers) == taps
+
+
+def test_the_mask_is_a_token_that_nothing_has(target: Target) -> None:
+    end = target.tokenizer.eos_token_id
+    everything = set(range(target.vocab_size))
+    assert mask_token(target, everything - {7}) == 7 != end
+    with pytest.raises(SettingsError, match="every token occurs"):
+        mask_token(target, everything)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "prompts.jsonl:13: not valid JSON"),
+        ('{"prompt": 3}', "prompts.jsonl:13: expected"),
+        ('{"messages": []}', "prompts.jsonl:13: expected"),
+    ],
+)
+def test_a_broken_line_is_named_and_nothing_lost(
+    tmp_path: Path, target: Target, data: Path, line: str, said: str
+) -> None:
+    whole = data.read_text()
+    data.write_text(whole + line + "\n")
+    with pytest.raises(DataError, match=said):
+        train(target, tmp_path / "out", recipe(data))
+
+
+def test_without_a_chat_template_it_says_so_first(
+    tmp_path: Path, data: Path, target: Target
+) -> None:
+    bare = tinymodels.ending_at(target)
+    bare.tokenizer.has_chat_template = False
+    try:
+        with pytest.raises(PromptError, match="no chat template"):
+            train(bare, tmp_path / "out", recipe(data))
+        assert not (tmp_path / "out").exists()
+    finally:
+        bare.tokenizer.has_chat_template = True
+
+
+def test_too_little_memory_or_disk_says_what_to_lower(
+    tmp_path: Path, target: Target, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = plan.machine_memory()
+    monkeypatch.setattr(plan, "machine_memory", lambda: 10**6)
+    with pytest.raises(NotEnoughMemoryError, match=r"lower --tokens \(64\) or --anchors \(4\)"):
+        train(target, tmp_path / "a", recipe(data))
+    assert (tmp_path / "a" / "work" / "answers.jsonl").stat().st_size  # nothing is lost
+    monkeypatch.setattr(plan, "machine_memory", lambda: real)
+    usage = plan.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(OutputError, match="make room, or choose another --out"):
+        train(target, tmp_path / "a", recipe(data))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"synthesize": 3}, "one of them"),
+        ({"data": None}, "one of them"),
+        ({"hours": 1.0}, "not both"),
+        ({"anchors": 0}, "anchors is 0"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"bits": 5}, "4, 6 or 8"),
+    ],
+)
+def test_recipes_that_cannot_be(data: Path, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(DFlashError, match=said):
+        replace(recipe(data), **wrong)
+
+
+def test_kinds_and_blocks_that_cannot_be(target: Target) -> None:
+    with pytest.raises(SettingsError, match="dflash3"):
+        draft_shape(target, "dflash3", 4, 1)
+    with pytest.raises(SettingsError, match="two rows"):
+        draft_shape(target, "dflash", 1, 1)
+
+
+def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    for options in (
+        ["--data", tmp_path / "nothing.jsonl"],
+        ["--synthesize", "2", "--warm-start", "no/such/drafter"],
+    ):
+        done = run("train", "--out", tmp_path / "out", "--offline", *options)
+        assert done.returncode == 1 and done.stderr.startswith("error: "), done.stderr
+        assert done.stderr.count("\n") == 1
+    assert run("train", "--out", tmp_path / "out").returncode == 2
+
+
+def test_answers_do_not_hold_the_end_as_text(tmp_path: Path, target: Target, data: Path) -> None:
+    train(target, tmp_path / "out", recipe(data, warm_start=TARGET))
+    lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
+    assert lines and all(END not in json.loads(line)["answer"] for line in lines)
