@@ -54,16 +54,29 @@ def cut(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-@given(texts, st.integers(1, 9), st.integers(13, 200), st.integers(0, 40), st.integers(13, 200))
-def test_no_word_is_torn_whatever_the_window_does(text, size, columns, when, later):
-    window = Window(columns)
+WIDE, NARROW = st.integers(60, 200), st.integers(13, 40)
+PROSE = st.lists(words, min_size=40, max_size=60).map(" ".join)
+
+
+def check_no_word_is_torn(text: str, size: int, before: int, share: int, after: int) -> None:
+    window = Window(before)
     pieces = cut(text, size)
-    write(window, pieces, (when, later))
+    write(window, pieces, (len(pieces) * share // 10, after))
     seen = " ".join(window.lines).split()
     expected = text.split()
-    assert seen == expected[len(expected) - len(seen) :], "the end of the text, word by word"
+    assert seen and seen == expected[-len(seen) :], "the end of the text, word by word"
     if text.count("\n") + len(text) // 13 < ROWS // 2:
         assert seen == expected
+
+
+@given(PROSE, st.integers(1, 9), WIDE, st.integers(2, 9), NARROW)
+def test_no_word_is_torn_when_the_window_narrows(text, size, before, share, after):
+    check_no_word_is_torn(text, size, before, share, after)
+
+
+@given(texts, st.integers(1, 9), NARROW, st.integers(0, 9), WIDE)
+def test_no_word_is_torn_when_the_window_widens(text, size, before, share, after):
+    check_no_word_is_torn(text, size, before, share, after)
 
 
 @given(texts, st.integers(1, 9), st.integers(13, 200))
