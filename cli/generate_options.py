@@ -45,7 +45,7 @@ Compare = Annotated[
     options.flag(
         "--compare/--no-compare",
         options.OUTPUT,
-        "Also decode without the drafter, to show the speedup and check the text.",
+        "Decode without the drafter, too, to compare.",
     ),
 ]
 Stats = Annotated[
@@ -58,7 +58,7 @@ Output = Annotated[
         "-o",
         group=options.OUTPUT,
         metavar="FILE",
-        help="Write to FILE instead of stdout, once it is complete; '-' is stdout.",
+        help="Write to FILE, once it is complete; '-' is stdout.",
     ),
 ]
 JsonLines = Annotated[

@@ -105,8 +105,8 @@ class Names:
             "-d",
             group=MODEL,
             metavar="NAME",
-            help="The drafter. Found automatically for known models. 'lookup' drafts from the text "
-            "itself, NAME+lookup beside a network; 'none' does not draft.",
+            help="The drafter, if not the known one. 'lookup' drafts from the text itself, "
+            "NAME+lookup also; 'none' does not draft.",
         ),
     ] = None
 
