@@ -1,18 +1,18 @@
 """Write a model that copies what it was shown: no training, every weight is made by hand.
 
     python scripts/copying_model.py OUT
-    dflash-mlx bench --model OUT/model --draft lookup --prompts OUT/prompts.jsonl --max-tokens 900 --policy
+    dflash-mlx bench --model OUT/model --draft lookup --prompts OUT/prompts.jsonl --max-tokens 1300
 
-Real models copy when they rewrite a file; none that small enough to be trained here does. This one is
-a Llama of two layers with an induction circuit. Eight heads of the first layer look back 1 to 8
+Real models copy when they rewrite a file; none that small enough to be trained here does. This one
+is a Llama of two layers with an induction circuit. Eight heads of the first layer look back 1 to 8
 tokens, by rotary positions alone, and note the token there. One head of the second looks for the
-place whose eight tokens before it are the last eight now, and writes the token that stands there. So
-it continues a text as it went on the last time, whatever the text is.
+place whose eight tokens before it are the last eight now, and writes the token that stands there.
+So it continues a text as it went on the last time, whatever the text is.
 
-The prompt asks for a file of 60 lines again, with one name changed. The model understands nothing of
-that: the changed line is shown twice, so that two places outvote the one in the file. What `bench`
-measures on it is the time of its forwards, and a lookup's drafts; it says nothing of a real model's
-willingness to copy.
+The prompt asks for a file of 60 lines again, with one name changed. The model understands nothing
+of that: the changed line, the last one, is shown twice, so that two places outvote the one in the
+file. What `bench` measures on it is the time of its forwards, and a lookup's drafts; it says nothing
+of a real model's willingness to copy.
 """
 
 from __future__ import annotations
