@@ -11,7 +11,7 @@ So it continues a text as it went on the last time, whatever the text is.
 
 The prompt asks for a file of 60 lines again, with one name changed. The model understands nothing
 of that: the changed line, the last one, is shown twice, so that two places outvote the one in the
-file. What `bench` measures on it is the time of its forwards, and a lookup's drafts; it says nothing
+file. What `bench` measures is the time of its forwards, with a lookup's drafts; it says nothing
 of a real model's willingness to copy.
 """
 
