@@ -16,6 +16,7 @@ from dflash_mlx.drafter.beside import Beside
 from dflash_mlx.drafter.lookup import LENGTHS, MOST, Index, Lookup, LookupSession, Rates
 from dflash_mlx.drafter.protocol import Bounded, Foresees, Identified, ReadsText, Resumable
 from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.trees import TreePolicy
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
@@ -268,3 +269,16 @@ def test_a_policy_adds_a_second_branch_where_the_network_is_often_wrong_at_once(
     for _ in range(8):
         widths.observe(7, 0)
     assert widths.branch(4, rates, rescue=0.9) > 0
+
+
+@pytest.mark.parametrize("budget", [8, "auto"])
+def test_trees_of_the_network_go_on_beside_the_lookup(budget):
+    """Text is plain text; where sizes are chosen the lookup's chain is one of the choices."""
+    model, drafter = target(), Beside(random_drafter())
+    prompt = [token % 150 for token in random_prompt(30, 1)] * 2
+    plain = dm.generate(model, None, prompt, max_tokens=30)
+    costs = Costs({64: {8: 1.2, 64: 3.0}}, {64: {16: 1.5}})
+    policy = TreePolicy(priced(drafter), costs) if budget == "auto" else None
+    settings = {"max_tokens": 30, "tree_budget": budget, "policy": policy}
+    drafted = dm.generate(model, drafter, prompt, **settings)
+    assert drafted.tokens == plain.tokens and drafted.stats.drafted_tokens > 0

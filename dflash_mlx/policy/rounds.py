@@ -161,10 +161,15 @@ class TreeRounds:
         self._waiting: Hindsight[tuple[DraftTree, Proposal, int]] = Hindsight()
         self._certainty: float | None = None
         self._is_tree = False  # what this round drafted
+        self._foreseen = 1  # rows of a chain that cost nothing, if it was that
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         width, rows = self._sizes.size(context, limit, self._certainty)
-        self._is_tree = rows > 1
+        self._is_tree, self._foreseen = rows > 1, 1
+        if isinstance(session, Foresees):
+            self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
+            if self._foreseen > 1:
+                return session.propose_foreseen(anchor, self._foreseen)
         if not self._is_tree:
             return chain(session, anchor, width)
         tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
@@ -174,8 +179,11 @@ class TreeRounds:
 
     def observe(self, outcome: Outcome) -> None:
         self._certainty = outcome.certainty
-        of_tree = self._is_tree
-        self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, outcome.seconds)
+        if self._foreseen > 1:
+            self._sizes.observe_free(len(outcome.proposal), outcome.accepted)
+        else:
+            of_tree = self._is_tree
+            self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, outcome.seconds)
         for (tree, verified, at), text in self._waiting.commit(outcome.tokens):
             self._sizes.learn(tree, verified, tree.learn(text), at)
 

@@ -166,6 +166,20 @@ class Sizes:
         self._paused = max(0, self._paused - (width > 1))
         return width, 1
 
+    def free(self, rates: Sequence[float], limit: int) -> int:
+        """Rows of a chain that costs nothing to draft, after `size`; 1 where others pay better.
+
+        rates are of its slots; `limit` is the most rows.
+        """
+        if self._policy.pinned:
+            return 1
+        rows, speed = self._chains.free(rates, limit)
+        return rows if speed > max(self._policy.speeds(self._table)) else 1
+
+    def observe_free(self, rows: int, accepted: int) -> None:
+        """Take in a round that cost nothing to draft."""
+        self._chains.observe_free(rows, accepted)
+
     def cut(self, tree: DraftTree) -> Proposal:
         """The part of a tree, or the chain instead of it, that is worth most beyond its cost."""
         policy, table = self._policy, self._table
