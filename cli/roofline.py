@@ -67,9 +67,8 @@ def roofline(
         return
     stdout().print(_table(rows))
     quantized = bool(quantization or config.get("quantization"))
-    note(
-        f"Recommended: {counted(best.rows, 'row')}, at most {best.tokens_per_second:,.0f} tokens per second."
-    )
+    speed = f"at most {best.tokens_per_second:,.0f} tokens per second"
+    note(f"Recommended: {counted(best.rows, 'row')}, {speed}.")
     note(f"The weights take {sized(shapes.weights)}; {fits_here(shapes.weights, quantized)}.")
     note(f"A prediction, not a measurement: {model} on {where.name}, {context} tokens of context,")
     note(f"{tokens:g} tokens a round of 16 rows; the drafter's own time is not in it.")

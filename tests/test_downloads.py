@@ -62,6 +62,7 @@ def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
     announce(TARGET, hub)
     assert f"{TARGET}: 0.7 MB to download, fits this" in capsys.readouterr().err
     hub.fetch(TARGET)
+    capsys.readouterr()  # the hub client's own progress
     for name in (TARGET, "tiny", str(tmp_path / "target")):
         announce(name, hub)
     assert not capsys.readouterr().err

@@ -80,8 +80,9 @@ def tree_rows(
         for turn, (_, prompt) in enumerate(prompts, start=number):
             for way in reversed(rows) if turn % 2 else rows:
                 drafts = None if way == PLAIN else drafter
-                settings = {"policy": policies.get(way), "max_tokens": max_tokens}
-                runs[way].append(generate(target, drafts, prompt, **settings))
+                policy = policies.get(way)
+                run = generate(target, drafts, prompt, policy=policy, max_tokens=max_tokens)
+                runs[way].append(run)
     categories = [category for category, _ in prompts] * repeats
     for way, row in rows.items():
         _sum_up(row, categories, runs[way], runs[PLAIN], runs[AUTO])
