@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dflash_mlx.loading.fits import fits, fits_here, looks_quantized
+from dflash_mlx.loading.fits import fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import check_name
 from dflash_mlx.loading.registry import pair_of
 
 from . import options
-from .screen import note, print_json, stdout
+from .pair import announce
+from .screen import note, print_json, sized, stdout
 
-GB = 1e9
 Name = Annotated[
     str,
     typer.Argument(
@@ -33,11 +33,10 @@ def pull(*, name: Name, no_draft: NoDrafter = False) -> None:
     if "/" not in name:
         raise typer.BadParameter(f"{name} is in the package already", param_hint="NAME")
     pair, hub = pair_of(name), Hub()
-    note(f"{name}: {sized(hub.remote_bytes(name))}, {fits_here(*_weights(name, hub))}")
+    announce(name, hub)
     names = [name]
     if pair is not None and not no_draft:
         names.append(pair.drafter)
-        note(f"{pair.drafter}: {sized(hub.remote_bytes(pair.drafter))}, its drafter")
     elif not no_draft:
         note(f"{name} has no known drafter: name one with --draft.")
     for one in names:
@@ -70,13 +69,3 @@ def rm(*, name: Name) -> None:
     """Delete a downloaded model from this disk."""
     freed = Hub().remove(name)
     note(f"{name}: {sized(freed)} are free again.")
-
-
-def sized(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / GB:.1f} GB"
-
-
-def _weights(name: str, hub: Hub) -> tuple[float, bool]:
-    """Bytes of a model's weights on the hub, and whether they are quantized."""
-    return hub.remote_bytes(name, ["*.safetensors"]), looks_quantized(name)

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
+from dflash_mlx.loading.fits import fits_here, looks_quantized
+from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.names import check_name
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
 from .options import Names, Rounds, Weights, bits_of
-from .screen import note, waiting
+from .screen import note, sized, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Policy, Stats, Target
@@ -78,6 +80,7 @@ def open_pair(
     draft = _drafting(names, no_draft)
     budget = _tree_budget(rounds, no_draft, draft)
     check_name(names.model)  # before the seconds that MLX takes to start
+    announce(names.model, Hub(offline=weights.offline))
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
@@ -157,6 +160,18 @@ def explain(pair: Pair, stats: Stats) -> None:
     context = stats.prompt_tokens + stats.output_tokens
     for line in pair.policy.describe(context) if pair.policy else ():
         note(line)
+
+
+def announce(name: str, hub: Hub) -> None:
+    """Say how much is about to be downloaded, and whether it fits, where something is.
+
+    Raises the errors of `Hub.fetch`.
+    """
+    there = "/" not in name or Path(name).expanduser().is_dir() or hub.offline
+    if not there and hub.downloaded(name) is None:
+        size = hub.remote_bytes(name, WEIGHTS)
+        fit = fits_here(size, looks_quantized(name))
+        note(f"{name}: {sized(size)} to download, {fit}")
 
 
 def _is_remote(names: Names) -> bool:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 import dflash_mlx
 from dflash_mlx.drafter.config import read_json
+from dflash_mlx.loading.fits import fits_here
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import EMBEDDED, check_name
 from dflash_mlx.loading.quantization import Quantization
@@ -18,11 +19,12 @@ from dflash_mlx.loading.registry import pair_of
 from dflash_mlx.machine.chips import Chip, chip_named, chips, find_chip
 
 from . import options
-from .screen import note, print_json, stdout, waiting
+from .screen import counted, note, print_json, sized, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.roofline import Round
 
+WIDE = 70  # columns of the whole table
 EMBEDDED_ACCEPTANCE = 11.97  # as its model card says, over all categories
 
 
@@ -52,16 +54,22 @@ def roofline(
     config = read_json(file)
     quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
     with waiting("Reading the model's shapes"):
-        from dflash_mlx.bench.roofline import model_of, rounds, shapes_of
+        from dflash_mlx.bench.roofline import model_of, recommended, rounds, shapes_of
 
         shapes = shapes_of(model_of(config, file, quantization), config, context)
     rows = rounds(shapes, where, tokens)
+    best = recommended(rows)
     if json:
         content: dict[str, Any] = {"prediction": True, "model": model, "chip": asdict(where)}
         content |= {"acceptance": tokens, "context": context}
+        content |= {"weights_bytes": shapes.weights, "recommended_rows": best.rows}
         print_json(content | {"rounds": [asdict(row) for row in rows]})
         return
     stdout().print(_table(rows))
+    quantized = bool(quantization or config.get("quantization"))
+    speed = f"at most {best.tokens_per_second:,.0f} tokens per second"
+    note(f"Recommended: {counted(best.rows, 'row')}, {speed}.")
+    note(f"The weights take {sized(shapes.weights)}; {fits_here(shapes.weights, quantized)}.")
     note(f"A prediction, not a measurement: {model} on {where.name}, {context} tokens of context,")
     note(f"{tokens:g} tokens a round of 16 rows; the drafter's own time is not in it.")
     if where.generation == "M5":
@@ -107,15 +115,19 @@ def _folder(name: str, hub: Hub) -> Path:
 
 
 def _table(rows: list[Round]) -> Table:
+    """A row for each width; a narrow terminal gets the columns that matter most."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     best = max(max(row.stock_speedup, row.tile_speedup) for row in rows)
-    for title in ("rows", "GB read", "tokens", "stock ms", "speedup", "16-row tiles ms", "speedup"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ["rows", "GB read", "tokens", "stock ms", "x stock", "16-row ms", "x 16-row", "tok/s"]
+    kept = range(len(titles)) if stdout().width >= WIDE else (0, 4, 6, 7)
+    for place in kept:
+        table.add_column(titles[place], justify="right", no_wrap=True)
     for row in rows:
         cells = [f"{row.rows}", f"{row.gigabytes:.2f}", f"{row.tokens:.2f}"]
         ways = ((row.stock_ms, row.stock_speedup), (row.tile_ms, row.tile_speedup))
         for milliseconds, speedup in ways:
             style = "[bold green]" if speedup == best else ""
             cells += [f"{milliseconds:.2f}", f"{style}{speedup:.2f}x"]
-        table.add_row(*cells)
+        cells.append(f"{row.tokens_per_second:,.0f}")
+        table.add_row(*(cells[place] for place in kept))
     return table

@@ -14,6 +14,7 @@ from rich.text import Text
 
 BAR = 28  # columns of the longest bar
 ASCII = str.maketrans({"·": "-", "…": "..."})  # what a terminal without these shows instead
+BESIDE = 32  # columns that its row and the frame take besides
 
 
 def stderr() -> Console:
@@ -70,18 +71,28 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
         rows: name, tokens per second, and a remark such as the speedup.
     """
     fastest = max((speed for _, speed, _ in rows), default=0.0)
+    console = stderr()
+    longest = min(BAR, max(4, console.width - BESIDE))
+    dash = "=" if console.options.ascii_only else "━"
     table = Table.grid(padding=(0, 1))
     table.add_column()
-    table.add_column(width=BAR)
+    table.add_column(width=longest)
     table.add_column(justify="right")
     table.add_column(style="bold green")
     for name, speed, remark in rows:
-        length = round(BAR * speed / fastest) if fastest else 0
-        bar = Text("━" * length, style="green" if remark else "blue")
+        length = round(longest * speed / fastest) if fastest else 0
+        bar = Text(dash * length, style="green" if remark else "blue")
         table.add_row(name, bar, f"{speed:,.0f} tok/s", remark)
     return table
 
 
+def sized(size: float) -> str:
+    """Bytes for people, to one decimal."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
 def panel(title: str, body: RenderableType) -> Panel:
-    """A frame no wider than what is in it."""
+    """A frame no wider than what is in it, its title shortened to what fits."""
+    if stderr().options.ascii_only:
+        title = title.replace("·", "-")
     return Panel(body, title=Text(title), title_align="left", expand=False, border_style="dim")

@@ -28,7 +28,6 @@ LEFT_OUT = {
     "has an address to be filled in": re.compile(r"git\+https://<"),
     "has a step of its own in CI": re.compile(r"make test\b"),
 }
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,26 +50,20 @@ class Command:
 
 def commands(page: str) -> list[Command]:
     """The commands of a page, in its order. Output and diagrams begin with no program's name."""
-    found = []
-    fences = {match.start(): match for match in FENCE.finditer(page)}
-    place, end = 0, 0
+    found: list[Command] = []
+    language: str | None = None  # of the fenced block that a line is in
+    program = ""
     for line in page.splitlines(keepends=True):
-        fence, start = fences.get(place), place
-        place += len(line)
-        if fence is not None:
-            end = fence.end()
-            if fence[1] == "python":
-                found.append(Command(fence[2], python=True))
         text = line.strip().removeprefix("$ ")
-        in_block = line.startswith("    ") or start < end
-        if in_block and PROGRAMS.match(text) and not (start < end and fences_python(fences, start)):
+        if line.startswith("```"):
+            if language == "python":
+                found.append(Command(program, python=True))
+            language, program = (line[3:].strip() if language is None else None), ""
+        elif language == "python":
+            program += line
+        elif (language is not None or line.startswith("    ")) and PROGRAMS.match(text):
             found.append(Command(text))
     return found
-
-
-def fences_python(fences: dict[int, re.Match[str]], place: int) -> bool:
-    """Whether a place is inside a block of Python."""
-    return any(m.start() <= place < m.end() and m[1] == "python" for m in fences.values())
 
 
 def type_in(typed: list[Command], folder: Path) -> int:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from dflash_mlx.cli import downloads
 from dflash_mlx.cli.app import app
+from dflash_mlx.cli.pair import announce
 from dflash_mlx.loading.fits import fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 
@@ -47,13 +48,24 @@ def test_a_pair_comes_and_goes(server):
     assert [line.split()[0] for line in pulled.stdout.splitlines()] == [TARGET, DRAFTER]
     assert ": yes" in pulled.stderr and downloaded() == [TARGET, DRAFTER]
     listed = program("list").stdout.splitlines()
-    assert len(listed) == 3 and listed[1].split() == [TARGET, "0.0", "GB", "yes"]
+    assert len(listed) == 3 and listed[1].split() == [TARGET, "0.7", "MB", "yes"]
     removed = program("rm", TARGET)
     assert removed.exit_code == 0 and downloaded() == [DRAFTER]
     again = program("rm", TARGET)
     assert (
         again.exit_code == 1 and f"{TARGET} is not downloaded; what is: {DRAFTER}" in again.stderr
     )
+
+
+def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
+    hub = downloads.Hub()
+    announce(TARGET, hub)
+    assert f"{TARGET}: 0.7 MB to download, fits this" in capsys.readouterr().err
+    hub.fetch(TARGET)
+    capsys.readouterr()  # the hub client's own progress
+    for name in (TARGET, "tiny", str(tmp_path / "target")):
+        announce(name, hub)
+    assert not capsys.readouterr().err
 
 
 def test_the_drafter_can_stay_where_it_is(server):

@@ -1,12 +1,15 @@
 """`generate` among other programs: what is piped in, what is streamed out, how often it decodes."""
 
 import json
+from io import BytesIO, TextIOWrapper
 
 import pytest
 import tinymodels
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dflash_mlx.cli import generate as command
+from dflash_mlx.cli import screen
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.generate_question import read_prompt
 from dflash_mlx.cli.pair import Pair
@@ -109,6 +112,21 @@ def test_without_costs_no_speedup_is_claimed(loaded):
 
 def test_one_round_is_one(loaded):
     assert "1 token in 1 round: 1.0 tokens per round" in invoke(SUMMARIZE, "-n", "1").stderr
+
+
+@pytest.mark.parametrize("columns", [40, 60, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_panel_fits_any_terminal(columns, encoding, loaded, monkeypatch):
+    console = Console(file=TextIOWrapper(BytesIO(), encoding), width=columns)
+    monkeypatch.setattr(screen, "stderr", lambda: console)
+    title = "a-model · block size as large as pays · numpy-openblas"
+    rows = [("~plain", 12_345.0, ""), ("DFlash", 54_321.0, "~4.40x")]
+    console.print(screen.panel(title, screen.speeds(rows)))
+    console.file.seek(0)
+    lines = console.file.read().splitlines()
+    assert {len(line) for line in lines} == {len(lines[0])} and len(lines[0]) <= columns
+    assert len(lines) == 4 and "54,321 tok/s ~4.40x" in lines[2]
+    assert encoding == "utf-8" or all(line.isascii() and "?" not in line for line in lines)
 
 
 def test_standard_streams_by_name(loaded):

@@ -187,7 +187,6 @@ def test_a_file_is_no_model(pair):
     assert "is a file" in message_of(ModelNotFoundError, load_target, path)
 
 
-
 def hub_error(kind: type[Exception], message: str) -> Exception:
     """An error of the hub's client as if it had been raised there."""
     error = kind.__new__(kind)

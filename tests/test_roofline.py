@@ -121,7 +121,12 @@ def test_context_is_read_too():
 
 
 def test_chips_are_found_by_the_names_people_and_devices_use():
-    assert find_chip("Apple M4 Max") == find_chip("m4 max") == chip_named("M4 Max")
+    assert (
+        find_chip("Apple M4 Max")
+        == find_chip("m4 max")
+        == find_chip("M4Max")
+        == chip_named("M4 Max")
+    )
     assert find_chip("AMD EPYC") is None
     assert len({chip.name for chip in chips()}) == len(chips())
     with pytest.raises(SettingsError, match="M4 Max"):
@@ -148,6 +153,28 @@ def test_the_command(tmp_path):
     assert "prediction, not a measurement" in shown.stderr and shown.stdout.count("\n") == 17
     shown = roofline(*command)
     assert shown.exit_code == 2 and "--acceptance" in shown.stderr
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_no_figure_is_cut_off(columns):
+    env = {"COLUMNS": str(columns)}
+    done = CliRunner(env=env).invoke(app, ["roofline", "--chip", "M4Max"])
+    lines = done.stdout.splitlines()
+    assert len(lines) == 17 and max(map(len, lines)) <= columns and "…" not in done.stdout
+    assert lines[0].split()[0] == "rows" and lines[0].split()[-1] == "tok/s"
+
+
+def test_the_recommended_width_is_the_fastest_one_of_note(tmp_path):
+    content = json.loads(roofline("--chip", "M1", "--json").stdout)
+    speeds = {row["rows"]: row["tokens_per_second"] for row in content["rounds"]}
+    best = content["recommended_rows"]
+    assert speeds[best] >= 0.99 * max(speeds.values())
+    assert all(speed < 0.99 * max(speeds.values()) for row, speed in speeds.items() if row < best)
+    row = content["rounds"][best - 1]
+    per_second = 1e3 * row["tokens"] / min(row["stock_ms"], row["tile_ms"])
+    assert row["tokens_per_second"] == pytest.approx(per_second)
+    shown = roofline("--chip", "M1").stderr
+    assert f"Recommended: {best} row" in shown and "fits this" in shown
 
 
 def test_acceptance_and_chip_have_defaults_where_something_is_known(tmp_path, monkeypatch):

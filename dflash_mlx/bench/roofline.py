@@ -48,6 +48,11 @@ class Shapes:
     other: int
     context: int
 
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights, experts that no token takes among them."""
+        return self.other + sum(m.size * max(1, m.experts) for m in self.matrices)
+
     def bytes_of(self, rows: int) -> float:
         """Bytes that a forward of so many rows reads."""
         weights = sum(matrix.size * matrix.active(rows) for matrix in self.matrices)
@@ -64,6 +69,7 @@ class Round:
         stock_ms, tile_ms: of the forward, with MLX's kernels and with 16-row tiles.
         tokens: expected of a round.
         stock_speedup, tile_speedup: ceilings, over plain decoding with MLX's kernels.
+        tokens_per_second: with the faster of the two; a ceiling, too.
     """
 
     rows: int
@@ -73,6 +79,7 @@ class Round:
     tokens: float
     stock_speedup: float
     tile_speedup: float
+    tokens_per_second: float
 
 
 def rounds(shapes: Shapes, chip: Chip, acceptance: float) -> list[Round]:
@@ -103,9 +110,16 @@ def rounds(shapes: Shapes, chip: Chip, acceptance: float) -> list[Round]:
                 tokens=tokens,
                 stock_speedup=tokens * plain / stock,
                 tile_speedup=tokens * plain / tile,
+                tokens_per_second=tokens / min(stock, tile),
             )
         )
     return result
+
+
+def recommended(rows: Sequence[Round]) -> Round:
+    """The fastest width, and the narrowest of those within a hundredth of it."""
+    best = max(row.tokens_per_second for row in rows)
+    return next(row for row in rows if row.tokens_per_second >= 0.99 * best)
 
 
 def chance(acceptance: float) -> float:

@@ -81,9 +81,8 @@ def tree_rows(
             for way in reversed(rows) if turn % 2 else rows:
                 drafts = None if way == PLAIN else drafter
                 policy = policies.get(way)
-                runs[way].append(
-                    generate(target, drafts, prompt, policy=policy, max_tokens=max_tokens)
-                )
+                run = generate(target, drafts, prompt, policy=policy, max_tokens=max_tokens)
+                runs[way].append(run)
     categories = [category for category, _ in prompts] * repeats
     for way, row in rows.items():
         _sum_up(row, categories, runs[way], runs[PLAIN], runs[AUTO])

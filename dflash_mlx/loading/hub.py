@@ -44,6 +44,7 @@ from .weights import GB, check_safetensors
 
 # What mlx-lm reads of a repository; the original weights in other formats stay where they are.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+WEIGHTS = ["*.safetensors"]
 PATIENCE = 5.0  # seconds that a ping may take
 # The parents of `HfHubHTTPError` are what its HTTP library raises; it has had more than one.
 FAILURES = cast(

@@ -55,9 +55,13 @@ def chips() -> list[Chip]:
 
 
 def find_chip(name: str) -> Chip | None:
-    """The chip of this name, "M4 Max" or as the device calls itself, "Apple M4 Max"."""
-    wanted = name.lower().removeprefix("apple").split()
-    return next((chip for chip in chips() if chip.name.lower().split() == wanted), None)
+    """The chip of this name, "M4 Max", "m4max" or as the device calls itself, "Apple M4 Max"."""
+    wanted = _joined(name.lower().removeprefix("apple"))
+    return next((chip for chip in chips() if _joined(chip.name.lower()) == wanted), None)
+
+
+def _joined(name: str) -> str:
+    return "".join(name.replace("-", " ").split())
 
 
 def chip_named(name: str) -> Chip:
