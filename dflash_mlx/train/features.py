@@ -51,7 +51,7 @@ def features(
     overrides = target.overrides()
     taps = target.tap(layers, overrides)
     cache = make_prompt_cache(target.model) if part < length else None
-    found = []
+    found: list[tuple[mx.array, ...]] = []
     with overrides.installed():
         for start in range(0, length, part):
             piece = tokens[:, start : start + part]
