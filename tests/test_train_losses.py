@@ -103,9 +103,9 @@ def test_parts_sum_to_the_whole(rows: int) -> None:
 def test_logits_of_all_slots_never_exist() -> None:
     """The stated bound: parts of 2 MB where all slots together would have 80 MB."""
     mx.random.seed(0)
-    slots, width, vocabulary, bound = 1000, 8, 20_000, 2**21
-    head, hidden = mx.random.normal((width, vocabulary)), mx.random.normal((slots, width))
-    labels = mx.zeros((slots,), mx.int32)
+    count, width, vocabulary, bound = 1000, 8, 20_000, 2**21
+    head, hidden = mx.random.normal((width, vocabulary)), mx.random.normal((count, width))
+    labels = mx.zeros((count,), mx.int32)
     mx.eval(head, hidden, labels)
 
     def part(_: dict, hidden: mx.array, labels: mx.array) -> tuple[mx.array, mx.array]:
@@ -119,7 +119,17 @@ def test_logits_of_all_slots_never_exist() -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(mx.value_and_grad(loss)(hidden))
-    assert mx.get_peak_memory() - before < 8 * bound < 4 * slots * vocabulary
+    assert mx.get_peak_memory() - before < 8 * bound < 4 * count * vocabulary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_drafter_is_of_its_seed(kind: str) -> None:
+    mx.random.seed(1)
+    first = new_drafter(draft_config(kind), seed=2).parameters()
+    mx.random.seed(99)
+    again = new_drafter(draft_config(kind), seed=2).parameters()
+    for (name, a), (_, b) in zip(tree_flatten(first), tree_flatten(again), strict=True):
+        assert mx.array_equal(a, b), name
 
 
 def graded(target: Target, kind: str, mix: Mix, kept: Kept | None = None, known: bool = False):

@@ -80,6 +80,7 @@ def default_gamma(block_size: int) -> float:
 
 def new_drafter(config: DraftConfig, seed: int) -> DFlash:
     """A drafter with normal weights scaled by fan-in, residual branches by depth as well."""
+    mx.random.seed(seed)  # some parts draw their own first weights
     drafter = network_for(config)(config)
     mx.random.seed(seed)
     depth = math.sqrt(2 * config.num_hidden_layers)

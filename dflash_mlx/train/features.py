@@ -7,7 +7,7 @@ probabilities is nearly nothing, and never exists for more rows than `bound` byt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -51,7 +51,7 @@ def features(
     overrides = target.overrides()
     taps = target.tap(layers, overrides)
     cache = make_prompt_cache(target.model) if part < length else None
-    found: list[Any] = []
+    found: list[tuple[mx.array, ...]] = []
     with overrides.installed():
         for start in range(0, length, part):
             piece = tokens[:, start : start + part]
