@@ -89,6 +89,7 @@ def stream_generate(
         raise SettingsError(
             f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
         )
+    _check_kinds(drafter, policy, conversation)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
@@ -152,6 +153,17 @@ def _decode(request: Request) -> Generator[Event, None, None]:
         proposal = request.propose()
         logits, taps = request.target.verify(proposal)  # one forward over all rows
         yield request.absorb(logits, taps)  # accept, commit, emit
+
+
+def _check_kinds(drafter: Any, policy: Any, conversation: Any) -> None:
+    """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
+    for name, value, kind, how in (
+        ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
+        ("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)"),
+        ("conversation", conversation, Conversation, "dm.Conversation(target, drafter)"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise SettingsError(f"{name} must be None or such as {how}, not {shown(value)}.")
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -33,6 +33,14 @@ class Proposes:
         return self.proposal(anchor, width)
 
 
+@pytest.mark.parametrize("name", ["drafter", "policy", "conversation"])
+@pytest.mark.parametrize("value", [5, "tiny", object()])
+def test_what_is_no_drafter_policy_or_conversation_is_refused(name, value):
+    given = {"drafter": None, "policy": None, "conversation": None} | {name: value}
+    with pytest.raises(SettingsError, match=f"^{name} must be None or such as"):
+        stream_generate(target(), given.pop("drafter"), PROMPT, **given)
+
+
 @pytest.mark.parametrize(
     ("proposal", "message"),
     [

@@ -45,6 +45,7 @@ class Session(Protocol):
         """A draft of at most `width` rows that begins with `anchor`, the last committed token."""
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """What a request is drafted by; shared by all requests, so nothing of theirs is in it."""
 
