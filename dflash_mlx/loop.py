@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from inspect import signature
-from typing import Literal, ParamSpec, Unpack
+from typing import Any, Literal, ParamSpec, Unpack
 
 from .conversation import Conversation
 from .drafter.protocol import Drafter

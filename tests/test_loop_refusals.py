@@ -120,7 +120,7 @@ def test_a_drafter_of_another_target_is_refused_at_once():
         stream_generate(target(), random_drafter(hidden_size=128), PROMPT)
 
 
-@pytest.mark.parametrize("taps", [(3,), (-1,)])
+@pytest.mark.parametrize("taps", [(3,), (-2,)])  # -1 is the embedding
 def test_taps_that_the_target_lacks_are_refused_at_once(taps):
     with pytest.raises(SettingsError, match="to tap"):
         stream_generate(target(), Oracle(PROMPT, [], VOCABULARY, tap_layers=taps), PROMPT)
