@@ -8,18 +8,16 @@ hypothesis.settings.register_profile("dflash", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("dflash")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Say what xdist keeps in one process: a file's tests, whose fixtures are then made once.
 
-    Files marked `by_family` share models and texts between tests of one family only.
+    Files marked `by_family` share models and texts between tests of one family only. (Later, when
+    all items are collected, xdist has read the groups already.)
     """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        group = item.path.stem
-        if item.get_closest_marker("by_family") and hasattr(item, "callspec"):
-            group = item.callspec.params.get("family", group)
-        item.add_marker(pytest.mark.xdist_group(group))
+    group = item.path.stem
+    if item.get_closest_marker("by_family") and hasattr(item, "callspec"):
+        group = item.callspec.params.get("family", group)
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,9 @@ def folder(tmp_path_factory):
 
 
 def test_a_model_without_a_known_drafter_is_drafted_by_lookup_and_says_so(folder):
-    done = run("generate", QUESTION, "--model", folder, "-n", "40", "--json", "--no-policy")
+    done = run(
+        "generate", QUESTION, "--model", folder, "-n", "40", "--json", "--no-policy", "--compare"
+    )
     content = json.loads(done.stdout)
     assert content["identical"] and max(map(int, content["widths"])) > 1
     [said] = [line for line in done.stderr.splitlines() if "lookup" in line]

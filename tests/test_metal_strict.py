@@ -103,7 +103,7 @@ def kernel(changes: Iterable[tuple[str, str]] = ()) -> Wrapper:
         header, body = header.replace(correct, wrong), body.replace(correct, wrong)
     recorder = Recorder()
     call = recorder("planted", ["x"], ["out"], body, header)
-    call([mx.zeros(64)], [(8,)], [mx.float32], [("COUNT", 8)])
+    call([mx.zeros(64)], [(8,)], [mx.float32], template=[("COUNT", 8)])
     return next(iter(recorder.wrappers.values()))
 
 

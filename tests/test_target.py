@@ -51,7 +51,7 @@ def test_its_shape():
     assert model.context_length == 77
 
 
-@pytest.mark.parametrize("layers", [(3,), (-1,), (0, 99)])
+@pytest.mark.parametrize("layers", [(3,), (-2,), (0, 99)])
 def test_a_layer_it_lacks_cannot_be_tapped(layers):
     with pytest.raises(SettingsError, match=f"Layer {layers[-1]} .* has 3"):
         target().start(layers)

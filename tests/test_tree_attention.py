@@ -170,7 +170,7 @@ def test_positions_of_an_unknown_kind_are_refused():
 
 def test_a_budget_is_refused_before_any_work():
     """A policy drafts chains for such a target; what was asked for by number cannot be had."""
-    drafter = SimpleNamespace(tap_layers=(), drafts_trees=True)
+    drafter = SimpleNamespace(tap_layers=(), drafts_trees=True, start=print)
     with pytest.raises(UnsupportedTreeError):
         dm.stream_generate(without_trees(), drafter, [1, 2], tree_budget=16)
 

@@ -83,7 +83,8 @@ def test_what_is_no_file_is_refused_and_not_waited_for(file, kind, folder):
         path.mkdir()
     else:
         path.symlink_to({"dangling": "nowhere", "loop": file, "endless": "/dev/zero"}[kind])
-    assert str(path) in refusal(folder, DFlashError) or file == "tokenizer.json"
+    said = refusal(folder, DFlashError)
+    assert str(path) in said or file == "tokenizer.json" or f"no {file} in it" in said
 
 
 @pytest.mark.parametrize(

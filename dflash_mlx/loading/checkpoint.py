@@ -12,10 +12,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes, load_model, load_tokenizer
+from mlx_lm.utils import load_model, load_tokenizer
 
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..foreign import Foreign
+from ..target.internals import classes_of
 from .soundness import check_types
 
 
@@ -31,7 +32,7 @@ def read_target(
     fresh: dict[str, mx.Dtype] = {}  # by parameter, of the model before its weights came
 
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
-        model_class, args_class = _get_classes(config)
+        model_class, args_class = classes_of(config)
 
         def make(args: Any) -> nn.Module:
             model = model_class(args)

@@ -328,8 +328,8 @@ def train_drafter(
     Raises: `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (a foreign checkpoint),
         `OutputError`.
     """
-    config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     drafter = drafter or new_drafter(config, settings.seed)
+    drafter.check_fits(target)
     anchors = Anchors(settings.anchors)
     collate = anchors if store is None else Stored(anchors, store)
     gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
