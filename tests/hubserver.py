@@ -10,7 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+def commit_of(name: str) -> str:
+    """The one revision of a repository; no two of them share it."""
+    return hashlib.sha1(name.encode()).hexdigest()
 
 
 class HubServer:
@@ -78,12 +81,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif name not in self.hub.repositories:
             self.refuse(404, "RepoNotFound")
         elif not path.startswith("/api/"):
-            self.send_file(self.hub.repositories[name] / "/".join(parts[4:]))  # name/resolve/commit
+            self.send_file(name, "/".join(parts[4:]))  # name/resolve/commit
         elif "tree" in parts:
             self.send_json([self.entry(file) for file in self.files(name)])
         else:
             files = [{"rfilename": file.name, "size": self.size(file)} for file in self.files(name)]
-            self.send_json({"id": name, "modelId": name, "sha": COMMIT, "siblings": files})
+            self.send_json({"id": name, "modelId": name, "sha": commit_of(name), "siblings": files})
 
     def files(self, name: str) -> list[Path]:
         return sorted(file for file in self.hub.repositories[name].iterdir() if file.is_file())
@@ -110,7 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def send_file(self, file: Path) -> None:
+    def send_file(self, name: str, inside: str) -> None:
+        file = self.hub.repositories[name] / inside
         if not file.is_file():
             return self.refuse(404, "EntryNotFound")
         content = file.read_bytes()
@@ -118,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = content[start:]
         self.send_response(206 if start else 200)
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", commit_of(name))
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(body)))
         if start:
