@@ -38,8 +38,13 @@ class Watch:
 
     def factors(self) -> dict[int, float]:
         """The median ratio of every width that was seen often enough."""
-        rows = sorted(self._ratios)
-        return {row: median(self._ratios[row]) for row in rows if len(self._ratios[row]) >= SEEN}
+        known = ((rows, self.factor(rows)) for rows in sorted(self._ratios))
+        return {rows: factor for rows, factor in known if factor is not None}
+
+    def factor(self, rows: int) -> float | None:
+        """The median ratio of one width; None where it was not seen often enough."""
+        ratios = self._ratios.get(rows, ())
+        return median(ratios) if len(ratios) >= SEEN else None
 
     @property
     def disagrees(self) -> bool:

@@ -253,7 +253,7 @@ class Widths:
         cost, watch = self._seconds[drafted], self._policy.watch
         if seconds is not None:
             watch.saw(drafted + 1, seconds, self._measured[drafted])
-            if plain := watch.factors().get(1):
+            if plain := watch.factor(1):
                 # As it came on a machine as busy as this; a round that stalled is not drafting's.
                 cost = min(cost, seconds / (plain * self._measured[0]) * self._seconds[0])
         self.book(cost, accepted)
