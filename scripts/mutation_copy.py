@@ -39,6 +39,8 @@ class Copy:
             if (root / name).is_file():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(root / name, self.folder / name)
+        if (root / _COMPILED).exists():  # only what a mutant changes is compiled anew
+            shutil.copytree(root / _COMPILED, self.folder / _COMPILED)
         # As the installed package has them.
         for part in ("metal", "cli"):
             (self.folder / "dflash_mlx" / part).symlink_to(self.folder / part)

@@ -211,6 +211,28 @@ def test_positions_and_ancestors_of_any_integer_type(kernel):
     assert same_bits(kernel(*args, scale=0.125, tree=other), y)
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.parametrize("which,bad", [(1, mx.nan), (2, mx.nan), (2, -mx.inf)])
+def test_a_bad_key_or_value_spoils_only_rows_that_see_it(kernel, dtype, which, bad):
+    """One of the draft, which earlier rows do not see, and one that a window leaves behind."""
+    past, nodes, named = 508, 9, {"scale": 0.125, "window": 20}
+    args = inputs(dtype, (4, 2), nodes, past + nodes)
+    depths, ancestors = random_tree(nodes)
+    for tree in (None, Tree(past + depths, ancestors)):
+        seen = np.tri(nodes, dtype=bool) if tree is None else np.array(ancestors)
+        positions = np.arange(nodes) if tree is None else np.array(depths)
+        good = kernel(*args, **named, first=0, tree=tree)
+        for row, spoilt in ((past - 18, positions < 2), (past + 4, seen[:, 4])):
+            changed = [mx.array(x) for x in args]
+            changed[which][0, 1, row, 3] = bad
+            y = kernel(*changed, **named, first=0, tree=tree)
+            hit, others = (mx.array(np.nonzero(x)[0]) for x in (spoilt, ~spoilt))
+            assert hit.size and others.size
+            assert same_bits(y[:, :2], good[:, :2])  # of the other head of keys
+            assert same_bits(y[:, 2:, others], good[:, 2:, others])
+            assert not mx.isfinite(y[:, 2:, hit]).any().item()
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "dtype,head_dim,keys",
