@@ -132,6 +132,7 @@ class Build:
         """
         command = [*self._base, *options]
         key = "\0".join([self.compiler.version, *command, *linked, included, source])
+        key = key.replace(str(HERE), "").replace(str(self._folder), "")  # a copy has the same
         path = self._folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
