@@ -257,6 +257,14 @@ def test_a_tile_fills_half_of_the_threadgroup_memory(dtype, head_dim, keys):
 
 
 @needs_compiler
+def test_threads_wait_twice_a_tile():
+    """Counted: once for the rows of a chunk, then until a tile is there and until it is used."""
+    counted = Counted()
+    BlockAttention(counted)(*inputs(mx.float16, (4, 2), 3, 96), scale=1.0)
+    assert counted.counters("block_attention").barriers == 2 * (1 + 2 * 96 // 32)
+
+
+@needs_compiler
 def test_merging_fuses_two_sums_a_chunk():
     """Counted: of every output the sum of the weights, and that of the values."""
     counted = Counted()

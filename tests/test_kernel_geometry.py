@@ -125,6 +125,21 @@ def test_attention_takes_the_rows_of_a_head_of_keys_together(
     assert merge == (head_dim, 2 * rows, 1) and merging == (head_dim, 1, 1)
 
 
+def test_no_window_is_one_that_fits_an_int():
+    """A position, less the window and what a tile and a draft span, is still one of 32 bits."""
+    recorder, given = Recorder(), []
+
+    def recorded(input_names, **definition):
+        kernel = recorder(input_names=input_names, **definition)
+        return lambda **call: (
+            given.append(dict(zip(input_names, call["inputs"], strict=True))) or kernel(**call)
+        )
+
+    x = mx.zeros((1, 1, 3, 64))
+    BlockAttention(recorded)(x, x, x, scale=1.0)
+    assert 2**30 <= given[0]["window"].item() < 2**31 - CHUNK - MOST_NODES
+
+
 @pytest.mark.parametrize(
     "first,length,nodes,chunks,whole",
     [(0, 512, 4, 1, 0), (0, 516, 4, 2, 1), (0, 515, 4, 2, 0), (500, 1100, 60, 4, 3)],
