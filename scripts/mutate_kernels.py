@@ -36,11 +36,11 @@ SECONDS = 90  # of the processor's, for the tests of one mutant: what takes long
 HANDFUL = 8  # mutants of every file, before the long ones get more
 
 _OFFSETS = "test_kernel_offsets"
-_PRODUCT = ["test_kernel_matmul", "test_kernel_matmul_edges", _OFFSETS]
+_PRODUCT = ["test_kernel_matmul_edges", "test_kernel_matmul", _OFFSETS]
 _BESIDE = ["test_kernel_beside"]
-_EXPERTS = ["test_kernel_moe", "test_kernel_moe_edges", _OFFSETS]
-_ATTENTION = ["test_kernel_block_attention", "test_kernel_attention_edges", _OFFSETS]
-_DELTA = ["test_kernel_delta_replay", "test_kernel_delta_edges"]
+_EXPERTS = ["test_kernel_moe_edges", "test_kernel_moe", _OFFSETS]
+_ATTENTION = ["test_kernel_attention_edges", "test_kernel_block_attention", _OFFSETS]
+_DELTA = ["test_kernel_delta_edges", "test_kernel_delta_replay"]
 _RULES, _STRICT = ["test_kernel_refusals", "test_kernel_geometry"], ["test_metal_strict"]
 _WIRING = ["test_kernel_wiring", "test_kernel_models"]
 # The tests that touch a file, the most specific first.

@@ -125,6 +125,14 @@ def test_gates_far_from_zero(matmul, bits, dtype):
     assert np.allclose(y[:, far], np.where(gate > 0, 6 * gate, 0)[far], rtol=0.02, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+def test_a_closed_gate_is_closed_whatever_it_keeps_back(matmul, dtype):
+    """Also where gate times up is more than float32 holds."""
+    x, gate, up = (mx.zeros((9, 32), dtype) for _ in range(3))
+    x[:, 0], gate[:, 0], up[:, 0] = 1.0, -1e20, 1e20
+    assert (matmul(x, gate, up) == 0).all().item()
+
+
 KINDS = {
     "4-bit": (mx.bfloat16, 4, (33, 192), 1),
     "8-bit": (mx.float16, 8, (40, 256), 1),
