@@ -42,7 +42,7 @@ _EXPERTS = ["test_kernel_moe_edges", "test_kernel_moe", _OFFSETS]
 _ATTENTION = ["test_kernel_attention_edges", "test_kernel_block_attention", _OFFSETS]
 _DELTA = ["test_kernel_delta_edges", "test_kernel_delta_replay"]
 _RULES, _STRICT = ["test_kernel_refusals", "test_kernel_geometry"], ["test_metal_strict"]
-_WIRING = ["test_kernel_wiring", "test_kernel_models"]
+_WIRING = ["test_kernel_layers", "test_kernel_wiring", "test_kernel_models"]
 # The tests that touch a file, the most specific first.
 TESTS = {
     "metal/block_attention.metal": _ATTENTION,

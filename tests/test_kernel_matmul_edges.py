@@ -16,6 +16,7 @@ from kernel_check import (
 )
 
 from dflash_mlx.kernels.source import in_device_memory
+from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k
 from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized, result_dtype
 
@@ -74,6 +75,34 @@ def test_split_sums_are_rounded_once(matmul, dtype, depth):
     check(matmul, x, w)
     check(matmul, x, w, up)
     check(matmul, x, random_weights((24, depth + 3), dtype)[:, :depth])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_splits_add_up_to_is_not_rounded_before_it_is_used(matmul, dtype):
+    """Of a gate, too: two terms, one in each split, whose sum has more digits than the dtype."""
+    mx.random.seed(4)
+    x, pair = mx.zeros((2, 1024), dtype), []
+    x[:, 0] = x[:, 1023] = 1.0
+    for _ in range(2):
+        w = mx.zeros((40, 1024), dtype)
+        w[:, 0], w[:, 1023] = mx.random.uniform(1, 2, (2, 40)).astype(dtype) * mx.array(
+            [[1], [0.1]]
+        )
+        pair.append(w)
+    for weights in ([pair[0]], pair):
+        check(matmul, x, *weights)
+
+
+def test_the_first_split_is_added_first(matmul):
+    """And in it the first of four SIMD-groups: 1 is lost in 1e8 before that is taken away again."""
+    x, beside = mx.ones((3, 1536)), VerifyBeside(kernel_factory())
+    for places in ((0, 600, 1200), (0, 32, 64), (0, 128, 256)):
+        w = mx.zeros((40, 1536))
+        w[:, places[0]], w[:, places[1]], w[:, places[2]] = 1.0, 1e8, -1e8
+        for y in (matmul(x, w), *beside(x, [w, w])):
+            assert (y == 0).all().item(), places
+        w[:, places[0]], w[:, places[2]] = -1e8, 1.0
+        assert (matmul(x, w) == 1).all().item(), places
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

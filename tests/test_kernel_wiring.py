@@ -28,7 +28,7 @@ import dflash_mlx as dm
 from dflash_mlx.bench.kernels import kernel_rows
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.gated import UNITS, VerifySwitchGLU
-from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, verifying, wire
+from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.loading import load as loading
 from dflash_mlx.loading.quantization import Quantization
@@ -161,24 +161,6 @@ def test_a_convolution_is_rounded_once(dtype):
         assert same_bits(layer(x[:, row : row + 4]), y[:, row : row + 1])
 
 
-def test_only_convolutions_of_single_channels_are_ours():
-    """And in exact decoding alone; a stride, padding or two channels at once are another sum."""
-    ours = [nn.Conv1d(8, 8, 4, groups=8), nn.Conv1d(24, 24, 3, groups=24, bias=False)]
-    others = [
-        nn.Conv1d(8, 8, 4, groups=8, **{name: 2}) for name in ("stride", "padding", "dilation")
-    ]
-    others += [nn.Conv1d(8, 8, 4), nn.Conv1d(8, 8, 4, groups=4), nn.Conv1d(8, 16, 4, groups=8)]
-    for exact in (False, True):
-        model = nn.Sequential(*ours, *others)
-        wire(model, {}, Kernels(kernel_factory()), None, {}, exact)
-        swapped = [layer for layer in model.layers if type(layer) is VerifyConv1d]
-        assert swapped == (ours if exact else [])
-    model, config = half_precision("qwen3_5"), families.CONFIGS["qwen3_5"]
-    wire(model, config, Kernels(kernel_factory()), None, {}, exact=True)
-    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv1d)]
-    assert convolutions and {type(layer) for layer in convolutions} == {VerifyConv1d}
-
-
 def test_many_rows_are_left_to_stock_layers():
     launches = Launches()
     target = exact_target("qwen3", launches)
@@ -221,17 +203,6 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
             target = load()
         assert target.wiring.exact == exact
         target.start().verify(Proposal([7, 9]))
-
-
-def test_no_rows_are_left_to_mlx():
-    """As a stock layer takes them; our kernels refuse so few elements."""
-    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
-    kernels, layer = Kernels(kernel_factory()), model.layers[0].mlp.down_proj
-    nothing = mx.zeros((1, 0, layer.scales.shape[1] * layer.group_size), mx.bfloat16)
-    with verifying([(module, matrix) for _, module, matrix in matrices(model, config)], kernels):
-        assert layer(nothing).shape[1] == 0
-    wire(model, config, kernels, None, {}, exact=True)
-    assert layer(nothing).shape[1] == 0
 
 
 def test_exact_is_asked_for_at_load(tmp_path):
