@@ -8,6 +8,7 @@ from kernel_check import kernel_factory, on_gpu_or_emulator, relative_error
 from kernel_models import Launches, half_precision
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
+from dflash_mlx.kernels.beside import beside_key, neighbours
 from dflash_mlx.kernels.modules import EXACT_ROWS, Kernels, VerifyConv1d, verifying, wire
 from dflash_mlx.kernels.shapes import matrices
 
@@ -99,3 +100,25 @@ def test_only_convolutions_of_single_channels_are_ours():
     wire(model, config, Kernels(kernel_factory()), None, {}, exact=True)
     convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv1d)]
     assert convolutions and {type(layer) for layer in convolutions} == {VerifyConv1d}
+
+
+@pytest.mark.parametrize(
+    ("first_q", "first_kv", "broken", "shared"),
+    [
+        (4, 4, False, True),
+        (4, 5, False, False),
+        (4, None, False, False),
+        (None, None, False, False),
+        (4, 4, True, False),
+    ],
+)
+def test_only_layers_for_the_same_rows_share_a_launch(first_q, first_kv, broken, shared):
+    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
+    shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
+    measured = {key: None for key in shape.values()} | {shape[256]: first_q, shape[128]: first_kv}
+    groups = list(neighbours(model))
+    left = frozenset(map(beside_key, groups)) if broken else frozenset()
+    wire(model, config, Kernels(kernel_factory()), None, measured, False, left)
+    for layers in groups:
+        together = {id(getattr(layer, "_beside", None)) for layer in layers}
+        assert len(together) == 1 and (together != {id(None)}) == shared
