@@ -128,7 +128,7 @@ inline void load_tiles(threadgroup T* key_tile, threadgroup T* value_tile, Rows 
     const vec<T, 4> value = row < 0 ? vec<T, 4>(T(0)) : values.load(row, d);
     DFLASH_UNROLL
     for (int j = 0; j < 4; j++) {
-      const bool finite = isfinite(value[j]);
+      const bool finite = isfinite(float(value[j]));
       key_tile[slot * (D + kPad) + d + j] = finite ? key[j] : T(NAN);
       value_tile[slot * (D + kPad) + d + j] = finite ? value[j] : T(0);
     }

@@ -133,7 +133,7 @@ def test_scores_that_are_all_the_same_and_far_below_zero(kernel):
 def test_sinks_over_several_chunks(kernel, dtype, first, length, level):
     """A sink counts once, however many chunks there are, whether it or a key is the largest."""
     args = inputs(dtype, (4, 2), min(3, length), length)
-    sinks = (mx.array([0.0, 1.0, -1.0, 2.0]) + level).astype(dtype)
+    sinks = (mx.array([0.1, 1.3, -1.7, 2.2]) + level).astype(dtype)
     check(kernel, args, scale=0.125, first=first, sinks=sinks)
 
 
@@ -209,6 +209,24 @@ def test_positions_and_ancestors_of_any_integer_type(kernel):
     y = kernel(*args, scale=0.125, tree=Tree(15 + depths, ancestors))
     other = Tree((15 + depths).astype(mx.uint32), ancestors.astype(mx.int32))
     assert same_bits(kernel(*args, scale=0.125, tree=other), y)
+
+
+def test_arrays_that_lie_otherwise(kernel):
+    """Row after row is what a kernel reads of queries and of a tree, however they were made."""
+    queries, *stored = inputs(mx.float32, (2, 1), 5, 20)
+    depths, ancestors = random_tree(5)
+    tree, named = Tree(15 + depths, ancestors), {"scale": 0.125}
+    turned = mx.contiguous(queries.swapaxes(1, 2)).swapaxes(1, 2)
+    wide = mx.repeat(tree.positions.astype(mx.int32), 2)[::2]
+    other = Tree(wide, mx.contiguous(ancestors.T).T)
+    y = kernel(queries, *stored, **named, tree=tree)
+    assert same_bits(kernel(turned, *stored, **named, tree=other), y)
+
+
+def test_a_tree_behind_more_than_32767_positions(kernel):
+    args, (depths, ancestors) = inputs(mx.float32, (2, 1), 5, 20), random_tree(5)
+    for first in (40_000, 70_000):
+        check(kernel, args, scale=0.125, first=first, tree=Tree(first + 15 + depths, ancestors))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
