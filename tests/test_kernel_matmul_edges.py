@@ -138,6 +138,18 @@ def test_every_code_at_every_place(matmul, bits):
         assert np.abs(float64(y) - truth).max() <= 2e-6 * 2**bits * 2
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_multiplied_about_their_middle(matmul, bits):
+    """So that sums stay small: weights about zero and whole numbers are multiplied exactly."""
+    mx.random.seed(4)
+    words = mx.random.randint(0, 2**32, (40, 64 * bits // 32), dtype=mx.uint32)
+    scales = mx.random.uniform(0.5, 2, (40, 1))
+    x = mx.random.randint(-9, 10, (5, 64)).astype(mx.float32)
+    y = matmul(x, AffineWeights(words, scales, -(2 ** (bits - 1)) * scales, bits, 64))
+    ones = AffineWeights(words, mx.ones((40, 1)), mx.full((40, 1), -(2.0 ** (bits - 1))), bits, 64)
+    assert same_bits(y, (x @ dequantized(ones).T) * scales[:, 0])
+
+
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_far_from_zero(matmul, bits, dtype):

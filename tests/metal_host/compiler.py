@@ -63,10 +63,14 @@ class Compiler:
 
     @property
     def checked(self) -> tuple[str, ...]:
-        """Options: checked indices that do not end the process, no calls as functions begin."""
+        """Options: checked indices that do not end the process, no calls as functions begin.
+
+        Also of an array that is the last of a struct, which C lets reach further.
+        """
         if self.is_clang:
-            return ("-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0")
-        return ("-fsanitize=bounds", "--param", "tsan-instrument-func-entry-exit=0")
+            bounds = ("-fsanitize=array-bounds", "-fstrict-flex-arrays=3")
+            return (*bounds, "-mllvm", "-tsan-instrument-func-entry-exit=0")
+        return ("-fsanitize=bounds-strict", "--param", "tsan-instrument-func-entry-exit=0")
 
 
 @cache
