@@ -142,6 +142,18 @@ def test_attention_takes_the_rows_of_a_head_of_keys_together(
     assert merge == (head_dim, 2 * rows, 1) and merging == (head_dim, 1, 1)
 
 
+def test_a_cache_is_never_copied():
+    """MLX would copy keys and values that are a slice of more room, all of them at every call."""
+    kept = {}
+
+    def recorded(name, ensure_row_contiguous=True, **_):
+        kept[name] = not ensure_row_contiguous
+
+    BlockAttention(recorded)
+    reads_a_cache = {"block_attention", "block_attention_quantized"}
+    assert {name for name, as_it_lies in kept.items() if as_it_lies} == reads_a_cache
+
+
 def test_no_window_is_one_that_fits_an_int():
     """A position, less the window and what a tile and a draft span, is still one of 32 bits."""
     recorder, given = Recorder(), []

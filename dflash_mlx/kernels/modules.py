@@ -150,7 +150,7 @@ class VerifyConv1d(nn.Conv1d):
         rows = x.shape[1] - kernel + 1
         if x.shape[0] * rows not in self._rows:
             return super().__call__(x)
-        taps = self.weight[..., 0].T.astype(mx.float32)  # [kernel, C]
+        taps = self.weight[..., 0].T  # [kernel, C]; products and sums are those of x, float32
         y = taps[0] * x[:, :rows].astype(mx.float32)
         for tap in range(1, kernel):
             y = y + taps[tap] * x[:, tap : tap + rows].astype(mx.float32)
