@@ -32,17 +32,17 @@ def plain_by_cost(pair: Pair, stats: Stats) -> float | None:
 def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
     """What the panel says; a figure that was computed and not run is marked with ~."""
     stats, runs = result.stats, comparison
+    name = pair.drafts
     plain = None if runs.plain or runs.drafter is None else plain_by_cost(pair, stats)
     if runs.plain:
         rows = [
             ("plain", runs.plain_speed, ""),
-            ("DFlash", runs.drafted_speed, f"{runs.speedup:.2f}x"),
+            (name, runs.drafted_speed, f"{runs.speedup:.2f}x"),
         ]
     elif plain:
         speedup = f"~{stats.tokens_per_second / plain:.2f}x"
-        rows = [("~plain", plain, ""), ("DFlash", stats.tokens_per_second, speedup)]
+        rows = [("~plain", plain, ""), (name, stats.tokens_per_second, speedup)]
     else:
-        name = "plain" if runs.drafter is None else "DFlash"
         rows = [(name, stats.tokens_per_second, "")]
     counts = counted(stats.output_tokens, "token")
     if runs.drafter is not None:

@@ -16,7 +16,7 @@ from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
-from .options import Names, Rounds, Weights, bits_of
+from .options import AUTO, Names, Rounds, Weights, bits_of, tree_rows
 from .screen import note, sized, waiting
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.trees import TreePolicy
 
-AUTO, OFF = "auto", "off"  # of --tree-budget
 WHOLE_BLOCKS = Rounds(no_policy=True)
 
 
@@ -46,6 +45,13 @@ class Pair:
         from dflash_mlx.loop import widest_block
 
         return widest_block(self.drafter, self.block_size)
+
+    @property
+    def drafts(self) -> str:
+        """What drafts, in a word; "plain" for nothing."""
+        from dflash_mlx.drafter.protocol import label
+
+        return "plain" if self.drafter is None else label(self.drafter)
 
     @property
     def title(self) -> str:
@@ -93,7 +99,10 @@ def open_pair(
         else:
             target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
     if draft == LOOKUP and names.draft is None:
-        note(f"No drafter is known for {names.model}: lookup drafts. --draft names another one.")
+        note(
+            f"No drafter is known for {names.model}: lookup drafts. --draft NAME names another "
+            f"one, --draft {LOOKUP} asks for this one, --draft {NONE} does not draft."
+        )
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
     pair = Pair(target, drafter, rounds.block_size, blas, bits_of(rounds.kv_bits), policy, budget)
     with waiting("Warming up"):
@@ -114,21 +123,16 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
 
 def _tree_budget(rounds: Rounds, no_draft: bool, draft: str | None) -> int | str | None:
     """What --tree-budget says; None is chains."""
-    text = rounds.tree_budget
-    if text == OFF:
+    rows = tree_rows(rounds.tree_budget)
+    if rows is None:
         return None
     without_trees = not no_draft and draft in (LOOKUP, NONE)
     wrong: dict[str, Any] = {"--no-draft": no_draft, f"--draft {draft}": without_trees}
-    if text == AUTO:
+    if rows == AUTO:
         wrong |= {"--block-size": rounds.block_size, "--no-policy": rounds.no_policy}
-    elif not (text.isdecimal() and int(text) > 1):
-        raise typer.BadParameter(
-            f"{text} is neither a number from 2 on, nor {AUTO}, nor {OFF}",
-            param_hint="--tree-budget",
-        )
     if other := next((option for option, given in wrong.items() if given), None):
-        raise typer.BadParameter(f"{text} goes without {other}", param_hint="--tree-budget")
-    return AUTO if text == AUTO else int(text)
+        raise typer.BadParameter(f"{rows} goes without {other}", param_hint="--tree-budget")
+    return rows
 
 
 def _policy(

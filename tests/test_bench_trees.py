@@ -1,4 +1,4 @@
-"""`bench --tree-budget`: what it counts is what was decoded, and its picture shows it."""
+"""`bench --trees`: what it counts is what was decoded, and its picture shows it."""
 
 import json
 from io import StringIO
@@ -79,7 +79,7 @@ def test_the_command(tmp_path):
     picture, prompts = tmp_path / "trees.png", tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "What is 47 + 38?"}')
     done = run(
-        *("bench", "--tree-budget", "8,16", "--prompts", prompts, "--max-tokens", "16"),
+        *("bench", "--trees", "8,16", "--prompts", prompts, "--max-tokens", "16"),
         *("--repeats", "1", "--plot", picture, "--json"),
     )
     assert done.returncode == 0, done.stderr
@@ -92,10 +92,10 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["bench", "--tree-budget", "1"], "numbers from 2 on"),
-        (["bench", "--tree-budget", "many"], "numbers from 2 on"),
+        (["bench", "--trees", "1"], "numbers from 2 on"),
+        (["bench", "--trees", "many"], "numbers from 2 on"),
         (["bench", "--plot", "x.png"], "goes with"),
-        (["bench", "--tree-budget", "8", "--plot", "no/such/x.png"], "no folder"),
+        (["bench", "--trees", "8", "--plot", "no/such/x.png"], "no folder"),
         (["generate", "hi", "--tree-budget", "1"], "neither a number"),
         (["generate", "hi", "--tree-budget", "on"], "neither a number"),
         (["generate", "hi", "--tree-budget", "8", "--no-draft"], "goes without"),
