@@ -1,18 +1,19 @@
 """What drafting may cost a request: an account that begins with next to nothing.
 
 It books what every round brought against what plain decoding would have taken for it. A round may
-be drafted if what it is *expected* to lose is there: a share of the tokens so far, and what drafting
-is ahead by. So where the target is sure, and drafts are mostly right, whole blocks are drafted from
-the first round on; where it is not, the same block has to wait until the answer is long enough to
-pay for it, or a narrower one is drafted if that is cheaper. What is really lost is booked in full.
+be drafted if what it is *expected* to lose is there: a share of the tokens so far, and what
+drafting is ahead by. So where the target is sure, and drafts are mostly right, whole blocks are
+drafted from the first round on; where it is not, the same block has to wait until the answer is
+long enough to pay for it, or a narrower one is drafted if that is cheaper. What is really lost is
+booked in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-FIRST = 0.15  # plain tokens that the first round may be expected to lose,
-SHARE = 0.04  # the share of the tokens so far that may be lost besides,
+FIRST = 0.2  # plain tokens that the first round may be expected to lose,
+SHARE = 0.03  # the share of the tokens so far that may be lost besides,
 CREDIT = 6.0  # both together at most,
 ALLOWANCE = 0.01  # and the share of all tokens that may be lost in the long run
 SAVINGS = 10.0  # plain tokens gained that the account remembers at most
