@@ -109,6 +109,8 @@ class Chat:
         writer.end()
         if answer.stats is None:
             return
+        if chains := self.dialogue.pair.chains:
+            chains.keep()
         self._measure_plain()
         self._say_how(answer)
         if self.verbose:

@@ -16,17 +16,11 @@ if TYPE_CHECKING:
 
 
 def plain_by_cost(pair: Pair, stats: Stats) -> float | None:
-    """Tokens per second of plain decoding by the costs measured before; None where none were."""
-    from dflash_mlx.policy.trees import TreePolicy
-    from dflash_mlx.policy.widths import Policy
-
-    policy = pair.policy
-    if isinstance(policy, TreePolicy) and policy.pinned is None:
-        policy = policy.chains
-    if not isinstance(policy, Policy):
+    """Tokens per second of plain decoding by measured costs; None where none were measured."""
+    if pair.chains is None:
         return None
     # The depth in the middle of the answer: attention makes later tokens dearer.
-    return 1 / policy.seconds(stats.prompt_tokens + stats.output_tokens // 2)[0]
+    return 1 / pair.chains.plain_seconds(stats.prompt_tokens + stats.output_tokens // 2)
 
 
 def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:

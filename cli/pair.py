@@ -54,6 +54,15 @@ class Pair:
         return "plain" if self.drafter is None else label(self.drafter)
 
     @property
+    def chains(self) -> Policy | None:
+        """What knows the costs of rounds; None where no costs were measured."""
+        from dflash_mlx.policy.trees import TreePolicy
+
+        if isinstance(self.policy, TreePolicy):
+            return None if self.policy.pinned else self.policy.chains
+        return self.policy
+
+    @property
     def title(self) -> str:
         """The model and what its speed depends on, in a few words."""
         drafting = "no drafter" if self.drafter is None else f"block size {self.rows}"

@@ -15,6 +15,7 @@ change the speed and not the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size
@@ -22,7 +23,7 @@ from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
 from .confidence import Confidence
-from .costs import Costs, curve, pair_costs
+from .costs import Costs, costs_file, curve, keep_costs, pair_costs
 from .watch import SEEN, Surcharge, Watch
 
 if TYPE_CHECKING:
@@ -46,13 +47,15 @@ class Policy:
 
     Attributes:
         costs, widest: as given.
+        file: where costs are kept from one start of the program to the next; None if nowhere.
         beliefs: how often drafts are right.
         watch: whether rounds take the time that `costs` says.
         branching: what a tree of two branches costs more than a chain of as many rows.
     """
 
-    def __init__(self, costs: Costs, widest: int) -> None:
-        self.costs, self.widest = costs, widest
+    def __init__(self, costs: Costs, widest: int, file: Path | None = None) -> None:
+        self.costs, self.widest, self.file = costs, widest, file
+        self._kept = 0  # the watch's version whose costs are in the file
         self.beliefs, self.watch = Beliefs(widest - 1), Watch()
         self._sharpness: dict[float, Sharpness] = {}
         self._confidence: dict[float, Confidence] = {}
@@ -78,7 +81,22 @@ class Policy:
             again: measure even if the cache knows: the machine may have been busy then.
         """
         widest = min(widest, block_size(drafter) or widest)
-        return cls(pair_costs(target, drafter, widest, kv_bits, again), widest)
+        file = costs_file(target, drafter, widest, kv_bits)
+        return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)
+
+    def keep(self) -> None:
+        """Have the next start of the program begin with costs that the rounds so far agree with.
+
+        That takes no measuring: what was measured is corrected as the watch does it. Where they
+        agree already, or costs are not kept for this pair, nothing is done.
+        """
+        if self.file and self.watch.disagrees and self.watch.version != self._kept:
+            self._kept = self.watch.version
+            keep_costs(self.file, self.costs.corrected(self.watch.factors(), self.widest))
+
+    def plain_seconds(self, context: int) -> float:
+        """Of a plain token at this depth: as measured, at the pace of the rounds so far."""
+        return self.watch.pace * self.seconds(context)[0]
 
     def start(self) -> Widths:
         """A request begins."""
@@ -117,7 +135,8 @@ class Policy:
         """
         seconds = self.watch.corrected(self.seconds(context))
         expected = expected_tokens(self.beliefs.first(level(0.0)), self.beliefs.later())
-        lines = [f"a plain token: {1e3 * seconds[0]:.2f} ms at {context} tokens of context"]
+        plain = 1e3 * self.plain_seconds(context)
+        lines = [f"a plain token: {plain:.2f} ms at {context} tokens of context"]
         for row in (2, 4, 8, 12, 16):
             if row <= self.widest:
                 cost, tokens = seconds[row - 1] / seconds[0], expected[row - 1]
@@ -129,7 +148,8 @@ class Policy:
             said = ", ".join(f"{row} rows {f:.2f}" for row, f in self.watch.factors().items())
             lines.append(
                 f"the measured costs are wrong (rounds take these multiples of them: {said}); "
-                "widths follow the rounds, and dflash-mlx tune --again measures anew"
+                f"widths follow the rounds{', the next start too' if self.file else ''}, and "
+                "dflash-mlx tune --again measures anew"
             )
         return lines
 
