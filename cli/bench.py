@@ -29,7 +29,7 @@ from . import bench_comparison as comparison
 from . import bench_options, options
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
-from .options import OFF, tree_rows
+from .options import AUTO, OFF, tree_rows
 from .pair import WHOLE_BLOCKS, open_pair
 from .screen import note, print_json
 
@@ -64,6 +64,8 @@ def bench(
     lengths = _numbers("--context-length", context_length)
     sizes = _numbers("--trees", trees, least=2)
     budget = tree_rows(tree_budget)
+    if budget == AUTO and block_size is not None:
+        raise typer.BadParameter("auto goes without --block-size", param_hint="--tree-budget")
     rules = None if protocol is None else PROTOCOLS[protocol.value]
     if rules is not None:
         _check_protocol(prompts, context)

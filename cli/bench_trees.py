@@ -34,6 +34,7 @@ def compare_trees(
         rows = tree_rows(pair.target, pair.drafter, asked, budgets, max_tokens, repeats)
     about = machine(pair.blas)
     content: dict[str, Any] = {"model": pair.target.name, "machine": about}
+    content |= {"block_size": pair.rows, "prompts": len(asked), "repeats": repeats}
     content["tree_budget"] = [asdict(row) for row in rows]
     if json:
         print_json(content)

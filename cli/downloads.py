@@ -36,6 +36,7 @@ def pull(*, name: Name, no_draft: NoDrafter = False) -> None:
     names = [name]
     if pair is not None and not no_draft:
         names.append(pair.drafter)
+        announce(pair.drafter, hub, drafts=True)
     elif not no_draft:
         note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
     for one in names:

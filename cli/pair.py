@@ -175,16 +175,16 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(line)
 
 
-def announce(name: str, hub: Hub) -> None:
-    """Say how much is about to be downloaded, and whether it fits, where something is.
+def announce(name: str, hub: Hub, drafts: bool = False) -> None:
+    """Say how much is about to be downloaded, where something is, and whether a target fits.
 
     Raises the errors of `Hub.fetch`.
     """
     there = "/" not in name or Path(name).expanduser().is_dir() or hub.offline
     if not there and hub.downloaded(name) is None:
         size = hub.remote_bytes(name, WEIGHTS)
-        fit = fits_here(size, looks_quantized(name))
-        note(f"{name}: {sized(size)} to download, {fit}")
+        more = "drafts for it" if drafts else fits_here(size, looks_quantized(name))
+        note(f"{name}: {sized(size)} to download, {more}")
 
 
 def _is_remote(names: Names) -> bool:

@@ -9,7 +9,7 @@ from bigrams import BigramDrafter, BigramTarget, TreeBigrams
 from program import run
 from rich.console import Console
 
-from dflash_mlx.bench.plots import draw_trees
+from dflash_mlx.bench.plots import caption, draw_trees
 from dflash_mlx.bench.trees import tree_rows
 from dflash_mlx.cli.bench_trees import _table
 from dflash_mlx.errors import SettingsError
@@ -71,8 +71,11 @@ def test_a_drafter_without_trees_is_refused():
 
 def test_the_picture_is_one():
     row = {"tokens_per_round": {"sums": 2.0, "all": 2.5}, "tokens_per_second": 10.0}
+    row |= {"low": 8.0, "high": 11.0}
     content = {"model": "bigrams", "machine": {}, "tree_budget": [row | {"way": w} for w in WAYS]}
     assert draw_trees(content).startswith(b"\x89PNG")
+    told = caption(content | {"block_size": 16, "prompts": 42, "repeats": 3})
+    assert told.startswith("bigrams · block size 16 · 42 prompts x 3 runs")
 
 
 def test_the_command(tmp_path):

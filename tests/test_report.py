@@ -159,6 +159,8 @@ def test_a_context_sweep_has_a_row_for_each_length(tiny, tmp_path):
         ["--suite", "nope"],
         ["--tree-budget", "1"],
         ["--tree-budget", "many"],
+        ["--tree-budget", "auto", "--block-size", "4"],
+        ["--draft", "none"],
         ["--suite", "gsm8k", "--prompts", "a.jsonl"],
         ["--policy", "--out", "x"],
         ["--openai", "http://localhost:1", "--block-size", "4"],

@@ -80,7 +80,8 @@ class Comparison:
 
     def run_tree(self) -> None:
         """Decode once with a tree of the drafter's drafts."""
-        self.tree.append(self._generate(self.drafter, policy=self.trees))
+        settings = {"block_size": self.block_size, "policy": self.trees}
+        self.tree.append(self._generate(self.drafter, **settings))
 
     def run_mlx_lm(self) -> None:
         """Decode once with mlx-lm's own generator. It knows no stop strings."""

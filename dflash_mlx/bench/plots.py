@@ -66,7 +66,12 @@ def draw_trees(content: Mapping[str, Any]) -> bytes:
     right.set_title("Tokens per second", loc="left", fontweight="bold")
     right.spines[["top", "right"]].set_visible(False)
     speeds = [rows[way]["tokens_per_second"] for way in ways]
-    right.plot(ways, speeds, marker="o", color=COLORS["DDTree"], label="fixed")
+    errors = [
+        [rows[way]["tokens_per_second"] - rows[way]["low"] for way in ways],
+        [rows[way]["high"] - rows[way]["tokens_per_second"] for way in ways],
+    ]
+    label, color = "fixed (median, quartiles)", COLORS["DDTree"]
+    right.errorbar(ways, speeds, yerr=errors, label=label, color=color, marker="o", capsize=2)
     for way, color in (("auto", ON_TRIAL), ("plain", COLORS["plain"])):
         speed = rows[way]["tokens_per_second"]
         right.axhline(speed, color=color, linestyle="--", label=way)
@@ -95,8 +100,8 @@ def caption(content: Mapping[str, Any]) -> str:
     parts = [content["model"]]
     if content.get("block_size"):
         parts.append(f"block size {content['block_size']}")
-    if "overall" in content:
-        parts.append(f"{content['overall']['prompts']} prompts x {content['repeats']} runs")
+    if prompts := content.get("overall", content).get("prompts"):
+        parts.append(f"{prompts} prompts x {content['repeats']} runs")
     parts += [", ".join(known), f"dflash-mlx {machine.get('dflash-mlx', 'unknown')}"]
     return " · ".join(parts)
 
