@@ -149,7 +149,9 @@ def test_models():
     assert all(name in shown for one in listed["pairs"] for name in one["targets"])
     sizes = {one["targets"][0]: one["gigabytes"] for one in listed["pairs"]}
     assert sizes["Qwen/Qwen3-8B"] == {"4": 4.5, "8": 8.5, "16": 16}
-    assert "about 5 GB in 4 bits, 10 GB in 8 bits, 18 GB in 16 bits" in shown
+    [line] = [line for line in shown.splitlines() if line.startswith("Qwen/Qwen3.5-9B")]
+    said = next(one["fits"] for one in listed["pairs"] if "Qwen/Qwen3.5-9B" in one["targets"])
+    assert line.split(maxsplit=4)[1:] == ["18.0", "9.6", "5.1", said]
 
 
 def test_models_says_what_is_downloaded(monkeypatch):
@@ -328,6 +330,8 @@ def test_bench_names_a_bad_line(pair, tmp_path):
 
 @embedded
 def test_the_embedded_pair_answers():
-    content = json.loads(run("generate", "What is 47 plus 38?", "--json", "--compare").stdout)
+    # Whole blocks: what rows cost on a machine that is busy with tests is anybody's guess.
+    asked = ("generate", "What is 47 plus 38?", "--json", "--compare", "--no-policy")
+    content = json.loads(run(*asked).stdout)
     assert "85" in content["text"] and content["finish_reason"] == "stop"
     assert content["identical"] is True and content["tokens_per_round"] > 3

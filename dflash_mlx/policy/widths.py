@@ -141,8 +141,8 @@ class Policy:
             if row <= self.widest:
                 cost, tokens = seconds[row - 1] / seconds[0], expected[row - 1]
                 lines.append(
-                    f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens expected where the "
-                    f"target is sure, {tokens / cost:.2f} x the speed"
+                    f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens where the target is "
+                    f"sure: {tokens / cost:.2f} x the speed"
                 )
         if self.watch.disagrees:
             said = ", ".join(f"{row} rows {f:.2f}" for row, f in self.watch.factors().items())
