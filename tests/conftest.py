@@ -22,9 +22,12 @@ hypothesis.settings.load_profile("dflash")
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Say what xdist keeps in one process: a file's tests, whose fixtures are then made once.
 
-    Files marked `by_family` share models and texts between tests of one family only. (Later, when
-    all items are collected, xdist has read the groups already.)
+    Files marked `by_family` share models and texts between tests of one family only, and a test
+    may name a group of its own. (Later, when all items are collected, xdist has read the groups
+    already.)
     """
+    if item.get_closest_marker("xdist_group"):
+        return
     group = item.path.stem
     if item.get_closest_marker("by_family") and hasattr(item, "callspec"):
         group = item.callspec.params.get("family", group)
@@ -32,7 +35,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def group_of(item: pytest.Item) -> str:
-    """The last group that was said, which is the one that counts."""
+    """The name of what one process runs together."""
     return item.get_closest_marker("xdist_group").args[0]
 
 
