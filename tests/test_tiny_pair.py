@@ -1,4 +1,4 @@
-"""The embedded pair keeps what its model card promises: size, identity, acceptance, right answers."""
+"""The embedded pair is what its model card promises: small, identical, quick, and right."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from oracle import Oracle
-from pair_worker import PER_CATEGORY, shortest_of_each, read_prompts
+from pair_worker import PER_CATEGORY, read_prompts, shortest_of_each
 from tinymodels import greedy
 
 import dflash_mlx as dm
