@@ -9,8 +9,8 @@ from rowwise import use_rowwise_blas
 
 use_rowwise_blas()
 
-# MLX computes in a thread of its own, which the main one wakes for every small operation. In a batch
-# job a woken thread lets the other go on for a while: a sixth of the time less.
+# MLX computes in a thread of its own, which the main one wakes for every small operation. As a
+# batch job a woken thread lets the other go on for a while: a sixth of the time less.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
