@@ -174,8 +174,9 @@ def test_too_late_after_mlx(tmp_path):
     pytest.importorskip("mlx.core")
     code = """
 import mlx.core, dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
 try: dm.use_fast_blas()
-except dm.SettingsError as error: print(error)
+except SettingsError as error: print(error)
 """
     output = run(code, tmp_path)
     assert "already imported" in output and output.count("\n") == 1
