@@ -46,8 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, so no collection of garbage need look at it again."""
+    """What was imported stays, so no collection of garbage need look at it; nor so often."""
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
+from random import Random
 
 import mlx.core as mx
 import pytest
-from oracle import Oracle
+from oracle import ResumingOracle
 from pair_worker import PER_CATEGORY, read_prompts, shortest_of_each
 from tinymodels import greedy
 
@@ -123,13 +124,16 @@ def test_every_drafter_gives_mlx_lms_tokens(bits):
         messages = record["messages"]
         prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         answer = greedy(target, prompt, FIRST_TOKENS)
-        contestants = {"plain": (None, None), "trained": (drafter, None)}
+        for contestant in (None, drafter):
+            result = generate(target, contestant, prompt, max_tokens=FIRST_TOKENS)
+            assert result.tokens == answer, (contestant, messages)
+        oracle = ResumingOracle(prompt, answer, target.vocab_size)
+        talk = dm.Conversation(target, oracle)  # the prompt is read once for all of them
+        settings = {"max_tokens": FIRST_TOKENS, "conversation": talk}
         for p, width in ORACLES.items():
-            oracle = Oracle(prompt, answer, target.vocab_size, p, seed=number)
-            contestants[f"oracle {p}"] = (oracle, width)
-        for name, (contestant, width) in contestants.items():
-            result = generate(target, contestant, prompt, max_tokens=FIRST_TOKENS, block_size=width)
-            assert result.tokens == answer, (name, messages)
+            oracle.p, oracle.random = p, Random(number)
+            result = generate(target, oracle, prompt, block_size=width, **settings)
+            assert result.tokens == answer, (p, messages)
 
 
 def acceptance_length(answers: Iterable[dict]) -> float:
