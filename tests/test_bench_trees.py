@@ -78,12 +78,12 @@ def test_the_picture_is_one():
     assert told.startswith("bigrams · block size 16 · 42 prompts x 3 runs")
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, pair):
     picture, prompts = tmp_path / "trees.png", tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "What is 47 + 38?"}')
     done = run(
         *("bench", "--trees", "8,16", "--prompts", prompts, "--max-tokens", "16"),
-        *("--repeats", "1", "--plot", picture, "--json"),
+        *("--repeats", "1", "--plot", picture, "--json", *pair),
     )
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
