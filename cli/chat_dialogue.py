@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import dflash_mlx
 from dflash_mlx.errors import DataError
+from dflash_mlx.reading import read_json
 
 from .output import write_whole
 from .pair import Pair
@@ -27,7 +28,7 @@ class Answer:
 
     Attributes:
         prompt: token ids that were answered.
-        events: one a round, as far as the answer came.
+        events: of its prefill and its rounds, as far as the answer came.
         stopped: whether the person ended it.
     """
 
@@ -91,7 +92,7 @@ class Dialogue:
         return Answer(encode_prompt(self.pair.target, self.messages))
 
     def stream(self, answer: Answer) -> Generator[Event]:
-        """Generate a turn's answer, an event a round; it is remembered as far as it came."""
+        """Generate a turn's answer, event by event; it is remembered as far as it came."""
         self.answers.append(answer)
         self.last = answer
         pair = self.pair
@@ -151,13 +152,7 @@ class Dialogue:
 
 def read_messages(path: Path) -> list[dict[str, str]]:
     """The messages of a file that `Dialogue.save` wrote. Raises `DataError`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
-    except ValueError as error:
-        raise DataError(f"{path}: not a saved conversation ({error}).") from error
-    messages = content.get("messages") if isinstance(content, dict) else None
+    messages = read_json(path, DataError).get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise DataError(f"{path}: not a saved conversation (it lists no messages).")
     return messages

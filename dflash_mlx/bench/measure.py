@@ -18,19 +18,19 @@ from mlx_lm import stream_generate as mlx_lm_generate
 from mlx_lm.sample_utils import make_sampler
 
 from ..drafter.network import DFlash
-from ..drafter.protocol import Drafter
+from ..drafter.protocol import Drafter, label
 from ..errors import PromptError
 from ..events import FinishReason, Result, Stats
 from ..loop import generate, widest_block
 from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
-from ..proposal import Proposal
 from ..target import Target
 from .datasets import BenchPrompt
 from .overhead import raw_forwards
-from .summary import DDTREE, DFLASH, MLX_LM, PLAIN, Difference, Measured
+from .summary import DDTREE, MLX_LM, PLAIN, Difference, Measured
 
 WARM_UP_TOKENS = 32
+DRAFTED = "drafted"  # a way that nobody knows what drafted
 
 
 @dataclass
@@ -65,7 +65,8 @@ class Comparison:
     @property
     def ways(self) -> dict[str, list[Result]]:
         """The runs by the name of what made them, where there are any."""
-        ways = {PLAIN: self.plain, DFLASH: self.drafted, DDTREE: self.tree, MLX_LM: self.mlx_lm}
+        drafted = DRAFTED if self.drafter is None else label(self.drafter)
+        ways = {PLAIN: self.plain, drafted: self.drafted, DDTREE: self.tree, MLX_LM: self.mlx_lm}
         return {name: runs for name, runs in ways.items() if runs}
 
     def run_plain(self) -> None:
@@ -79,7 +80,8 @@ class Comparison:
 
     def run_tree(self) -> None:
         """Decode once with a tree of the drafter's drafts."""
-        self.tree.append(self._generate(self.drafter, policy=self.trees))
+        settings = {"block_size": self.block_size, "policy": self.trees}
+        self.tree.append(self._generate(self.drafter, **settings))
 
     def run_mlx_lm(self) -> None:
         """Decode once with mlx-lm's own generator. It knows no stop strings."""
@@ -207,11 +209,9 @@ def encoded(target: Target, prompt: BenchPrompt) -> list[int]:
 
 
 def next_logits(target: Target, text: Sequence[int], kv_bits: int | None = None) -> mx.array:
-    """The target's logits [V], f32, after the token ids `text`: one row, as in plain decoding."""
-    session = target.start((), kv_bits)
-    for _ in session.prefill(text[:-1]):
-        pass
-    logits, _ = session.verify(Proposal([text[-1]]))
+    """The target's logits [V], f32, after the token ids `text`."""
+    *_, (logits, _) = target.start((), kv_bits).prefill(text)
+    assert logits is not None  # the last forward's
     return logits[0].astype(mx.float32)
 
 
@@ -224,9 +224,8 @@ def run_mlx_lm(
 ) -> Result:
     """Decode with `mlx_lm.stream_generate` and time it as our own loop times itself.
 
-    Like ours, mlx-lm reads all of the prompt but its last token first; the clock of decoding starts
-    there, so both count as many forwards as tokens. (mlx-lm's own figure divides n tokens by n - 1
-    steps.)
+    The clock of decoding starts when the first token is there, which is the prefill's, and counts
+    the others. (mlx-lm's own figure divides n tokens by n - 1 steps.)
     """
     stats = Stats(prompt_tokens=len(prompt))
     text: list[str] = []
@@ -236,12 +235,6 @@ def run_mlx_lm(
     if seed is not None:
         mx.random.seed(seed)
     begin = start = time.perf_counter()
-
-    def prefilled(processed: int, total: int) -> None:
-        nonlocal start
-        if processed < total:
-            start = time.perf_counter()
-
     if max_tokens > 0:
         for response in mlx_lm_generate(
             target.model,
@@ -249,15 +242,16 @@ def run_mlx_lm(
             list(prompt),
             max_tokens=min(max_tokens, target.context_length - len(prompt)),
             sampler=make_sampler(temp=temperature),
-            prompt_progress_callback=prefilled,
         ):
-            if not tokens:
-                stats.first_token_seconds = time.perf_counter() - begin
+            if tokens:
+                stats.count_round(0, 0, 1)
+            else:
+                start, stats.output_tokens = time.perf_counter(), 1
             text.append(response.text)
             tokens.append(response.token)
-            stats.count_round(0, 0, 1)
             finish_reason = response.finish_reason or finish_reason
-    stats.prefill_seconds, stats.decode_seconds = start - begin, time.perf_counter() - start
+    stats.prefill_seconds = stats.first_token_seconds = start - begin
+    stats.decode_seconds = time.perf_counter() - start
     stats.peak_bytes = mx.get_peak_memory()
     return Result("".join(text), tokens, finish_reason, stats)
 

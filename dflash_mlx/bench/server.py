@@ -49,7 +49,7 @@ class Server:
         with _open(f"{base}/models") as response:
             try:
                 return cls(base, str(json.load(response)["data"][0]["id"]))
-            except (ValueError, LookupError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise ServerError(f"{base}/models names no model: give --model.") from error
 
     def ask(
@@ -57,8 +57,8 @@ class Server:
     ) -> Result:
         """One streamed answer and its times; token ids are unknown.
 
-        Decoding is timed from the first piece of text to the last one, which are one token less
-        than the answer has; `decode_seconds` is scaled so that speeds compare with our own.
+        Decoding is timed from the first piece of text to the last one, and brings all tokens but
+        the first, as our own does.
 
         Raises `ServerError`.
         """
@@ -85,10 +85,10 @@ class Server:
                         text.append(piece)
                     if choice.get("finish_reason") == "stop":
                         finish_reason = "stop"
-        tokens = stats.output_tokens = stats.output_tokens or len(text)
+        stats.output_tokens = stats.output_tokens or len(text)
         if times:
             stats.prefill_seconds = stats.first_token_seconds = times[0] - start
-            stats.decode_seconds = (times[-1] - times[0]) * tokens / max(1, tokens - 1)
+            stats.decode_seconds = times[-1] - times[0]
         return Result("".join(text), [], finish_reason, stats)
 
 
@@ -143,7 +143,7 @@ def _parts(response: HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
             if "error" in part:
                 raise ServerError(f"{url}: the server gave up: {part['error']}")
             yield part
-    except (OSError, HTTPException, ValueError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, TypeError, RecursionError) as error:
         raise ServerError(f"{url}: the answer broke off or is no event stream.") from error
     raise ServerError(f"{url}: the answer broke off before its end.")
 

@@ -41,6 +41,9 @@ class Rounds(Protocol):
     def asks_certainty(self) -> bool:
         """Whether an outcome has to say how certain the target was."""
 
+    def begin(self, certainty: float | None) -> None:
+        """The prefill has brought the first token; see `Outcome.certainty`."""
+
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The proposal of a round with `context` tokens committed: paths of at most `limit` rows.
 
@@ -76,6 +79,9 @@ class FixedRounds:
     def __init__(self, sharpness: Sharpness) -> None:
         self.sharpness = sharpness
 
+    def begin(self, certainty: float | None) -> None:
+        pass
+
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         return chain(session, anchor, limit)
 
@@ -98,6 +104,9 @@ class ChainRounds:
         self._certainty: float | None = None
         self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
         self._rows = 1  # of this round's drafted chain
+
+    def begin(self, certainty: float | None) -> None:
+        self._certainty = certainty
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         widths, self._kind = self._widths, "drafted"
@@ -163,6 +172,9 @@ class TreeRounds:
         self._is_tree = False  # what this round drafted
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
 
+    def begin(self, certainty: float | None) -> None:
+        self._certainty = certainty
+
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         width, rows = self._sizes.size(context, limit, self._certainty)
         self._is_tree, self._foreseen = rows > 1, 1
@@ -209,7 +221,7 @@ def plan_rounds(
             policy = policy or tree_policy(target, drafter, kv_bits)
     elif tree_budget is not None:
         policy = TreePolicy.fixed(tree_budget)
-    elif block_size is not None and policy is not None:
+    elif block_size is not None and policy is not None and not _pinned(policy):
         policy = FixedWidth(policy.sharpness(temperature))
     if isinstance(policy, TreePolicy):
         if not trees:
@@ -221,6 +233,11 @@ def plan_rounds(
         sharpness, branches = policy.sharpness(temperature), target.supports_trees
         return ChainRounds(policy.start(), sharpness, cuts, branches)
     return FixedRounds((policy or FixedWidth()).sharpness(temperature))
+
+
+def _pinned(policy: AnyPolicy) -> bool:
+    """Whether every tree has so many rows; then a block size says how deep it may be."""
+    return isinstance(policy, TreePolicy) and policy.pinned is not None
 
 
 def chain(session: Session, anchor: int, width: int) -> Proposal:
