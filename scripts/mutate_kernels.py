@@ -140,6 +140,8 @@ def run(mutant: Mutant, copy: Copy, killers: Counter[str]) -> Result:
         try:
             for tests in filter(None, (quick, likely, modules)):
                 failed, said = copy.test(tests, SECONDS)
+                if tests is modules and not failed and " passed" not in said:
+                    raise RuntimeError(f"no test ran:\n{said[-2000:]}")
                 if failed:
                     killers[failed] += 1
                     refused = "CompilationError" in said or "SyntaxError" in said

@@ -87,6 +87,8 @@ def test_split_sums(matmul, dtype):
         assert splits_of_k(columns, depth) > 1
         w = random_weights((columns, depth), dtype, 4, 32)
         check(matmul, mx.random.normal((13, depth)).astype(dtype), w)
+    # Two sums in all: MLX declares so few elements as `constant`.
+    check(matmul, mx.random.normal((1, 1024)).astype(dtype), random_weights((1, 1024), dtype))
 
 
 def test_float32_activations_on_half_precision_weights(matmul):
