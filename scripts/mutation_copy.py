@@ -75,9 +75,9 @@ class Copy:
     def test(self, tests: Sequence[str], seconds: int) -> tuple[str, str]:
         """Run tests until one fails: its name, "" if none does, and what was printed.
 
-        In a fork of this process, which has imported pytest, but not MLX: the tests put a BLAS under
-        it first. Raises `TimeoutError` after so many seconds of the processor's: how busy the machine
-        is makes no difference.
+        In a fork of this process, which has imported pytest, but not MLX: the tests put a BLAS
+        under it first. Raises `TimeoutError` after so many seconds of the processor's: how busy the
+        machine is makes no difference.
         """
         printed = self.folder / "printed.txt"
         child = os.fork()

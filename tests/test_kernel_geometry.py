@@ -109,6 +109,32 @@ def test_experts_have_a_threadgroup_for_each_pair_and_tile():
     assert threads == (128, 1, 1) and shapes == [(15, 65)]
 
 
+def test_no_sums_are_so_few_that_they_lie_elsewhere():
+    """MLX declares an input of fewer than eight elements `constant`, which is no `device`."""
+    given = []
+
+    def recorded(**definition):
+        kernel = Recorder()(**definition)
+        return lambda **call: given.extend(call["inputs"]) or kernel(**call)
+
+    x, w = mx.zeros((1, 1024)), mx.zeros((1, 1024))
+    VerifyMatmul(recorded)(x, w), VerifyMatmul(recorded)(x, w, w)
+    VerifyBeside(recorded)(x, [w, w])
+    assert len(given) == (2 + 1) + (3 + 1) + (3 + 1) and min(array.size for array in given) >= 8
+
+
+def test_an_order_that_is_known_is_not_computed_again():
+    given = []
+
+    def recorded(**definition):
+        kernel = Recorder()(**definition)
+        return lambda **call: given.append(call["inputs"][1]) or kernel(**call)
+
+    experts, order = mx.zeros((5, 3), mx.uint32), mx.arange(15).astype(mx.uint32)
+    VerifyMatmulMoe(recorded)(mx.zeros((5, 128)), mx.zeros((4, 8, 128)), experts, order=order)
+    assert given[0] is order
+
+
 # dtype, head size, query rows of a head of keys -> SIMD-groups, and tiles of their rows
 SHARES = [
     (mx.float16, 64, 1, 1, 1),

@@ -9,6 +9,7 @@ from kernel_models import Launches, half_precision
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from dflash_mlx.kernels.beside import beside_key, neighbours
+from dflash_mlx.kernels.gated import unit_key
 from dflash_mlx.kernels.modules import EXACT_ROWS, Kernels, VerifyConv1d, verifying, wire
 from dflash_mlx.kernels.shapes import matrices
 
@@ -122,3 +123,12 @@ def test_only_layers_for_the_same_rows_share_a_launch(first_q, first_kv, broken,
     for layers in groups:
         together = {id(getattr(layer, "_beside", None)) for layer in layers}
         assert len(together) == 1 and (together != {id(None)}) == shared
+
+
+def test_what_is_no_gated_unit_has_no_pass_of_its_own():
+    """One bias among three layers, and an activation that is not silu."""
+    unit = half_precision("qwen3").layers[0].mlp
+    assert unit_key(unit) is not None and unit_key(SwitchGLU(64, 32, 5)) is not None
+    unit.down_proj.bias = mx.zeros(64)
+    assert unit_key(unit) is None
+    assert unit_key(SwitchGLU(64, 32, 5, activation=nn.GELU())) is None
