@@ -16,7 +16,7 @@ wants it asks with `isinstance`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from ..proposal import Proposal
 
@@ -171,6 +171,16 @@ class Resumable(Protocol[MarkT]):
 def block_size(drafter: Drafter) -> int | None:
     """The most rows of its blocks; None where any number will do."""
     return drafter.block_size if isinstance(drafter, Bounded) else None
+
+
+def foresees(session: object) -> TypeGuard[Foresees]:
+    """Whether a session is a `Foresees`. Rounds ask, so this is quicker than `isinstance`."""
+    return hasattr(session, "propose_foreseen")
+
+
+def says_confidence(session: object) -> TypeGuard[SaysConfidence]:
+    """Whether a session `SaysConfidence`; as quick."""
+    return hasattr(session, "confidence")
 
 
 def drafts_trees(drafter: Drafter) -> bool:

@@ -10,11 +10,11 @@ import numpy as np
 from ..drafter.protocol import (
     Both,
     Drafter,
-    Foresees,
-    SaysConfidence,
     Session,
     TreeSession,
     drafts_trees,
+    foresees,
+    says_confidence,
 )
 from ..errors import ProposalError, SettingsError
 from ..hindsight import Hindsight
@@ -111,7 +111,7 @@ class ChainRounds:
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         widths, self._kind = self._widths, "drafted"
         width = self._rows = widths.width(context, limit, self._certainty)
-        if not isinstance(session, Foresees):
+        if not foresees(session):
             return self._cut(chain(session, anchor, width), session, context)
         rates = session.foresee(anchor, limit)
         rows, speed = widths.free(rates, limit)
@@ -140,10 +140,10 @@ class ChainRounds:
         else:
             widths.observe(rows - 1, accepted, outcome.seconds)
 
-    def _cut(self, proposal: Proposal, session: Session, context: int) -> Proposal:
+    def _cut(self, proposal: Proposal, session: object, context: int) -> Proposal:
         """The part of a drafted chain that its drafter trusts, if it says."""
         sure = None
-        if len(proposal) > 1 and isinstance(session, SaysConfidence):
+        if len(proposal) > 1 and says_confidence(session):
             sure = session.confidence()
         if sure is None:
             return proposal
@@ -178,7 +178,7 @@ class TreeRounds:
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         width, rows = self._sizes.size(context, limit, self._certainty)
         self._is_tree, self._foreseen = rows > 1, 1
-        if isinstance(session, Foresees):
+        if foresees(session):
             self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
             if self._foreseen > 1:
                 return session.propose_foreseen(anchor, self._foreseen)

@@ -7,7 +7,7 @@ instead, in proportion for the widths between and beyond them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -23,13 +23,15 @@ class Watch:
 
     def __init__(self) -> None:
         self._ratios: dict[int, deque[float]] = {}
+        self._rounds: Counter[int] = Counter()  # of each width
         self.version = 0  # counts the changes of mind
 
     def saw(self, rows: int, seconds: float, measured: float) -> None:
         """A round of so many rows took `seconds`, where `measured` were expected."""
         ratios = self._ratios.setdefault(rows, deque(maxlen=LATEST))
         ratios.append(seconds / measured)
-        if len(ratios) >= SEEN and len(ratios) % SEEN == 0:
+        self._rounds[rows] += 1
+        if self._rounds[rows] % SEEN == 0:
             self.version += 1
 
     def runs(self, rows: int) -> int:
