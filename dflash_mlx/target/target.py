@@ -194,7 +194,9 @@ class TargetSession:
         target.read_last_row(self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
         self._cache = make_cache(target.model, layers, kv_bits)
-        self._not_cut = [cache for cache in self._cache if not marks.can_be_cut(cache)]
+        # What one forward may leave lazy for the next; an indexer's keys, for one, are not always
+        # read, and windows and states are cut anew.
+        self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
         # Layers that share an earlier layer's keys and values come last and have no cache.
         self._rollback = [
             rollback_for(cache, layer, self._verify)
@@ -270,15 +272,13 @@ class TargetSession:
             rollback.keep(len(kept), self._unsettled - len(kept))
         self.position += len(kept)
         self.whole, self._unsettled = True, 0
-        # Leave nothing lazy in the caches: the next forward may be another thread's. What the
-        # logits needed is computed, so a cache whose last rows only go has nothing left.
-        lazy = self._cache if moved else self._not_cut
-        mx.async_eval([marks.arrays(cache) for cache in lazy])
+        # Leave nothing lazy in the caches: the next forward may be another thread's.
+        mx.async_eval([marks.arrays(cache) for cache in (self._cache if moved else self._lazy)])
 
     @property
     def can_be_cut(self) -> bool:
         """Whether `cut` can go back to any position, or only `rewind` to a mark."""
-        return not self._not_cut
+        return all(map(marks.can_be_cut, self._cache))
 
     def cut(self, position: int) -> None:
         """Forget all tokens from a position on."""
