@@ -6,6 +6,7 @@ wants it asks with `isinstance`:
 
     of a drafter    `Bounded`       the widest block that it was made for
                     `Identified`    a name under which what its drafts cost is remembered
+                    `Labelled`      what people call it, where that is not its class's name
                     `TreeDrafter`   its sessions are `TreeSession`s
     of a session    `SaysConfidence` says how likely its drafts are right
                     `Foresees`      has drafts that cost nothing, and knows what they are worth
@@ -73,6 +74,15 @@ class Identified(Protocol):
     @property
     def identity(self) -> str:
         """The same for drafters whose drafts cost the same, as weights of one shape do."""
+
+
+@runtime_checkable
+class Labelled(Protocol):
+    """A drafter that people do not call by the name of its class."""
+
+    @property
+    def label(self) -> str:
+        """In a word."""
 
 
 class TreeSession(Session, Protocol):
@@ -173,14 +183,33 @@ def block_size(drafter: Drafter) -> int | None:
     return drafter.block_size if isinstance(drafter, Bounded) else None
 
 
-def foresees(session: object) -> TypeGuard[Foresees]:
-    """Whether a session is a `Foresees`. Rounds ask, so this is quicker than `isinstance`."""
-    return hasattr(session, "propose_foreseen")
+class Abilities:
+    """What the session of one request can, asked once: `isinstance` looks up every member anew."""
+
+    def __init__(self) -> None:
+        self._of: type | None = None
+        self._foresees = self._says_confidence = False
+
+    def foresees(self, session: object) -> TypeGuard[Foresees]:
+        """Whether it is a `Foresees`."""
+        self._ask(session)
+        return self._foresees
+
+    def says_confidence(self, session: object) -> TypeGuard[SaysConfidence]:
+        """Whether it `SaysConfidence`."""
+        self._ask(session)
+        return self._says_confidence
+
+    def _ask(self, session: object) -> None:
+        if type(session) is not self._of:
+            self._of = type(session)
+            self._foresees = isinstance(session, Foresees)
+            self._says_confidence = isinstance(session, SaysConfidence)
 
 
-def says_confidence(session: object) -> TypeGuard[SaysConfidence]:
-    """Whether a session `SaysConfidence`; as quick."""
-    return hasattr(session, "confidence")
+def label(drafter: Drafter) -> str:
+    """What drafts, in a word: "DFlash", "lookup", "DFlash2+lookup"."""
+    return drafter.label if isinstance(drafter, Labelled) else type(drafter).__name__
 
 
 def drafts_trees(drafter: Drafter) -> bool:

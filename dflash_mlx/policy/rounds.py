@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 import numpy as np
 
 from ..drafter.protocol import (
+    Abilities,
     Both,
     Drafter,
     Session,
     TreeSession,
     drafts_trees,
-    foresees,
-    says_confidence,
 )
 from ..errors import ProposalError, SettingsError
 from ..hindsight import Hindsight
@@ -100,7 +99,7 @@ class ChainRounds:
 
     def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
         self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
-        self._branches = branches
+        self._branches, self._can = branches, Abilities()
         self._certainty: float | None = None
         self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
         self._rows = 1  # of this round's drafted chain
@@ -111,7 +110,7 @@ class ChainRounds:
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         widths, self._kind = self._widths, "drafted"
         width = self._rows = widths.width(context, limit, self._certainty)
-        if not foresees(session):
+        if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session, context)
         rates = session.foresee(anchor, limit)
         rows, speed = widths.free(rates, limit)
@@ -143,7 +142,7 @@ class ChainRounds:
     def _cut(self, proposal: Proposal, session: object, context: int) -> Proposal:
         """The part of a drafted chain that its drafter trusts, if it says."""
         sure = None
-        if len(proposal) > 1 and says_confidence(session):
+        if len(proposal) > 1 and self._can.says_confidence(session):
             sure = session.confidence()
         if sure is None:
             return proposal
@@ -164,6 +163,7 @@ class TreeRounds:
 
     def __init__(self, policy: TreePolicy, temperature: float) -> None:
         self._sizes: Sizes = policy.start()
+        self._can = Abilities()
         self._calibration = policy.calibration(temperature)
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
@@ -178,7 +178,7 @@ class TreeRounds:
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         width, rows = self._sizes.size(context, limit, self._certainty)
         self._is_tree, self._foreseen = rows > 1, 1
-        if foresees(session):
+        if self._can.foresees(session):
             self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
             if self._foreseen > 1:
                 return session.propose_foreseen(anchor, self._foreseen)
@@ -221,7 +221,7 @@ def plan_rounds(
             policy = policy or tree_policy(target, drafter, kv_bits)
     elif tree_budget is not None:
         policy = TreePolicy.fixed(tree_budget)
-    elif block_size is not None and policy is not None:
+    elif block_size is not None and policy is not None and not _pinned(policy):
         policy = FixedWidth(policy.sharpness(temperature))
     if isinstance(policy, TreePolicy):
         if not trees:
@@ -233,6 +233,11 @@ def plan_rounds(
         sharpness, branches = policy.sharpness(temperature), target.supports_trees
         return ChainRounds(policy.start(), sharpness, cuts, branches)
     return FixedRounds((policy or FixedWidth()).sharpness(temperature))
+
+
+def _pinned(policy: AnyPolicy) -> bool:
+    """Whether every tree has so many rows; then a block size says how deep it may be."""
+    return isinstance(policy, TreePolicy) and policy.pinned is not None
 
 
 def chain(session: Session, anchor: int, width: int) -> Proposal:
