@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from dflash_mlx.bench.datasets import BenchPrompt
@@ -75,16 +74,18 @@ def of_server(
 
 def _shown(measured: Iterable[Measured], prompts: int) -> list[Measured]:
     """All of them, with a bar on a terminal's stderr meanwhile."""
+    from rich import progress as bars
+
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(),
     )
     done = []
     console = stderr()
     unseen = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=unseen) as progress:
+    with bars.Progress(*columns, console=console, transient=True, disable=unseen) as progress:
         task = progress.add_task("warming up", total=prompts)
         for one in measured:
             done.append(one)

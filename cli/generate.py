@@ -62,7 +62,7 @@ def generate(
         output = None
     if output is not None:
         check_writable(output)
-    pair = open_pair(names, weights, rounds, no_draft)
+    pair = open_pair(names, weights, rounds, no_draft, compare)
     comparison = _comparison(pair, asked, max_tokens, stop or [])
     comparison.sampling = sampling.settings() | _fitting(pair, schema)
     in_json = json or json_lines

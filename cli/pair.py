@@ -82,11 +82,16 @@ class Pair:
 
 
 def open_pair(
-    names: Names, weights: Weights, rounds: Rounds = WHOLE_BLOCKS, no_draft: bool = False
+    names: Names,
+    weights: Weights,
+    rounds: Rounds = WHOLE_BLOCKS,
+    no_draft: bool = False,
+    warm: bool = True,
 ) -> Pair:
-    """Put the BLAS in place, load the weights and run a few rounds to compile what is compiled.
+    """Put the BLAS in place and load the weights.
 
-    Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
+    `warm` runs a few rounds, too, which compile what is compiled: for whoever compares speeds, or
+    asks more than once. Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
     """
     if no_draft and (names.draft or rounds.block_size):
         raise typer.BadParameter(
@@ -114,10 +119,11 @@ def open_pair(
         )
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
     pair = Pair(target, drafter, rounds.block_size, blas, bits_of(rounds.kv_bits), policy, budget)
-    with waiting("Warming up"):
+    if warm:
         from dflash_mlx.bench.measure import warm_up
 
-        warm_up(target, drafter, pair.block_size)
+        with waiting("Warming up"):
+            warm_up(target, drafter, pair.block_size)
     return pair
 
 

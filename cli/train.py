@@ -15,7 +15,6 @@ from dflash_mlx.machine.blas import BlasInfo
 from . import options
 from . import train_options as of
 from .screen import note, waiting
-from .train_live import Lines, Live
 
 if TYPE_CHECKING:
     from dflash_mlx import DFlash, Target
@@ -92,6 +91,8 @@ def train(
         bits=None if store_bits is None else int(store_bits.value),
         seed=seed,
     )
+    from .train_live import Lines, Live
+
     _run(target, out.expanduser(), recipe, warm, blas, Lines() if json else Live())
 
 

@@ -48,6 +48,7 @@ class Conversation:
         self._pair = target, drafter, kv_bits
         self._marks: list[tuple[Any, Any]] = []  # of target and drafter, in the order of positions
         self._started = False
+        self._reader: ReadsText | None = None  # the drafter, if it drafts from the text itself
         self._opening = threading.Lock()
         self._request: weakref.ref[Generator[Any, None, None]] | None = None  # the last one
         self.ids: list[int] = []
@@ -90,6 +91,8 @@ class Conversation:
             self.target = target.start(drafter.tap_layers, kv_bits)
             self.drafter = drafter.start(target, sampler)
             self._started, self._marks, self.ids = True, [], []
+        # Asked once a request: what a protocol has is looked up by name, each time.
+        self._reader = self.drafter if isinstance(self.drafter, ReadsText) else None
         return len(self.ids)
 
     def prefill(self, prompt: Sequence[int]) -> Iterator[mx.array | None]:
@@ -121,8 +124,8 @@ class Conversation:
             taps: their features, [1, S, K*D].
         """
         mx.async_eval(taps)  # the drafter may use them in another thread
-        if isinstance(self.drafter, ReadsText):
-            self.drafter.read(tokens)
+        if self._reader is not None:
+            self._reader.read(tokens)
         self.drafter.extend(taps)
         self.ids += tokens
 

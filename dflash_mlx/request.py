@@ -112,7 +112,8 @@ class Request:
         """
         proposal, anchor = self._proposal, self._anchor
         # The round's only wait for the device.
-        tokens, choices, sure = self._sampler.choose(proposal, logits, self._rounds.asks_certainty)
+        asks, along = self._rounds.asks_certainty, [taps] if taps.shape[2] else []
+        tokens, choices, sure = self._sampler.choose(proposal, logits, asks, along)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
 

@@ -209,12 +209,18 @@ class Sampler:
         self._noise_start = 0
         self._blocks: mx.array | None = None  # what each s would have drafted in this round
 
-    def choose(self, proposal: Proposal, logits: mx.array, certainty: bool = False) -> Choices:
+    def choose(
+        self,
+        proposal: Proposal,
+        logits: mx.array,
+        certainty: bool = False,
+        along: Sequence[mx.array] = (),
+    ) -> Choices:
         """What the target chooses after each of a proposal's rows, from its logits [N, V].
 
         This is the round's only wait for the device; the drafter's part is read along, and with
-        `certainty` how sure the target was. Raises `SettingsError` where processors or a bias leave
-        no number to choose by.
+        `certainty` how sure the target was. `along` is computed in the same pass. Raises
+        `SettingsError` where processors or a bias leave no number to choose by.
         """
         tokens = proposal.tokens
         if not isinstance(tokens, mx.array):
@@ -236,7 +242,10 @@ class Sampler:
         blocks, self._blocks = self._blocks, None
         if blocks is not None:
             parts.append(blocks.flatten().astype(mx.int32))
-        read: Any = mx.concatenate(parts).tolist()
+        values = mx.concatenate(parts)
+        if along:
+            mx.eval(values, *along)  # the wait; what is read then is there
+        read: Any = values.tolist()
         count = len(proposal)
         sure = [NAT * part for part in read[2 * count : 3 * count]] if certainty else None
         if _NO_CHOICE in read[count : 2 * count]:

@@ -250,8 +250,9 @@ def test_a_round_waits_for_the_device_once(monkeypatch):
             monkeypatch.setattr(mx.array, name, counted(name, getattr(mx.array, name)))
     for name in ("eval", "synchronize"):
         monkeypatch.setattr(mx, name, counted(name, getattr(mx, name)))
-    for drafter in (None, random_drafter()):
+    for drafter, wait in ((None, ["tolist"]), (random_drafter(), ["eval", "tolist"])):
         events = stream_generate(target(), drafter, PROMPT, max_tokens=8)
         next(events)  # the prompt is evaluated in here, too
         waits.clear()
-        assert len(list(events)) == 7 == len(waits)
+        # What was evaluated, features along with it, is read without another wait.
+        assert len(list(events)) == 7 and waits == wait * 7

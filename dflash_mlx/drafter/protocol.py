@@ -17,7 +17,7 @@ wants it asks with `isinstance`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from ..proposal import Proposal
 
@@ -181,6 +181,30 @@ class Resumable(Protocol[MarkT]):
 def block_size(drafter: Drafter) -> int | None:
     """The most rows of its blocks; None where any number will do."""
     return drafter.block_size if isinstance(drafter, Bounded) else None
+
+
+class Abilities:
+    """What the session of one request can, asked once: `isinstance` looks up every member anew."""
+
+    def __init__(self) -> None:
+        self._of: type | None = None
+        self._foresees = self._says_confidence = False
+
+    def foresees(self, session: object) -> TypeGuard[Foresees]:
+        """Whether it is a `Foresees`."""
+        self._ask(session)
+        return self._foresees
+
+    def says_confidence(self, session: object) -> TypeGuard[SaysConfidence]:
+        """Whether it `SaysConfidence`."""
+        self._ask(session)
+        return self._says_confidence
+
+    def _ask(self, session: object) -> None:
+        if type(session) is not self._of:
+            self._of = type(session)
+            self._foresees = isinstance(session, Foresees)
+            self._says_confidence = isinstance(session, SaysConfidence)
 
 
 def label(drafter: Drafter) -> str:

@@ -72,7 +72,11 @@ class DraftSession:
     def __init__(self, drafter: Network, target: Target, sampler: Sampler) -> None:
         self._drafter, self._target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
+        self._confident: Confident | None = None
+        if isinstance(drafter, Confident) and drafter.says_confidence:
+            self._confident = drafter
         self._pending: list[mx.array] = []
+        self._waiting = 0  # rows of them
 
     def resume(self, sampler: Sampler) -> None:
         """Go on with another request over the same text, whose settings and seed are these."""
@@ -81,7 +85,7 @@ class DraftSession:
     @property
     def position(self) -> int:
         """Tokens whose features were taken in."""
-        return self._cache[0].offset + sum(waiting.shape[1] for waiting in self._pending)
+        return self._cache[0].offset + self._waiting
 
     @property
     def can_be_cut(self) -> bool:
@@ -93,7 +97,7 @@ class DraftSession:
         waiting = self._take_pending()[:, : max(0, position - self._cache[0].offset)]
         for layer in self._cache:
             layer.cut(min(position, layer.offset))
-        self._pending = [waiting] if waiting.shape[1] else []
+        self._wait(waiting)
         self._start_computing()
 
     def mark(self) -> DraftMark:
@@ -105,26 +109,32 @@ class DraftSession:
         states, pending = mark
         for layer, state in zip(self._cache, states, strict=True):
             layer.rewind(state)
-        self._pending = list(pending)
+        self._take_pending()
+        for waiting in pending:
+            self._wait(waiting)
 
     def extend(self, taps: mx.array) -> None:
         """Take in the features [1, S, K*D] of S newly committed tokens, in order."""
-        if sum(waiting.shape[1] for waiting in self._pending) >= MOST_WAITING:
+        if self._waiting >= MOST_WAITING:
             # A further chunk of the prompt, or many rounds that drafted nothing. Evaluating now
             # lets the features go: a long prompt's never lie in memory together.
             self._drafter.extend(self._take_pending(), self._cache)
+        self._wait(taps)
+        self._start_computing()
+
+    def _wait(self, taps: mx.array) -> None:
         if taps.shape[1]:
             self._pending.append(taps)
-        self._start_computing()
+            self._waiting += taps.shape[1]
 
     def _start_computing(self) -> None:
         """Leave nothing lazy: the next round may be another thread's."""
-        mx.async_eval(self._pending, [layer.state for layer in self._cache])
+        mx.async_eval(self._pending[-1:], [layer.state for layer in self._cache])
 
     def _take_pending(self) -> mx.array:
         """The features that wait, [1, S, K*D]; S may be 0."""
         config, pending = self._drafter.config, self._pending
-        self._pending = []
+        self._pending, self._waiting = [], 0
         if not pending:
             return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
         return pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=1)
@@ -144,9 +154,7 @@ class DraftSession:
 
         On the device: nothing waits.
         """
-        if not isinstance(self._drafter, Confident) or not self._drafter.says_confidence:
-            return None
-        return self._drafter.confidence(*self._last)
+        return None if self._confident is None else self._confident.confidence(*self._last)
 
     def propose_tree(
         self, anchor: int, rows: int, width: int, calibration: Calibration

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 import numpy as np
 
 from ..drafter.protocol import (
+    Abilities,
     Both,
     Drafter,
-    Foresees,
-    SaysConfidence,
     Session,
     TreeSession,
     drafts_trees,
@@ -100,7 +99,7 @@ class ChainRounds:
 
     def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
         self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
-        self._branches = branches
+        self._branches, self._can = branches, Abilities()
         self._certainty: float | None = None
         self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
         self._rows = 1  # of this round's drafted chain
@@ -111,7 +110,7 @@ class ChainRounds:
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         widths, self._kind = self._widths, "drafted"
         width = self._rows = widths.width(context, limit, self._certainty)
-        if not isinstance(session, Foresees):
+        if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session, context)
         rates = session.foresee(anchor, limit)
         rows, speed = widths.free(rates, limit)
@@ -140,10 +139,10 @@ class ChainRounds:
         else:
             widths.observe(rows - 1, accepted, outcome.seconds)
 
-    def _cut(self, proposal: Proposal, session: Session, context: int) -> Proposal:
+    def _cut(self, proposal: Proposal, session: object, context: int) -> Proposal:
         """The part of a drafted chain that its drafter trusts, if it says."""
         sure = None
-        if len(proposal) > 1 and isinstance(session, SaysConfidence):
+        if len(proposal) > 1 and self._can.says_confidence(session):
             sure = session.confidence()
         if sure is None:
             return proposal
@@ -164,6 +163,7 @@ class TreeRounds:
 
     def __init__(self, policy: TreePolicy, temperature: float) -> None:
         self._sizes: Sizes = policy.start()
+        self._can = Abilities()
         self._calibration = policy.calibration(temperature)
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
@@ -178,7 +178,7 @@ class TreeRounds:
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         width, rows = self._sizes.size(context, limit, self._certainty)
         self._is_tree, self._foreseen = rows > 1, 1
-        if isinstance(session, Foresees):
+        if self._can.foresees(session):
             self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
             if self._foreseen > 1:
                 return session.propose_foreseen(anchor, self._foreseen)

@@ -30,6 +30,11 @@ def can_be_cut(cache: Any) -> bool:
     return type(cache) in (KVCache, QuantizedKVCache)
 
 
+def is_read_whole(cache: Any) -> bool:
+    """Whether a forward's logits need all of a layer's cache, which is then cut by its offset."""
+    return type(cache) in (KVCache, QuantizedKVCache)
+
+
 def cut(cache: Any, rows: int) -> None:
     """Forget the last rows of a cache that can be cut."""
     for part in cache.caches if type(cache) is CacheList else (cache,):

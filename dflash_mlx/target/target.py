@@ -194,6 +194,9 @@ class TargetSession:
         target.read_last_row(self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
         self._cache = make_cache(target.model, layers, kv_bits)
+        # What one forward may leave lazy for the next; an indexer's keys, for one, are not always
+        # read, and windows and states are cut anew.
+        self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
         # Layers that share an earlier layer's keys and values come last and have no cache.
         self._rollback = [
             rollback_for(cache, layer, self._verify)
@@ -262,13 +265,15 @@ class TargetSession:
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
-        if kept[-1] >= len(kept):  # a path with rejected rows in between
+        moved = kept[-1] >= len(kept)  # a path with rejected rows in between
+        if moved:
             self._reader().move(kept)
         for rollback in self._rollback:
             rollback.keep(len(kept), self._unsettled - len(kept))
         self.position += len(kept)
         self.whole, self._unsettled = True, 0
-        self._start_computing()
+        # Leave nothing lazy in the caches: the next forward may be another thread's.
+        mx.async_eval([marks.arrays(cache) for cache in (self._cache if moved else self._lazy)])
 
     @property
     def can_be_cut(self) -> bool:
@@ -289,10 +294,6 @@ class TargetSession:
         """Forget all tokens since the mark."""
         marks.rewind(self._cache, self.position, mark)
         self.position = mark.position
-
-    def _start_computing(self) -> None:
-        """Leave nothing lazy in the caches: the next forward may be another thread's."""
-        mx.async_eval([marks.arrays(cache) for cache in self._cache])
 
     def _reader(self) -> TreeReader:
         """What reads this request's trees. Raises `UnsupportedTreeError`."""

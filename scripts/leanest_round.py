@@ -1,0 +1,100 @@
+"""Our rounds beside the leanest ones: the same two forwards written by hand, and nothing else.
+
+    taskset -c 1 python scripts/leanest_round.py [--rows 1,8,16] [--context 100,1000] [--policy]
+
+Both sides (`stream_generate` and `dflash_mlx/bench/leanest.py`) answer the same prompts with the
+same weights, a round each in turn, and must say the same. Of each round the CPU time of the whole
+process counts, with what it left on the device; printed are the medians and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from statistics import median
+from typing import Any, TypeVar
+
+import dflash_mlx as dm
+
+T = TypeVar("T")
+WARM_UP, ROUNDS = 2, 10  # of each request: rounds that do not count, and those that do
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """What comes of it, and the CPU seconds of the process until the device is idle."""
+    import mlx.core as mx
+
+    clock = time.process_time()
+    result = work()
+    mx.synchronize()
+    return result, time.process_time() - clock
+
+
+def paired(
+    target: dm.Target, drafter: dm.DFlash, prompt: list[int], rows: int, first: bool, **ours: Any
+) -> Iterator[tuple[float, float]]:
+    """Seconds of our rounds and of the leanest ones on one prompt, in turns."""
+    from dflash_mlx.bench.leanest import Leanest
+
+    lean = Leanest(target, drafter)
+    network = drafter if rows > 1 or "policy" in ours else None  # one row is plain decoding
+    events = dm.stream_generate(target, network, prompt, max_tokens=10_000, **ours)
+    assert next(events).tokens == [lean.prefill(prompt)]
+    for number in range(WARM_UP + ROUNDS):
+        if first:
+            event, ours = timed(lambda: next(events, None))
+        tokens, theirs = timed(lambda: lean.round(rows))
+        if not first:
+            event, ours = timed(lambda: next(events, None))
+        if event is None or event.finish_reason is not None:
+            return
+        assert event.tokens == tokens, "the two sides do not say the same"
+        if number >= WARM_UP:
+            yield ours, theirs
+
+
+def main() -> None:
+    """Measure and print."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--model", default="tiny")
+    options.add_argument("--draft")
+    options.add_argument("--rows", default="1,8,16")
+    options.add_argument("--context", default="100,1000")
+    options.add_argument("--rounds", type=int, default=120, help="that count, of each kind")
+    options.add_argument("--policy", action="store_true", help="ours: a policy that knows no cost")
+    options.add_argument("--stock-blas", action="store_true", help="keep MLX's own BLAS on Linux")
+    asked = options.parse_args()
+    print(f"BLAS: {dm.use_fast_blas(stock=asked.stock_blas).name}")
+
+    from dflash_mlx.bench.datasets import embedded_prompts
+    from dflash_mlx.bench.leanest import why_not
+    from dflash_mlx.policy.costs import Costs
+    from dflash_mlx.prompt import encode_prompt
+
+    target, drafter = dm.load(asked.model, asked.draft)
+    if (why := why_not(target, drafter)) is not None:
+        raise SystemExit(f"No leanest round of this pair: {why}.")
+    text = [token for one in embedded_prompts() for token in encode_prompt(target, one.messages)]
+    print("context  rows  ours ms  leanest ms  ratio")
+    for context in map(int, asked.context.split(",")):
+        for rows in map(int, asked.rows.split(",")):
+            ways: dict[str, Any] = {"block_size": rows}
+            if asked.policy:  # drafts cost nothing, or all there is: every round is of `rows`
+                draft = 0.0 if rows > 1 else 1e3
+                costs = Costs({64: {1: 1.0}}, {64: {1: 0.0, 2: draft}})
+                ways = {"policy": dm.Policy(costs, max(2, rows))}
+            pairs: list[tuple[float, float]] = []
+            for number in cycle(range(len(text) // context)):
+                prompt = text[number * context :][:context]
+                pairs += paired(target, drafter, prompt, rows, bool(number % 2), **ways)
+                if len(pairs) >= asked.rounds:
+                    break
+            ours, theirs = (1e3 * median(side) for side in zip(*pairs, strict=True))
+            ratio = median(a / b for a, b in pairs)
+            print(f"{context:7}  {rows:4}  {ours:7.2f}  {theirs:10.2f}  {ratio:5.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
