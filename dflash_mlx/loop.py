@@ -152,7 +152,8 @@ def _decode(request: Request) -> Generator[Event, None, None]:
     while not request.finished:
         proposal = request.propose()
         logits, taps = request.target.verify(proposal)  # one forward over all rows
-        yield request.absorb(logits, taps)  # accept, commit, emit
+        values: Any = request.decide(logits, taps).tolist()  # the round's only wait
+        yield request.absorb(values)  # accept, commit, emit
 
 
 def _check_kinds(drafter: Any, policy: Any, conversation: Any) -> None:

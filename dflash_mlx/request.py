@@ -7,10 +7,12 @@ engine the proposals of many requests together.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from .accept import accept
+from .choices import Decision
 from .conversation import Conversation
 from .errors import ProposalError
 from .events import Event, Stats
@@ -45,6 +47,8 @@ class Request:
         self._conversation, self._prompt, self._anchor = conversation, prompt, prompt[-1]
         self._sampler, self._rounds, self._text = sampler, rounds, text
         self._proposal = Proposal([self._anchor])
+        self._decision: Decision  # of this round, and the features of its rows
+        self._taps: mx.array
         self._clock = 0.0  # when this round began
 
     @property
@@ -82,18 +86,27 @@ class Request:
         )
         return self._proposal
 
-    def absorb(self, logits: mx.array, taps: mx.array) -> Event:
-        """Take the target's answer to what was proposed: accept, commit, emit.
+    def decide(self, logits: mx.array, taps: mx.array) -> mx.array:
+        """The target's answer to what was proposed, as numbers [M] int32 for `absorb`.
+
+        Lazy: reading them is the round's only wait for the device, and many requests' can be
+        waited for together.
 
         Args:
             logits: [N, V] after each of the proposal's N rows.
             taps: [1, N, K*D], the features of these rows.
+        """
+        self._taps = taps
+        self._decision = self._sampler.decide(self._proposal, logits, self._rounds.asks_certainty)
+        return self._decision.values
+
+    def absorb(self, values: Sequence[int]) -> Event:
+        """Take the numbers that `decide` asked for: accept, commit, emit.
 
         Raises `ProposalError` for a proposal that does not begin with the anchor.
         """
-        proposal, anchor = self._proposal, self._anchor
-        # The round's only wait for the device.
-        tokens, choices, sure = self._sampler.choose(proposal, logits, self._rounds.asks_certainty)
+        proposal, anchor, taps = self._proposal, self._anchor, self._taps
+        tokens, choices, sure = self._sampler.take(self._decision, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
 

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "dflash_mlx"
 LEVELS = [
     {"errors"},
     {
+        "choices",
         "distributions",
         "hindsight",
         "machine",
