@@ -7,12 +7,13 @@ and its neighbours hold every touch of mlx-lm's model internals.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..kernels.modules import Wiring
@@ -170,6 +171,12 @@ class Target:
         with self._forwards:  # another thread's would have modules of other classes
             return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
 
+    def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
+        """Bytes of a request's caches after so many tokens. Nothing is computed."""
+        session = self.start((), kv_bits)
+        session.expect(tokens)
+        return session.bytes
+
 
 class TargetSession:
     """One request's caches: prefill, then verify and commit in turn."""
@@ -205,14 +212,19 @@ class TargetSession:
         self.position = 0  # committed tokens in the caches
         self.whole = True  # False while a forward changes the caches, and if it never ended
 
-    def prefill(self, tokens: Sequence[int]) -> Iterator[mx.array]:
+    def prefill(
+        self, tokens: Sequence[int], step: Callable[[], int] = lambda: PREFILL_STEP
+    ) -> Iterator[mx.array]:
         """Read the prompt in chunks and yield each chunk's taps, [1, S, K*D].
 
-        The chunk's logits are never evaluated, so the vocabulary costs nothing here.
+        `step` says how many tokens the next chunk may have. The chunk's logits are never
+        evaluated, so the vocabulary costs nothing here.
         """
-        for start in range(0, len(tokens), PREFILL_STEP):
+        end = 0
+        while end < len(tokens):
+            start, end = end, min(len(tokens), end + step())
             self.whole = False
-            chunk = mx.array(list(tokens[start : start + PREFILL_STEP]))
+            chunk = mx.array(list(tokens[start:end]))
             with self._prefill.installed():
                 self._model(chunk[None], cache=self._cache)
             taps = self._prefill_taps.take(len(chunk))
@@ -247,6 +259,19 @@ class TargetSession:
             with reader.reading(proposal), self._verify.installed(reader.overrides):
                 logits = self._model(tokens[None], cache=self._cache)
         return logits[0], self._verify_taps.take(len(proposal))
+
+    def expect(self, tokens: int) -> None:
+        """Have caches of the shapes that they have after so many tokens, and compute nothing."""
+        for start in range(0, tokens, PREFILL_STEP):
+            chunk = mx.zeros((1, min(PREFILL_STEP, tokens - start)), mx.int32)
+            with self._prefill.installed():
+                self._model(chunk, cache=self._cache)
+
+    @property
+    def bytes(self) -> int:
+        """Of the caches."""
+        leaves = tree_flatten([marks.arrays(cache) for cache in self._cache])
+        return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
