@@ -5,10 +5,10 @@ A forward over R rows of B requests, after so much context each, takes
     verify(R) + (B - 1) * s
 
 where verify(R) is the forward of one request, and s what one more request takes for its own
-attention: both at that depth of context, so they hold the keys that are read. Up to the widest round
-of one request verify(R) is measured with one; beyond it, with `MANY` requests, less what these take.
-What drafts is told apart in the same way. Measured once, kept with the costs of the pair's own
-rounds (`policy.costs`), never while text is made.
+attention: both at that depth of context, so they hold the keys that are read. Up to the widest
+round of one request verify(R) is measured with one; beyond it, with `MANY` requests, less what
+these take. What drafts is told apart in the same way. Measured once, kept with the costs of the
+pair's own rounds (`policy.costs`), never while text is made.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ..drafter.forest import propose_together
 from ..drafter.protocol import Drafter
 from ..policy.costs import DEPTHS, REPEATS, Costs, curve, monotone, pair_costs
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..target.forest import Forest
+from .together import propose_together
 
 if TYPE_CHECKING:
     from ..target import Target

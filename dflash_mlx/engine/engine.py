@@ -1,11 +1,11 @@
 """Many requests at once, each with the text that it would have alone.
 
-    submit  ->  queue  ->  a seat: read the prompt, a chunk a step  ->  rounds with all others  ->  end
+    submit  ->  queue  ->  a seat: read the prompt, a chunk a step  ->  rounds with all others
 
-One thread owns the arrays and takes a step after the other: who was cancelled leaves, who finds room
-enters, one prompt is read a chunk further, and all texts that can go on have a round together
-(`loop.play_round`). So a long prompt holds up the others by a chunk at a time. A seat is an entry in
-a list: whoever comes or goes, no cache is copied, padded or moved.
+One thread owns the arrays and takes a step after the other: who was cancelled leaves, who finds
+room enters, prompts are read a chunk further, and all texts that can go on have a round together
+(`loop.play_round`). So a long prompt holds up the others by a chunk at a time. A seat is an entry
+in a list: whoever comes or goes, no cache is copied, padded or moved.
 
 What goes wrong in one request ends that request. After what goes wrong in a forward of many, nobody
 knows whose caches are sound: all of them read their texts again, and each has its next round alone,

@@ -1,12 +1,12 @@
 """How many rows each of many requests has verified now: the likeliest first, over all of them.
 
 A request's row j is kept with the probability of its whole path, which never rises with j. So the
-best n rows beyond the anchors are the n likeliest of all requests, and what they bring is the sum of
-their chances: for every number of rows the best choice is known, and one pass over them finds the
-number that brings the most tokens per second. That may be none: plain decoding of all together.
+best n rows beyond the anchors are the n likeliest of all requests, and what they bring is the sum
+of their chances: for every number of rows the best choice is known, and one pass over them finds
+the number that brings the most tokens per second. That may be none: plain decoding of all together.
 
-    nobody is left behind   a request's own tokens per second stay above `FLOOR` of plain batching's,
-                            whatever the rows of the others cost it
+    nobody is left behind   a request's own tokens per second stay above `FLOOR` of plain
+                            batching's, whatever the rows of the others cost it
     never slower            an account, as of one request's rounds (`policy.account`), books what
                             rounds cost and bring against plain batching
 """

@@ -2,8 +2,8 @@
 
 It books what each round brought against what plain decoding would have taken for it, and what the
 account cannot pay for is not drafted; so however wrong an estimate is, drafting never costs more
-than `CREDIT` plain tokens and `ALLOWANCE` of the rest. A text begins with a part of that credit, for
-a short answer has little to pay with.
+than `CREDIT` plain tokens and `ALLOWANCE` of the rest. A text begins with a part of that credit,
+for a short answer has little to pay with.
 """
 
 from __future__ import annotations

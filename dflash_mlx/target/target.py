@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +27,7 @@ from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
 from .rollback import rollback_for
+from .segment import Segment
 from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
 
@@ -137,11 +139,16 @@ class Target:
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
         overrides = self.overrides()
-        with self._forwards:
+        with self.at_rest:
             taps = self.tap(layers, overrides)
         with overrides.installed():
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
+
+    @property
+    def at_rest(self) -> AbstractContextManager[Any]:
+        """No forward runs inside: every module is of its own class."""
+        return self._forwards
 
     def overrides(self) -> Overrides:
         """An empty set of overrides of this model's modules; two never run at the same time."""
@@ -168,7 +175,7 @@ class Target:
 
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
-        with self._forwards:  # another thread's would have modules of other classes
+        with self.at_rest:  # another thread's would have modules of other classes
             return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
 
     def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
@@ -188,7 +195,7 @@ class TargetSession:
         tap_layers: Sequence[int],
         kv_bits: int | None,
     ) -> None:
-        self._target, self._model = target, target.model
+        self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
         self._prefill, self._verify = target.overrides(), target.overrides()
         self._prefill_taps = target.tap(tap_layers, self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
@@ -240,25 +247,33 @@ class TargetSession:
         Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
         for more rows than exact verification takes.
         """
+        segment = self.segment(proposal)
+        self.begin(segment)
+        tokens, reader = segment.tokens[None], segment.reader
+        if reader is None:
+            with self._verify.installed():
+                logits = self._model(tokens, cache=self._cache)
+        else:
+            with reader.reading(proposal), self._verify.installed(reader.overrides):
+                logits = self._model(tokens, cache=self._cache)
+        return logits[0], self._verify_taps.take(len(proposal))
+
+    def segment(self, proposal: Proposal) -> Segment:
+        """What a forward over the proposal needs of this request. Raises as `verify` does."""
         if self._widest is not None and len(proposal) > self._widest:
             raise SettingsError(
                 f"exact: at most {self._widest} rows are verified at once; load the model with "
                 "exact=False (--no-exact) for more."
             )
         reader = None if proposal.is_chain else self._reader()
-        self.whole, self._unsettled = False, len(proposal)
-        tokens = proposal.tokens
-        if not isinstance(tokens, mx.array):
-            tokens = mx.array(list(tokens))
+        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
+        return Segment(proposal, self.position, self._cache, self._rollback, entries, reader)
+
+    def begin(self, segment: Segment) -> None:
+        """The forward over the segment is next, whoever runs it; then `commit` follows."""
+        self.whole, self._unsettled = False, len(segment.proposal)
         for rollback in self._rollback:
             rollback.begin()
-        if reader is None:
-            with self._verify.installed():
-                logits = self._model(tokens[None], cache=self._cache)
-        else:
-            with reader.reading(proposal), self._verify.installed(reader.overrides):
-                logits = self._model(tokens[None], cache=self._cache)
-        return logits[0], self._verify_taps.take(len(proposal))
 
     def expect(self, tokens: int) -> None:
         """Have caches of the shapes that they have after so many tokens, and compute nothing."""
@@ -312,6 +327,6 @@ class TargetSession:
         if self._tree_reader is None:
             self._target.check_trees()
             of = (self._layers, self._cache, self._rollback, self._target.overrides())
-            with self._target._forwards:  # as in `start`
+            with self._target.at_rest:  # as in `start`
                 self._tree_reader = TreeReader(*of)
         return self._tree_reader
