@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from ..drafter.forest import propose_together
 from ..drafter.protocol import Drafter
 from ..policy.costs import DEPTHS, REPEATS, Costs, curve, monotone, pair_costs
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..target.forest import Forest
-from .together import propose_together
 
 if TYPE_CHECKING:
     from ..target import Target

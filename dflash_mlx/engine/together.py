@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..drafter.forest import propose_together
 from ..errors import ProposalError
 from ..loop import Alone, Turn
 from ..policy.offer import Offer
@@ -77,7 +78,3 @@ def checked(proposal: Proposal, rows: int) -> Proposal:
     if len(proposal) > rows:
         raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
     return proposal
-
-
-def propose_together(sessions, anchors, widths):  # type: ignore[no-untyped-def]  # until drafter.forest
-    return [s.propose(a, w) for s, a, w in zip(sessions, anchors, widths, strict=True)]
