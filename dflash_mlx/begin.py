@@ -83,7 +83,7 @@ def begin(
         raise SettingsError(
             f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
         )
-    _check_kinds(drafter, policy, conversation)
+    check_kinds(drafter, policy, conversation)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
@@ -102,7 +102,7 @@ def begin(
     return request
 
 
-def _check_kinds(drafter: Any, policy: Any, conversation: Any) -> None:
+def check_kinds(drafter: Any, policy: Any, conversation: Any = None) -> None:
     """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
     for name, value, kind, how in (
         ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
