@@ -184,10 +184,8 @@ def test_an_error_of_one_job_is_its_own(crowd):
         jobs = submit_all(engine, crowd)
         failing = []
         for settings, kind in broken:
-            settings = {"prompt": [1, 2, 3, 4, 5, 6], "max_tokens": 20, "block_size": 1} | settings
-            if kind is ProposalError:
-                settings["block_size"] = 4
-            failing.append((engine.submit(settings.pop("prompt"), **settings), kind))
+            prompt = settings.pop("prompt", crowd.requests[0][0])
+            failing.append((engine.submit(prompt, **settings), kind))
         for job, kind in failing:
             with pytest.raises(kind):
                 list(job)
@@ -293,8 +291,8 @@ def test_the_youngest_gives_way_and_goes_on():
     model, size = target(), target().cache_bytes(256)
     prompts = [prompt_of(230, seed) for seed in (1, 2)]
     alone = [dm.generate(model, None, prompt, max_tokens=40).tokens for prompt in prompts]
-    played = Played(model, None, Flat(model, None), memory=3 * size)
-    played.seats._memory._set_aside = lambda request: 0  # so both enter: 2 blocks each at the end
+    # Each needs one block now, so both enter, and two at the end.
+    played = Played(model, None, Flat(model, None), memory=3 * size, ahead=0)
     jobs = [played.submit(prompt, max_tokens=40) for prompt in prompts]
     waited = False
     while played.seats.busy:
