@@ -41,7 +41,7 @@ def begin(
     conversation: Conversation | None = None,
     **history: Unpack[History],
 ) -> Request:
-    """Text, as it becomes certain, an event a round.
+    """Text, as it becomes certain: an event of the prefill, then one a round.
 
     `stream_generate` yields the events, `generate` gathers them, and `Engine.submit` has them made
     together with those of other requests. Any thread may read the next event of a stream, one at a

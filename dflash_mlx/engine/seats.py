@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ..events import Event
 from ..loop import Attempt, Together, play_round
 from ..request import Request
-from ..target.target import PREFILL_STEP
+from ..target.target import LAST_STEP, PREFILL_STEP
 from .job import Job
 from .memory import Memory
 
@@ -36,7 +36,7 @@ class _Seat:
     job: Job
     request: Request
     number: int  # in the order of submission
-    reading: Iterator[None] | None = None  # what is left of the prompt
+    reading: Iterator[Event | None] | None = None  # what is left of the prompt
     suspect: bool = False  # a forward broke off that this request was part of
 
 
@@ -130,29 +130,33 @@ class Seats:
         left = self._allowance()
         while self._reading and left > 0:
             seat = self._reading.popleft()
-            begin, clock = seat.request.target.position, time.perf_counter()
-            unread = seat.request.tokens - begin
+            request, unread, clock = seat.request, seat.request.unread, time.perf_counter()
             # The last chunk ends where the prompt does, and others where they would end alone.
             self._chunk = left if unread <= left else left // FIRST_CHUNK * FIRST_CHUNK or left
             with Attempt() as attempt:
-                assert seat.reading is not None
-                for _ in seat.reading:
-                    self._reading.append(seat)
-                    break
-                else:
-                    seat.reading = None
-            if attempt.error is not None:
+                self._read_on(seat)
+            if attempt.error is not None or request.finished:
                 self._end(seat, attempt.error)
                 continue
-            read = seat.request.target.position - begin
+            read = unread - request.unread
             left -= max(1, read)
             if read >= FIRST_CHUNK // 2:
                 self._rate = read / (time.perf_counter() - clock)
 
+    def _read_on(self, seat: _Seat) -> None:
+        """One forward of a prompt; the last one brings the first token."""
+        assert seat.reading is not None
+        for event in seat.reading:
+            if event is None:
+                self._reading.append(seat)
+                return
+            seat.job.put(event)
+        seat.reading = None
+
     def _allowance(self) -> int:
         """Tokens of prompts that may be read now."""
         if len(self._reading) == len(self._seats):
-            return PREFILL_STEP  # nobody is held up
+            return PREFILL_STEP + LAST_STEP  # nobody is held up
         tokens = int(self._rate * self._stall) if self._rate else FIRST_CHUNK
         return min(PREFILL_STEP, max(LEAST_CHUNK, tokens // FIRST_CHUNK * FIRST_CHUNK or tokens))
 
