@@ -250,7 +250,7 @@ def test_who_is_cancelled_is_gone_within_a_round(crowd):
     assert jobs[1].result().finish_reason == "cancelled" and jobs[1].stats.rounds == rounds
     assert gone() is None and len(played.seats._seats) == len(jobs) - 1
     played.run()
-    assert jobs[1].result().tokens == crowd.alone[1][:rounds]
+    assert jobs[1].result().tokens == crowd.alone[1][: rounds + 1]
     assert [job.result().tokens for job in jobs[2:]] == crowd.alone[2:]
 
 
