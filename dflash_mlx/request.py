@@ -16,7 +16,7 @@ from .conversation import Conversation
 from .drafter.protocol import Session
 from .errors import ProposalError
 from .events import Event, Stats
-from .policy.offer import Offer
+from .policy.offer import Offer, Planting
 from .policy.outcome import Outcome
 from .policy.rounds import Rounds
 from .proposal import Proposal
@@ -169,7 +169,7 @@ class Request:
         """
         return self._rounds.propose(self.drafter, *self._begin_round(shared=False))
 
-    def offer(self) -> Offer:
+    def offer(self) -> Offer | Planting:
         """The rows that could be verified now, in a round that other requests share."""
         return self._rounds.offer(self.drafter, *self._begin_round(shared=True))
 
