@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .loading.load import load, load_drafter, load_target
     from .loop import generate, stream_generate
     from .policy.widths import Policy
+    from .prefix.store import PrefixStore
     from .proposal import Proposal
     from .target import Target
 
@@ -45,6 +46,7 @@ __all__ = [
     "DraftConfig",
     "Event",
     "Policy",
+    "PrefixStore",
     "Proposal",
     "Result",
     "Stats",
@@ -62,6 +64,7 @@ _HOME = {
     "DFlash": ".drafter.network",
     "Event": ".events",
     "Policy": ".policy.widths",
+    "PrefixStore": ".prefix.store",
     "Proposal": ".proposal",
     "Result": ".events",
     "Stats": ".events",

@@ -20,7 +20,8 @@ from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Event, FinishReason, Result, Stats
 from .policy.rounds import AnyPolicy, plan_rounds
-from .prompt import Prompt, encode_prompt
+from .prefix.protocol import Prefix
+from .prompt import Prompt, encode_prompt, parting_places
 from .reading import is_whole, shown
 from .request import Request
 from .sampling import History, Sampler, Sampling
@@ -49,6 +50,7 @@ def stream_generate(
     kv_bits: int | None = None,
     stop: str | Sequence[str] | None = None,
     conversation: Conversation | None = None,
+    prefix: Prefix | None = None,
     **history: Unpack[History],
 ) -> Iterator[Event]:
     """Generate text and yield it as it becomes certain, an event a round.
@@ -72,6 +74,8 @@ def stream_generate(
         kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
         stop: strings that end the text; they are not part of it.
         conversation: keeps the caches for the next request, which reads only what is new to them.
+        prefix: a `PrefixStore` of the pair, to begin in and to store what is read for any other
+            request; a conversation has its own.
 
     Returns:
         An iterator of events; the last one has a `finish_reason`. Any thread may read the next,
@@ -89,12 +93,14 @@ def stream_generate(
         raise SettingsError(
             f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
         )
-    _check_kinds(drafter, policy, conversation)
+    _check_kinds(drafter, policy, conversation, prefix)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
-    conversation = conversation or Conversation(target, drafter, kv_bits)
+    if conversation is not None and prefix is not None:
+        raise SettingsError("prefix: give it to the Conversation, when that is made.")
+    conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix)
     conversation.check(target, drafter, kv_bits)
     policy = policy if drafter is not None else None
     rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
@@ -115,7 +121,8 @@ def stream_generate(
     )
     events = _decode(request)
     conversation.open(events)
-    request.stats.reused_tokens = conversation.resume(ids, sampler)
+    ends = parting_places(target, prompt, ids) if conversation.shares else ()
+    request.stats.reused_tokens = conversation.resume(ids, sampler, ends)
     return events
 
 
@@ -148,19 +155,23 @@ def _decode(request: Request) -> Generator[Event, None, None]:
     if request.finished:
         yield request.nothing()
         return
-    request.prefill()
-    while not request.finished:
-        proposal = request.propose()
-        logits, taps = request.target.verify(proposal)  # one forward over all rows
-        yield request.absorb(logits, taps)  # accept, commit, emit
+    try:
+        request.prefill()
+        while not request.finished:
+            proposal = request.propose()
+            logits, taps = request.target.verify(proposal)  # one forward over all rows
+            yield request.absorb(logits, taps)  # accept, commit, emit
+    finally:
+        request.keep()
 
 
-def _check_kinds(drafter: Any, policy: Any, conversation: Any) -> None:
+def _check_kinds(drafter: Any, policy: Any, conversation: Any, prefix: Any) -> None:
     """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
     for name, value, kind, how in (
         ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
         ("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)"),
         ("conversation", conversation, Conversation, "dm.Conversation(target, drafter)"),
+        ("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)"),
     ):
         if value is not None and not isinstance(value, kind):
             raise SettingsError(f"{name} must be None or such as {how}, not {shown(value)}.")

@@ -68,6 +68,10 @@ class Request:
             pass
         self.stats.prefill_seconds = time.perf_counter() - clock
 
+    def keep(self) -> None:
+        """Store what was read, at the end: for the next request that begins so."""
+        self._conversation.keep()
+
     def propose(self) -> Proposal:
         """The rows to verify now, the anchor first. Nothing waits, but for trees.
 

@@ -30,6 +30,7 @@ LEVELS = [
     {"accept", "sampling"},
     {"target"},
     {"drafter"},
+    {"prefix"},
     {"conversation", "policy", "prompt", "stream", "structured"},
     {"loading", "request"},
     {"loop"},

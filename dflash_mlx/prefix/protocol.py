@@ -11,16 +11,20 @@ Nothing here waits for the device, and nothing runs the target. Any thread may c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from ..drafter.protocol import Session
+    from ..drafter.protocol import Drafter, Session
     from ..sampling import Sampler
-    from ..target import TargetSession
+    from ..target import Target, TargetSession
 
 
+@runtime_checkable
 class Prefix(Protocol):
     """A store of what requests have read, for one target and one drafter."""
+
+    def check(self, target: Target, drafter: Drafter | None) -> None:
+        """Raise `SettingsError` unless the store is of this pair."""
 
     def open(
         self, prompt: Sequence[int], sampler: Sampler, kv_bits: int | None = None, salt: str = ""
