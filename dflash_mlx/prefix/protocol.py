@@ -3,7 +3,7 @@
     when a request is admitted    open, then stops
     after each chunk of a prompt  keep
     when the request ends         keep, with mark; whether it was finished or cancelled
-    what lives beside the store   reserve before it is there, release when it is gone
+    when live requests grow       leave_room
 
 Nothing here waits for the device, and nothing runs the target. Any thread may call.
 """
@@ -66,8 +66,5 @@ class Prefix(Protocol):
             salt: as in `open`.
         """
 
-    def reserve(self, size: int) -> bool:
-        """Make room for `size` bytes of a request's own; False if that cannot be done."""
-
-    def release(self, size: int) -> None:
-        """Give such room back."""
+    def leave_room(self, size: int) -> bool:
+        """Leave this many bytes in all to the caches of live requests; False if there are fewer."""

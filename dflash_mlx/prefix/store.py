@@ -54,7 +54,7 @@ class PrefixStore:
     Args:
         target, drafter: the pair; None for no drafter. What a drafter of your own took in is stored
             if its sessions are `Storable` (`drafter.protocol`), else nothing is.
-        memory: bytes, of what is stored and of what was reserved for live requests together.
+        memory: bytes, of what is stored and of what is left to live requests together.
         folder: where entries are kept on disk as well; it is made, for this user alone.
         disk: bytes that they may take there.
         disk_left: bytes of the disk that stay free.
@@ -78,12 +78,8 @@ class PrefixStore:
         chunk: int = CHUNK,
         stride: int = STRIDE,
     ) -> None:
-        for name, value in (
-            ("memory", memory),
-            ("disk", disk),
-            ("chunk", chunk),
-            ("stride", stride),
-        ):
+        sizes = dict(memory=memory, disk=disk, chunk=chunk, stride=stride)
+        for name, value in sizes.items():
             if not is_whole(value, 1, sys.maxsize):
                 problem = f"{name} must be a whole number, 1 or more, not {shown(value)}."
                 raise SettingsError(problem)
@@ -177,19 +173,14 @@ class PrefixStore:
             if self._folder is not None:
                 self._folder.keep(path, kept)
 
-    def reserve(self, size: int) -> bool:
-        """Make room for `size` bytes of a live request, if that can be done; see `Prefix`."""
+    def leave_room(self, size: int) -> bool:
+        """Leave this many bytes in all to live requests, if there are as many; see `Prefix`."""
         with self._lock:
-            if self.ledger.live + size > self.ledger.total:
+            if size > self.ledger.total:
                 return False
-            self.ledger.live += size
+            self.ledger.live = size
             self._shrink()
             return True
-
-    def release(self, size: int) -> None:
-        """Give room back that was reserved."""
-        with self._lock:
-            self.ledger.live -= size
 
     def flush(self) -> None:
         """Wait until all is on disk that will be; without a folder there is nothing to wait for."""
