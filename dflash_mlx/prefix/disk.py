@@ -28,7 +28,7 @@ import mlx.core as mx
 
 from ..errors import OutputError
 from ..threads import clean_up_at_end
-from .entries import Entry, Place
+from .entries import Entry, Place, Places
 
 NAME = re.compile(
     r"(rows|mark)-(?P<key>[0-9a-f]{64})(-(?P<chunk>[0-9a-f]{64})-(?P<length>\d{1,9}))?"
@@ -61,7 +61,7 @@ class Folder:
     def __init__(self, path: Path, budget: int, left_free: int) -> None:
         self._path, self._budget, self._left_free = path / "prefix", budget, left_free
         self._files: OrderedDict[bytes, File] = OrderedDict()
-        self._lock = threading.Lock()
+        self._places, self._lock = Places(), threading.Lock()
         self._warned = False
         self._last: Future[None] | None = None
         try:
@@ -72,10 +72,10 @@ class Folder:
             raise OutputError.because(self._path, error) from error
         self._writer = ThreadPoolExecutor(1, "dflash-prefix", initializer=clean_up_at_end)
 
-    def places(self) -> list[tuple[bytes, Place]]:
-        """The marks that are here, and where they stand."""
+    def after(self, chunk: bytes) -> list[tuple[int, bytes]]:
+        """As `Places.after`, of the marks that are here."""
         with self._lock:
-            return [(key, file.place) for key, file in self._files.items() if file.place]
+            return self._places.after(chunk)
 
     def has(self, key: bytes) -> bool:
         """Whether there is a file of this name; what is in it is seen when it is read."""
@@ -159,7 +159,7 @@ class Folder:
         finally:
             unfinished.unlink(missing_ok=True)
         with self._lock:
-            self._files[entry.key] = File(name, len(data), entry.place)
+            self._add(entry.key, File(name, len(data), entry.place))
         return True
 
     def _make_room(self, size: int, needed: set[bytes]) -> bool:
@@ -177,20 +177,24 @@ class Folder:
         free = shutil.disk_usage(self._path).free
         return total <= self._budget and free - size >= self._left_free
 
+    def _add(self, key: bytes, file: File) -> None:
+        self._files[key] = file
+        if file.place is not None:
+            self._places.add(key, file.place)
+
     def _drop(self, key: bytes) -> None:
         file = self._files.pop(key, None)
+        self._places.forget(key)
         if file is not None:
-            try:
+            with suppress(OSError):  # it may not be ours to remove: it is not asked for again
                 (self._path / file.name).unlink(missing_ok=True)
-            except OSError:
-                pass  # a folder that has become read-only: the entry is not asked for again
 
     def _stamp(self, key: bytes, when: int) -> None:
         """Write down when a file was used; one that another process has removed is none."""
         try:
             os.utime(self._path / self._files[key].name, ns=(when, when))
         except OSError:
-            del self._files[key]
+            self._drop(key)
 
     def _scan(self) -> None:
         """Learn what is here; remove what a process that was killed left behind."""
@@ -205,7 +209,8 @@ class Folder:
             elif UNFINISHED.fullmatch(item.name) and status.st_mtime < time.time() - STALE:
                 os.unlink(item.path)
         found.sort(key=lambda each: each[0])
-        self._files.update((key, file) for _, key, file in found)
+        for _, key, file in found:
+            self._add(key, file)
 
 
 def _name(key: bytes, place: Place | None, data: bytes | memoryview) -> str:

@@ -89,10 +89,8 @@ class PrefixStore:
         self._chunk, self._stride = chunk, stride
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._folder = None if folder is None else Folder(Path(folder), disk, disk_left)
-        self._places = Places()
+        self._places = Places()  # of the marks in memory
         self._lock = threading.RLock()
-        for key, place in self._folder.places() if self._folder else ():
-            self._places.add(key, place)
 
     # What a request asks
 
@@ -241,7 +239,8 @@ class PrefixStore:
         found = []
         for at, chunk in enumerate(keys):
             start = at * self._chunk
-            for length, key in self._places.after(chunk):
+            stored = [] if self._folder is None else self._folder.after(chunk)
+            for length, key in sorted({*self._places.after(chunk), *stored}):
                 tail = ids[start : start + length]
                 if len(tail) == length and mark_key(chunk, tail) == key:
                     found.append((start + length, key))
@@ -251,9 +250,7 @@ class PrefixStore:
         """An entry that is here, out of its file if need be; None if that is not what it was."""
         entry = self._entries.get(key)
         if entry is None and self._folder is not None:
-            entry = self._folder.read(key)
-            if entry is None:
-                self._places.forget(key)
+            return self._folder.read(key)
         return entry
 
     # How it is kept and let go
@@ -296,12 +293,11 @@ class PrefixStore:
             self._let_go(next(iter(self._entries)))
 
     def _let_go(self, key: bytes) -> None:
-        """Take an entry out of memory. What is not on disk then is nowhere."""
+        """Take an entry out of memory; what waits to be written then never is."""
         entry = self._entries.pop(key)
         self.ledger.stored -= entry.size
         entry.arrays = None
-        if self._folder is None or not self._folder.has(key):
-            self._places.forget(key)
+        self._places.forget(key)
 
     def _drop(self, key: bytes) -> None:
         """Take an entry out of memory and off the disk."""
@@ -309,4 +305,3 @@ class PrefixStore:
             self._folder.drop(key)
         if key in self._entries:
             self._let_go(key)
-        self._places.forget(key)
