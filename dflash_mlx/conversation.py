@@ -99,7 +99,7 @@ class Conversation:
     def resume(self, prompt: Sequence[int], sampler: Sampler, ends: Sequence[int] = ()) -> int:
         """Get the caches ready for a request; the first tokens of its prompt that they hold.
 
-        The prompt's last token is never among them: it is the first anchor.
+        The prompt's last token is never among them: what comes after it is to be read.
 
         Args:
             prompt, sampler: the request's.
@@ -118,17 +118,33 @@ class Conversation:
             self._begin(prompt, sampler)
         return len(self.ids)
 
-    def prefill(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Read the rest of the prompt but its last token; yields how many are read, by chunks."""
-        stops = []
+    def prefill(self, prompt: Sequence[int]) -> Iterator[mx.array | None]:
+        """Read the rest of the prompt, forward by forward; the last one yields the logits [1, V].
+
+        The drafter gets the last features when the logits were looked at: the first token need
+        not wait for it. A store gets what is read as soon as both have read it.
+        """
+        stops: list[int] = []
         if self._prefix is not None:
             sessions = self.target, self.drafter
             stops = self._prefix.stops(*sessions, prompt, self._ends, self._salt)
-        for end in (*stops, len(prompt) - 1):
-            for taps in self.target.prefill(prompt[len(self.ids) : end]):
-                self.extend(prompt[len(self.ids) : self.target.position], taps)
+        held: list[mx.array] = []
+
+        def hand_over() -> None:
+            for taps in held:
+                self.extend(prompt[len(self.ids) :][: taps.shape[1]], taps)
+            held.clear()
+
+        for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops):
+            if logits is None:
+                hand_over()
+            held.append(taps)
+            if logits is None and self.shares:
+                hand_over()
                 self.keep(mark=len(self.ids) in stops)
-                yield len(self.ids)
+            yield logits
+        hand_over()
+        self.keep(mark=False)
         self._mark()
 
     def keep(self, mark: bool = True) -> None:

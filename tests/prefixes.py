@@ -88,14 +88,14 @@ def request(store, prompt, answer=(), step=8, kv_bits=None, salt="", ends=()):
         assert session.values == hashes(prompt[:held])
     assert held < len(prompt)
     stops = store.stops(*sessions, prompt, ends, salt)
-    for stop in (*stops, len(prompt) - 1):
+    for stop in (*stops, len(prompt)):
         while target.position < stop:
             more = prompt[target.position : min(stop, target.position + step)]
             for session in sessions:
                 session.take(more)
             store.keep(*sessions, prompt[: target.position], target.position in stops, salt)
-    text = [*prompt, *answer][: len(prompt) - 1 + len(answer)]
+    text = [*prompt, *answer[:-1]]  # the last token of an answer is in no cache
     for session in sessions:
-        session.take(text[target.position :] if session is target else text[drafter.position :])
+        session.take(text[len(prompt) :])
     store.keep(*sessions, text, True, salt)
     return held

@@ -33,9 +33,7 @@ from .ledger import Ledger
 CHUNK = 256  # tokens; what is read anew after a hit is less than that, and a hit's own tokens
 STRIDE = 4096  # tokens of a long prompt between marks
 MOST_MARKS = 8  # on the way to one place
-LEFT = (
-    3  # tokens of a prompt that are always read: two rows or more are computed alike in any number
-)
+LEFT = 2  # tokens of a prompt that are always read: two rows are computed as any more are
 PARTING = 16  # tokens at a prompt's end that the next turn may not repeat: "<|assistant|><think>"
 
 

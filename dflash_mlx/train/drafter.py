@@ -1,8 +1,8 @@
 """Train a DFlash drafter for any loaded target, by the recipe of arXiv 2602.06036.
 
-The target is frozen. Blocks start at random anchors, the last prompt token always among them
-because decoding drafts from there first. The labels are the target's own teacher-forced choices;
-a slot after the first choice that differs from the text has no meaning and no weight. The cross
+The target is frozen. Blocks start at random anchors, an answer's first token always among them
+because decoding drafts from there first. The labels are the target's own teacher-forced choices; a
+slot after the first choice that differs from the text has no meaning and no weight. The cross
 entropy is weighted exp(-(k-1)/gamma), because a wrong slot costs all the slots after it.
 """
 
@@ -122,18 +122,20 @@ class Anchors:
     def __call__(self, samples: list[Sample], rng: Random) -> Arrays:
         """Token ids [N, S], anchors [N, A] and ends [N, A] of the anchors' answers.
 
-        A sequence with too few tokens repeats its first anchor with end 0, which has no weight.
+        The first anchor of a sequence begins an answer that has a token to draft, if one does. A
+        sequence with too few tokens repeats its first anchor with end 0, which has no weight.
         """
         length = bucket_length(max(len(sample.tokens) for sample in samples))
         ids = np.zeros((len(samples), length), np.int32)
         anchors = np.zeros((2, len(samples), self.count), np.int32)
         for row, sample in enumerate(samples):
             ids[row, : len(sample.tokens)] = sample.tokens
-            first = rng.choice([span for span in sample.answers if span[1] > span[0]])
-            places = [(a, end) for start, end in sample.answers for a in range(start, end - 1)]
-            chosen = rng.sample(places, min(self.count - 1, len(places)))
-            chosen = [(first[0] - 1, first[1]), *chosen]
-            chosen += [(first[0] - 1, 0)] * (self.count - len(chosen))
+            spans = [span for span in sample.answers if span[1] > span[0]]
+            first = rng.choice([span for span in spans if span[1] - span[0] > 1] or spans)
+            places = [(a, end) for start, end in spans for a in range(start, end - 1)]
+            others = [place for place in places if place != first]
+            chosen = [first, *rng.sample(others, min(self.count - 1, len(others)))]
+            chosen += [(first[0], 0)] * (self.count - len(chosen))
             anchors[:, row] = np.array(chosen).T
         return mx.array(ids), mx.array(anchors[0]), mx.array(anchors[1])
 
