@@ -16,7 +16,7 @@ from dflash_mlx.sampling import Sampler
 
 GIB = 2**30
 SMALL = 16  # tokens of a chunk; windows have 32 rows
-HYBRIDS = ("qwen3_5", "gpt_oss", "deepseek_v41")
+HYBRIDS = ("qwen3_5", "gpt_oss")
 SAMPLED = {"temperature": 0.8, "seed": 3}
 
 
@@ -114,7 +114,7 @@ def test_drafters_go_on_as_if_they_had_read_it_all(drafter, tmp_path):
     kept, settings = make(), {"memory": GIB, "chunk": SMALL, "folder": tmp_path, "disk_left": 0}
     store = dm.PrefixStore(target, kept, **settings)
     for number in range(4):
-        sampled = {"max_tokens": 20, "temperature": 0.8, "seed": number}
+        sampled = {"max_tokens": 10, "temperature": 0.8, "seed": number}
         fresh = dm.generate(target, make(), prompt, **sampled)
         result = dm.generate(target, kept, prompt, **sampled, prefix=store)
         assert result.tokens == fresh.tokens

@@ -86,7 +86,9 @@ class PrefixStore:
         self._of, self._pair = (target, drafter), fingerprint(target, drafter)
         self._chunk, self._stride = chunk, stride
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._folder = None if folder is None else Folder(Path(folder), disk, disk_left)
+        self._folder = (
+            None if folder is None else Folder(Path(folder).expanduser(), disk, disk_left)
+        )
         self._places = Places()  # of the marks in memory
         self._lock = threading.RLock()
 
