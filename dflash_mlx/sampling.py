@@ -238,17 +238,28 @@ class Sampler:
 
         `pick` makes tokens of scores, of all trials at once; None takes the best of each row.
         """
-        pick = pick or _best
+        return self.settle((pick or _best)(*self.trials(logits)))
+
+    def trials(self, logits: mx.array) -> tuple[list[mx.array], list[float]]:
+        """What the next L tokens are drafted by, from the drafter's logits [L, V].
+
+        Returns scores [L, V] and the weight of one unit of logit in them, for each of the
+        sharpnesses that are tried; `settle` takes the tokens of each.
+        """
         if self.temperature == 0:
-            return pick([self._drafter_log_probs(logits, None, 1.0)], [1.0])[0]
+            return [self._drafter_log_probs(logits, None, 1.0)], [1.0]
         # One row more than there are drafts: the target chooses after the last of them, too.
         noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-        grid, best = self.sharpness.grid, self.sharpness.best
-        log_probs = self._drafter_log_probs(logits, noise, grid[best])
-        scores = [s * log_probs + noise for s in grid]
-        blocks = pick(scores, [s / self.temperature for s in grid])
-        self._blocks = mx.stack(blocks) if len(grid) > 1 else None
-        return blocks[best]
+        grid = self.sharpness.grid
+        log_probs = self._drafter_log_probs(logits, noise, self.sharpness.value)
+        return [s * log_probs + noise for s in grid], [s / self.temperature for s in grid]
+
+    def settle(self, blocks: Sequence[mx.array]) -> mx.array:
+        """The block [L] to draft, of those of all trials; the others are judged later."""
+        if self.temperature == 0:
+            return blocks[0]
+        self._blocks = mx.stack(list(blocks)) if len(blocks) > 1 else None
+        return blocks[self.sharpness.best]
 
     def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
         """What a tree is ranked by, from the drafter's logits [L, V] of the next L tokens.
