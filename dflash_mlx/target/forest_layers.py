@@ -21,16 +21,19 @@ from .attention import attention_with, calls_attention
 from .compressed import CompressedTape
 from .forest_compressed import CompressedCaches, for_each_position
 from .forest_mla import flat_mla
+from .forest_recurrent import flat_recurrence
 from .forest_rows import AXES, Caches, FlatCaches, Parts, Rows, joined, pick
 from .internals import (
     ATTENTION,
     DeepseekV3Attention,
     attention_of,
     is_mla,
+    is_sharded,
     mixer_of,
     scaled_dot_product_attention,
 )
 from .overrides import Entry, Overrides, rebound, swapped
+from .recurrent import RecurrentTape
 from .target import Target
 from .tree_attention import ropes, why_no_trees
 
@@ -56,7 +59,7 @@ class Layers:
                 if attention_of(layer) is not None
             )
             for index, (layer, rollback) in enumerate(zip_longest(layers, rollbacks)):
-                self._kinds.append(self._override(index, layer, rollback, bool(flat)))
+                self._kinds.append(self._override(index, layer, rollback, level, bool(flat)))
             for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
                 if flat:
                     self._overrides.replace(rope, self._by_position(type(rope).__call__))
@@ -86,9 +89,14 @@ class Layers:
                 found.setdefault(self._layer_of[id(module)], []).append((module, cls))
         return found
 
-    def _override(self, index: int, layer: nn.Module, rollback: Any, flat: bool) -> type[Caches]:
+    def _override(
+        self, index: int, layer: nn.Module, rollback: Any, level: int, flat: bool
+    ) -> type[Caches]:
         """Have a layer take many requests' rows; the kind of what it gets for a cache."""
         attention, mixer = attention_of(layer), mixer_of(layer)
+        if level and isinstance(rollback, RecurrentTape) and not is_sharded(mixer):
+            self._overrides.replace(mixer, flat_recurrence(index))
+            return Caches
         if flat and attention is not None:
             self._overrides.replace(attention, self._flat(attention, is_mla(layer)))
             return FlatCaches

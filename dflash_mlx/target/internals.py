@@ -130,6 +130,11 @@ def is_mla(layer: nn.Module | None) -> bool:
     return hasattr(attention_of(layer), "kv_lora_rank")
 
 
+def is_sharded(mixer: Any) -> bool:
+    """Whether a Gated DeltaNet has a part of its heads only, the others being other machines'."""
+    return getattr(mixer, "sharding_group", None) is not None
+
+
 def compression(attention: Any) -> int:
     """Rows that a DeepSeek-V4.1 layer pools into an entry; 0 for one that reads another's."""
     compressor = getattr(attention, "compressor", None)
@@ -160,6 +165,11 @@ def cut_ring(cache: RotatingKVCache, rejected: int) -> None:
 def in_temporal_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     """A sliding window's rows [1, H, max_size, D] by position, as a step of one row left them."""
     return cache._temporal_order(rows)
+
+
+def mask_of(cache: Any, rows: int, **settings: Any) -> Any:
+    """The mask of the next rows that a model would get from this cache; None for none."""
+    return cache.make_mask(rows, **settings)
 
 
 def hook(
