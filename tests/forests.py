@@ -59,7 +59,7 @@ class Company:
         """A chain of each, or a tree of every other one."""
         proposals = []
         for at in members:
-            rows = self.random.choice((1, 2, 5, 9, 16))
+            rows = self.random.choice((1, 2, 5, 9))
             if trees and at % 2 and self.target.supports_trees:
                 proposals.append(random_tree(self.random, max(rows, 3)))
             else:

@@ -10,40 +10,39 @@ import dflash_mlx as dm
 from dflash_mlx.accept import accept
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler, Sampling
-from dflash_mlx.target import forest_compressed, forest_layers, forest_recurrent, forest_rows
+from dflash_mlx.target import (
+    forest_compressed,
+    forest_layers,
+    forest_recurrent,
+    forest_rows,
+)
 from dflash_mlx.target.forest import Forest
 
 pytestmark = pytest.mark.by_family
 
-ONE_BY_ONE = ("glm_moe_dsa", "deepseek_v32", "deepseek_v41")  # their attention, not the rest
+ONE_BY_ONE = ("deepseek_v41",)  # its attention, not the rest
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @every_family
 def test_every_request_is_as_alone(family):
-    """Eight, three, one, two, eight: of any widths, chains and trees, with any rows kept."""
+    """Three, eight, one, eight: of any widths, chains and trees, with any rows kept."""
     company = Company(tiny_target(family), 8)
-    for members, trees in (
-        (range(8), False),
-        ((6, 1, 3), True),
-        ((5,), True),
-        ((7, 2), False),
-        (range(8), True),
-    ):
+    for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
         company.round(members, trees)
     company.check_states()
 
 
 @pytest.mark.parametrize("family", QUANTIZABLE)
 def test_quantized_keys_beside_others(family):
-    company = Company(tiny_target(family), 4, kv_bits=8)
+    company = Company(tiny_target(family), 3, kv_bits=8)
     for trees in (False, True):
-        company.round(range(4), trees)
+        company.round(range(3), trees)
     company.check_states()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_thirty_two_requests(family):
     company = Company(tiny_target(family), 32)
     company.round(range(32), trees=True)
@@ -73,10 +72,10 @@ def test_going_back(family):
     company.check_states()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss", "deepseek_v41"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
 def test_texts_are_those_alone(family):
     """Oracles that are right at different rates, greedy and with a seed, beside each other."""
-    target, count = tiny_target(family), 24
+    target, count = tiny_target(family), 12
     prompts = [[7, 3, 9, 200], [5] * 40, [1, 2]]
     settings = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4)]
     texts = []
@@ -148,6 +147,11 @@ def unrecorded(mixer, cache, dtype):
     return mx.zeros((1, mixer.conv_kernel_size - 1, mixer.conv_dim), dtype)
 
 
+def of_the_first(value, index):
+    """The mistake: whoever is called gets what is the first one's."""
+    return forest_rows.pick(value, 0)
+
+
 def of_the_first_window(cache, rows):
     """The mistake: windows are counted from an empty one."""
     return mx.broadcast_to(mx.arange(rows), (rows, rows))
@@ -169,6 +173,7 @@ FAMILY_OF = {
         (forest_rows.Rows, "strided", property(lambda self: mx.arange(len(self)))),
     ],
     "deepseek_v32": [(forest_layers.Layers, "_by_layer", lambda self, entries: {})],
+    "glm_moe_dsa": [(forest_layers, "pick", of_the_first)],
     "deepseek_v41": [
         (forest_compressed, "window_indices", of_the_first_window),
         (forest_layers.Layers, "_by_layer", lambda self, entries: {}),
@@ -183,7 +188,7 @@ FAMILY_OF = {
 def test_mistakes_are_noticed(family, where, name, mistake, monkeypatch):
     company = Company(tiny_target(family), 3)
     monkeypatch.setattr(where, name, mistake)
-    with pytest.raises((AssertionError, ValueError, AttributeError)):
+    with pytest.raises((AssertionError, ValueError, AttributeError, KeyError)):
         for trees in (False, True, False):
             company.round(range(3), trees)
         company.check_states()

@@ -135,6 +135,11 @@ def is_sharded(mixer: Any) -> bool:
     return getattr(mixer, "sharding_group", None) is not None
 
 
+def has_indexer(attention: nn.Module) -> bool:
+    """Whether MLA has an indexer, which picks what each query sees (DeepSeek-V3.2, GLM-5)."""
+    return type(attention) is DeepseekV32Attention
+
+
 def compression(attention: Any) -> int:
     """Rows that a DeepSeek-V4.1 layer pools into an entry; 0 for one that reads another's."""
     compressor = getattr(attention, "compressor", None)
