@@ -349,9 +349,11 @@ def test_windows_and_masks_of_the_next_rows():
         expected = mx.maximum(last - first.window_size + 1, 0) + mx.arange(width)
         assert mx.array_equal(found, mx.where(expected > last, -1, expected))
         model(mx.zeros((1, count), mx.int32), cache=caches)
+    asked = {"return_array": False, "window_size": None}  # by name, as mlx-lm's models do
     for cache in (internals.KVCache(), internals.RotatingKVCache(8)):
-        assert internals.mask_of(cache, 1) is None and internals.mask_of(cache, 2) == "causal"
-        assert internals.mask_of(cache, 3, return_array=True).shape == (3, 3)
+        assert internals.mask_of(cache, 1, **asked) is None
+        assert internals.mask_of(cache, 2, **asked) == "causal"
+        assert internals.mask_of(cache, 3, **asked | {"return_array": True}).shape == (3, 3)
     assert internals.mask_of(internals.ArraysCache(2), 4) is None
 
 
