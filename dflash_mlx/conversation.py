@@ -77,7 +77,7 @@ class Conversation:
     def resume(self, prompt: Sequence[int], sampler: Sampler) -> int:
         """Get the caches ready for a request; the first tokens of its prompt that they hold.
 
-        The prompt's last token is never among them: it is the first anchor.
+        The prompt's last token is never among them: what comes after it is to be read.
         """
         pairs = zip(self.ids, prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -92,11 +92,25 @@ class Conversation:
             self._started, self._marks, self.ids = True, [], []
         return len(self.ids)
 
-    def prefill(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Read the rest of the prompt but its last token; yields how many are read, by chunks."""
-        for taps in self.target.prefill(prompt[len(self.ids) : -1]):
-            self.extend(prompt[len(self.ids) : self.target.position], taps)
-            yield len(self.ids)
+    def prefill(self, prompt: Sequence[int]) -> Iterator[mx.array | None]:
+        """Read the rest of the prompt, forward by forward; the last one yields the logits [1, V].
+
+        The drafter gets the last features when the logits were looked at: the first token need
+        not wait for it.
+        """
+        held: list[mx.array] = []
+
+        def hand_over() -> None:
+            for taps in held:
+                self.extend(prompt[len(self.ids) :][: taps.shape[1]], taps)
+            held.clear()
+
+        for logits, taps in self.target.prefill(prompt[len(self.ids) :]):
+            if logits is None:
+                hand_over()
+            held.append(taps)
+            yield logits
+        hand_over()
         self._mark()
 
     def extend(self, tokens: Sequence[int], taps: mx.array) -> None:

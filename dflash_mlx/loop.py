@@ -3,8 +3,8 @@
 Whatever drafts and whatever verifies, every round is these five steps. Plain decoding is the same
 loop with a drafter that proposes nothing, so the baseline we compare with is our own code.
 
-The loop starts with the whole prompt but its last token in the caches. The last token is the
-first anchor: it is verified together with the first draft, so no round is special.
+The prefill reads the whole prompt, and what the target says after its last row is the first token
+of the text and the first anchor: text already, like every anchor after it. So no round is special.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def stream_generate(
     conversation: Conversation | None = None,
     **history: Unpack[History],
 ) -> Iterator[Event]:
-    """Generate text and yield it as it becomes certain, an event a round.
+    """Generate text and yield it as it becomes certain: an event of the prefill, then one a round.
 
     Args:
         target: the model whose text this is.
@@ -148,7 +148,7 @@ def _decode(request: Request) -> Generator[Event, None, None]:
     if request.finished:
         yield request.nothing()
         return
-    request.prefill()
+    yield request.prefill()
     while not request.finished:
         proposal = request.propose()
         logits, taps = request.target.verify(proposal)  # one forward over all rows

@@ -29,7 +29,7 @@ class Request:
 
     Args:
         conversation: the caches that it goes on with, ready for it.
-        prompt: its token ids; the last one is the first anchor.
+        prompt: its token ids.
         sampler, rounds, text: how tokens are chosen, what rounds propose, where the text ends.
         stats: counted here.
     """
@@ -44,12 +44,13 @@ class Request:
         stats: Stats,
     ) -> None:
         self.stats = stats
-        self._conversation, self._prompt, self._anchor = conversation, prompt, prompt[-1]
+        self._conversation, self._prompt = conversation, prompt
         self._sampler, self._rounds, self._text = sampler, rounds, text
-        self._proposal = Proposal([self._anchor])
+        self._anchor: int  # the last token of the text so far, which no cache holds yet
+        self._proposal: Proposal
         self._decision: Decision  # of this round, and the features of its rows
         self._taps: mx.array
-        self._clock = 0.0  # when this round began
+        self._clock = 0.0  # when the prefill or this round began
 
     @property
     def target(self) -> TargetSession:
@@ -65,12 +66,30 @@ class Request:
         """The event of a request that asks for no tokens: no forward is needed to emit nothing."""
         return Event("", [], 0, 0, self._text.finish_reason, self.stats)
 
-    def prefill(self) -> None:
-        """Read the prompt but its last token, chunk after chunk."""
-        clock = time.perf_counter()
-        for _ in self._conversation.prefill(self._prompt):
-            pass
-        self.stats.prefill_seconds = time.perf_counter() - clock
+    def prefill(self) -> Event:
+        """Read the prompt, forward by forward; the target's choice after it is the first token."""
+        self._clock = time.perf_counter()
+        for logits in self._conversation.prefill(self._prompt):
+            if logits is not None:
+                event = self.begin(logits)
+        return event
+
+    def begin(self, logits: mx.array) -> Event:
+        """Take the target's answer to the prompt: the first anchor, which is text already.
+
+        Args:
+            logits: [1, V] after the prompt's last token.
+        """
+        asked = Proposal([self._prompt[-1]])
+        _, choices, sure = self._sampler.choose(asked, logits, self._rounds.asks_certainty)
+        (self._anchor,) = choices
+        piece, stats = self._text.add(choices), self.stats
+        self._sampler.commit(choices)
+        self._rounds.begin(sure[0] if sure else None)
+        stats.output_tokens = len(piece.tokens)
+        stats.peak_bytes = mx.get_peak_memory()
+        stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock
+        return Event(piece.text, piece.tokens, 0, 0, piece.finish_reason, stats)
 
     def propose(self) -> Proposal:
         """The rows to verify now, the anchor first. Nothing waits, but for trees.
@@ -131,7 +150,5 @@ class Request:
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds
-        if stats.rounds == 1:
-            stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
         self._rounds.observe(Outcome(proposal, right, certain, certainty, seconds))
         return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

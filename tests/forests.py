@@ -1,5 +1,6 @@
 """Requests in one forward, and beside each of them the same request alone."""
 
+import gc
 import random
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,13 @@ def states_are_same(one: TargetSession, other: TargetSession) -> bool:
     return all(same(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1] for a, b in pairs)
 
 
+def memory() -> int:
+    """Bytes in use, once nothing is on its way and no garbage is left."""
+    gc.collect()
+    mx.synchronize()
+    return mx.get_active_memory()
+
+
 class Company:
     """Requests that are verified together, each with a twin that is verified alone."""
 
@@ -53,7 +61,7 @@ class Company:
         for at in range(count):
             for session in (self.together[at], self.alone[at]):
                 prompt = random_prompt(PROMPTS[at % len(PROMPTS)], at)
-                mx.eval(list(session.prefill(prompt)))
+                list(session.prefill(prompt))
 
     def proposals(self, members: Sequence[int], trees: bool) -> list[Proposal]:
         """A chain of each, or a tree of every other one."""

@@ -22,13 +22,12 @@ pytestmark = pytest.mark.by_family
 
 ONE_BY_ONE = ("deepseek_v41",)  # its attention, not the rest
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 
-
-@every_family
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_request_is_as_alone(family):
     """Three, eight, one, eight: of any widths, chains and trees, with any rows kept."""
     company = Company(tiny_target(family), 8)
+    assert company.forest.level == (0 if family in ONE_BY_ONE else 1)
     for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
         company.round(members, trees)
     company.check_states()
@@ -47,11 +46,6 @@ def test_thirty_two_requests(family):
     company = Company(tiny_target(family), 32)
     company.round(range(32), trees=True)
     company.check_states()
-
-
-@every_family
-def test_how_far_rows_stay_together(family):
-    assert Forest(tiny_target(family)).level == (0 if family in ONE_BY_ONE else 1)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4_E4B-like", "qwen3_next", "deepseek_v41"])
@@ -94,7 +88,7 @@ def together(target, prompts, texts, settings, count):
     drafters = []
     for prompt, text, p, session in zip(prompts, texts, (0, 0.5, 1), sessions, strict=True):
         drafters.append(Oracle(prompt, text, 256, p=p).start(target, None))
-        for taps in session.prefill(prompt[:-1]):
+        for _, taps in session.prefill(prompt[:-1]):
             drafters[-1].extend(taps)
     written = [[prompt[-1]] for prompt in prompts]
     while any(len(text) <= count for text in written):

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 import test_dflash2
 import test_dspark
-from forests import same
+from forests import memory, same
 from test_dspark import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, SLIDING
 
 from dflash_mlx.drafter import forest
@@ -154,11 +154,11 @@ def test_trees_are_those_alone(kind):
 def test_nothing_is_evaluated():
     drafting = Drafting("dspark")
     drafting.extend()
-    before = mx.get_active_memory()
+    before = memory()
     proposals = propose_together(drafting.together, [3] * 5, [6] * 5)
-    assert mx.get_active_memory() - before < 4096
+    assert memory() - before < 4096
     mx.eval([proposal.tokens for proposal in proposals])
-    assert mx.get_active_memory() - before > 4096  # the control: the contexts, at least
+    assert memory() - before > 4096  # the control: the contexts, at least
 
 
 def test_who_has_no_network_of_ours_proposes_alone():

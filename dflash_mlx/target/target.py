@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
+LAST_STEP = 64  # tokens at most of its last forward, whose logits are asked for
 
 
 class Target:
@@ -165,6 +166,12 @@ class Target:
                 raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
         return Taps(self._backbone.layers, layers, overrides)
 
+    def read_last_row(self, overrides: Overrides) -> None:
+        """Have the head read a forward's last row alone while `overrides` is installed."""
+        norm = self._backbone.norm
+        own = type(norm).__call__
+        overrides.replace(norm, lambda norm, x: own(norm, x[:, -1:]))
+
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """Begin one request whose drafter reads the outputs of `tap_layers`.
 
@@ -191,6 +198,7 @@ class TargetSession:
         self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
         self._prefill, self._verify = target.overrides(), target.overrides()
         self._prefill_taps = target.tap(tap_layers, self._prefill)
+        target.read_last_row(self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
         self._cache = make_cache(target.model, layers, kv_bits)
         # Layers that share an earlier layer's keys and values come last and have no cache.
@@ -212,21 +220,25 @@ class TargetSession:
         self.position = 0  # committed tokens in the caches
         self.whole = True  # False while a forward changes the caches, and if it never ended
 
-    def prefill(self, tokens: Sequence[int]) -> Iterator[mx.array]:
-        """Read the prompt in chunks and yield each chunk's taps, [1, S, K*D].
+    def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[mx.array | None, mx.array]]:
+        """Read a prompt, forward by forward: logits and taps [1, S, K*D].
 
-        The chunk's logits are never evaluated, so the vocabulary costs nothing here.
+        The last forward's logits [1, V] are those after its last row, which the head alone sees;
+        the others' are None. What only logits need, the last layer's MLP for one, is computed for
+        the rows of the last forward, so that one is short; a short prompt needs no other.
+        Caches and logits are computed, taps may not be.
         """
-        for start in range(0, len(tokens), PREFILL_STEP):
-            self.whole = False
-            chunk = mx.array(list(tokens[start : start + PREFILL_STEP]))
+        body = max(0, len(tokens) - LAST_STEP)
+        starts = [*range(0, body, PREFILL_STEP), *range(body, len(tokens), LAST_STEP)]
+        for start, end in pairwise([*starts, len(tokens)]):
+            last, self.whole = end == len(tokens), False
             with self._prefill.installed():
-                self._model(chunk[None], cache=self._cache)
-            taps = self._prefill_taps.take(len(chunk))
-            mx.eval(taps, [cache.state for cache in self._cache])
-            self.position += len(chunk)
+                logits = self._model(mx.array([list(tokens[start:end])]), cache=self._cache)[0, -1:]
+            taps = self._prefill_taps.take(end - start)
+            mx.eval([cache.state for cache in self._cache], [logits] if last else [])
+            self.position += end - start
             self.whole = True
-            yield taps
+            yield logits if last else None, taps
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
