@@ -1,6 +1,7 @@
 """One pass of a network for many requests: each drafts what it would alone."""
 
 import random
+from contextlib import suppress
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -176,6 +177,34 @@ def test_who_has_no_network_of_ours_proposes_alone():
     assert len(drafting.heads) == len(other.heads) == 1
     expected = [drafting.alone[0].propose(8, 4), drafting.alone[1].propose(6, 4)]
     assert [tokens(found[at]) for at in (1, 4)] == list(map(tokens, expected))
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_an_error_of_one_is_its_own(kind):
+    """Of its processor, or of a drafter of its own; the others draft what they would alone."""
+    drafting = Drafting(kind)
+    drafting.extend()
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    careless = Sampling(logits_processors=[fails])
+    bad = drafting.network.start(drafting.target, Sampler(careless, [1]))
+    own = SimpleNamespace(propose=fails, propose_tree=fails)
+    sessions = [drafting.together[0], bad, own, drafting.together[2]]
+    guards = [suppress(ZeroDivisionError) for _ in sessions]
+    for round_ in range(2):
+        found = propose_together(sessions, [7] * 4, [5] * 4, guards)
+        assert found[1] is found[2] is None
+        for at, twin in ((0, 0), (3, 2)):
+            assert tokens(found[at]) == tokens(drafting.alone[twin].propose(7, 5))
+        more = [6] * 4, [5] * 4, [Calibration()] * 4
+        trees = propose_trees_together(sessions, [7] * 4, *more, guards)
+        assert trees[1] is trees[2] is None and trees[0] and trees[3], round_
+        for twin in (0, 2):
+            drafting.alone[twin].propose_tree(7, 6, 5, Calibration())
+    with pytest.raises(ZeroDivisionError):
+        propose_together(sessions, [7] * 4, [5] * 4)
 
 
 @pytest.mark.parametrize(

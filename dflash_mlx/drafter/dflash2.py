@@ -13,8 +13,7 @@ Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from functools import partial
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -25,6 +24,7 @@ from .config import DraftConfig
 from .network import DFlash, DraftLayer, Sublayer
 
 if TYPE_CHECKING:
+    from ..sampling import Trials
     from .calibration import Calibration
 
 
@@ -146,13 +146,17 @@ class DFlash2(DFlash):
         super().__init__(config, parts)
         self.candidate_selector = CandidateSelector(config)
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
-        """The selector's chain [L] of every request."""
-        chains = []
-        for logits, hidden, anchor, sampler in requests:
-            walk = partial(self.candidate_selector.walk, hidden=hidden, anchor=anchor)
-            chains.append(sampler.draft(self.selectable(logits), partial(_walks, walk)))
-        return chains
+    def trials(self, slots: Slots) -> Trials:
+        """What the tokens of a request's slots are chosen by; a processor of the request's runs."""
+        return slots.sampler.trials(self.selectable(slots.logits))
+
+    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
+        """The selector's chain [L] of each trial of every request."""
+        walk = self.candidate_selector.walk
+        return [
+            [walk(*trial, slots.hidden, slots.anchor) for trial in zip(*trials, strict=True)]
+            for slots, trials in requests
+        ]
 
     def selectable(self, logits: mx.array) -> mx.array:
         """Logits [L, V], minus infinity from where on the selector's vocabulary ends."""
@@ -171,9 +175,3 @@ class DFlash2(DFlash):
         scores = own + pairs / (slots.sampler.temperature or 1.0)
         log_q = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
         return Ranking.of(tokens, log_q, noise)
-
-
-def _walks(
-    walk: Callable[[mx.array, float], mx.array], scores: list[mx.array], weights: list[float]
-) -> list[mx.array]:
-    return list(map(walk, scores, weights))

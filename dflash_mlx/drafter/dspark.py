@@ -24,6 +24,7 @@ from .network import DFlash
 from .packagings import CONFIDENCE
 
 if TYPE_CHECKING:
+    from ..sampling import Trials
     from .calibration import Calibration
 
 # Scores [L, V] of each trial, their weights, hidden states [L, D], the token before the chain.
@@ -120,17 +121,13 @@ class DSpark(DFlash):
         """Whether it estimates how likely its drafts are accepted."""
         return "confidence_head" in self
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
-        """The tokens [L] of every request, each chosen with the one before it in its logits."""
+    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
+        """The tokens [L] of each trial, each chosen with the one before it in its logits."""
         if "markov_head" not in self:
-            return super().choose(requests)
-        trials = [slots.sampler.trials(self.widen(slots.logits)) for slots in requests]
-        walks = [
-            (scores, weights, slots.hidden, slots.anchor)
-            for slots, (scores, weights) in zip(requests, trials, strict=True)
-        ]
-        chains = zip(requests, self.walk_together(walks), strict=True)
-        return [slots.sampler.settle(blocks) for slots, blocks in chains]
+            return super().chains(requests)
+        return self.walk_together(
+            [(*trials, slots.hidden, slots.anchor) for slots, trials in requests]
+        )
 
     def walk(
         self, scores: list[mx.array], weights: list[float], hidden: mx.array, anchor: mx.array

@@ -10,109 +10,163 @@ request would get alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import mlx.core as mx
 
 from ..proposal import Proposal
-from .candidates import Candidates, Slots
+from .candidates import Candidates, Ranking, Slots
 from .network import Attention, DFlash
 from .protocol import Session, TreeSession
 from .session import DraftSession, Part
 from .tree import DraftTree
 
 if TYPE_CHECKING:
+    from ..sampling import Trials
     from ..target import Target
     from .calibration import Calibration
 
+Guard = AbstractContextManager[Any]
 
+
+class _Group(NamedTuple):
+    """Sessions that draft in one pass, and their places among all."""
+
+    network: DFlash
+    target: Target
+    sessions: list[DraftSession]
+    places: list[int]
+
+
+@overload
 def propose_together(
     sessions: Sequence[Session], anchors: Sequence[int], widths: Sequence[int]
-) -> list[Proposal]:
+) -> list[Proposal]: ...
+@overload
+def propose_together(
+    sessions: Sequence[Session],
+    anchors: Sequence[int],
+    widths: Sequence[int],
+    guards: Sequence[Guard],
+) -> list[Proposal | None]: ...
+def propose_together(
+    sessions: Sequence[Session],
+    anchors: Sequence[int],
+    widths: Sequence[int],
+    guards: Sequence[Guard] | None = None,
+) -> Any:
     """What each session's own `propose` returns, in as few passes as there are networks.
 
     Sessions that have no network of ours, or share it with no other one here, propose by
-    themselves. Nothing waits for the device.
+    themselves. Nothing waits for the device, unless a processor does.
 
     Args:
         sessions: each of them once.
         anchors: the last committed token of each.
         widths: the most rows of each proposal, the anchor included.
+        guards: entered around what runs for each session alone, as its processors. One that takes
+            an error leaves None for the session's proposal, and the others as they are.
     """
-    proposals: dict[int, Proposal] = {}
-    for group in _groups(sessions, widths):
-        if len(group) == 1:
-            at = group[0]
+    guards = guards or [nullcontext()] * len(sessions)
+    proposals: list[Proposal | None] = [None] * len(sessions)
+    alone, groups = _groups(sessions, widths)
+    for at in alone:
+        with guards[at]:
             proposals[at] = sessions[at].propose(anchors[at], widths[at])
-            continue
-        members = [_draft_session(sessions[at]) for at in group]
-        network, slots, parts = _slots(members, [(anchors[at], widths[at]) for at in group])
-        for at, session, part, of, drafts in zip(
-            group, members, parts, slots, network.choose(slots), strict=True
-        ):
-            proposals[at] = session.chain(part, of.hidden, drafts)
-    return [proposals[at] for at in range(len(sessions))]
+    for group in groups:
+        parts = _parts(group, anchors, widths)
+        ready: list[tuple[int, tuple[Slots, Trials]]] = []
+        for index, slots in enumerate(_slots(group, parts)):
+            with guards[group.places[index]]:
+                ready.append((index, (slots, group.network.trials(slots))))
+        chosen = group.network.choose([request for _, request in ready]) if ready else []
+        for (index, (slots, _)), drafts in zip(ready, chosen, strict=True):
+            session = group.sessions[index]
+            proposals[group.places[index]] = session.chain(parts[index], slots.hidden, drafts)
+    return proposals
 
 
+@overload
 def propose_trees_together(
     sessions: Sequence[TreeSession],
     anchors: Sequence[int],
     rows: Sequence[int],
     widths: Sequence[int],
     calibrations: Sequence[Calibration],
-) -> list[DraftTree]:
+) -> list[DraftTree]: ...
+@overload
+def propose_trees_together(
+    sessions: Sequence[TreeSession],
+    anchors: Sequence[int],
+    rows: Sequence[int],
+    widths: Sequence[int],
+    calibrations: Sequence[Calibration],
+    guards: Sequence[Guard],
+) -> list[DraftTree | None]: ...
+def propose_trees_together(
+    sessions: Sequence[TreeSession],
+    anchors: Sequence[int],
+    rows: Sequence[int],
+    widths: Sequence[int],
+    calibrations: Sequence[Calibration],
+    guards: Sequence[Guard] | None = None,
+) -> Any:
     """What each session's own `propose_tree` returns; waits once for each network.
 
     Args as of `propose_together` and of `TreeSession.propose_tree`.
     """
-    trees: dict[int, DraftTree] = {}
-    for group in _groups(sessions, widths):
-        if len(group) == 1:
-            at = group[0]
+    guards = guards or [nullcontext()] * len(sessions)
+    trees: list[DraftTree | None] = [None] * len(sessions)
+    alone, groups = _groups(sessions, widths)
+    for at in alone:
+        with guards[at]:
             of_tree = anchors[at], rows[at], widths[at], calibrations[at]
             trees[at] = sessions[at].propose_tree(*of_tree)
-            continue
-        members = [_draft_session(sessions[at]) for at in group]
-        network, slots, _ = _slots(members, [(anchors[at], widths[at]) for at in group])
-        rankings = [
-            network.rank(of, calibrations[at], rows[at] - 1)
-            for at, of in zip(group, slots, strict=True)
-        ]
-        for at, candidates in zip(group, Candidates.read_together(rankings), strict=True):
-            trees[at] = DraftTree(anchors[at], candidates, calibrations[at], rows[at])
-    return [trees[at] for at in range(len(sessions))]
+    for group in groups:
+        ready: list[tuple[int, Ranking]] = []
+        parts = _parts(group, anchors, widths)
+        for at, slots in zip(group.places, _slots(group, parts), strict=True):
+            with guards[at]:
+                ready.append((at, group.network.rank(slots, calibrations[at], rows[at] - 1)))
+        candidates = Candidates.read_together([ranking for _, ranking in ready])
+        for (at, _), found in zip(ready, candidates, strict=True):
+            trees[at] = DraftTree(anchors[at], found, calibrations[at], rows[at])
+    return trees
 
 
-def _groups(sessions: Sequence[Session], widths: Sequence[int]) -> Iterator[list[int]]:
-    """The places of sessions that draft in one pass."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+def _groups(sessions: Sequence[Session], widths: Sequence[int]) -> tuple[list[int], list[_Group]]:
+    """The places of sessions that propose by themselves, and those that draft in one pass."""
+    alone: list[int] = []
+    groups: dict[tuple[int, int], _Group] = {}
     for at, (session, width) in enumerate(zip(sessions, widths, strict=True)):
-        key: tuple[int, ...] = (at,)
         if type(session) is DraftSession and width > 1:
             network, target = session.pair
             if isinstance(network, DFlash):
-                key = -1, id(network), id(target)
-        groups.setdefault(key, []).append(at)
-    yield from groups.values()
+                key = id(network), id(target)
+                group = groups.setdefault(key, _Group(network, target, [], []))
+                group.sessions.append(session)
+                group.places.append(at)
+                continue
+        alone.append(at)
+    alone += [group.places[0] for group in groups.values() if len(group.places) == 1]
+    return alone, [group for group in groups.values() if len(group.places) > 1]
 
 
-def _draft_session(session: Session) -> DraftSession:
-    assert isinstance(session, DraftSession), "see _groups"
-    return session
+def _parts(group: _Group, anchors: Sequence[int], widths: Sequence[int]) -> list[Part]:
+    """What each session of a group brings to its pass."""
+    pairs = zip(group.sessions, group.places, strict=True)
+    return [session.part(anchors[at], widths[at]) for session, at in pairs]
 
 
-def _slots(
-    sessions: Sequence[DraftSession], blocks: Sequence[tuple[int, int]]
-) -> tuple[DFlash, list[Slots], list[Part]]:
-    """The slots of blocks, given by anchor and width, after one pass of the sessions' network."""
-    network, target = sessions[0].pair
-    assert isinstance(network, DFlash), "see _groups"
-    parts = [session.part(*block) for session, block in zip(sessions, blocks, strict=True)]
+def _slots(group: _Group, parts: Sequence[Part]) -> list[Slots]:
+    """The slots of all blocks, after one pass of the network, and of its head."""
+    network, target, first = group.network, group.target, group.network.config.first_row
     hidden = _pass(network, target, parts)
-    first, ends = network.config.first_row, list(accumulate(len(part.block) for part in parts))
+    ends = accumulate(len(part.block) for part in parts)
     drafting = [
         row
         for end, part in zip(ends, parts, strict=True)
@@ -122,8 +176,7 @@ def _slots(
     cuts = list(accumulate(len(part.block) - first for part in parts))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
     each = zip(logits, mx.split(hidden[0], cuts), parts, strict=True)
-    slots = [Slots(of, states, part.block[0], part.sampler) for of, states, part in each]
-    return network, slots, parts
+    return [Slots(of, states, part.block[0], part.sampler) for of, states, part in each]
 
 
 def _pass(network: DFlash, target: Target, parts: Sequence[Part]) -> mx.array:

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 
 from ..errors import IncompatibleDrafterError
-from ..sampling import Sampler
+from ..sampling import Sampler, Trials
 from .candidates import MOST_CANDIDATES, Candidates, Ranking, Slots, top_candidates
 from .config import DraftConfig
 from .context import ContextCache
@@ -321,11 +321,23 @@ class DFlash(nn.Module):
 
         On the device, like everything before it: nothing waits.
         """
-        return self.choose([Slots(self.logits(hidden, target)[0], hidden[0], anchor, sampler)])[0]
+        slots = Slots(self.logits(hidden, target)[0], hidden[0], anchor, sampler)
+        return self.choose([(slots, self.trials(slots))])[0]
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
-        """The drafted tokens [L] of every request."""
-        return [slots.sampler.draft(self.widen(slots.logits)) for slots in requests]
+    def trials(self, slots: Slots) -> Trials:
+        """What the tokens of a request's slots are chosen by; a processor of the request's runs."""
+        return slots.sampler.trials(self.widen(slots.logits))
+
+    def choose(self, requests: Sequence[tuple[Slots, Trials]]) -> list[mx.array]:
+        """The drafted tokens [L] of every request, given what its `trials` are."""
+        return [
+            slots.sampler.settle(chains)
+            for (slots, _), chains in zip(requests, self.chains(requests), strict=True)
+        ]
+
+    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
+        """The tokens [L] that each trial of every request draws."""
+        return [[trial.argmax(axis=-1) for trial in scores] for _, (scores, _) in requests]
 
     def candidates(
         self,
