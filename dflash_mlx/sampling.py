@@ -35,8 +35,8 @@ from .sharpness import Sharpness, matching
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
 # these two: histories that will be rejected are seen as well, and one may be seen again.
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-# (scores [L, V] of several trials, the weight of one unit of logit in each) -> tokens [L] of each
-Pick = Callable[[list[mx.array], list[float]], list[mx.array]]
+# Scores [L, V] of several trials, and the weight of one unit of logit in each.
+Trials = tuple[list[mx.array], list[float]]
 
 SEED_BITS = 32
 MOST_F32 = 3e38  # what f32 holds, a little less
@@ -233,22 +233,34 @@ class Sampler:
             self._trials.add(decision.slots, blocks)
         return choices
 
-    def draft(self, logits: mx.array, pick: Pick | None = None) -> mx.array:
-        """Draft the next L tokens [L] from the drafter's logits [L, V]; nothing waits.
+    def draft(self, logits: mx.array) -> mx.array:
+        """Draft the next L tokens [L], the best of each row of the drafter's logits [L, V].
 
-        `pick` makes tokens of scores, of all trials at once; None takes the best of each row.
+        Nothing waits.
         """
-        pick = pick or _best
+        scores, _ = self.trials(logits)
+        return self.settle([trial.argmax(axis=-1) for trial in scores])
+
+    def trials(self, logits: mx.array) -> Trials:
+        """What the next L tokens are drafted by, from the drafter's logits [L, V].
+
+        Returns scores [L, V] and the weight of one unit of logit in them, for each of the
+        sharpnesses that are tried; `settle` takes the tokens of each.
+        """
         if self.temperature == 0:
-            return pick([self._drafter_log_probs(logits, None, 1.0)], [1.0])[0]
+            return [self._drafter_log_probs(logits, None, 1.0)], [1.0]
         # One row more than there are drafts: the target chooses after the last of them, too.
         noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-        grid, best = self.sharpness.grid, self.sharpness.best
-        log_probs = self._drafter_log_probs(logits, noise, grid[best])
-        scores = [s * log_probs + noise for s in grid]
-        blocks = pick(scores, [s / self.temperature for s in grid])
-        self._blocks = mx.stack(blocks) if len(grid) > 1 else None
-        return blocks[best]
+        grid = self.sharpness.grid
+        log_probs = self._drafter_log_probs(logits, noise, self.sharpness.value)
+        return [s * log_probs + noise for s in grid], [s / self.temperature for s in grid]
+
+    def settle(self, blocks: Sequence[mx.array]) -> mx.array:
+        """The block [L] to draft, of those of all trials; the others are judged later."""
+        if self.temperature == 0:
+            return blocks[0]
+        self._blocks = mx.stack(list(blocks)) if len(blocks) > 1 else None
+        return blocks[self.sharpness.best]
 
     def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
         """What a tree is ranked by, from the drafter's logits [L, V] of the next L tokens.
@@ -349,10 +361,6 @@ def _certainty(scores: mx.array) -> mx.array:
     """Log-probability [N] of the likeliest token, from logits or log-probabilities [N, V]."""
     scores = scores.astype(mx.float32)
     return scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)
-
-
-def _best(scores: list[mx.array], weights: list[float]) -> list[mx.array]:
-    return [trial.argmax(axis=-1) for trial in scores]
 
 
 def _items(name: str, value: Any) -> Sequence[Any]:

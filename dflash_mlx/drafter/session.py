@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -62,6 +62,22 @@ class Confident(Protocol):
     def says_confidence(self) -> bool: ...
 
     def confidence(self, hidden: mx.array, previous: mx.array) -> mx.array: ...
+
+
+class Part(NamedTuple):
+    """One request's part of a pass of the network.
+
+    Attributes:
+        block: [B] token ids, the anchor and masks.
+        taps: [1, S, K*D], features that enter the context first.
+        cache: the context, of each layer.
+        sampler: the request's.
+    """
+
+    block: mx.array
+    taps: mx.array
+    cache: list[ContextCache]
+    sampler: Sampler
 
 
 class DraftSession:
@@ -166,10 +182,15 @@ class DraftSession:
         """Draft a chain of at most `width` rows, the anchor first; nothing waits for the device."""
         if width == 1:
             return Proposal([anchor])
-        block, hidden = self._forward(anchor, width)
-        drafts = self._drafter.draft(hidden, block[0], self._target, self._sampler)
-        tokens = mx.concatenate([block[:1], drafts.astype(block.dtype)])
-        self._last = hidden[0], tokens[:-1]
+        part = self.part(anchor, width)
+        hidden = self._hidden(part)
+        drafts = self._drafter.draft(hidden, part.block[0], self._target, self._sampler)
+        return self.chain(part, hidden[0], drafts)
+
+    def chain(self, part: Part, hidden: mx.array, drafts: mx.array) -> Proposal:
+        """The proposal of tokens [L] that were drafted in slots with hidden states [L, D]."""
+        tokens = mx.concatenate([part.block[:1], drafts.astype(part.block.dtype)])
+        self._last = hidden, tokens[:-1]
         return Proposal(tokens)
 
     def confidence(self) -> mx.array | None:
@@ -192,20 +213,32 @@ class DraftSession:
             width: the most rows of a path of it, the anchor included; 2 or more.
             calibration: what is known about the drafter's probabilities.
         """
-        block, hidden = self._forward(anchor, width)
+        part = self.part(anchor, width)
         candidates = self._drafter.candidates(
-            hidden, block[0], self._target, self._sampler, calibration, count=rows - 1
+            self._hidden(part), part.block[0], self._target, self._sampler, calibration, rows - 1
         )
         return DraftTree(anchor, candidates, calibration, rows)
 
-    def _forward(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
-        """A block [B], and the hidden states [1, L, D] of its rows that draft: width - 1 at most.
+    def part(self, anchor: int, width: int) -> Part:
+        """This request's part of a pass over a block for `width` rows of a draft, 2 or more.
+
+        It takes the features that waited: the pass has to follow.
+        """
+        config = self._drafter.config
+        rows = min(width - 1, config.drafts) + config.first_row
+        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
+        return Part(block, self._take_pending(), self._cache, self._sampler)
+
+    @property
+    def pair(self) -> tuple[Network, Target]:
+        """The network that drafts, and the target it drafts for."""
+        return self._drafter, self._target
+
+    def _hidden(self, part: Part) -> mx.array:
+        """The hidden states [1, L, D] of a block's rows that draft.
 
         Where the anchor's row predicts nothing, neither the head nor a selector sees it.
         """
-        config, drafter = self._drafter.config, self._drafter
-        rows = min(width - 1, config.drafts) + config.first_row
-        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
-        embeddings = drafter.embed_block(block, self._target)
-        hidden = drafter(embeddings, self._take_pending(), self._cache)
-        return block, hidden[:, config.first_row :]
+        embeddings = self._drafter.embed_block(part.block, self._target)
+        hidden = self._drafter(embeddings, part.taps, part.cache)
+        return hidden[:, self._drafter.config.first_row :]

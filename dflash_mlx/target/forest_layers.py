@@ -20,17 +20,22 @@ import mlx.nn as nn
 from .attention import attention_with, calls_attention
 from .compressed import CompressedTape
 from .forest_compressed import CompressedCaches, for_each_position
-from .forest_mla import flat_mla
+from .forest_mla import flat_mla, flat_sparse, for_each_pick
+from .forest_recurrent import flat_recurrence
 from .forest_rows import AXES, Caches, FlatCaches, Parts, Rows, joined, pick
 from .internals import (
     ATTENTION,
     DeepseekV3Attention,
+    DeepseekV32Attention,
     attention_of,
+    has_indexer,
     is_mla,
+    is_sharded,
     mixer_of,
     scaled_dot_product_attention,
 )
 from .overrides import Entry, Overrides, rebound, swapped
+from .recurrent import RecurrentTape
 from .target import Target
 from .tree_attention import ropes, why_no_trees
 
@@ -39,10 +44,13 @@ class Layers:
     """A target's layers at a level: 1, or 0 for all that have attention.
 
     Raises `TypeError` for layers that nothing is known about.
+
+    Attributes:
+        level: 0 if any layer is called for each request.
     """
 
     def __init__(self, target: Target, rollbacks: Sequence[Any], level: int) -> None:
-        self._model, self._overrides = target.model, target.overrides()
+        self._model, self._overrides, self.level = target.model, target.overrides(), 1
         self._kinds: list[type[Caches]] = []
         self._layer_of: dict[int, int] = {}  # of modules that take one request's rows, by identity
         self._rows: Rows  # of the forward that runs,
@@ -56,15 +64,10 @@ class Layers:
                 if attention_of(layer) is not None
             )
             for index, (layer, rollback) in enumerate(zip_longest(layers, rollbacks)):
-                self._kinds.append(self._override(index, layer, rollback, bool(flat)))
+                self._kinds.append(self._override(index, layer, rollback, level, bool(flat)))
             for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
-                if flat:
+                if flat and id(rope) not in self._layer_of:
                     self._overrides.replace(rope, self._by_position(type(rope).__call__))
-
-    @property
-    def level(self) -> int:
-        """0 if any layer takes requests one by one."""
-        return 0 if self._layer_of else 1
 
     def forward(self, rows: Rows, taps: Overrides) -> mx.array:
         """The model's logits [R, V] after each row, the layers that are tapped recording."""
@@ -86,25 +89,33 @@ class Layers:
                 found.setdefault(self._layer_of[id(module)], []).append((module, cls))
         return found
 
-    def _override(self, index: int, layer: nn.Module, rollback: Any, flat: bool) -> type[Caches]:
+    def _override(
+        self, index: int, layer: nn.Module, rollback: Any, level: int, flat: bool
+    ) -> type[Caches]:
         """Have a layer take many requests' rows; the kind of what it gets for a cache."""
         attention, mixer = attention_of(layer), mixer_of(layer)
+        if level and isinstance(rollback, RecurrentTape) and not is_sharded(mixer):
+            self._overrides.replace(mixer, flat_recurrence(index))
+            return Caches
         if flat and attention is not None:
-            self._overrides.replace(attention, self._flat(attention, is_mla(layer)))
+            self._overrides.replace(attention, self._flat(index, attention, is_mla(layer)))
             return FlatCaches
         module = mixer if attention is None else attention
         if module is None:
             raise TypeError(f"A {type(layer).__name__} with neither attention nor a recurrence.")
-        self._layer_of |= {id(part): index for part in module.modules()}
-        call = self._for_each(index, type(module))
+        self.level, call = 0, self._for_each(index, module, joined)
         if isinstance(rollback, CompressedTape):
             self._overrides.replace(module, for_each_position(call))
             return CompressedCaches
         self._overrides.replace(module, call)
         return Caches
 
-    def _for_each(self, index: int, own: type) -> Callable[..., Any]:
-        """What stands for a module that is called once for each request."""
+    def _for_each(
+        self, index: int, module: nn.Module, join: Callable[[Sequence[Any]], Any]
+    ) -> Callable[..., Any]:
+        """What stands for a layer's module that is called once for each request."""
+        self._layer_of |= {id(part): index for part in module.modules()}
+        own = type(module)
 
         def call(module: nn.Module, x: mx.array, *args: Any, **named: Any) -> Any:
             outputs = []
@@ -113,12 +124,17 @@ class Layers:
                 with swapped([(module, own), *entries]):
                     others = {name: pick(value, at) for name, value in named.items()}
                     outputs.append(module(part, *(pick(value, at) for value in args), **others))
-            return joined(outputs)
+            return join(outputs)
 
         return call
 
-    def _flat(self, attention: nn.Module, mla: bool) -> Callable[..., Any]:
+    def _flat(self, index: int, attention: Any, mla: bool) -> Callable[..., Any]:
         """What stands for an attention that takes all rows: its own code, parting in one place."""
+        if has_indexer(attention):
+            self._overrides.replace(
+                attention.indexer, for_each_pick(self._for_each(index, attention.indexer, Parts))
+            )
+            return flat_sparse(lambda: self._rows)
         if mla:
             attend = self._for_each_cache(scaled_dot_product_attention)
             return flat_mla(attend, lambda: self._rows)
@@ -165,5 +181,5 @@ def _is_flat(layer: nn.Module, rollback: Any) -> bool:
     if why_no_trees(layer, rollback) is not None:
         return False
     if is_mla(layer):
-        return type(attention) is DeepseekV3Attention
+        return type(attention) in (DeepseekV3Attention, DeepseekV32Attention)
     return calls_attention(attention)

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from .internals import mask_of
 from .segment import Segment
 
 AXES = 9  # of positions, for `by_position`
@@ -25,6 +26,20 @@ class Parts:
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self.parts = tuple(parts)
+
+
+class Stride(NamedTuple):
+    """Steps that some chains take side by side, all as many.
+
+    Attributes:
+        requests: theirs, those with most rows first.
+        rows: which rows these are, of each request.
+        places: the same, [requests, steps].
+    """
+
+    requests: list[int]
+    rows: list[list[int]]
+    places: mx.array
 
 
 class Rows:
@@ -39,6 +54,7 @@ class Rows:
         self.segments = segments
         self.widths = [len(segment.proposal) for segment in segments]
         self._cuts = list(accumulate(self.widths))[:-1]
+        self._windows: dict[int, mx.array] = {}
 
     def __len__(self) -> int:
         return sum(self.widths)
@@ -53,6 +69,44 @@ class Rows:
         """Where each row stands in its request's text, by depth in a tree: [R] int32."""
         of = ((segment.position, segment.proposal.depths) for segment in self.segments)
         return mx.array([start + depth for start, depths in of for depth in depths], mx.int32)
+
+    def windows(self, size: int) -> mx.array:
+        """The last `size` rows of each row's text, itself the last, [R, size] int32.
+
+        Rows are numbered with `size` - 1 older ones of each request before its own.
+        """
+        if size not in self._windows:  # every layer asks for the same
+            found, before = [], 0
+            for segment, width in zip(self.segments, self.widths, strict=True):
+                if segment.tree is not None:
+                    window = segment.tree.windows(size, size - 1)
+                else:
+                    window = mx.arange(width)[:, None] + mx.arange(size)
+                found.append(before + window.astype(mx.int32))
+                before += size - 1 + width
+            self._windows[size] = mx.concatenate(found)
+        return self._windows[size]
+
+    @cached_property
+    def strides(self) -> list[Stride]:
+        """The chains' rows in the order in which all of them advance at once."""
+        chains = [at for at, segment in enumerate(self.segments) if segment.tree is None]
+        chains.sort(key=lambda at: -self.widths[at])
+        firsts, strides, begin = [0, *self._cuts], [], 0
+        while chains:
+            end = self.widths[chains[-1]]
+            rows = [[firsts[at] + row for row in range(begin, end)] for at in chains]
+            strides.append(Stride(list(chains), rows, mx.array(rows)))
+            chains, begin = [at for at in chains if self.widths[at] > end], end
+        return strides
+
+    @cached_property
+    def strided(self) -> mx.array:
+        """[R], where each row is if those of `strides` come first, and the trees' rows follow."""
+        order = [row for stride in self.strides for chain in stride.rows for row in chain]
+        rest = sorted(set(range(len(self))).difference(order))
+        places = {row: place for place, row in enumerate([*order, *rest])}
+        return mx.array([places[row] for row in range(len(self))])
 
     def split(self, x: mx.array, axis: int = 1) -> list[mx.array]:
         """Each request's part of x, whose axis has R rows."""
@@ -79,7 +133,7 @@ class Caches:
     def make_mask(self, N: int, **settings: Any) -> Parts:
         """The masks that the caches make for their own rows; N is R."""
         pairs = zip(self.parts, self.rows.widths, strict=True)
-        return Parts(cache.make_mask(rows, **settings) for cache, rows in pairs)
+        return Parts(mask_of(cache, rows, **settings) for cache, rows in pairs)
 
     def __getitem__(self, index: int) -> Caches:
         """Of layers that have a list of caches, those at a place in it."""

@@ -130,6 +130,16 @@ def is_mla(layer: nn.Module | None) -> bool:
     return hasattr(attention_of(layer), "kv_lora_rank")
 
 
+def is_sharded(mixer: Any) -> bool:
+    """Whether a Gated DeltaNet has a part of its heads only, the others being other machines'."""
+    return getattr(mixer, "sharding_group", None) is not None
+
+
+def has_indexer(attention: nn.Module) -> bool:
+    """Whether MLA has an indexer, which picks what each query sees (DeepSeek-V3.2, GLM-5)."""
+    return type(attention) is DeepseekV32Attention
+
+
 def compression(attention: Any) -> int:
     """Rows that a DeepSeek-V4.1 layer pools into an entry; 0 for one that reads another's."""
     compressor = getattr(attention, "compressor", None)
@@ -173,6 +183,11 @@ def window_of(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
 def fill_window(cache: RotatingKVCache, position: int, keys: mx.array, values: mx.array) -> None:
     """Make a sliding window the one of a position; its rows are as `window_of` gives them."""
     cache.keys, cache.values, cache.offset, cache._idx = keys, values, position, keys.shape[2]
+
+
+def mask_of(cache: Any, rows: int, **settings: Any) -> Any:
+    """The mask of the next rows that a model would get from this cache; None for none."""
+    return cache.make_mask(rows, **settings)
 
 
 def hook(

@@ -31,7 +31,7 @@ def absorb(layers: list[nn.Module], overrides: Overrides) -> None:
         if type(attention) is DeepseekV3Attention:
             overrides.replace(attention, dense)
         elif type(attention) is DeepseekV32Attention:
-            overrides.replace(attention, _sparse)
+            overrides.replace(attention, sparse)
 
 
 def dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
@@ -48,11 +48,28 @@ def dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = Non
     return _heads_to_output(self, self.unembed_out(output))
 
 
-def _sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+def sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
     """DeepSeek-V3.2's attention: past `index_topk` rows, each query sees those it picks."""
     residual = self.q_a_layernorm(self.q_a_proj(x))
-    q, q_pe, latent, k_pe = _project(self, x, self.q_b_proj(residual), cache[0])
+    parts = _project(self, x, self.q_b_proj(residual), cache[0])
     picked = self.indexer(x, residual, mask, cache=cache[1])
+    return _heads_to_output(self, attend_to_picked(self, *parts, picked, mask, cache))
+
+
+def attend_to_picked(
+    self: Any,
+    q: mx.array,
+    q_pe: mx.array,
+    latent: mx.array,
+    k_pe: mx.array,
+    picked: mx.array | None,
+    mask: mx.array | None,
+    cache: Any,
+) -> mx.array:
+    """The heads' outputs [1, H, L, v_head_dim] of `_project`'s parts, each query's own rows seen.
+
+    `picked` [1, 1, L, topk] are these; None for all.
+    """
     # As in mlx-lm: the indexer's cache is evaluated even while every row is still picked.
     cache[0].keys = mx.depends(cache[0].keys, (cache[1].keys, cache[1].values))
     if picked is not None:
@@ -67,7 +84,7 @@ def _sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = N
         self.embed_q(q), latent, latent, cache=cache, scale=self.scale, mask=scores
     )
     output = self.unembed_out(output)
-    return _heads_to_output(self, output if picked is None else output.transpose(2, 1, 0, 3))
+    return output if picked is None else output.transpose(2, 1, 0, 3)
 
 
 def _project(
