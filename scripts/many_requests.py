@@ -1,6 +1,7 @@
 """What many requests at once bring: plain, drafted and shared-out rounds, and one after another.
 
-    python scripts/many_requests.py [--model NAME] [--tokens N] [--repeats N] [--stock-blas]
+    python scripts/many_requests.py [--model NAME] [--tokens N] [--repeats N] [--most N]
+                                    [--stock-blas]
 
 For 1, 2, 4, 8, 16 and 32 requests: tokens per second of all together, decoding plainly, drafting
 whole blocks and with rows shared out by a policy, and of the same requests drafted one at a time.
@@ -88,7 +89,7 @@ def laps(
 
 
 def main() -> None:
-    options = options_of(__doc__ or "", limit=8, tokens=96, repeats=5)
+    options = options_of(__doc__ or "", limit=8, tokens=96, repeats=5, most=REQUESTS[-1])
     target, drafter, prompts = experiment(options)
     from dflash_mlx.engine.costs import SharedCosts
     from dflash_mlx.engine.rows import SharedRounds
@@ -97,7 +98,7 @@ def main() -> None:
 
     never_ending = dict.fromkeys(target.tokenizer.eos_token_ids, -1e4)
     settings: dict[str, Any] = {"max_tokens": options.tokens, "logit_bias": never_ending}
-    prompts = (prompts * REQUESTS[-1])[: REQUESTS[-1]]
+    prompts = (prompts * REQUESTS[-1])[: options.most]
     asked = [(each, dm.generate(target, None, each, **settings).tokens) for each in prompts]
     policy = dm.Policy.of(target, drafter)
     costs = SharedCosts.of(target, drafter, policy.costs, policy.widest)
@@ -119,7 +120,7 @@ def main() -> None:
         f"{target.name}, {options.tokens} tokens each; tokens per second of CPU time, all together"
     )
     print("requests    plain  drafted   policy  one at a time   tokens a round   same texts")
-    for count in REQUESTS:
+    for count in [each for each in REQUESTS if each <= options.most]:
         found = laps(ways, asked[:count], options.repeats)
         speeds = [median(each.speed for each in found[way]) for way in WAYS]
         drafted = found["drafted"][0]

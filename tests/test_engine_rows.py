@@ -58,7 +58,7 @@ RATES = st.lists(st.floats(0.05, 0.99), min_size=0, max_size=3)
 PRICES = st.tuples(st.floats(0, 0.6), st.floats(0, 0.3), st.floats(0, 1.5))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(rates=st.lists(RATES, min_size=2, max_size=4), prices=PRICES)
 def test_no_other_rows_are_better(rates, prices):
     """Of all that leave nobody behind; by trying them all."""
@@ -78,7 +78,7 @@ def test_no_other_rows_are_better(rates, prices):
     assert found.cost == pytest.approx(seconds(tuple(found.rows), costs) / seconds(plain, costs))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(first=st.floats(0.05, 0.98), later=st.floats(0.3, 0.99), prices=PRICES)
 def test_one_request_gets_what_its_own_policy_says(first, later, prices):
     row, _, draft = prices
