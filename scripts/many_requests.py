@@ -100,8 +100,8 @@ def main() -> None:
     settings: dict[str, Any] = {"max_tokens": options.tokens, "logit_bias": never_ending}
     prompts = (prompts * REQUESTS[-1])[: options.most]
     asked = [(each, dm.generate(target, None, each, **settings).tokens) for each in prompts]
-    policy = dm.Policy.of(target, drafter)
-    costs = SharedCosts.of(target, drafter, policy.costs, policy.widest)
+    policy = dm.Policy.of(target, drafter, again=True)
+    costs = SharedCosts.of(target, drafter, policy.costs, policy.widest, again=True)
     shared = Flat(target, SharedRounds(costs))
     flat = Flat(target, None)
 
