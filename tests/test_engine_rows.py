@@ -91,7 +91,7 @@ def test_one_request_gets_what_its_own_policy_says(first, later, prices):
     widths = policy.start()
     widths._account.book(0.0, 10.0)  # it can pay for what it wants
     own = widths.width(64, WIDEST)
-    affordable = widths._account.affordable
+    affordable = widths._account.affordable(widths.rates())
     found = shared_out(offers_of([widths.rates()]), shared_costs(row, 0.1, draft), affordable)
     assert found.rows == [own]
 

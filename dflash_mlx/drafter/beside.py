@@ -16,7 +16,7 @@ from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import matching
 from .lookup import Lookup, LookupSession
-from .protocol import drafts_trees
+from .protocol import drafts_trees, label
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Beside:
     def cache_bytes(self, tokens: int) -> int:
         """The network's."""
         return self.network.cache_bytes(tokens)
+
+    @property
+    def label(self) -> str:
+        """What people read."""
+        return f"{label(self.network)}+lookup"
 
     def start(self, target: Target, sampler: Sampler) -> BesideSession:
         """Begin one request. Raises `IncompatibleDrafterError`."""

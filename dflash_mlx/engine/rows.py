@@ -98,7 +98,7 @@ class SharedRounds:
     def rows(self, requests: Sequence[Request], offers: Sequence[Offer], context: int) -> list[int]:
         """Of the next round of these requests; `context` as in `share`."""
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
-        found = share(offers, standings, self._costs, context, self._account.affordable)
+        found = share(offers, standings, self._costs, context, self._account.affordable_together)
         self._cost = found.cost
         return found.rows
 

@@ -5,7 +5,8 @@ the slots before it are (`beliefs`). The policy divides by what a round of w row
 machine and takes the best w, which may be plain decoding. As a_1 depends on how sure the target
 was of the last token, the way back to drafting is found within a few tokens of where it pays.
 
-An account keeps it honest (`account`): what it cannot pay for is not drafted.
+An account keeps it honest (`account`): what a request cannot pay for is not drafted, however much
+it promises.
 
 `Policy` is what is known about a pair; `Widths` is one request's account, mood and choices. They
 change the speed and not the text.
@@ -14,6 +15,7 @@ change the speed and not the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size
@@ -21,7 +23,7 @@ from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
 from .confidence import Confidence
-from .costs import Costs, curve, pair_costs
+from .costs import Costs, costs_file, curve, keep_costs, pair_costs
 from .watch import SEEN, Surcharge, Watch
 
 if TYPE_CHECKING:
@@ -45,13 +47,15 @@ class Policy:
 
     Attributes:
         costs, widest: as given.
+        file: where costs are kept from one start of the program to the next; None if nowhere.
         beliefs: how often drafts are right.
         watch: whether rounds take the time that `costs` says.
         branching: what a tree of two branches costs more than a chain of as many rows.
     """
 
-    def __init__(self, costs: Costs, widest: int) -> None:
-        self.costs, self.widest = costs, widest
+    def __init__(self, costs: Costs, widest: int, file: Path | None = None) -> None:
+        self.costs, self.widest, self.file = costs, widest, file
+        self._kept = 0  # the watch's version whose costs are in the file
         self.beliefs, self.watch = Beliefs(widest - 1), Watch()
         self._sharpness: dict[float, Sharpness] = {}
         self._confidence: dict[float, Confidence] = {}
@@ -77,7 +81,22 @@ class Policy:
             again: measure even if the cache knows: the machine may have been busy then.
         """
         widest = min(widest, block_size(drafter) or widest)
-        return cls(pair_costs(target, drafter, widest, kv_bits, again), widest)
+        file = costs_file(target, drafter, widest, kv_bits)
+        return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)
+
+    def keep(self) -> None:
+        """Have the next start of the program begin with costs that the rounds so far agree with.
+
+        That takes no measuring: what was measured is corrected as the watch does it. Where they
+        agree already, or costs are not kept for this pair, nothing is done.
+        """
+        if self.file and self.watch.disagrees and self.watch.version != self._kept:
+            self._kept = self.watch.version
+            keep_costs(self.file, self.costs.corrected(self.watch.factors(), self.widest))
+
+    def plain_seconds(self, context: int) -> float:
+        """Of a plain token at this depth: as measured, at the pace of the rounds so far."""
+        return self.watch.pace * self.seconds(context)[0]
 
     def start(self) -> Widths:
         """A request begins."""
@@ -116,19 +135,21 @@ class Policy:
         """
         seconds = self.watch.corrected(self.seconds(context))
         expected = expected_tokens(self.beliefs.first(level(0.0)), self.beliefs.later())
-        lines = [f"a plain token: {1e3 * seconds[0]:.2f} ms at {context} tokens of context"]
+        plain = 1e3 * self.plain_seconds(context)
+        lines = [f"a plain token: {plain:.2f} ms at {context} tokens of context"]
         for row in (2, 4, 8, 12, 16):
             if row <= self.widest:
                 cost, tokens = seconds[row - 1] / seconds[0], expected[row - 1]
                 lines.append(
-                    f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens expected where the "
-                    f"target is sure, {tokens / cost:.2f} x the speed"
+                    f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens where the target is "
+                    f"sure: {tokens / cost:.2f} x the speed"
                 )
         if self.watch.disagrees:
             said = ", ".join(f"{row} rows {f:.2f}" for row, f in self.watch.factors().items())
             lines.append(
                 f"the measured costs are wrong (rounds take these multiples of them: {said}); "
-                "widths follow the rounds, and dflash-mlx tune --again measures anew"
+                f"widths follow the rounds{', the next start too' if self.file else ''}, and "
+                "dflash-mlx tune --again measures anew"
             )
         return lines
 
@@ -152,16 +173,17 @@ class Widths:
                 None if that is not known.
         """
         self.look(context, certainty)
-        expected = self.expected_tokens()
+        rates = self.rates()
+        expected, affordable = _tokens(rates), self._affordable(rates)
         speeds = [
-            tokens / seconds if seconds <= self.affordable else 0.0
+            tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
         ]
         limit = min(limit, self._policy.widest)
         best = max(range(limit), key=speeds.__getitem__) + 1
         if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
             best = 1
-        return self._trial(best, limit, expected) or best
+        return self._trial(best, limit, expected, affordable) or best
 
     def look(self, context: int, certainty: float | None) -> None:
         """Where the next round begins; `width` says what the two are."""
@@ -174,9 +196,10 @@ class Widths:
         rates are of its slots; `limit` is the most rows. Returns the rows, 1 if nothing beats
         plain decoding, and their tokens per second.
         """
-        expected, verify = _tokens(rates[: limit - 1]), self._verify()
+        rates, verify = rates[: limit - 1], self._verify()
+        expected, affordable = _tokens(rates), self._affordable(rates)
         speeds = [
-            tokens / seconds if seconds <= self.affordable else 0.0
+            tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, verify, strict=False)
         ]
         best = max(range(len(speeds)), key=speeds.__getitem__)
@@ -228,8 +251,11 @@ class Widths:
 
     @property
     def affordable(self) -> float:
-        """Seconds that the account has for a round."""
-        return self._account.affordable * self._seconds[0]
+        """The seconds of the dearest round that the account can pay for."""
+        return self._affordable(self.rates())
+
+    def _affordable(self, rates: Sequence[float]) -> float:
+        return self._account.affordable(rates) * self._seconds[0]
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
@@ -286,7 +312,7 @@ class Widths:
             self._of, self._measured = of, policy.seconds(context)
             self._seconds = policy.watch.corrected(self._measured)
 
-    def _trial(self, best: int, limit: int, expected: list[float]) -> int | None:
+    def _trial(self, best: int, limit: int, expected: list[float], affordable: float) -> int | None:
         """A width to be tried for its cost alone, for what was measured may be wrong; mostly None.
 
         Only one that would bring clearly more tokens, that was hardly ever run, and that the
@@ -299,7 +325,7 @@ class Widths:
                 and seen(best) >= SEEN
                 and seen(rows) < SEEN
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
-                and self._seconds[rows - 1] <= self.affordable
+                and self._seconds[rows - 1] <= affordable
             ):
                 return rows
         return None
