@@ -29,10 +29,13 @@ from .machine.blas import use_fast_blas
 if TYPE_CHECKING:
     from .conversation import Conversation
     from .drafter.network import DFlash
+    from .engine.engine import Engine
+    from .engine.job import Job
     from .events import Event, Result, Stats
     from .loading.load import load, load_drafter, load_target
     from .loop import generate, stream_generate
     from .policy.widths import Policy
+    from .prefix.store import PrefixStore
     from .proposal import Proposal
     from .target import Target
 
@@ -43,8 +46,11 @@ __all__ = [
     "DFlash",
     "DFlashError",
     "DraftConfig",
+    "Engine",
     "Event",
+    "Job",
     "Policy",
+    "PrefixStore",
     "Proposal",
     "Result",
     "Stats",
@@ -60,8 +66,11 @@ __all__ = [
 _HOME = {
     "Conversation": ".conversation",
     "DFlash": ".drafter.network",
+    "Engine": ".engine.engine",
     "Event": ".events",
+    "Job": ".engine.job",
     "Policy": ".policy.widths",
+    "PrefixStore": ".prefix.store",
     "Proposal": ".proposal",
     "Result": ".events",
     "Stats": ".events",

@@ -1,25 +1,29 @@
 """One request between its forwards: what it proposes, and what it makes of the target's answer.
 
-Nothing here runs the target. So the loop can verify one request's proposal at a time, and an
-engine the proposals of many requests together.
+Nothing here runs a verify forward. So rounds can be those of one request, or of many together.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
 from .accept import accept
+from .choices import Decision
 from .conversation import Conversation
+from .drafter.protocol import Session
 from .errors import ProposalError
 from .events import Event, Stats
+from .policy.offer import Offer, Planting
 from .policy.outcome import Outcome
 from .policy.rounds import Rounds
 from .proposal import Proposal
 from .sampling import Sampler
 from .stream import TextStream
 from .target import TargetSession
+from .target.target import PREFILL_STEP
 
 
 class Request:
@@ -30,6 +34,7 @@ class Request:
         prompt: its token ids.
         sampler, rounds, text: how tokens are chosen, what rounds propose, where the text ends.
         stats: counted here.
+        ends: where other prompts will part from this one; see `Conversation.resume`.
     """
 
     def __init__(
@@ -40,13 +45,21 @@ class Request:
         rounds: Rounds,
         text: TextStream,
         stats: Stats,
+        ends: Sequence[int] = (),
     ) -> None:
         self.stats = stats
-        self._conversation, self._prompt = conversation, prompt
+        self.ended = False  # whether its conversation is free for another
+        self._conversation = conversation
+        self._anchor: int | None = None  # the text's last token, which no cache holds yet
+        self._ends = ends
+        self._text_so_far = prompt  # as far as it was when the caches were last made ready,
+        self._further: list[int] = []  # and what came after
         self._sampler, self._rounds, self._text = sampler, rounds, text
-        self._anchor: int  # the last token of the text so far, which no cache holds yet
-        self._proposal: Proposal
-        self._clock = 0.0  # when the prefill or this round began
+        self._proposal: Proposal  # of this round
+        self._decision: Decision  # about it, and the features of its rows
+        self._taps: mx.array
+        self._clock, self._shared = 0.0, False  # when this round began, and whether it is shared
+        self._between_rounds = False  # what was read is whole
 
     @property
     def target(self) -> TargetSession:
@@ -62,23 +75,76 @@ class Request:
         """The event of a request that asks for no tokens: no forward is needed to emit nothing."""
         return Event("", [], 0, 0, self._text.finish_reason, self.stats)
 
-    def prefill(self) -> Event:
-        """Read the prompt, forward by forward; the target's choice after it is the first token."""
-        self._clock = time.perf_counter()
-        for logits in self._conversation.prefill(self._prompt):
-            if logits is not None:
-                event = self.begin(logits)
-        return event
+    @property
+    def drafter(self) -> Session:
+        """The drafter's session."""
+        return self._conversation.drafter
 
-    def begin(self, logits: mx.array) -> Event:
+    @property
+    def anchor(self) -> int:
+        """The last token of the text so far, which no cache holds yet. The prompt has been read."""
+        assert self._anchor is not None
+        return self._anchor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text so far, the prompt's included."""
+        return len(self._text_so_far) + len(self._further)
+
+    @property
+    def remaining(self) -> int:
+        """How many it may still go on by."""
+        return self._text.remaining
+
+    @property
+    def kv_bits(self) -> int | None:
+        """Of the target's keys and values."""
+        return self._conversation.kv_bits
+
+    @property
+    def _held(self) -> list[int]:
+        """What the caches are to hold before the next round."""
+        return self._text_so_far if self._anchor is None else self._text_so_far[:-1]
+
+    @property
+    def unread(self) -> int:
+        """How many tokens `read` has still to read."""
+        return len(self._held) - self.target.position
+
+    def resume(self) -> None:
+        """Get the caches ready for `read`."""
+        held = self._conversation.resume(self._held, self._sampler, self._ends)
+        if self._anchor is None:
+            self.stats.reused_tokens = held
+
+    def read(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[Event | None]:
+        """Read what the caches do not hold yet, a forward a step; then rounds can follow.
+
+        Yields None after each forward but the last; and in the end, where what was read is the
+        prompt, the event of the first token, which is the target's choice after it.
+
+        Args:
+            step: says how many tokens the next forward may have.
+        """
+        self._clock, event = time.perf_counter(), None
+        for logits in self._conversation.prefill(self._held, step):
+            if logits is None:
+                yield None
+            elif self._anchor is None:
+                event = self._begin(logits)
+        self._between_rounds = True
+        if event is not None:
+            yield event
+
+    def _begin(self, logits: mx.array) -> Event:
         """Take the target's answer to the prompt: the first anchor, which is text already.
 
         Args:
             logits: [1, V] after the prompt's last token.
         """
-        asked = Proposal([self._prompt[-1]])
+        asked = Proposal([self._text_so_far[-1]])
         _, choices, sure = self._sampler.choose(asked, logits, self._rounds.asks_certainty)
-        (self._anchor,) = choices
+        (self._anchor,) = self._further = choices
         piece, stats = self._text.add(choices), self.stats
         self._sampler.commit(choices)
         self._rounds.begin(sure[0] if sure else None)
@@ -87,33 +153,67 @@ class Request:
         stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock
         return Event(piece.text, piece.tokens, 0, 0, piece.finish_reason, stats)
 
+    def suspend(self) -> None:
+        """Give the caches back, in whatever state. After `resume` and `read` the text goes on.
+
+        It goes on as if nothing had been: the noise is of the seed and the position, and what the
+        text stream and the sampler know stays here.
+        """
+        self._keep()
+        self._text_so_far = [*self._text_so_far, *self._further]
+        self._further = []
+        self._conversation.forget()
+
+    def close(self) -> None:
+        """The request has ended; its conversation is free for another."""
+        self._keep()
+        self.ended = True
+
+    def _keep(self) -> None:
+        """Store what was read, for others that begin so; not what a round that broke off left."""
+        if self._between_rounds:
+            self._conversation.keep()
+
     def propose(self) -> Proposal:
         """The rows to verify now, the anchor first. Nothing waits, but for trees.
 
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
-        self._clock = time.perf_counter()
+        return self._rounds.propose(self.drafter, *self._begin_round(shared=False))
+
+    def offer(self) -> Offer | Planting:
+        """The rows that could be verified now, in a round that other requests share."""
+        return self._rounds.offer(self.drafter, *self._begin_round(shared=True))
+
+    def _begin_round(self, shared: bool) -> tuple[int, int, int]:
+        """The anchor, the tokens before it, and the most rows of a path."""
+        self._clock, self._shared, self._between_rounds = time.perf_counter(), shared, False
         # A round that accepts everything still adds a token of the target's own.
         limit = min(self.stats.block_size, self._text.remaining)
-        conversation = self._conversation
-        self._proposal = self._rounds.propose(
-            conversation.drafter, self._anchor, conversation.target.position, limit
-        )
-        return self._proposal
+        return self.anchor, self.target.position, limit
 
-    def absorb(self, logits: mx.array, taps: mx.array) -> Event:
-        """Take the target's answer to what was proposed: accept, commit, emit.
+    def decide(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> mx.array:
+        """The target's answer to a proposal, as numbers [M] int32 for `absorb`.
+
+        Lazy: reading them is the round's only wait for the device, and many requests' can be
+        waited for together.
 
         Args:
-            logits: [N, V] after each of the proposal's N rows.
-            taps: [1, N, K*D], the features of these rows.
+            proposal: of N rows, as `propose` made it, or of those that were offered.
+            logits: [N, V] after each of them.
+            taps: [1, N, K*D], their features.
+        """
+        self._proposal, self._taps = proposal, taps
+        self._decision = self._sampler.decide(proposal, logits, self._rounds.asks_certainty)
+        return self._decision.values
+
+    def absorb(self, values: Sequence[int]) -> Event:
+        """Take the numbers that `decide` asked for: accept, commit, emit.
 
         Raises `ProposalError` for a proposal that does not begin with the anchor.
         """
-        proposal, anchor = self._proposal, self._anchor
-        # The round's only wait for the device.
-        asks, along = self._rounds.asks_certainty, [taps] if taps.shape[2] else []
-        tokens, choices, sure = self._sampler.choose(proposal, logits, asks, along)
+        proposal, anchor, taps = self._proposal, self._anchor, self._taps
+        tokens, choices, sure = self._sampler.take(self._decision, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
 
@@ -131,6 +231,8 @@ class Request:
         taps = taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)]
         self._conversation.extend([tokens[row] for row in kept], taps)
         self._sampler.commit(certain)
+        self._further += certain
+        self._between_rounds = True
 
         # emit
         accepted, stats = min(right, len(piece.tokens)), self.stats
@@ -138,5 +240,5 @@ class Request:
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds
-        self._rounds.observe(Outcome(proposal, right, certain, certainty, seconds))
+        self._rounds.observe(Outcome(proposal, right, certain, certainty, seconds, self._shared))
         return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

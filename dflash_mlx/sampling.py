@@ -19,11 +19,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
+from .choices import NO_CHOICE, Choices, Decision
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .hindsight import Hindsight
@@ -34,28 +35,10 @@ from .sharpness import Sharpness, matching
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
 # these two: histories that will be rejected are seen as well, and one may be seen again.
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-# (scores [L, V] of several trials, the weight of one unit of logit in each) -> tokens [L] of each
-Pick = Callable[[list[mx.array], list[float]], list[mx.array]]
+# Scores [L, V] of several trials, and the weight of one unit of logit in each.
+Trials = tuple[list[mx.array], list[float]]
 
 SEED_BITS = 32
-NAT = 1e-4  # what certainties are rounded to
-
-
-class Choices(NamedTuple):
-    """What a round brings back from the device, of N rows.
-
-    Attributes:
-        tokens: the proposal's.
-        choices: the target's, after each of them.
-        certainty: log-probability of the target's favourite after each of them, if asked for.
-    """
-
-    tokens: list[int]
-    choices: list[int]
-    certainty: list[float] | None
-
-
-_NO_CHOICE = -1
 MOST_F32 = 3e38  # what f32 holds, a little less
 
 
@@ -209,18 +192,17 @@ class Sampler:
         self._noise_start = 0
         self._blocks: mx.array | None = None  # what each s would have drafted in this round
 
-    def choose(
-        self,
-        proposal: Proposal,
-        logits: mx.array,
-        certainty: bool = False,
-        along: Sequence[mx.array] = (),
-    ) -> Choices:
+    def choose(self, proposal: Proposal, logits: mx.array, certainty: bool = False) -> Choices:
+        """`decide`, wait for the device, and `take`."""
+        decision = self.decide(proposal, logits, certainty)
+        values: Any = decision.values.tolist()
+        return self.take(decision, values)
+
+    def decide(self, proposal: Proposal, logits: mx.array, certainty: bool = False) -> Decision:
         """What the target chooses after each of a proposal's rows, from its logits [N, V].
 
-        This is the round's only wait for the device; the drafter's part is read along, and with
-        `certainty` how sure the target was. `along` is computed in the same pass. Raises
-        `SettingsError` where processors or a bias leave no number to choose by.
+        The drafter's part is read along, and with `certainty` how sure the target was. Nothing
+        waits, unless a processor does: so many requests' decisions can be read together.
         """
         tokens = proposal.tokens
         if not isinstance(tokens, mx.array):
@@ -235,43 +217,50 @@ class Sampler:
         choices = chosen.argmax(axis=-1).astype(mx.int32)
         if self._processors or self.settings.logit_bias:
             # The largest of NaN is token 0, for ever: it is told from a choice by its sign.
-            choices = mx.where(mx.isnan(chosen).any(axis=-1), _NO_CHOICE, choices)
-        parts = [tokens, choices]
-        if nats is not None:
-            parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
+            choices = mx.where(mx.isnan(chosen).any(axis=-1), NO_CHOICE, choices)
         blocks, self._blocks = self._blocks, None
-        if blocks is not None:
-            parts.append(blocks.flatten().astype(mx.int32))
-        values = mx.concatenate(parts)
-        if along:
-            mx.eval(values, *along)  # the wait; what is read then is there
-        read: Any = values.tolist()
-        count = len(proposal)
-        sure = [NAT * part for part in read[2 * count : 3 * count]] if certainty else None
-        if _NO_CHOICE in read[count : 2 * count]:
-            raise SettingsError("The logits are NaN after logits_processors and logit_bias.")
-        if blocks is not None:
-            width = blocks.shape[1]
-            rest = read[(3 if certainty else 2) * count :]
-            self._trials.add(width, [rest[at : at + width] for at in range(0, len(rest), width)])
-        return Choices(read[:count], read[count : 2 * count], sure)
+        return Decision.of(tokens, choices, nats, blocks)
 
-    def draft(self, logits: mx.array, pick: Pick | None = None) -> mx.array:
-        """Draft the next L tokens [L] from the drafter's logits [L, V]; nothing waits.
+    def take(self, decision: Decision, values: Sequence[int]) -> Choices:
+        """The choices in a decision's values, once they are read.
 
-        `pick` makes tokens of scores, of all trials at once; None takes the best of each row.
+        Raises `SettingsError` where processors or a bias leave no number to choose by.
         """
-        pick = pick or _best
+        choices, blocks = decision.read(values)
+        if NO_CHOICE in choices.choices:
+            raise SettingsError("The logits are NaN after logits_processors and logit_bias.")
+        if blocks:
+            self._trials.add(decision.slots, blocks)
+        return choices
+
+    def draft(self, logits: mx.array) -> mx.array:
+        """Draft the next L tokens [L], the best of each row of the drafter's logits [L, V].
+
+        Nothing waits.
+        """
+        scores, _ = self.trials(logits)
+        return self.settle([trial.argmax(axis=-1) for trial in scores])
+
+    def trials(self, logits: mx.array) -> Trials:
+        """What the next L tokens are drafted by, from the drafter's logits [L, V].
+
+        Returns scores [L, V] and the weight of one unit of logit in them, for each of the
+        sharpnesses that are tried; `settle` takes the tokens of each.
+        """
         if self.temperature == 0:
-            return pick([self._drafter_log_probs(logits, None, 1.0)], [1.0])[0]
+            return [self._drafter_log_probs(logits, None, 1.0)], [1.0]
         # One row more than there are drafts: the target chooses after the last of them, too.
         noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-        grid, best = self.sharpness.grid, self.sharpness.best
-        log_probs = self._drafter_log_probs(logits, noise, grid[best])
-        scores = [s * log_probs + noise for s in grid]
-        blocks = pick(scores, [s / self.temperature for s in grid])
-        self._blocks = mx.stack(blocks) if len(grid) > 1 else None
-        return blocks[best]
+        grid = self.sharpness.grid
+        log_probs = self._drafter_log_probs(logits, noise, self.sharpness.value)
+        return [s * log_probs + noise for s in grid], [s / self.temperature for s in grid]
+
+    def settle(self, blocks: Sequence[mx.array]) -> mx.array:
+        """The block [L] to draft, of those of all trials; the others are judged later."""
+        if self.temperature == 0:
+            return blocks[0]
+        self._blocks = mx.stack(list(blocks)) if len(blocks) > 1 else None
+        return blocks[self.sharpness.best]
 
     def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
         """What a tree is ranked by, from the drafter's logits [L, V] of the next L tokens.
@@ -372,10 +361,6 @@ def _certainty(scores: mx.array) -> mx.array:
     """Log-probability [N] of the likeliest token, from logits or log-probabilities [N, V]."""
     scores = scores.astype(mx.float32)
     return scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)
-
-
-def _best(scores: list[mx.array], weights: list[float]) -> list[mx.array]:
-    return [trial.argmax(axis=-1) for trial in scores]
 
 
 def _items(name: str, value: Any) -> Sequence[Any]:

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "dflash_mlx"
 LEVELS = [
     {"errors"},
     {
+        "choices",
         "distributions",
         "hindsight",
         "machine",
@@ -30,9 +31,12 @@ LEVELS = [
     {"accept", "sampling"},
     {"target"},
     {"drafter"},
+    {"prefix"},
     {"conversation", "policy", "prompt", "stream", "structured"},
     {"loading", "request"},
+    {"begin"},
     {"loop"},
+    {"engine"},
     {"dflash_mlx"},  # the public names, which come from all of the above
     {"bench", "train"},
     {"tiny.recipe"},

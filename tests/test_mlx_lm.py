@@ -45,6 +45,25 @@ def test_a_kv_cache_is_its_three_fields():
     assert [type(part) for part in cache.state] == [mx.array, mx.array, int]
 
 
+@pytest.mark.parametrize("steps", [(3,), (1, 1), (9,), (6, 1), (1, 5, 1, 1, 1), (1,) * 10])
+def test_a_rotating_cache_made_of_its_window(steps):
+    """`contents.py` takes the window out, and another cache goes on as this one does."""
+    caches = [internals.RotatingKVCache(max_size=4) for _ in range(2)]
+    rows = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
+    for step in steps:
+        at = caches[0].offset
+        caches[0].update_and_fetch(*[rows[:, :, at : at + step]] * 2)
+    keys, _ = internals.window_of(caches[0])
+    assert keys.reshape(-1).tolist() == list(range(max(0, at + step - 4), at + step))
+    internals.fill_window(caches[1], at + step, keys[...], keys[...])
+    for more in (1, 1, 3, 1):
+        at = caches[0].offset
+        seen = [cache.update_and_fetch(*[rows[:, :, at : at + more]] * 2)[0] for cache in caches]
+        masks = [cache.make_mask(2, window_size=4, return_array=True) for cache in caches]
+        assert sorted(seen[0].flatten().tolist()) == sorted(seen[1].flatten().tolist())
+        assert mx.array_equal(*masks) and caches[0].offset == caches[1].offset
+
+
 def test_a_rotating_cache_after_several_rows():
     """`rollback.py` cuts its end: temporal order, `max_size - 1` older rows, no more."""
     cache = internals.RotatingKVCache(max_size=4)
@@ -245,6 +264,7 @@ def test_where_a_family_has_its_parts(family):
             assert internals.RECURRENCE in type(mixer).__call__.__code__.co_names
             continue
         assert internals.is_mla(layer) == (family in MLA)
+        assert internals.has_indexer(attention) == (family in ("deepseek_v32", "glm_moe_dsa"))
         assert internals.has_sinks(attention) == (family in ("gpt_oss", "deepseek_v41"))
         assert type(attention).__call__.__code__.co_names.count(internals.ATTENTION) == (
             family != "deepseek_v41"
@@ -333,6 +353,36 @@ def test_models_ask_their_caches(family):
     model(tokens, cache=asked)
     assert seen.count("keep") == len(parts)
     assert not {"make_mask", "update_and_fetch"} & set(internals.fields(parts[0]))
+
+
+def test_windows_and_masks_of_the_next_rows():
+    """What `forest` asks of each request's cache, a model would get from it alone."""
+    model = families.random_model("deepseek_v41")
+    caches = internals.make_prompt_cache(model)
+    for count in (3, 20, 20, 1):
+        first = caches[0]
+        found, held = internals.window_indices(first, count), first.window
+        rows = held.shape[1] if held is not None else 0
+        width = min(first.window_size, rows + count)
+        last = rows + mx.arange(count)[:, None]  # each row itself
+        expected = mx.maximum(last - first.window_size + 1, 0) + mx.arange(width)
+        assert mx.array_equal(found, mx.where(expected > last, -1, expected))
+        model(mx.zeros((1, count), mx.int32), cache=caches)
+    asked = {"return_array": False, "window_size": None}  # by name, as mlx-lm's models do
+    for cache in (internals.KVCache(), internals.RotatingKVCache(8)):
+        assert internals.mask_of(cache, 1, **asked) is None
+        assert internals.mask_of(cache, 2, **asked) == "causal"
+        assert internals.mask_of(cache, 3, **asked | {"return_array": True}).shape == (3, 3)
+    assert internals.mask_of(internals.ArraysCache(2), 4) is None
+
+
+def test_which_recurrences_are_sharded():
+    layer = families.random_model("qwen3_5").language_model.model.layers[0]
+    assert layer.linear_attn.sharding_group is None  # the name of what `shard` sets
+    assert not internals.is_sharded(layer.linear_attn)
+    layer.linear_attn.sharding_group = object()
+    assert internals.is_sharded(layer.linear_attn)
+    assert not internals.is_sharded(families.random_model("qwen3_next").layers[0].linear_attn)
 
 
 def test_a_window_tells_what_enters_it():

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+if TYPE_CHECKING:
+    from ..sampling import Sampler
+
 MOST_CANDIDATES = 32  # of a slot; a tree of 64 rows has hardly ever a use for so many siblings
 NEVER = -50.0  # the log-probability of what top-p, top-k or a grammar excludes
 _CHUNK = 512  # vocabulary entries per chunk of the top-k search
+
+
+class Slots(NamedTuple):
+    """The L slots of one request's block, before anything is chosen for them.
+
+    Attributes:
+        logits: [L, DV] of the tokens that can be drafted.
+        hidden: [L, D], which they were made of.
+        anchor: the token before the first slot, an array of no axes.
+        sampler: the request's.
+    """
+
+    logits: mx.array
+    hidden: mx.array
+    anchor: mx.array
+    sampler: Sampler
+
+
+class Ranking(NamedTuple):
+    """`Candidates` on the device: tokens [L, K], log_q [L, P, K], noise [L, K] or None."""
+
+    tokens: mx.array
+    log_q: mx.array
+    noise: mx.array | None
+
+    @classmethod
+    def of(cls, tokens: mx.array, log_q: mx.array, noise: mx.array | None) -> Ranking:
+        """As the attributes, but with the noise [L, V] of all tokens."""
+        if noise is not None:
+            noise = mx.take_along_axis(noise, tokens, axis=-1)
+        return cls(tokens, log_q, noise)
 
 
 @dataclass(frozen=True)
@@ -31,11 +67,20 @@ class Candidates:
     @classmethod
     def read(cls, tokens: mx.array, log_q: mx.array, noise: mx.array | None) -> Candidates:
         """Wait for the device and copy what it chose; noise is [L, V]."""
-        if noise is not None:
-            noise = mx.take_along_axis(noise, tokens, axis=-1)
-        mx.eval(tokens, log_q, *([] if noise is None else [noise]))
-        finite = np.maximum(np.array(log_q, np.float64), NEVER)
-        return cls(np.array(tokens), finite, None if noise is None else np.array(noise, np.float64))
+        return cls.read_together([Ranking.of(tokens, log_q, noise)])[0]
+
+    @classmethod
+    def read_together(cls, rankings: Sequence[Ranking]) -> list[Candidates]:
+        """Wait once for the device and copy what it chose for many requests."""
+        mx.eval(rankings)
+        return [
+            cls(
+                np.array(tokens),
+                np.maximum(np.array(log_q, np.float64), NEVER),
+                None if noise is None else np.array(noise, np.float64),
+            )
+            for tokens, log_q, noise in rankings
+        ]
 
 
 def top_candidates(scores: mx.array, k: int) -> mx.array:

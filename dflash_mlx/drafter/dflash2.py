@@ -13,20 +13,18 @@ Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from functools import partial
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import Candidates, top_candidates
+from .candidates import Ranking, Slots, top_candidates
 from .config import DraftConfig
 from .network import DFlash, DraftLayer, Sublayer
 
 if TYPE_CHECKING:
-    from ..sampling import Sampler
-    from ..target import Target
+    from ..sampling import Trials
     from .calibration import Calibration
 
 
@@ -43,24 +41,28 @@ class DynamicConv(nn.Module):
         self.kernel_projection = nn.Linear(hidden, 2 * kernel * self.groups, bias=False)
         self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
 
-    def __call__(self, x: mx.array, sublayer: Sublayer) -> mx.array:
+    def __call__(self, x: mx.array, sublayer: Sublayer, places: mx.array | None = None) -> mx.array:
         """x [N, L, D] -> convolve -> sub-layer -> convolve; both kernels are made of x."""
         sides, kernel, hidden = self.base_kernel.shape
         dynamic = self.kernel_projection(x).reshape(*x.shape[:2], sides, kernel, self.groups, 1)
         static = self.base_kernel.reshape(sides, kernel, self.groups, -1)
         kernels = (static + dynamic).flatten(-2)  # [N, L, 2, kernel, D]
-        return convolve(sublayer(convolve(x, kernels[:, :, 0])), kernels[:, :, 1])
+        within = convolve(x, kernels[:, :, 0], places)
+        return convolve(sublayer(within), kernels[:, :, 1], places)
 
 
-def convolve(x: mx.array, kernels: mx.array) -> mx.array:
+def convolve(x: mx.array, kernels: mx.array, places: mx.array | None = None) -> mx.array:
     """out[i] = sum_t kernels[i, t] * x[i - t], zero before the block's first row.
 
-    x is [N, L, D]; kernels [N, L, K, D] hold a kernel per row and channel.
+    x is [N, L, D]; kernels [N, L, K, D] hold a kernel per row and channel; places [L] say how far
+    each row is from its block's first, if x is not one block.
     """
     length = x.shape[1]
     out = kernels[:, :, 0] * x
     for back in range(1, min(kernels.shape[2], length)):
         earlier = mx.pad(x[:, : length - back], [(0, 0), (back, 0), (0, 0)])
+        if places is not None:
+            earlier = mx.where((places < back)[:, None], 0, earlier)
         out = out + kernels[:, :, back] * earlier
     return out
 
@@ -73,13 +75,15 @@ class DFlash2Layer(DraftLayer):
         self.attention_conv = DynamicConv(config)
         self.mlp_conv = DynamicConv(config)
 
-    def around_attention(self, x: mx.array, attention: Sublayer) -> mx.array:
+    def around_attention(
+        self, x: mx.array, attention: Sublayer, places: mx.array | None
+    ) -> mx.array:
         """The attention between its two convolutions."""
-        return self.attention_conv(x, attention)
+        return self.attention_conv(x, attention, places)
 
-    def around_mlp(self, x: mx.array, mlp: Sublayer) -> mx.array:
+    def around_mlp(self, x: mx.array, mlp: Sublayer, places: mx.array | None) -> mx.array:
         """The MLP between its two convolutions."""
-        return self.mlp_conv(x, mlp)
+        return self.mlp_conv(x, mlp, places)
 
 
 class CandidateSelector(nn.Module):
@@ -142,15 +146,17 @@ class DFlash2(DFlash):
         super().__init__(config, parts)
         self.candidate_selector = CandidateSelector(config)
 
-    def draft(
-        self, hidden: mx.array, anchor: mx.array, target: Target, sampler: Sampler
-    ) -> mx.array:
-        """The selector's chain [L] after `anchor`, from the slots' hidden states [1, L, D]."""
-        walk = partial(self.candidate_selector.walk, hidden=hidden[0], anchor=anchor)
-        return sampler.draft(
-            self.selectable(self.logits(hidden, target)[0]),
-            lambda scores, weights: list(map(walk, scores, weights)),
-        )
+    def trials(self, slots: Slots) -> Trials:
+        """What the tokens of a request's slots are chosen by; a processor of the request's runs."""
+        return slots.sampler.trials(self.selectable(slots.logits))
+
+    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
+        """The selector's chain [L] of each trial of every request."""
+        walk = self.candidate_selector.walk
+        return [
+            [walk(*trial, slots.hidden, slots.anchor) for trial in zip(*trials, strict=True)]
+            for slots, trials in requests
+        ]
 
     def selectable(self, logits: mx.array) -> mx.array:
         """Logits [L, V], minus infinity from where on the selector's vocabulary ends."""
@@ -159,20 +165,13 @@ class DFlash2(DFlash):
             return logits
         return mx.where(mx.arange(logits.shape[-1]) < end, logits, -mx.inf)
 
-    def candidates(
-        self,
-        hidden: mx.array,
-        anchor: mx.array,
-        target: Target,
-        sampler: Sampler,
-        calibration: Calibration,
-        count: int,
-    ) -> Candidates:
+    def rank(self, slots: Slots, calibration: Calibration, count: int) -> Ranking:
         """The selector's candidates, as many as it was trained for, after each one before them."""
-        log_q, noise = sampler.foresee(self.selectable(self.logits(hidden, target)[0]))
+        log_q, noise = slots.sampler.foresee(self.selectable(slots.logits))
         selector = self.candidate_selector
         tokens = top_candidates(calibration.ranking(log_q, noise), selector.top_k)
         own = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
-        scores = own + selector.pairs(hidden[0], anchor, tokens) / (sampler.temperature or 1.0)
+        pairs = selector.pairs(slots.hidden, slots.anchor, tokens)
+        scores = own + pairs / (slots.sampler.temperature or 1.0)
         log_q = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-        return Candidates.read(tokens, log_q, noise)
+        return Ranking.of(tokens, log_q, noise)

@@ -11,23 +11,24 @@ Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from functools import partial
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import MOST_CANDIDATES, Candidates, top_candidates
+from .candidates import MOST_CANDIDATES, Ranking, Slots, top_candidates
 from .config import DraftConfig, Markov
 from .dflash2 import DFlash2
 from .network import DFlash
 from .packagings import CONFIDENCE
 
 if TYPE_CHECKING:
-    from ..sampling import Sampler
-    from ..target import Target
+    from ..sampling import Trials
     from .calibration import Calibration
+
+# Scores [L, V] of each trial, their weights, hidden states [L, D], the token before the chain.
+Walk = tuple[list[mx.array], list[float], mx.array, mx.array]
 
 CONFIDENCE_ALONE = "confidence head of hidden states alone"  # a part, as the constructor takes it
 LEAST_REST = 1e-6  # of a slot's probability, for what is no candidate
@@ -79,9 +80,9 @@ class MarkovHead(nn.Module):
     def step(
         self, hidden: mx.array, previous: mx.array, state: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """The biases [G, DV] in f32 of one row with hidden state [D], after each of G tokens [G].
+        """The biases [G, DV] in f32 of one row after each of G tokens [G], and the next states.
 
-        Returns them and the next states [G, r].
+        Its hidden state is [D], or one for each, [G, D]; states are [G, r].
         """
         hidden = mx.broadcast_to(hidden, (len(previous), hidden.shape[-1]))
         inner, state = self.inner(hidden, previous, state)
@@ -120,12 +121,13 @@ class DSpark(DFlash):
         """Whether it estimates how likely its drafts are accepted."""
         return "confidence_head" in self
 
-    def draft(
-        self, hidden: mx.array, anchor: mx.array, target: Target, sampler: Sampler
-    ) -> mx.array:
-        """The tokens [L] after `anchor`, each chosen with the one before it in its logits."""
-        logits = self.widen(self.logits(hidden, target)[0])
-        return sampler.draft(logits, partial(self.walk, hidden=hidden[0], anchor=anchor))
+    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
+        """The tokens [L] of each trial, each chosen with the one before it in its logits."""
+        if "markov_head" not in self:
+            return super().chains(requests)
+        return self.walk_together(
+            [(*trials, slots.hidden, slots.anchor) for slots, trials in requests]
+        )
 
     def walk(
         self, scores: list[mx.array], weights: list[float], hidden: mx.array, anchor: mx.array
@@ -133,26 +135,46 @@ class DSpark(DFlash):
         """Choose chains of tokens [L] by scores [L, V] of trials, from hidden states [L, D].
 
         A trial's weight is what one unit of logit counts in its scores, which contain the noise
-        that the target's choices will. Trials are walked together: the head's matrices, which are
-        as large as the vocabulary, are read once a row and not once for each.
+        that the target's choices will; `anchor` is the token before the chain.
         """
-        if "markov_head" not in self:
-            return [trial.argmax(axis=-1) for trial in scores]
+        return self.walk_together([(scores, weights, hidden, anchor)])[0]
+
+    def walk_together(self, walks: Sequence[Walk]) -> list[list[mx.array]]:
+        """The chains of the trials of many requests; what is one's is the arguments of `walk`.
+
+        All are walked at the same time: the head's matrices, which are as large as the vocabulary,
+        are read once a row and not once for each.
+        """
         ids, head = self.token_ids(), self.markov_head
-        known = [self.narrow(trial).astype(mx.float32) for trial in scores]
-        scale, count = self.config.logit_scale, len(scores)
-        previous, state = mx.broadcast_to(anchor, (count,)), head.first_state(count)
-        path = []
-        for row in range(len(hidden)):
-            bias, state = head.step(hidden[row], previous, state)
+        # The longest first, so that those that still go on are the first ones.
+        order = sorted(range(len(walks)), key=lambda at: -len(walks[at][2]))
+        trials = [
+            (self.narrow(scores).astype(mx.float32), self.config.logit_scale * weight, walks[at][2])
+            for at in order
+            for scores, weight in zip(*walks[at][:2], strict=True)
+        ]
+        previous = mx.stack([walks[at][3] for at in order for _ in walks[at][0]])
+        state, path = head.first_state(len(trials)), []
+        for row in range(len(trials[0][2])):
+            trials = [trial for trial in trials if row < len(trial[0])]
+            hidden = mx.stack([trial[2][row] for trial in trials])
+            count = len(trials)
+            bias, state = head.step(hidden, previous[:count], state[:count])
             chosen = [
-                (trial[row] + scale * weight * bias[at]).argmax()
-                for at, (trial, weight) in enumerate(zip(known, weights, strict=True))
+                (scores[row] + weight * bias[at]).argmax()
+                for at, (scores, weight, _) in enumerate(trials)
             ]
             previous = mx.stack(chosen)
             previous = previous if ids is None else ids[previous]
             path.append(previous)
-        return list(mx.stack(path, axis=1))
+        chains: dict[int, list[mx.array]] = {}
+        first = 0
+        for at in order:
+            scores, _, hidden, _ = walks[at]
+            tokens = mx.stack([row[first : first + len(scores)] for row in path[: len(hidden)]], 1)
+            chains[at] = list(tokens)
+            first += len(scores)
+        return [chains[at] for at in range(len(walks))]
 
     def corrected(self, logits: mx.array, hidden: mx.array, previous: mx.array) -> mx.array:
         """Logits [L, DV] in f32, bias included, of rows whose predecessors [L] are known.
@@ -175,40 +197,32 @@ class DSpark(DFlash):
             hidden = mx.concatenate([hidden, self.markov_head.markov_w1(previous)], axis=-1)
         return proj(hidden.astype(mx.float32))[:, 0].astype(mx.float32)
 
-    def candidates(
-        self,
-        hidden: mx.array,
-        anchor: mx.array,
-        target: Target,
-        sampler: Sampler,
-        calibration: Calibration,
-        count: int,
-    ) -> Candidates:
+    def rank(self, slots: Slots, calibration: Calibration, count: int) -> Ranking:
         """The likeliest tokens of every slot, with the probability of each after each before it.
 
         They are the best of the rows along the greedy walk, so its chain is among them. Of what is
         no candidate the mass is taken from there, too; a recurrent state is the walk's.
         """
         if "markov_head" not in self:
-            return super().candidates(hidden, anchor, target, sampler, calibration, count)
-        log_q, noise = sampler.foresee(self.widen(self.logits(hidden, target)[0]))
+            return super().rank(slots, calibration, count)
+        logits, hidden, anchor, sampler = slots
+        log_q, noise = sampler.foresee(self.widen(logits))
         own = self.narrow(log_q)
         noise_of_known = None if noise is None else self.narrow(noise)
         ranking = calibration.ranking(own, noise_of_known)
         weight = self.config.logit_scale / (sampler.temperature or 1.0)
         trust = 1.0 if noise is None else float(calibration.weights[0])
-        biases, states = self._greedy(ranking, trust * weight, hidden[0], anchor)
+        biases, states = self._greedy(ranking, trust * weight, hidden, anchor)
         count = min(count, MOST_CANDIDATES, own.shape[-1])
         chosen = top_candidates(ranking + trust * weight * biases, count)  # [L, K]
         ids = self.token_ids()
         tokens = chosen if ids is None else ids[chosen]
         first = mx.broadcast_to(anchor.astype(tokens.dtype), (1, count))
         before = mx.concatenate([first, tokens[:-1]])
-        slots, _ = before.shape
         inner, _ = self.markov_head.inner(
-            mx.broadcast_to(hidden[0][:, None], (slots, count, hidden.shape[-1])),
+            mx.broadcast_to(hidden[:, None], (len(before), count, hidden.shape[-1])),
             before,
-            mx.broadcast_to(states[:, None], (slots, count, states.shape[-1])),
+            mx.broadcast_to(states[:, None], (len(before), count, states.shape[-1])),
         )
         base = mx.take_along_axis(own, chosen, axis=-1)
         scores = base[:, None] + weight * self.markov_head.pairs(inner, chosen)
@@ -217,7 +231,7 @@ class DSpark(DFlash):
         inside = mx.logsumexp(mx.take_along_axis(walked, chosen, axis=-1), axis=-1)
         rest = total + mx.log(mx.maximum(1 - mx.exp(inside - total), LEAST_REST))
         normal = mx.logaddexp(mx.logsumexp(scores, axis=-1), rest[:, None])
-        return Candidates.read(tokens, scores - normal[..., None], noise)
+        return Ranking.of(tokens, scores - normal[..., None], noise)
 
     def _greedy(
         self, ranking: mx.array, weight: float, hidden: mx.array, anchor: mx.array

@@ -12,7 +12,7 @@ Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 
 from ..errors import IncompatibleDrafterError
-from ..sampling import Sampler
-from .candidates import MOST_CANDIDATES, Candidates, top_candidates
+from ..sampling import Sampler, Trials
+from .candidates import MOST_CANDIDATES, Candidates, Ranking, Slots, top_candidates
 from .config import DraftConfig
 from .context import ContextCache
 from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
@@ -80,12 +80,16 @@ class Attention(nn.Module):
         block, start = x.shape[1], cache.offset
         rows = mx.concatenate([context, x], axis=1) if context.shape[1] else x
         keys, values = cache.update(*self.keys_values(rows, start), block=block)
+        return self.attend(self.queries(x, cache.offset), keys, values)
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """The heads' outputs [1, H, B, head_dim] of a block's queries, whose own keys are last."""
         return mx.fast.scaled_dot_product_attention(
-            self.queries(x, cache.offset),
+            queries,
             keys,
             values,
             scale=self.scale,
-            mask=self.mask(block, keys.shape[2]),
+            mask=self.mask(queries.shape[2], keys.shape[2]),
             sinks=self.sinks(),
         )
 
@@ -130,26 +134,29 @@ class DraftLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def around_attention(self, x: mx.array, attention: Sublayer) -> mx.array:
+    def around_attention(
+        self, x: mx.array, attention: Sublayer, places: mx.array | None
+    ) -> mx.array:
         """The attention's share of the residual stream, from the normed input x [N, L, D]."""
         return attention(x)
 
-    def around_mlp(self, x: mx.array, mlp: Sublayer) -> mx.array:
+    def around_mlp(self, x: mx.array, mlp: Sublayer, places: mx.array | None) -> mx.array:
         """The MLP's share of the residual stream, from the normed input x [N, L, D]."""
         return mlp(x)
 
-    def __call__(self, x: mx.array, attend: Sublayer) -> mx.array:
+    def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
         """The layer's output [N, L, D] from its input x [N, L, D].
 
         `attend` makes the heads' outputs [N, H, L, head_dim] of the input of the attention: what
         there is to see is its caller's affair (a cache when drafting, whole texts in training).
+        `places` [L] are the rows' in their blocks, where x holds several one after the other.
         """
 
         def attention(inputs: mx.array) -> mx.array:
             return self.self_attn.o_proj(attend(inputs).transpose(0, 2, 1, 3).flatten(2))
 
-        x = x + self.around_attention(self.input_layernorm(x), attention)
-        return x + self.around_mlp(self.post_attention_layernorm(x), self.mlp)
+        x = x + self.around_attention(self.input_layernorm(x), attention, places)
+        return x + self.around_mlp(self.post_attention_layernorm(x), self.mlp, places)
 
 
 class DFlash(nn.Module):
@@ -216,6 +223,13 @@ class DFlash(nn.Module):
         """An empty context cache, one entry per draft layer."""
         return [ContextCache(window) for window in self.config.windows]
 
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of a request's caches after so many tokens. Nothing is computed."""
+        config, cache = self.config, self.make_cache()
+        taps = mx.zeros((1, tokens, len(config.target_layer_ids) * config.target_hidden_size))
+        self.extend(taps.astype(self.norm.weight.dtype), cache)
+        return sum(array.nbytes for layer in cache for array in layer.state)
+
     def fuse(self, taps: mx.array) -> mx.array:
         """Context features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
         if "hidden_dim_adapter" in self:
@@ -259,12 +273,15 @@ class DFlash(nn.Module):
 
     def embed_block(self, block: mx.array, target: Target) -> mx.array:
         """Embeddings [1, B, D] of a block [B]: the anchor, and masks."""
+        return self.embed_rows(block, mx.arange(len(block)), target)
+
+    def embed_rows(self, tokens: mx.array, places: mx.array, target: Target) -> mx.array:
+        """Embeddings [1, R, D] of the rows of blocks, [R] each; 0 is the place of an anchor."""
         if "mask_embedding" not in self:
-            return self.embed(block[None], target)
-        masks = mx.broadcast_to(self.mask_embedding, (1, len(block) - 1, len(self.mask_embedding)))
-        masks = masks * self.config.input_embedding_scale
-        anchor = self.embed(block[None, :1], target)
-        return mx.concatenate([anchor, masks.astype(anchor.dtype)], axis=1)
+            return self.embed(tokens[None], target)
+        rows = self.embed(mx.where(places == 0, tokens, 0)[None], target)
+        mask = (self.mask_embedding * self.config.input_embedding_scale).astype(rows.dtype)
+        return mx.where((places == 0)[:, None], rows, mask)
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
         """Logits [N, L, DV] of hidden states [N, L, D], through its own head or the target's.
@@ -311,7 +328,23 @@ class DFlash(nn.Module):
 
         On the device, like everything before it: nothing waits.
         """
-        return sampler.draft(self.widen(self.logits(hidden, target)[0]))
+        slots = Slots(self.logits(hidden, target)[0], hidden[0], anchor, sampler)
+        return self.choose([(slots, self.trials(slots))])[0]
+
+    def trials(self, slots: Slots) -> Trials:
+        """What the tokens of a request's slots are chosen by; a processor of the request's runs."""
+        return slots.sampler.trials(self.widen(slots.logits))
+
+    def choose(self, requests: Sequence[tuple[Slots, Trials]]) -> list[mx.array]:
+        """The drafted tokens [L] of every request, given what its `trials` are."""
+        return [
+            slots.sampler.settle(chains)
+            for (slots, _), chains in zip(requests, self.chains(requests), strict=True)
+        ]
+
+    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
+        """The tokens [L] that each trial of every request draws."""
+        return [[trial.argmax(axis=-1) for trial in scores] for _, (scores, _) in requests]
 
     def candidates(
         self,
@@ -326,11 +359,16 @@ class DFlash(nn.Module):
 
         Ranked on the device with the noise of the target's choice, and then read: this waits.
         """
-        log_q, noise = sampler.foresee(self.widen(self.logits(hidden, target)[0]))
+        slots = Slots(self.logits(hidden, target)[0], hidden[0], anchor, sampler)
+        return Candidates.read_together([self.rank(slots, calibration, count)])[0]
+
+    def rank(self, slots: Slots, calibration: Calibration, count: int) -> Ranking:
+        """What `candidates` reads; nothing waits."""
+        log_q, noise = slots.sampler.foresee(self.widen(slots.logits))
         count = min(count, MOST_CANDIDATES, log_q.shape[-1])
         tokens = top_candidates(calibration.ranking(log_q, noise), count)
         chosen = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
-        return Candidates.read(tokens, chosen, noise)
+        return Ranking.of(tokens, chosen, noise)
 
     def start(self, target: Target, sampler: Sampler | None = None) -> DraftSession:
         """Begin one request over `target`; without a sampler it drafts greedily.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from ..proposal import Proposal
+from ..target.contents import Arrays, inside
 from .context import ContextCache, ContextMark
 from .tree import DraftTree
 
@@ -62,6 +64,22 @@ class Confident(Protocol):
     def confidence(self, hidden: mx.array, previous: mx.array) -> mx.array: ...
 
 
+class Part(NamedTuple):
+    """One request's part of a pass of the network.
+
+    Attributes:
+        block: [B] token ids, the anchor and masks.
+        taps: [1, S, K*D], features that enter the context first.
+        cache: the context, of each layer.
+        sampler: the request's.
+    """
+
+    block: mx.array
+    taps: mx.array
+    cache: list[ContextCache]
+    sampler: Sampler
+
+
 class DraftSession:
     """Drafts chains and trees for one request with a network over its target.
 
@@ -113,6 +131,37 @@ class DraftSession:
         for waiting in pending:
             self._wait(waiting)
 
+    def rows(self, start: int, end: int) -> Arrays:
+        """Keys and values [1, KV, S, head_dim] of S tokens in the layers without a window."""
+        self._take_in(end)
+        return {
+            f"{at}.{name}": x
+            for at, layer in enumerate(self._cache)
+            for name, x in layer.rows(start, end).items()
+        }
+
+    def state(self) -> Arrays:
+        """The windows of the others."""
+        self._take_in(self.position)
+        return {
+            f"{at}.{name}": x
+            for at, layer in enumerate(self._cache)
+            for name, x in layer.recent().items()
+        }
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Begin with `position` tokens that other sessions have taken in; see `Storable`."""
+        for at, layer in enumerate(self._cache):
+            pieces = [inside(piece, f"{at}.") for piece in rows]
+            layer.restore(position, pieces, inside(state, f"{at}."), room)
+        self._start_computing()
+
+    def _take_in(self, position: int) -> None:
+        """Have no features wait of the tokens before a position."""
+        if self._cache[0].offset < position:
+            self._drafter.extend(self._take_pending(), self._cache)
+            self._start_computing()
+
     def extend(self, taps: mx.array) -> None:
         """Take in the features [1, S, K*D] of S newly committed tokens, in order."""
         if self._waiting >= MOST_WAITING:
@@ -143,10 +192,15 @@ class DraftSession:
         """Draft a chain of at most `width` rows, the anchor first; nothing waits for the device."""
         if width == 1:
             return Proposal([anchor])
-        block, hidden = self._forward(anchor, width)
-        drafts = self._drafter.draft(hidden, block[0], self._target, self._sampler)
-        tokens = mx.concatenate([block[:1], drafts.astype(block.dtype)])
-        self._last = hidden[0], tokens[:-1]
+        part = self.part(anchor, width)
+        hidden = self._hidden(part)
+        drafts = self._drafter.draft(hidden, part.block[0], self._target, self._sampler)
+        return self.chain(part, hidden[0], drafts)
+
+    def chain(self, part: Part, hidden: mx.array, drafts: mx.array) -> Proposal:
+        """The proposal of tokens [L] that were drafted in slots with hidden states [L, D]."""
+        tokens = mx.concatenate([part.block[:1], drafts.astype(part.block.dtype)])
+        self._last = hidden, tokens[:-1]
         return Proposal(tokens)
 
     def confidence(self) -> mx.array | None:
@@ -167,20 +221,32 @@ class DraftSession:
             width: the most rows of a path of it, the anchor included; 2 or more.
             calibration: what is known about the drafter's probabilities.
         """
-        block, hidden = self._forward(anchor, width)
+        part = self.part(anchor, width)
         candidates = self._drafter.candidates(
-            hidden, block[0], self._target, self._sampler, calibration, count=rows - 1
+            self._hidden(part), part.block[0], self._target, self._sampler, calibration, rows - 1
         )
         return DraftTree(anchor, candidates, calibration, rows)
 
-    def _forward(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
-        """A block [B], and the hidden states [1, L, D] of its rows that draft: width - 1 at most.
+    def part(self, anchor: int, width: int) -> Part:
+        """This request's part of a pass over a block for `width` rows of a draft, 2 or more.
+
+        It takes the features that waited: the pass has to follow.
+        """
+        config = self._drafter.config
+        rows = min(width - 1, config.drafts) + config.first_row
+        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
+        return Part(block, self._take_pending(), self._cache, self._sampler)
+
+    @property
+    def pair(self) -> tuple[Network, Target]:
+        """The network that drafts, and the target it drafts for."""
+        return self._drafter, self._target
+
+    def _hidden(self, part: Part) -> mx.array:
+        """The hidden states [1, L, D] of a block's rows that draft.
 
         Where the anchor's row predicts nothing, neither the head nor a selector sees it.
         """
-        config, drafter = self._drafter.config, self._drafter
-        rows = min(width - 1, config.drafts) + config.first_row
-        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
-        embeddings = drafter.embed_block(block, self._target)
-        hidden = drafter(embeddings, self._take_pending(), self._cache)
-        return block, hidden[:, config.first_row :]
+        embeddings = self._drafter.embed_block(part.block, self._target)
+        hidden = self._drafter(embeddings, part.taps, part.cache)
+        return hidden[:, self._drafter.config.first_row :]

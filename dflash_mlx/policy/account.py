@@ -23,7 +23,7 @@ class Account:
     """One request's account, in units of a plain token's cost."""
 
     def __init__(self) -> None:
-        self._tokens, self._ahead = 0, 0.0  # of the rounds so far, and gained by drafting
+        self._tokens, self._ahead = 0.0, 0.0  # of the rounds so far, and gained by drafting
 
     def affordable(self, rates: Sequence[float]) -> float:
         """The cost of the dearest round that may be drafted; 1, a plain one's, at least.
@@ -45,7 +45,16 @@ class Account:
             cost += risk / (1 - path)
         return max(1.0, min(cost, 1 + CREDIT + self._ahead))
 
-    def book(self, cost: float, tokens: int) -> None:
+    @property
+    def affordable_together(self) -> float:
+        """As `affordable`, of a round that many requests share.
+
+        The luck of many evens out: so what counts is what was lost, not what might be.
+        """
+        risk = min(CREDIT, FIRST + SHARE * (self._tokens + 1)) + self._ahead
+        return 1 + CREDIT + self._ahead if risk > 0 else 1.0
+
+    def book(self, cost: float, tokens: float) -> None:
         """Take in what a round cost and brought."""
         self._tokens += tokens
         self._ahead = min(SAVINGS, self._ahead + (1 + ALLOWANCE) * tokens - cost)

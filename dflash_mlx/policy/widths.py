@@ -172,8 +172,7 @@ class Widths:
             certainty: log-probability of the target's favourite where it chose the last token;
                 None if that is not known.
         """
-        self._look_up(context)
-        self._at = level(certainty)
+        self.look(context, certainty)
         rates = self.rates()
         expected, affordable = _tokens(rates), self._affordable(rates)
         speeds = [
@@ -185,6 +184,11 @@ class Widths:
         if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
             best = 1
         return self._trial(best, limit, expected, affordable) or best
+
+    def look(self, context: int, certainty: float | None) -> None:
+        """Where the next round begins; `width` says what the two are."""
+        self._look_up(context)
+        self._at = level(certainty)
 
     def free(self, rates: Sequence[float], limit: int) -> tuple[int, float]:
         """The best rows of a chain that costs nothing to draft, after `width` was asked.
@@ -275,6 +279,10 @@ class Widths:
                 # As it came on a machine as busy as this; a round that stalled is not drafting's.
                 cost = min(cost, seconds / (plain * self._measured[0]) * self._seconds[0])
         self.book(cost, accepted)
+        self.observe_shared(drafted, accepted)
+
+    def observe_shared(self, drafted: int, accepted: int) -> None:
+        """Take in a round of many requests, whose cost is on another account."""
         if drafted:
             self.learn(self._at, drafted, accepted)
         else:

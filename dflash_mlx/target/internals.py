@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
 from mlx_lm.models.deepseek_v32 import DeepseekV32Attention
-from mlx_lm.models.deepseek_v41 import LayerCache
+from mlx_lm.models.deepseek_v41 import LayerCache, _window_indices
 from mlx_lm.models.deepseek_v41 import _apply_rope as apply_rope
 from mlx_lm.models.deepseek_v41 import _fake_quant_fp4 as fake_quant_fp4
 from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
@@ -130,6 +130,16 @@ def is_mla(layer: nn.Module | None) -> bool:
     return hasattr(attention_of(layer), "kv_lora_rank")
 
 
+def is_sharded(mixer: Any) -> bool:
+    """Whether a Gated DeltaNet has a part of its heads only, the others being other machines'."""
+    return getattr(mixer, "sharding_group", None) is not None
+
+
+def has_indexer(attention: nn.Module) -> bool:
+    """Whether MLA has an indexer, which picks what each query sees (DeepSeek-V3.2, GLM-5)."""
+    return type(attention) is DeepseekV32Attention
+
+
 def compression(attention: Any) -> int:
     """Rows that a DeepSeek-V4.1 layer pools into an entry; 0 for one that reads another's."""
     compressor = getattr(attention, "compressor", None)
@@ -162,6 +172,24 @@ def in_temporal_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     return cache._temporal_order(rows)
 
 
+def window_of(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
+    """A sliding window's keys and values [1, H, N, D], by position, without what it has passed."""
+    rows = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+    passed = rows[0].shape[2] - cache.max_size
+    keys, values = (cache._trim(passed, x) if passed > 0 else x for x in rows)
+    return keys, values
+
+
+def fill_window(cache: RotatingKVCache, position: int, keys: mx.array, values: mx.array) -> None:
+    """Make a sliding window the one of a position; its rows are as `window_of` gives them."""
+    cache.keys, cache.values, cache.offset, cache._idx = keys, values, position, keys.shape[2]
+
+
+def mask_of(cache: Any, rows: int, **settings: Any) -> Any:
+    """The mask of the next rows that a model would get from this cache; None for none."""
+    return cache.make_mask(rows, **settings)
+
+
 def hook(
     cache: Any, make_mask: Callable[..., mx.array], update_and_fetch: Callable[..., Any]
 ) -> None:
@@ -183,3 +211,9 @@ def watch_window(cache: LayerCache, seen: Callable[[mx.array], None]) -> None:
         return update_window(rows)
 
     cache.update_window = update_and_tell
+
+
+def window_indices(cache: LayerCache, rows: int) -> mx.array:
+    """The rows [rows, W] of its window, older ones first, that each of the next rows sees."""
+    held = 0 if cache.window is None else cache.window.shape[1]
+    return _window_indices(previous=held, length=rows, window=cache.window_size)

@@ -29,30 +29,47 @@ def absorb(layers: list[nn.Module], overrides: Overrides) -> None:
     for layer in layers:
         attention = attention_of(layer)
         if type(attention) is DeepseekV3Attention:
-            overrides.replace(attention, _dense)
+            overrides.replace(attention, dense)
         elif type(attention) is DeepseekV32Attention:
-            overrides.replace(attention, _sparse)
+            overrides.replace(attention, sparse)
 
 
-def _dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+def dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
     """DeepSeek-V3's attention: x [1, L, D] -> [1, L, D]."""
     if self.q_lora_rank is None:
         queries = self.q_proj(x)
     else:
         queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
     q, q_pe, latent, k_pe = _project(self, x, queries, cache)
-    scores = _rotary_scores(self, q_pe, k_pe, mask)
+    scores = rotary_scores(self, q_pe, k_pe, mask)
     output = scaled_dot_product_attention(
         self.embed_q(q), latent, latent, cache=cache, scale=self.scale, mask=scores
     )
     return _heads_to_output(self, self.unembed_out(output))
 
 
-def _sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+def sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
     """DeepSeek-V3.2's attention: past `index_topk` rows, each query sees those it picks."""
     residual = self.q_a_layernorm(self.q_a_proj(x))
-    q, q_pe, latent, k_pe = _project(self, x, self.q_b_proj(residual), cache[0])
+    parts = _project(self, x, self.q_b_proj(residual), cache[0])
     picked = self.indexer(x, residual, mask, cache=cache[1])
+    return _heads_to_output(self, attend_to_picked(self, *parts, picked, mask, cache))
+
+
+def attend_to_picked(
+    self: Any,
+    q: mx.array,
+    q_pe: mx.array,
+    latent: mx.array,
+    k_pe: mx.array,
+    picked: mx.array | None,
+    mask: mx.array | None,
+    cache: Any,
+) -> mx.array:
+    """The heads' outputs [1, H, L, v_head_dim] of `_project`'s parts, each query's own rows seen.
+
+    `picked` [1, 1, L, topk] are these; None for all.
+    """
     # As in mlx-lm: the indexer's cache is evaluated even while every row is still picked.
     cache[0].keys = mx.depends(cache[0].keys, (cache[1].keys, cache[1].values))
     if picked is not None:
@@ -62,12 +79,12 @@ def _sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = N
         latent, k_pe = latent[0, 0][picked][:, None], k_pe[0, 0][picked][:, None]
         if mask is not None:
             mask = mx.take_along_axis(mask, picked, axis=-1)[:, None, None]
-    scores = _rotary_scores(self, q_pe, k_pe, mask)
+    scores = rotary_scores(self, q_pe, k_pe, mask)
     output = scaled_dot_product_attention(
         self.embed_q(q), latent, latent, cache=cache, scale=self.scale, mask=scores
     )
     output = self.unembed_out(output)
-    return _heads_to_output(self, output if picked is None else output.transpose(2, 1, 0, 3))
+    return output if picked is None else output.transpose(2, 1, 0, 3)
 
 
 def _project(
@@ -85,7 +102,7 @@ def _project(
     return q, q_pe, latent, k_pe
 
 
-def _rotary_scores(self: Any, q_pe: mx.array, k_pe: mx.array, mask: mx.array | None) -> mx.array:
+def rotary_scores(self: Any, q_pe: mx.array, k_pe: mx.array, mask: mx.array | None) -> mx.array:
     """The rotary part of the attention scores, which also carries the mask."""
     scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
     if mask is None:

@@ -49,7 +49,7 @@ class RecurrentTape:
         self._inputs: mx.array  # of the convolution, [1, kernel - 1 + S, C]
         self._mixed: mx.array  # what it made of them, [1, S, C]
         self._gates: dict[str, mx.array] = {}  # a: decay, b: beta; each [1, S, Hv]
-        self._kernels: Kernels | None = None
+        self.kernels: Kernels | None = None  # what the recurrence runs on; None for mlx-lm's own
         overrides.watch(mixer.conv1d, self._record_convolution)
         if isinstance(mixer, Qwen3NextGatedDeltaNet):
             overrides.watch(mixer.in_proj_ba, self._record_both_gates)
@@ -60,6 +60,15 @@ class RecurrentTape:
     def begin(self) -> None:
         """Hold on to the state that a verify is about to replace."""
         self._state = self._cache[1]
+
+    def record(self, inputs: mx.array, mixed: mx.array, a: mx.array, b: mx.array) -> None:
+        """Take what entered the recurrence in a forward that tells it.
+
+        Args:
+            inputs, mixed: the convolution's, [1, kernel - 1 + S, C], and its outputs [1, S, C].
+            a, b: what decay and beta are made of, [1, S, Hv].
+        """
+        self._inputs, self._mixed, self._gates = inputs, mixed, {"a": a, "b": b}
 
     def keep(self, kept: int, rejected: int) -> None:
         """Set the cache to what it is after the first `kept` rows of the verify."""
@@ -79,7 +88,7 @@ class RecurrentTape:
 
         The mixer runs its own code with the recurrence's name bound to ours, as in `attention`.
         """
-        self._kernels = kernels
+        self.kernels = kernels
         call = rebound(type(self._mixer).__call__, **{RECURRENCE: self._update})
         overrides.replace(self._mixer, call)
 
@@ -87,7 +96,7 @@ class RecurrentTape:
         """Have the mixer read the tree that `tree` gives, and the tape record what enters it."""
 
         def call(mixer: nn.Module, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-            output, inputs, mixed = mix(mixer, x, cache, tree(), self._kernels)
+            output, inputs, mixed = mix(mixer, x, cache, tree(), self.kernels)
             self._record_convolution(inputs, mixed)
             return output
 
@@ -107,11 +116,11 @@ class RecurrentTape:
         Bit for bit what mlx-lm computes for these rows.
         """
         mixer = self._mixer
-        if self._kernels is not None:
+        if self.kernels is not None:
             gates = delta_gates(mixer, a, b)
             state = first_state(values, keys) if self._state is None else self._state
             rows = mx.arange(keys.shape[1])
-            return self._kernels.delta_replay(keys, values, *gates, state, rows, rows.size)
+            return self.kernels.delta_replay(keys, values, *gates, state, rows, rows.size)
         if self._state is not None and mx.default_device() == mx.Device(mx.cpu):
             decay = compute_g(mixer.A_log, a, mixer.dt_bias)
             return _replay_steps(self._state, keys, values, decay, mx.sigmoid(b))
@@ -133,9 +142,9 @@ class RecurrentTape:
         use_kernel: bool = True,
     ) -> tuple[mx.array, mx.array | None]:
         """What stands for mlx-lm's `gated_delta_update` in a chain; there is never a mask."""
-        assert self._kernels is not None
+        assert self.kernels is not None
         state = first_state(v, k) if state is None else state
-        return self._kernels.delta(q, k, v, *delta_gates(self._mixer, a, b), state)
+        return self.kernels.delta(q, k, v, *delta_gates(self._mixer, a, b), state)
 
     def _record_convolution(self, inputs: mx.array, outputs: mx.array) -> None:
         self._inputs, self._mixed = inputs, outputs

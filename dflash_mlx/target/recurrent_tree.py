@@ -8,6 +8,7 @@ left as it was: the tape, which gets what entered the recurrence, replays the ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -34,27 +35,38 @@ def mix(
         Its output [1, N, D], and for the tape the convolution's inputs [1, kernel - 1 + N, C] and
         outputs [1, N, C].
     """
-    rows, past = len(tree), mixer.conv_kernel_size - 1
-    mixed, z, b, a = _project(mixer, x)
-    held = cache[0]
-    if held is None:
-        held = mx.zeros((1, past, mixer.conv_dim), x.dtype)
-    inputs = mx.concatenate([held, mixed], axis=1)
-    convolved = mixer.conv1d(inputs[0][tree.windows(past + 1, past)]).transpose(1, 0, 2)
+    past = mixer.conv_kernel_size - 1
+    mixed, z, b, a = project(mixer, x)
+    inputs = mx.concatenate([held_inputs(mixer, cache, x.dtype), mixed], axis=1)
+    convolved = convolve(mixer, inputs, tree.windows(past + 1, past))
+    rows = (*heads(mixer, convolved), a, b)
+    out = mixer.norm(recur(mixer, rows, cache[1], tree, kernels), z)
+    return mixer.out_proj(out.reshape(*x.shape[:2], -1)), inputs, convolved
+
+
+def held_inputs(mixer: Any, cache: Any, dtype: mx.Dtype) -> mx.array:
+    """The convolution's inputs [1, kernel - 1, C] before the next row."""
+    if cache[0] is not None:
+        return cache[0]
+    return mx.zeros((1, mixer.conv_kernel_size - 1, mixer.conv_dim), dtype)
+
+
+def convolve(mixer: Any, inputs: mx.array, windows: mx.array) -> mx.array:
+    """The convolution's outputs [1, N, C]; `windows` [N, kernel] are each row's inputs' places."""
+    return mixer.conv1d(inputs[0][windows]).swapaxes(0, 1)
+
+
+def heads(mixer: Any, convolved: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries and keys [1, N, Hk, Dk] and values [1, N, Hv, Dv] of the convolution's outputs."""
     split = mx.split(nn.silu(convolved), [mixer.key_dim, 2 * mixer.key_dim], axis=-1)
+    sizes = mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
     q, k, v = (
-        part.reshape(rows, 1, -1, size)
-        for part, size in zip(
-            split, (mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim), strict=True
-        )
+        part.reshape(*part.shape[:2], -1, size) for part, size in zip(split, sizes, strict=True)
     )
-    q, k = normalize_qk(q, k, inv_scale=mixer.head_k_dim**-0.5, eps=1e-6)
-    a, b = a.transpose(1, 0, 2), b.transpose(1, 0, 2)  # each [N, 1, Hv]
-    out = mixer.norm(_recur(mixer, (q, k, v, a, b), cache[1], tree, kernels), z)
-    return mixer.out_proj(out.reshape(1, rows, -1)), inputs, convolved
+    return (*normalize_qk(q, k, inv_scale=mixer.head_k_dim**-0.5, eps=1e-6), v)
 
 
-def _project(mixer: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+def project(mixer: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Queries, keys and values side by side [1, N, C]; z [1, N, Hv, Dv]; b and a [1, N, Hv]."""
     if isinstance(mixer, Qwen3NextGatedDeltaNet):
         q, k, v, z, b, a = mixer.fix_query_key_value_ordering(
@@ -75,18 +87,19 @@ def first_state(values: mx.array, keys: mx.array) -> mx.array:
     return mx.zeros((1, *values.shape[-2:], keys.shape[-1]))
 
 
-def _recur(
+def recur(
     mixer: Any,
-    rows: tuple[mx.array, ...],
+    rows: Sequence[mx.array],
     state: mx.array | None,
     tree: Tree,
     kernels: Kernels | None,
 ) -> mx.array:
-    """The recurrence's output [1, N, Hv, Dv] of q, k, v, a, b, each [N, 1, ...]."""
+    """The recurrence's output [1, N, Hv, Dv] of a tree's q, k, v, a, b, each [1, N, ...]."""
     if kernels is not None:
-        q, k, v, a, b = (part.swapaxes(0, 1) for part in rows)
+        q, k, v, a, b = rows
         state = first_state(v, k) if state is None else state
         return kernels.delta(q, k, v, *delta_gates(mixer, a, b), state, tree.parents)[0]
+    rows = [part.swapaxes(0, 1) for part in rows]
     outputs, above = [], {-1: 0}  # a row's place among those of its depth
     for level in tree.levels:
         nodes = mx.array(level)

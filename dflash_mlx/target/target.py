@@ -7,24 +7,27 @@ and its neighbours hold every touch of mlx-lm's model internals.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import pairwise, zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..kernels.modules import Wiring
 from ..proposal import Proposal
 from ..threads import evaluate
-from . import internals, marks
+from . import contents, internals, marks
 from .attention import attend_with, check_exact
 from .kv_bits import make_cache
 from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
 from .rollback import rollback_for
+from .segment import Segment
 from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
 
@@ -137,11 +140,16 @@ class Target:
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
         overrides = self.overrides()
-        with self._forwards:
+        with self.at_rest:
             taps = self.tap(layers, overrides)
         with overrides.installed():
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
+
+    @property
+    def at_rest(self) -> AbstractContextManager[Any]:
+        """No forward runs inside: every module is of its own class."""
+        return self._forwards
 
     def overrides(self) -> Overrides:
         """An empty set of overrides of this model's modules; two never run at the same time."""
@@ -174,8 +182,14 @@ class Target:
 
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
-        with self._forwards:  # another thread's would have modules of other classes
+        with self.at_rest:  # another thread's would have modules of other classes
             return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
+
+    def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
+        """Bytes of a request's caches after so many tokens. Nothing is computed."""
+        session = self.start((), kv_bits)
+        session.expect(tokens)
+        return session.bytes
 
 
 class TargetSession:
@@ -188,7 +202,7 @@ class TargetSession:
         tap_layers: Sequence[int],
         kv_bits: int | None,
     ) -> None:
-        self._target, self._model = target, target.model
+        self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
         self._prefill, self._verify = target.overrides(), target.overrides()
         self._prefill_taps = target.tap(tap_layers, self._prefill)
         target.read_last_row(self._prefill)
@@ -211,22 +225,35 @@ class TargetSession:
                 if isinstance(rollback, RecurrentTape):
                     rollback.compute_with(target.wiring.kernels, self._verify)
         self._tree_reader: TreeReader | None = None  # made for the first tree
-        self._layers = layers
+        self._layers, self.kv_bits = layers, kv_bits
         self._unsettled = 0  # rows of the last verify that commit has not decided about
         self.position = 0  # committed tokens in the caches
         self.whole = True  # False while a forward changes the caches, and if it never ended
 
-    def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[mx.array | None, mx.array]]:
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        stops: Sequence[int] = (),
+        step: Callable[[], int] = lambda: PREFILL_STEP,
+    ) -> Iterator[tuple[mx.array | None, mx.array]]:
         """Read a prompt, forward by forward: logits and taps [1, S, K*D].
 
         The last forward's logits [1, V] are those after its last row, which the head alone sees;
         the others' are None. What only logits need, the last layer's MLP for one, is computed for
         the rows of the last forward, so that one is short; a short prompt needs no other.
         Caches and logits are computed, taps may not be.
+
+        Args:
+            tokens: the prompt's.
+            stops: positions at which a forward ends.
+            step: says how many tokens the next forward may have.
         """
-        body = max(0, len(tokens) - LAST_STEP)
-        starts = [*range(0, body, PREFILL_STEP), *range(body, len(tokens), LAST_STEP)]
-        for start, end in pairwise([*starts, len(tokens)]):
+        last_begins = max(0, len(tokens) - LAST_STEP)
+        borders = sorted({last_begins, *(at - self.position for at in stops), len(tokens)})
+        end = 0
+        while end < len(tokens):
+            start = end
+            end = min(start + step(), next(border for border in borders if border > start))
             last, self.whole = end == len(tokens), False
             with self._prefill.installed():
                 logits = self._model(mx.array([list(tokens[start:end])]), cache=self._cache)[0, -1:]
@@ -243,25 +270,46 @@ class TargetSession:
         Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
         for more rows than exact verification takes.
         """
+        segment = self.segment(proposal)
+        self.begin(segment)
+        tokens, reader = segment.tokens[None], segment.reader
+        if reader is None:
+            with self._verify.installed():
+                logits = self._model(tokens, cache=self._cache)
+        else:
+            with reader.reading(proposal), self._verify.installed(reader.overrides):
+                logits = self._model(tokens, cache=self._cache)
+        return logits[0], self._verify_taps.take(len(proposal))
+
+    def segment(self, proposal: Proposal) -> Segment:
+        """What a forward over the proposal needs of this request. Raises as `verify` does."""
         if self._widest is not None and len(proposal) > self._widest:
             raise SettingsError(
                 f"exact: at most {self._widest} rows are verified at once; load the model with "
                 "exact=False (--no-exact) for more."
             )
         reader = None if proposal.is_chain else self._reader()
-        self.whole, self._unsettled = False, len(proposal)
-        tokens = proposal.tokens
-        if not isinstance(tokens, mx.array):
-            tokens = mx.array(list(tokens))
+        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
+        return Segment(proposal, self.position, self._cache, self._rollback, entries, reader)
+
+    def begin(self, segment: Segment) -> None:
+        """The forward over the segment is next, whoever runs it; then `commit` follows."""
+        self.whole, self._unsettled = False, len(segment.proposal)
         for rollback in self._rollback:
             rollback.begin()
-        if reader is None:
-            with self._verify.installed():
-                logits = self._model(tokens[None], cache=self._cache)
-        else:
-            with reader.reading(proposal), self._verify.installed(reader.overrides):
-                logits = self._model(tokens[None], cache=self._cache)
-        return logits[0], self._verify_taps.take(len(proposal))
+
+    def expect(self, tokens: int) -> None:
+        """Have caches of the shapes that they have after so many tokens, and compute nothing."""
+        for start in range(0, tokens, PREFILL_STEP):
+            chunk = mx.zeros((1, min(PREFILL_STEP, tokens - start)), mx.int32)
+            with self._prefill.installed():
+                self._model(chunk, cache=self._cache)
+
+    @property
+    def bytes(self) -> int:
+        """Of the caches."""
+        leaves = tree_flatten([marks.arrays(cache) for cache in self._cache])
+        return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
@@ -295,11 +343,48 @@ class TargetSession:
         marks.rewind(self._cache, self.position, mark)
         self.position = mark.position
 
+    def rows(self, start: int, end: int) -> contents.Arrays:
+        """What belongs to the tokens from `start` to `end`, by name: slices, to be copied."""
+        found = {}
+        for at, (cache, layer) in enumerate(zip(self._cache, self._layers, strict=False)):
+            ratio = internals.compression(internals.attention_of(layer))
+            for name, x in contents.rows(cache, start, end, ratio).items():
+                found[f"{at}.{name}"] = x
+        return found
+
+    def state(self) -> contents.Arrays:
+        """The rest: what is good at this position alone, by name."""
+        return {
+            f"{at}.{name}": x
+            for at, cache in enumerate(self._cache)
+            for name, x in contents.state(cache).items()
+        }
+
+    def restore(
+        self, position: int, rows: Sequence[contents.Arrays], state: contents.Arrays, room: int
+    ) -> None:
+        """Begin with `position` tokens that other sessions have read.
+
+        Args:
+            rows: from `rows`, stretch after stretch, up to the position.
+            state: from `state` at the position.
+            room: tokens that are about to follow.
+        """
+        for at, cache in enumerate(self._cache):
+            pieces = [contents.inside(piece, f"{at}.") for piece in rows]
+            contents.fill(cache, position, pieces, contents.inside(state, f"{at}."), room)
+        self.position = position
+        self._start_computing()
+
+    def _start_computing(self) -> None:
+        """Leave nothing lazy in the caches: the next forward may be another thread's."""
+        mx.async_eval([marks.arrays(cache) for cache in self._cache])
+
     def _reader(self) -> TreeReader:
         """What reads this request's trees. Raises `UnsupportedTreeError`."""
         if self._tree_reader is None:
             self._target.check_trees()
             of = (self._layers, self._cache, self._rollback, self._target.overrides())
-            with self._target._forwards:  # as in `start`
+            with self._target.at_rest:  # as in `start`
                 self._tree_reader = TreeReader(*of)
         return self._tree_reader

@@ -1,0 +1,185 @@
+"""The engine: many requests at once, each with the text that it would have alone.
+
+Jobs come from any thread. One thread owns the arrays, and takes a step of all of them (`seats`)
+after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Any, Self
+
+from ..begin import begin, check_kinds
+from ..drafter.plain import NoDrafter
+from ..drafter.protocol import Drafter
+from ..errors import EngineError, SettingsError
+from ..loop import Together
+from ..policy.rounds import AnyPolicy
+from ..policy.trees import TreePolicy
+from ..policy.widths import Policy
+from ..prefix.protocol import Prefix
+from ..prompt import Prompt
+from ..reading import is_positive, is_whole, shown
+from ..request import Request
+from ..sampling import Sampler
+from ..target import Target
+from ..threads import clean_up_at_end
+from .costs import SharedCosts
+from .job import Job
+from .memory import Memory
+from .rows import SharedRounds
+from .seats import Seats
+from .together import Flat
+
+MOST_JOBS = 32
+STALL_MS = 250.0
+
+
+class Engine:
+    """Many requests of one pair, in one forward a round.
+
+    Close it when done; as a context it closes itself.
+
+    Args:
+        target, drafter: as in `stream_generate`.
+        policy: of the jobs that do not bring their own. With one, rows go to the likeliest drafts
+            of all jobs, as many as pay on this machine, which is measured now unless it is known;
+            None drafts whole blocks.
+        memory: bytes for the caches of all jobs together; None is without limit.
+        prefix: a `PrefixStore` for the jobs that bring no conversation or store of their own.
+        stall_ms: for how long reading a prompt may hold up the texts of others.
+        most_jobs: how many have rounds together; the others wait for their turn.
+        together: how rounds draft and verify; None is in one pass of each.
+
+    Raises `SettingsError`, and `IncompatibleDrafterError` for a drafter of another target.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        policy: AnyPolicy | None = None,
+        memory: int | None = None,
+        prefix: Prefix | None = None,
+        stall_ms: float = STALL_MS,
+        most_jobs: int = MOST_JOBS,
+        together: Together | None = None,
+    ) -> None:
+        check_kinds(drafter, policy, prefix=prefix)
+        if memory is not None and not is_whole(memory, 1, 2**63):
+            raise SettingsError(f"memory must be None or a number of bytes, not {shown(memory)}.")
+        if not is_positive(stall_ms):
+            raise SettingsError(f"stall_ms must be above 0, not {shown(stall_ms)}.")
+        if not is_whole(most_jobs):
+            raise SettingsError(
+                f"most_jobs must be a whole number, 1 or more, not {shown(most_jobs)}."
+            )
+        self._pair, self._policy, self._prefix = (target, drafter), policy, prefix
+        self._fits: set[int | None] = set()  # kv_bits that the caches were tried with
+        self._check(None)
+        self._memory = Memory(target, drafter, memory, prefix)
+        together = together or Flat(target, _shared_rounds(target, drafter, policy))
+        self._seats = Seats(together, self._memory, most_jobs, stall_ms / 1e3)
+        self._arrived: deque[tuple[Job, Request]] = deque()  # what other threads have put there
+        self._lock, self._scheduled, self._closed = threading.Lock(), False, False
+        # Its thread waits for steps, ends with the engine, and is joined when the program ends.
+        self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
+
+    def submit(self, prompt: Prompt, **settings: Any) -> Job:
+        """Have a text made; from any thread.
+
+        Args:
+            prompt, settings: those of `stream_generate`.
+
+        Raises at once what `stream_generate` raises at once; `NotEnoughMemoryError` where the text
+        could outgrow the engine's memory, and `EngineError` when the engine is closed.
+        """
+        settings.setdefault("policy", self._policy)
+        if settings.get("conversation") is None:
+            settings.setdefault("prefix", self._prefix)
+        request = begin(*self._pair, prompt, **settings)
+        with ExitStack() as refused:
+            refused.callback(request.close)
+            self._check(request.kv_bits)
+            self._memory.check(request)
+            job = Job(request.stats, self._wake)
+            with self._lock:
+                if self._closed or not (self._scheduled or self._schedule()):
+                    raise EngineError("The engine is closed: make another.")
+                self._arrived.append((job, request))
+            refused.pop_all()
+        return job
+
+    def close(self) -> None:
+        """Cancel what is left, and end the thread."""
+        with self._lock:
+            self._closed = True
+        self._wake()
+        self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        """This."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _check(self, kv_bits: int | None) -> None:
+        """Raise what starting a request of this pair raises."""
+        if kv_bits not in self._fits:
+            target, drafter = self._pair
+            drafter = drafter or NoDrafter()
+            target.start(drafter.tap_layers, kv_bits)
+            drafter.start(target, Sampler())
+            self._fits.add(kv_bits)
+
+    def _wake(self) -> None:
+        """Have a step taken, unless one is to be taken anyway."""
+        with self._lock:
+            if not self._scheduled:
+                self._schedule()
+
+    def _schedule(self) -> bool:
+        """Have a step taken; whether it will be. The lock is held."""
+        with suppress(RuntimeError):  # the engine was closed, or the program ends
+            self._thread.submit(self._step)
+            self._scheduled = True
+        return self._scheduled
+
+    # What follows runs in the engine's thread.
+
+    def _step(self) -> None:
+        """A step of all, and another while anybody is left."""
+        with self._lock:
+            self._scheduled = False
+            while self._arrived:
+                self._seats.add(*self._arrived.popleft())
+        if self._closed:
+            self._seats.dismiss()
+        self._seats.step()
+        with self._lock:
+            if self._seats.busy and not self._scheduled and not self._schedule():
+                self._closed = True
+        if self._closed:
+            self._seats.dismiss()
+
+
+def _shared_rounds(
+    target: Target, drafter: Drafter | None, policy: AnyPolicy | None
+) -> SharedRounds | None:
+    """What shares out rows by their cost; None where none of them is to be weighed."""
+    chains = policy.chains if isinstance(policy, TreePolicy) else policy
+    if drafter is None or not isinstance(chains, Policy) or chains.widest == 1:
+        return None
+    return SharedRounds(SharedCosts.of(target, drafter, chains.costs, chains.widest))

@@ -1,0 +1,98 @@
+"""Requests in one forward, and beside each of them the same request alone."""
+
+import gc
+import random
+import sys
+from collections.abc import Sequence
+
+import mlx.core as mx
+from families import random_model, random_prompt, target_of
+from mlx.utils import tree_flatten
+from trees import random_tree
+
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.target import Target, TargetSession
+from dflash_mlx.target.forest import Forest
+
+# MLX's reference BLAS sums every row alike; others choose how by the number of rows.
+EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
+TOLERANCE = 5e-5
+PROMPTS = (1, 45, 20, 33, 31, 3, 12, 32)  # windows of the families are 32 rows
+QUANTIZABLE = (
+    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "llama"),
+    *("minimax_m2", "glm4_moe"),
+)
+
+
+def tiny_target(family: str, **changes) -> Target:
+    return target_of(random_model(family, **changes), family)
+
+
+def same(found: mx.array, expected: mx.array) -> bool:
+    """Bit for bit, where the machine's products allow it."""
+    if EXACT:
+        return mx.array_equal(found, expected).item()
+    return found.shape == expected.shape and mx.allclose(found, expected, atol=TOLERANCE).item()
+
+
+def states_are_same(one: TargetSession, other: TargetSession) -> bool:
+    """Whether all that two sessions' caches hold is the same."""
+    states = [tree_flatten([cache.state for cache in each._cache]) for each in (one, other)]
+    pairs = zip(*states, strict=True)
+    return all(same(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1] for a, b in pairs)
+
+
+def memory() -> int:
+    """Bytes in use, once nothing is on its way and no garbage is left."""
+    gc.collect()
+    mx.synchronize()
+    return mx.get_active_memory()
+
+
+class Company:
+    """Requests that are verified together, each with a twin that is verified alone."""
+
+    def __init__(self, target: Target, count: int, kv_bits: int | None = None, seed: int = 0):
+        self.target, self.forest = target, Forest(target)
+        self.random = random.Random(seed)
+        layers, bits = (0, target.num_layers - 1), (None, kv_bits)
+        self.together = [target.start(layers, bits[at % 2]) for at in range(count)]
+        self.alone = [target.start(layers, bits[at % 2]) for at in range(count)]
+        for at in range(count):
+            for session in (self.together[at], self.alone[at]):
+                prompt = random_prompt(PROMPTS[at % len(PROMPTS)], at)
+                list(session.prefill(prompt))
+
+    def proposals(self, members: Sequence[int], trees: bool) -> list[Proposal]:
+        """A chain of each, or a tree of every other one."""
+        proposals = []
+        for at in members:
+            rows = self.random.choice((1, 2, 5, 9))
+            if trees and at % 2 and self.target.supports_trees:
+                proposals.append(random_tree(self.random, max(rows, 3)))
+            else:
+                proposals.append(Proposal(random_prompt(rows, self.random.randrange(99))))
+        return proposals
+
+    def keep(self, proposal: Proposal) -> list[int]:
+        """The rows of a proposal to commit, some of a path."""
+        path = [0, *self.random.choice(proposal.paths())]
+        return path[: self.random.randint(1, len(path))]
+
+    def round(self, members: Sequence[int], trees: bool = False) -> None:
+        """Verify some requests together and each alone, and commit: all must be the same."""
+        proposals = self.proposals(members, trees)
+        verified = self.forest.verify([self.together[at] for at in members], proposals)
+        assert len(verified) == len(members)
+        for at, proposal, (logits, taps) in zip(members, proposals, verified, strict=True):
+            expected, features = self.alone[at].verify(proposal)
+            assert same(logits, expected), f"logits of request {at}"
+            assert same(taps, features), f"taps of request {at}"
+            kept = self.keep(proposal)
+            self.together[at].commit(kept)
+            self.alone[at].commit(kept)
+
+    def check_states(self) -> None:
+        for at, (one, other) in enumerate(zip(self.together, self.alone, strict=True)):
+            assert one.position == other.position and one.whole
+            assert states_are_same(one, other), f"caches of request {at}"

@@ -1,0 +1,208 @@
+"""Many requests in one forward: what each gets, and what is left in its caches, is as alone."""
+
+import mlx.core as mx
+import pytest
+from families import FAMILIES
+from forests import QUANTIZABLE, Company, same, tiny_target
+from oracle import Oracle
+
+import dflash_mlx as dm
+from dflash_mlx.accept import accept
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.target import (
+    forest_compressed,
+    forest_layers,
+    forest_recurrent,
+    forest_rows,
+)
+from dflash_mlx.target.forest import Forest
+
+pytestmark = pytest.mark.by_family
+
+ONE_BY_ONE = ("deepseek_v41",)  # its attention, not the rest
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_request_is_as_alone(family):
+    """Three, eight, one, eight: of any widths, chains and trees, with any rows kept."""
+    company = Company(tiny_target(family), 8)
+    assert company.forest.level == (0 if family in ONE_BY_ONE else 1)
+    for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
+        company.round(members, trees)
+    company.check_states()
+
+
+@pytest.mark.parametrize("family", QUANTIZABLE)
+def test_quantized_keys_beside_others(family):
+    company = Company(tiny_target(family), 3, kv_bits=8)
+    for trees in (False, True):
+        company.round(range(3), trees)
+    company.check_states()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_thirty_two_requests(family):
+    company = Company(tiny_target(family), 32)
+    company.round(range(32), trees=True)
+    company.check_states()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4_E4B-like", "qwen3_next", "deepseek_v41"])
+def test_going_back(family):
+    """Marks, cuts and what comes after them do not know who else was verified."""
+    company = Company(tiny_target(family), 2)
+    marks = [[one.mark() for one in company.together], [one.mark() for one in company.alone]]
+    for _ in range(2):
+        company.round(range(2))
+    for sessions, each in zip((company.together, company.alone), marks, strict=True):
+        for session, mark in zip(sessions, each, strict=True):
+            session.rewind(mark)
+    company.round(range(2))
+    if company.together[0].can_be_cut:
+        for session in (*company.together, *company.alone):
+            session.cut(1)
+        company.round(range(2))
+    company.check_states()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
+def test_texts_are_those_alone(family):
+    """Oracles that are right at different rates, greedy and with a seed, beside each other."""
+    target, count = tiny_target(family), 12
+    prompts = [[7, 3, 9, 200], [5] * 40, [1, 2]]
+    settings = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4)]
+    texts = []
+    for prompt, how in zip(prompts, settings, strict=True):
+        options = {"temperature": how.temperature, "seed": how.seed, "max_tokens": count}
+        texts.append(dm.generate(target, None, prompt, **options).tokens)
+    found = together(target, prompts, texts, settings, count)
+    assert [text[:count] for text in found] == texts
+
+
+def together(target, prompts, texts, settings, count):
+    """The texts of some requests, each round of which is one forward, and one wait."""
+    forest = Forest(target)
+    sessions = [target.start() for _ in prompts]
+    samplers = [Sampler(*of) for of in zip(settings, prompts, strict=True)]
+    drafters = []
+    for prompt, text, p, session in zip(prompts, texts, (0, 0.5, 1), sessions, strict=True):
+        drafters.append(Oracle(prompt, text, 256, p=p).start(target, None))
+        for _, taps in session.prefill(prompt[:-1]):
+            drafters[-1].extend(taps)
+    written = [[prompt[-1]] for prompt in prompts]
+    while any(len(text) <= count for text in written):
+        going = [at for at, text in enumerate(written) if len(text) <= count]
+        proposals = [drafters[at].propose(written[at][-1], 7) for at in going]
+        verified = forest.verify([sessions[at] for at in going], proposals)
+        decisions = [
+            samplers[at].decide(proposal, logits)
+            for at, proposal, (logits, _) in zip(going, proposals, verified, strict=True)
+        ]
+        mx.eval([decision.values for decision in decisions])
+        for at, proposal, decision, (_, taps) in zip(
+            going, proposals, decisions, verified, strict=True
+        ):
+            tokens, choices, _ = samplers[at].take(decision, decision.values.tolist())
+            kept, anchor = accept(tokens, proposal.parents, choices)
+            certain = [*(tokens[row] for row in kept[1:]), anchor]
+            sessions[at].commit(kept)
+            drafters[at].extend(taps[:, : len(kept)])
+            samplers[at].commit(certain)
+            written[at] += certain
+    return [text[1:] for text in written]
+
+
+def shifted_split(self, x, axis=1):
+    """The mistake: requests after the first begin a row late."""
+    sizes = self.widths[:-1]
+    return mx.split(x, [1 + sum(sizes[: at + 1]) for at in range(len(sizes))], axis=axis)
+
+
+def positions_of_the_first(self):
+    """The mistake: rows are numbered on and on."""
+    return mx.arange(len(self)) + self.segments[0].position
+
+
+def masks_of_the_last(self, N, **settings):
+    """The mistake: every request sees what the last one may."""
+    width = self.rows.widths[-1]
+    mask = forest_rows.mask_of(self.parts[-1], width, **settings)
+    return forest_rows.Parts(mask for _ in self.parts)
+
+
+def whole_masks(self, N, **settings):
+    """The mistake: rows see those after them."""
+    return forest_rows.Parts(None for _ in self.parts)
+
+
+def unrecorded(mixer, cache, dtype):
+    """The mistake: the convolution forgets what was before."""
+    return mx.zeros((1, mixer.conv_kernel_size - 1, mixer.conv_dim), dtype)
+
+
+def of_the_first(value, index):
+    """The mistake: whoever is called gets what is the first one's."""
+    return forest_rows.pick(value, 0)
+
+
+def of_the_first_window(cache, rows):
+    """The mistake: windows are counted from an empty one."""
+    return mx.broadcast_to(mx.arange(rows), (rows, rows))
+
+
+FAMILY_OF = {
+    "qwen3": [
+        (forest_rows.Rows, "split", shifted_split),
+        (forest_rows.Rows, "positions", property(positions_of_the_first)),
+        (forest_rows.Caches, "make_mask", whole_masks),
+    ],
+    "gpt_oss": [(forest_rows.Caches, "make_mask", masks_of_the_last)],
+    "deepseek_v3": [
+        (forest_rows.Rows, "positions", property(positions_of_the_first)),
+        (forest_rows.Caches, "make_mask", whole_masks),
+    ],
+    "qwen3_5": [
+        (forest_recurrent, "held_inputs", unrecorded),
+        (forest_rows.Rows, "strided", property(lambda self: mx.arange(len(self)))),
+    ],
+    "deepseek_v32": [(forest_layers.Layers, "_by_layer", lambda self, entries: {})],
+    "glm_moe_dsa": [(forest_layers, "pick", of_the_first)],
+    "deepseek_v41": [
+        (forest_compressed, "window_indices", of_the_first_window),
+        (forest_layers.Layers, "_by_layer", lambda self, entries: {}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "where", "name", "mistake"),
+    [(family, *each) for family, mistakes in FAMILY_OF.items() for each in mistakes],
+)
+def test_mistakes_are_noticed(family, where, name, mistake, monkeypatch):
+    company = Company(tiny_target(family), 3)
+    monkeypatch.setattr(where, name, mistake)
+    with pytest.raises((AssertionError, ValueError, AttributeError, KeyError)):
+        for trees in (False, True, False):
+            company.round(range(3), trees)
+        company.check_states()
+
+
+def test_requests_of_other_taps():
+    """Plain requests beside drafted ones, and drafters that read the layers in another order."""
+    target = tiny_target("llama")
+    wanted = [(), (2, 0), (0, 1), (-1,)]
+    sessions, alone = ([target.start(layers) for layers in wanted] for _ in range(2))
+    proposals = [Proposal([1, 2, 3])] * 4
+    verified = Forest(target).verify(sessions, proposals)
+    for session, proposal, (logits, taps) in zip(alone, proposals, verified, strict=True):
+        expected, features = session.verify(proposal)
+        assert same(logits, expected) and same(taps, features)
+
+
+def test_a_session_alone_is_its_own_verify():
+    target = tiny_target("qwen3")
+    session, calls = target.start(), []
+    session.verify = lambda proposal: calls.append(proposal) or (None, None)
+    assert Forest(target).verify([session], [Proposal([1])]) == [(None, None)]
+    assert len(calls) == 1 and Forest(target).verify([], []) == []

@@ -1,0 +1,171 @@
+"""What many requests in one forward share, counted; and models that cannot share as much."""
+
+import random
+from threading import Lock
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from families import FAMILIES, Letters, random_prompt
+from forests import Company, memory, tiny_target
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.utils import _get_classes
+from test_forest import ONE_BY_ONE
+from trees import random_tree
+
+from dflash_mlx.errors import UnsupportedTreeError
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.target import Target
+from dflash_mlx.target.forest import Forest
+from dflash_mlx.target.forest_rows import Rows
+from dflash_mlx.target.overrides import Overrides
+from dflash_mlx.target.tree import Tree
+
+# Requests with an indexer part before it, and the attention of V4.1 is each one's own.
+PART_EARLIER = (*ONE_BY_ONE, "glm_moe_dsa", "deepseek_v32")
+WEIGHTS = ("Linear", "SwitchLinear", "MultiLinear", "Conv1d", "Embedding")
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+}
+
+
+def readings(target: Target, count: int) -> tuple[int, int]:
+    """How often a round of so many requests runs the model, and a module with weights."""
+    sessions, calls = [target.start() for _ in range(count)], []
+    watching = Overrides(Lock())
+    for module in (target.model, *target.model.modules()):
+        if module is target.model or type(module).__name__ in WEIGHTS:
+            watching.watch(module, lambda *_, module=module: calls.append(module))
+    forest = Forest(target)
+    proposals = [Proposal(random_prompt(1 + at % 3, at)) for at in range(count)]
+    with watching.installed():
+        forest.verify(sessions, proposals)
+    models = sum(call is target.model for call in calls)
+    return models, len(calls) - models
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_read_once_for_all(family):
+    target = tiny_target(family)
+    two, eight = (readings(target, count) for count in (2, 8))
+    assert two[0] == eight[0] == 1, "one forward"
+    if family in PART_EARLIER:
+        assert two[1] < eight[1] < 4 * two[1], "the control: not all is shared"
+    else:
+        assert two[1] == eight[1]
+
+
+def test_nothing_is_evaluated():
+    target = tiny_target("qwen3_5")
+    sessions = [target.start((0, 3)) for _ in range(8)]
+    for session in sessions:
+        list(session.prefill(random_prompt(9, 1)))
+    forest = Forest(target)
+    before = memory()
+    verified = forest.verify(sessions, [Proposal(random_prompt(8, 2))] * 8)
+    assert memory() - before < 8192
+    mx.eval(verified)
+    assert memory() - before > 65536  # the control: logits of 64 rows
+
+
+def test_a_request_that_cannot_be_verified_leaves_the_others_as_they_were():
+    target = tiny_target("qwen3")
+    sessions = [target.start(), target.start()]
+    target._why_no_trees = "something"
+    with pytest.raises(UnsupportedTreeError):
+        Forest(target).verify(sessions, [Proposal([1, 2]), Proposal([1, 2, 3], (-1, 0, 0))])
+    assert all(session.whole for session in sessions)
+
+
+def test_nobodys_caches_are_held_on_to():
+    """A request that ends is forgotten, although the forest goes on."""
+    target = tiny_target("deepseek_v41")
+    forest = Forest(target)
+    sessions = [target.start(), target.start()]
+    forest.verify(sessions, [Proposal([1, 2]), Proposal([3])])
+    assert not len(forest._layers._rows) and not forest._layers._entries
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "fields"),
+    [
+        # Attention of its own making: it is called for each request.
+        (
+            "gemma2",
+            0,
+            {
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+                "query_pre_attn_scalar": 16.0,
+            },
+        ),
+        # Queries that grow with the position, which the model works out for all layers at once.
+        (
+            "ministral3",
+            None,
+            {
+                "rope_parameters": {
+                    "rope_theta": 10000.0,
+                    "llama_4_scaling_beta": 0.1,
+                    "original_max_position_embeddings": 16,
+                },
+                "layer_types": ["full_attention"] * 3,
+            },
+        ),
+        # Layers without positions.
+        ("smollm3", 0, {"no_rope_layer_interval": 2}),
+    ],
+)
+def test_models_that_share_less(kind, level, fields):
+    """Found out while a forward is built, not by name; every request is as alone all the same."""
+    config = SHAPE | {"model_type": kind} | fields
+    model_class, args_class = _get_classes(config)
+    mx.random.seed(0)
+    model = model_class(args_class.from_dict(config))
+    company = Company(Target(model, Letters(), config, kind), 3)
+    assert company.forest.level == level
+    for _ in range(2):
+        company.round(range(3))
+    company.check_states()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=2, max_size=7),
+    st.integers(0, 99),
+)
+def test_rows_in_the_order_of_strides(shapes, seed):
+    """Every chain's rows once, one after the other; and each row is found again where it is."""
+    rng, segments = random.Random(seed), []
+    for rows, branches in shapes:
+        if branches and rows > 2:
+            tree = random_tree(rng, rows)
+            segments.append(SimpleNamespace(proposal=tree, tree=Tree(tree), position=5))
+        else:
+            segments.append(SimpleNamespace(proposal=Proposal([0] * rows), tree=None, position=5))
+    rows = Rows(segments)
+    firsts = [sum(rows.widths[:at]) for at in range(len(segments))]
+    walked = {at: [] for at in range(len(segments))}
+    order = []
+    for stride in rows.strides:
+        assert stride.places.tolist() == stride.rows
+        for at, steps in zip(stride.requests, stride.rows, strict=True):
+            walked[at] += steps
+            order += steps
+    for at, (first, segment) in enumerate(zip(firsts, segments, strict=True)):
+        own = list(range(first, first + rows.widths[at]))
+        assert walked[at] == ([] if segment.tree else own)
+        order += own if segment.tree else []
+    assert [order[place] for place in rows.strided.tolist()] == list(range(len(rows)))
+    depths = [depth for segment in segments for depth in segment.proposal.depths]
+    assert rows.positions.tolist() == [5 + depth for depth in depths]
+    assert [part.shape[1] for part in rows.split(mx.zeros((1, len(rows), 1)))] == rows.widths

@@ -1,0 +1,235 @@
+"""One pass of a network for many requests: each drafts what it would alone."""
+
+import random
+from contextlib import suppress
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+import test_dflash2
+import test_dspark
+from forests import memory, same
+from test_dspark import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, SLIDING
+
+from dflash_mlx.drafter import forest
+from dflash_mlx.drafter.calibration import Calibration
+from dflash_mlx.drafter.forest import propose_together, propose_trees_together
+from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.sampling import Sampler, Sampling
+
+OWN = (EMBEDDING, HEAD)
+LATE = {"sample_from_anchor": False}
+NARROW = {"draft_vocab_size": test_dspark.DRAFTED}
+
+
+def dflash(**fields):
+    return test_dflash2.build(test_dflash2.raw_config(dflash2=False, **fields))
+
+
+def dflash2(**fields):
+    return test_dflash2.build(test_dflash2.raw_config(**fields))
+
+
+def dspark(parts=(*OWN, CONFIDENCE), **fields):
+    return test_dspark.build(test_dspark.raw_config(**fields), parts)
+
+
+KINDS = {
+    "dflash": dflash,
+    "dflash with windows": lambda: dflash(**SLIDING),
+    "dflash2": dflash2,
+    "dflash2 with windows": lambda: dflash2(**SLIDING),
+    "dspark": dspark,
+    "gated, windows not causal": lambda: dspark(
+        markov_head_type="gated", is_causal=False, **SLIDING
+    ),
+    "rnn, few tokens, sinks": lambda: dspark(
+        markov_head_type="rnn", attention_sink_bias=True, **NARROW, **LATE
+    ),
+    "a mask's own embedding": lambda: dspark((*OWN, CONFIDENCE, MASK)),
+    "narrow taps": lambda: dspark(
+        (*OWN, ADAPTER),
+        architectures=["DFlashDraftModel"],
+        target_hidden_size=20,
+        markov_rank=0,
+        dflash_config={"causal_head": True},
+    ),
+}
+SETTINGS = [
+    *({}, {"temperature": 0.8, "seed": 1}, {"logit_bias": {5: 2.0}}),
+    *({"temperature": 1.3, "seed": 2}, {"repetition_penalty": 1.5}),
+]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Drafting:
+    """Requests of one network, each with a twin that drafts alone."""
+
+    def __init__(self, kind: str) -> None:
+        mx.random.seed(4)
+        self.network, self.random = KINDS[kind](), random.Random(0)
+        self.heads: list[tuple[int, ...]] = []  # the shapes of what the head was called with
+        config = self.network.config
+        self.width = len(config.target_layer_ids) * config.target_hidden_size
+        parts = test_dflash2.make_target(test_dflash2.SHAPE)
+        self.target = SimpleNamespace(
+            **{**vars(parts), "hidden_size": config.target_hidden_size}, head_of=parts.head
+        )
+        self.target.head = self._head
+        logits = self.network.logits
+        self.network.logits = lambda *of: self.heads.append(of[0].shape) or logits(*of)
+        self.together, self.alone = (
+            [
+                self.network.start(self.target, Sampler(Sampling(**settings), [1, 2, 3]))
+                for settings in SETTINGS
+            ]
+            for _ in range(2)
+        )
+
+    def _head(self, hidden):
+        return self.target.head_of(hidden)
+
+    def extend(self) -> None:
+        """Features of a few tokens for each, of none for some."""
+        for one, other in zip(self.together, self.alone, strict=True):
+            taps = mx.random.normal((1, self.random.choice((0, 1, 4, 11)), self.width))
+            one.extend(taps)
+            other.extend(taps)
+
+    def check_contexts(self) -> None:
+        for one, other in zip(self.together, self.alone, strict=True):
+            assert one.position == other.position
+            for ours, theirs in zip(one._cache, other._cache, strict=True):
+                assert all(map(same, ours.state, theirs.state)) and ours.offset == theirs.offset
+
+
+def tokens(proposal) -> list[int]:
+    return mx.array(proposal.tokens).tolist()
+
+
+@every_kind
+def test_chains_are_those_alone(kind):
+    """Of any widths, one row among them, and with the text going on as it did not expect."""
+    drafting = Drafting(kind)
+    for _ in range(3):
+        drafting.extend()
+        count = len(SETTINGS)
+        anchors = [drafting.random.randrange(60) for _ in range(count)]
+        widths = [drafting.random.choice((1, 2, 3, 6, 40)) for _ in range(count)]
+        widths[drafting.random.randrange(count)] = 5
+        drafting.heads.clear()
+        found = propose_together(drafting.together, anchors, widths)
+        assert len(drafting.heads) == 1, "the head is read once"
+        for at, proposal in enumerate(found):
+            expected = drafting.alone[at].propose(anchors[at], widths[at])
+            assert tokens(proposal) == tokens(expected), f"request {at}"
+            sure, alone = drafting.together[at], drafting.alone[at]
+            if widths[at] > 1 and alone.confidence() is not None:
+                assert same(sure.confidence(), alone.confidence())
+            for session in (sure, alone):
+                session._sampler.commit([3, 1])
+        drafting.check_contexts()
+
+
+@every_kind
+def test_trees_are_those_alone(kind):
+    drafting = Drafting(kind)
+    count = len(SETTINGS)
+    rows, widths = [4, 9, 16, 2, 6], [6, 2, 4, 5, 40]
+    for _ in range(2):
+        drafting.extend()
+        anchors = [drafting.random.randrange(60) for _ in range(count)]
+        drafting.heads.clear()
+        calibrations = [Calibration() for _ in range(count)]
+        found = propose_trees_together(drafting.together, anchors, rows, widths, calibrations)
+        assert len(drafting.heads) == 1
+        for at, tree in enumerate(found):
+            alone = drafting.alone[at]
+            expected = alone.propose_tree(anchors[at], rows[at], widths[at], Calibration())
+            one, other = tree.propose(rows[at]), expected.propose(rows[at])
+            assert (one.parents, tokens(one)) == (other.parents, tokens(other))
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        drafting.check_contexts()
+
+
+def test_nothing_is_evaluated():
+    drafting = Drafting("dspark")
+    drafting.extend()
+    before = memory()
+    proposals = propose_together(drafting.together, [3] * 5, [6] * 5)
+    assert memory() - before < 4096
+    mx.eval([proposal.tokens for proposal in proposals])
+    assert memory() - before > 4096  # the control: the contexts, at least
+
+
+def test_who_has_no_network_of_ours_proposes_alone():
+    """A lookup, a drafter of somebody's own, a network's only session: each in its place."""
+    drafting, other = Drafting("dflash2"), Drafting("dspark")
+    drafting.extend()
+    lookup = Lookup().start(None, None)
+    lookup.read([1, 2, 3, 4, 1, 2])
+    own = SimpleNamespace(propose=lambda anchor, width: ("own", anchor, width))
+    first, second = drafting.together[:2]
+    sessions = [own, first, lookup, other.together[0], second]
+    found = propose_together(sessions, [9, 8, 3, 7, 6], [4, 4, 4, 4, 4])
+    assert found[0] == ("own", 9, 4) and found[2].tokens == [3, 4, 1, 2]
+    assert [tokens(found[at])[0] for at in (1, 3, 4)] == [8, 7, 6]
+    assert len(drafting.heads) == len(other.heads) == 1
+    expected = [drafting.alone[0].propose(8, 4), drafting.alone[1].propose(6, 4)]
+    assert [tokens(found[at]) for at in (1, 4)] == list(map(tokens, expected))
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_an_error_of_one_is_its_own(kind):
+    """Of its processor, or of a drafter of its own; the others draft what they would alone."""
+    drafting = Drafting(kind)
+    drafting.extend()
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    careless = Sampling(logits_processors=[fails])
+    bad = drafting.network.start(drafting.target, Sampler(careless, [1]))
+    own = SimpleNamespace(propose=fails, propose_tree=fails)
+    sessions = [drafting.together[0], bad, own, drafting.together[2]]
+    guards = [suppress(ZeroDivisionError) for _ in sessions]
+    for round_ in range(2):
+        found = propose_together(sessions, [7] * 4, [5] * 4, guards)
+        assert found[1] is found[2] is None
+        for at, twin in ((0, 0), (3, 2)):
+            assert tokens(found[at]) == tokens(drafting.alone[twin].propose(7, 5))
+        more = [6] * 4, [5] * 4, [Calibration()] * 4
+        trees = propose_trees_together(sessions, [7] * 4, *more, guards)
+        assert trees[1] is trees[2] is None and trees[0] and trees[3], round_
+        for twin in (0, 2):
+            drafting.alone[twin].propose_tree(7, 6, 5, Calibration())
+    with pytest.raises(ZeroDivisionError):
+        propose_together(sessions, [7] * 4, [5] * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("_positions", lambda self, places: self._positions * 0),
+        ("_key_positions", lambda self, places: mx.arange(len(self._key_positions))),
+        ("_order", lambda self, places: mx.arange(len(self._order))),
+        ("places", lambda self, places: mx.arange(len(places))),
+    ],
+)
+def test_mistakes_are_noticed(name, mistake, monkeypatch):
+    drafting = Drafting("dflash2")
+    made = forest._Rows.__init__
+
+    def init(self, parts):
+        made(self, parts)
+        setattr(self, name, mistake(self, self.places))
+
+    monkeypatch.setattr(forest._Rows, "__init__", init)
+    with pytest.raises(AssertionError):
+        for _ in range(3):
+            drafting.extend()
+            found = propose_together(drafting.together, [3] * 5, [6, 4, 6, 5, 6])
+            for at, proposal in enumerate(found):
+                alone = drafting.alone[at].propose(3, [6, 4, 6, 5, 6][at])
+                assert tokens(proposal) == tokens(alone)
+        drafting.check_contexts()
