@@ -7,7 +7,7 @@ instead, in proportion for the widths between and beyond them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -23,13 +23,15 @@ class Watch:
 
     def __init__(self) -> None:
         self._ratios: dict[int, deque[float]] = {}
+        self._rounds: Counter[int] = Counter()  # of each width
         self.version = 0  # counts the changes of mind
 
     def saw(self, rows: int, seconds: float, measured: float) -> None:
         """A round of so many rows took `seconds`, where `measured` were expected."""
         ratios = self._ratios.setdefault(rows, deque(maxlen=LATEST))
         ratios.append(seconds / measured)
-        if len(ratios) >= SEEN and len(ratios) % SEEN == 0:
+        self._rounds[rows] += 1
+        if self._rounds[rows] % SEEN == 0:
             self.version += 1
 
     def runs(self, rows: int) -> int:
@@ -45,6 +47,18 @@ class Watch:
         """The median ratio of one width; None where it was not seen often enough."""
         ratios = self._ratios.get(rows, ())
         return median(ratios) if len(ratios) >= SEEN else None
+
+    @property
+    def pace(self) -> float:
+        """What rounds take now, as a multiple of what was measured: the machine may be busier.
+
+        Of plain rounds where they are known, else of the narrowest that are, where widths disagree,
+        and of all where they do not; 1 before the first one.
+        """
+        if self.disagrees or self.factor(1):
+            return next(iter(self.factors().values()))
+        every = [ratio for ratios in self._ratios.values() for ratio in ratios]
+        return median(every) if every else 1.0
 
     @property
     def disagrees(self) -> bool:
