@@ -134,7 +134,7 @@ class ChainRounds:
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
         self._widths.look(context, self._certainty)
         self._kind, chances = "drafted", paths(self._widths.rates()[: limit - 1])
-        if not isinstance(session, Foresees):
+        if not self._can.foresees(session):
             return Offer(chances)
         foreseen = paths(session.foresee(anchor, limit))
         if session.only_foresees or sum(foreseen) > sum(chances):
