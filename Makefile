@@ -32,7 +32,7 @@ test: .venv/has-dev check
 check:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses auto --dist loadgroup --durations 15
+	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 15
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

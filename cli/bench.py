@@ -23,11 +23,13 @@ from dflash_mlx.bench.report import as_files, results_folder, write_picture
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.errors import MissingDependencyError
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.registry import NONE
 
 from . import bench_comparison as comparison
 from . import bench_options, options
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
+from .options import AUTO, OFF, tree_rows
 from .pair import WHOLE_BLOCKS, open_pair
 from .screen import note, print_json
 
@@ -49,16 +51,21 @@ def bench(
     limit: bench_options.Limit = None,
     repeats: bench_options.Repeats = 3,
     context_length: bench_options.ContextLength = None,
+    tree_budget: bench_options.TreeBudget = OFF,
     trees: bench_options.Trees = None,
-    tree_budget: bench_options.TreeBudgets = None,
     openai: bench_options.OpenAI = None,
     out: bench_options.Out = None,
     plot: bench_options.Plot = None,
     json: options.Json = False,
 ) -> None:
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
+    if names.draft == NONE:
+        raise typer.BadParameter(f"goes without {NONE}: name what drafts", param_hint="--draft")
     lengths = _numbers("--context-length", context_length)
-    budgets = _numbers("--tree-budget", tree_budget, least=2)
+    sizes = _numbers("--trees", trees, least=2)
+    budget = tree_rows(tree_budget)
+    if budget == AUTO and block_size is not None:
+        raise typer.BadParameter("auto goes without --block-size", param_hint="--tree-budget")
     rules = None if protocol is None else PROTOCOLS[protocol.value]
     if rules is not None:
         _check_protocol(prompts, context)
@@ -72,21 +79,22 @@ def bench(
         "temperature": temperature,
         "seed": SEED if temperature else None,
         "context_lengths": lengths,
-        "tree_budget": _budget(trees),
+        "tree_budget": budget,
         "protocol": None if protocol is None else protocol.value,
     }
     others: dict[str, Any] = {"out": out, "openai": openai, "context-length": lengths}
-    _check_trees(budgets, others | {"temperature": temperature, "trees": trees}, plot)
+    _check_trees(sizes, others | {"temperature": temperature, "tree-budget": budget}, plot)
     # Whole blocks: what the drafter is worth, not what the policy makes of it.
     rounds = replace(WHOLE_BLOCKS, block_size=block_size)
-    ours = (names.draft, block_size, weights.target_bits, weights.draft_bits, lengths, trees)
+    bits = (weights.target_bits, weights.draft_bits)
+    ours = (names.draft, block_size, *bits, lengths, budget, sizes)
     if openai and any(ours):
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
     opened = partial(open_pair, names, weights, rounds)
-    if budgets:
+    if sizes:
         if plot is not None:
             check_matplotlib()
-        drawn = compare_trees(opened(), chosen, budgets, max_tokens, repeats, json)
+        drawn = compare_trees(opened(), chosen, sizes, max_tokens, repeats, json)
         if plot is not None:
             write_picture(plot, draw_trees(drawn))
     elif openai is not None:
@@ -120,13 +128,13 @@ def _plots(content: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
 
 
-def _check_trees(budgets: list[int], others: Mapping[str, Any], plot: Path | None) -> None:
-    """Raise `BadParameter` for options that are not for --tree-budget, or for nothing else."""
+def _check_trees(sizes: list[int], others: Mapping[str, Any], plot: Path | None) -> None:
+    """Raise `BadParameter` for options that are not for --trees, or for nothing else."""
     given = [f"--{name}" for name, value in others.items() if value]
-    if budgets and given:
-        raise typer.BadParameter(f"goes without {', '.join(given)}", param_hint="--tree-budget")
-    if plot and not budgets:
-        raise typer.BadParameter("goes with --tree-budget", param_hint="--plot")
+    if sizes and given:
+        raise typer.BadParameter(f"goes without {', '.join(given)}", param_hint="--trees")
+    if plot and not sizes:
+        raise typer.BadParameter("goes with --trees", param_hint="--plot")
     if plot and not plot.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
 
@@ -154,15 +162,6 @@ def _numbers(option: str, text: str | None, least: int = 1) -> list[int]:
     if any(number < least for number in numbers):
         raise typer.BadParameter(f"give numbers from {least} on, like 16,32", param_hint=option)
     return numbers
-
-
-def _budget(text: str | None) -> int | str | None:
-    """The value of --trees."""
-    if text is None or text == "auto":
-        return text
-    if not text.isdecimal() or int(text) < 2:
-        raise typer.BadParameter("give a number from 2 on, or auto", param_hint="--trees")
-    return int(text)
 
 
 def _prompts(

@@ -6,17 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.bench.report import run_content
 from dflash_mlx.bench.server import Server, measure_server
-from dflash_mlx.bench.summary import DDTREE, DRAFTING, Measured
+from dflash_mlx.bench.summary import Measured, drafting
 from dflash_mlx.machine.facts import computer, machine
 
 from .pair import Pair
-from .screen import note, stderr, stdout, waiting
+from .screen import Figures, note, stderr, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.policy.rounds import AnyPolicy
@@ -136,31 +135,29 @@ def _by_protocol(figures: Mapping[str, Any]) -> str:
     return f"{', '.join(known)} ({figures['answers']} answers)"
 
 
-def _table(content: Mapping[str, Any]) -> Table:
+def _table(content: Mapping[str, Any]) -> Figures:
     overall = content["overall"]
-    ways = sorted(overall["ways"], key=lambda name: name in DRAFTING)  # the baselines first
+    drafts = drafting(overall["ways"])
+    ways = [*(way for way in overall["ways"] if way not in drafts), *drafts]  # baselines first
     exact = overall["exact"] is not None
     compared = any(way["identical"] is not None for way in overall["ways"].values())
-    dense = DDTREE in ways  # two ways to draft in 80 columns
+    dense = len(drafts) > 1  # two ways to draft in 80 columns
     further = ("x", "round") if dense else ("speedup", "tok/round")
-    padding = (0, 1, 0, 0) if dense else (0, 2, 0, 0)
-    table = Table(box=None, pad_edge=False, padding=padding, header_style="bold")
-    table.add_column("category", no_wrap=True)
-    titles = [t for n in ways for t in ((n, *further) if n in DRAFTING else (n,))]
-    for title in (*titles, *["identical"] * compared, *["exact"] * exact):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = [title for name in ways for title in (name, *further * (name in drafts))]
+    titles += ["identical"] * compared + ["exact"] * exact
+    table = Figures("category", *titles, padding=1 if dense else 2)
     for row in (*content["categories"], overall):
         cells = [row["category"]]
         for name in ways:
             way = row["ways"][name]
             cells.append(f"{way['tokens_per_second']['median']:,.0f}")
-            if name in DRAFTING:
+            if name in drafts:
                 cells.append(f"{way['speedup']['median']:.2f}x")
                 cells.append(f"{way['tokens_per_round'] or 0:.2f}")
         if compared:
-            identical = min(row["ways"][name]["identical"] for name in ways if name in DRAFTING)
+            identical = min(row["ways"][name]["identical"] for name in drafts)
             cells.append(f"{identical}/{row['prompts']}")
         if exact:
             cells.append(f"{row['exact']}/{row['with_answer']}" if row["with_answer"] else "-")
-        table.add_row(*cells, style="bold" if row is overall else None)
+        table.add(*cells, style="bold" if row is overall else "")
     return table

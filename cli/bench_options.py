@@ -81,18 +81,18 @@ ContextLength = Annotated[
     str | None,
     value(group=WHAT, metavar="N,N", help="Pad prompts to these lengths with other prompts' text."),
 ]
+TreeBudget = Annotated[
+    str,
+    value(
+        "--tree-budget",
+        group=WHAT,
+        metavar="N",
+        help="Also measure draft trees of N tokens, or 'auto'.",
+    ),
+]
 Trees = Annotated[
     str | None,
     value(
-        group=WHAT,
-        metavar="N|auto",
-        help="Also measure draft trees of N tokens, or of the best size ('auto').",
-    ),
-]
-TreeBudgets = Annotated[
-    str | None,
-    value(
-        "--tree-budget",
         group=WHAT,
         metavar="N,N",
         help="Instead, compare chains with draft trees of these sizes.",
@@ -112,5 +112,5 @@ Out = Annotated[
 ]
 Plot = Annotated[
     Path | None,
-    value(group=OUTPUT, metavar="FILE", help="Save a plot of the --tree-budget comparison."),
+    value(group=OUTPUT, metavar="FILE", help="Save a plot of the --trees comparison."),
 ]

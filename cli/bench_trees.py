@@ -1,4 +1,4 @@
-"""`dflash-mlx bench --tree-budget`: chains against draft trees, instead of the comparison."""
+"""`dflash-mlx bench --trees`: chains against draft trees, instead of the comparison."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.machine.facts import machine
 
 from .pair import Pair
-from .screen import note, print_json, stdout, waiting
+from .screen import Figures, note, print_json, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.trees import TreeRow
@@ -36,6 +34,7 @@ def compare_trees(
         rows = tree_rows(pair.target, pair.drafter, asked, budgets, max_tokens, repeats)
     about = machine(pair.blas)
     content: dict[str, Any] = {"model": pair.target.name, "machine": about}
+    content |= {"block_size": pair.rows, "prompts": len(asked), "repeats": repeats}
     content["tree_budget"] = [asdict(row) for row in rows]
     if json:
         print_json(content)
@@ -45,22 +44,17 @@ def compare_trees(
     return content
 
 
-def _table(rows: list[TreeRow]) -> Table:
+def _table(rows: list[TreeRow]) -> Figures:
     """A column for each way to draft: categories and figures are too many to be columns."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tokens/round")
-    for row in rows:
-        table.add_column(row.way, justify="right", no_wrap=True)
+    table = Figures("tokens/round", *(row.way for row in rows), padding=1)
     for category in rows[0].tokens_per_round:
-        table.add_row(category, *(f"{row.tokens_per_round[category]:.2f}" for row in rows))
-    table.add_section()
-    table.add_row("T = 1", *(_length(row.with_noise) for row in rows))
-    table.add_row("without noise", *(_length(row.without_noise) for row in rows))
-    table.add_section()
-    table.add_row("tokens/s", *(f"{row.tokens_per_second:,.0f}" for row in rows))
-    table.add_row("over plain", *(f"{row.over_plain:.2f}x" for row in rows))
-    table.add_row("auto over it", *(f"{row.auto_over:.2f}x" for row in rows))
-    table.add_row("identical", *(f"{row.identical}/{row.runs}" for row in rows))
+        table.add(category, *(f"{row.tokens_per_round[category]:.2f}" for row in rows))
+    table.add("T = 1", *(_length(row.with_noise) for row in rows))
+    table.add("without noise", *(_length(row.without_noise) for row in rows))
+    table.add("tokens/s", *(f"{row.tokens_per_second:,.0f}" for row in rows))
+    table.add("over plain", *(f"{row.over_plain:.2f}x" for row in rows))
+    table.add("auto over it", *(f"{row.auto_over:.2f}x" for row in rows))
+    table.add("identical", *(f"{row.identical}/{row.runs}" for row in rows))
     return table
 
 

@@ -13,8 +13,7 @@ from dflash_mlx.machine.folders import cache_folder
 
 from .chat_loop import Chat
 from .chat_settings import NAMES, change, shown
-from .chat_wrap import counted
-from .screen import error_line, note, stderr, waiting
+from .screen import counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
     from .chat_line import Line

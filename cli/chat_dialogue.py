@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import dflash_mlx
 from dflash_mlx.errors import DataError
+from dflash_mlx.reading import read_json
 
 from .output import write_whole
 from .pair import Pair
@@ -151,13 +152,7 @@ class Dialogue:
 
 def read_messages(path: Path) -> list[dict[str, str]]:
     """The messages of a file that `Dialogue.save` wrote. Raises `DataError`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
-    except ValueError as error:
-        raise DataError(f"{path}: not a saved conversation ({error}).") from error
-    messages = content.get("messages") if isinstance(content, dict) else None
+    messages = read_json(path, DataError).get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise DataError(f"{path}: not a saved conversation (it lists no messages).")
     return messages

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from dflash_mlx.errors import PromptError
 
 from .chat_dialogue import Answer, Dialogue, measure_plain
-from .chat_wrap import BETWEEN, counted, packed
+from .chat_wrap import BETWEEN, packed
 from .chat_writer import ASCII_BARS, BARS, ROUNDS, Writer, ribbon, terminal_size
 from .pair import explain
-from .screen import error_line, note, stderr, waiting
+from .screen import counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Stats
@@ -109,6 +109,8 @@ class Chat:
         writer.end()
         if answer.stats is None:
             return
+        if chains := self.dialogue.pair.chains:
+            chains.keep()
         self._measure_plain()
         self._say_how(answer)
         if self.verbose:

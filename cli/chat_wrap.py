@@ -109,18 +109,13 @@ def _breaks_before(character: str) -> bool:
     )
 
 
-def packed(parts: list[str], columns: int) -> list[str]:
+def packed(parts: list[str], columns: int, between: str = BETWEEN) -> list[str]:
     """The parts in as few lines as hold them, each of at most so many columns where it can."""
     lines = parts[:1]
     for part in parts[1:]:
-        longer = lines[-1] + BETWEEN + part
+        longer = lines[-1] + between + part
         if cell_len(longer) <= columns:
             lines[-1] = longer
         else:
             lines.append(part)
     return lines
-
-
-def counted(count: int, thing: str) -> str:
-    """A number of things: "1 round", "2 rounds"."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from dflash_mlx.loading.fits import fits, looks_quantized
+from dflash_mlx.loading.fits import WHETHER, fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import check_name
-from dflash_mlx.loading.registry import pair_of
+from dflash_mlx.loading.registry import OTHERWISE, pair_of
 
 from . import options
 from .pair import announce
-from .screen import note, print_json, sized, stdout
+from .screen import Figures, note, print_json, sized, stdout
 
 Name = Annotated[
     str,
@@ -37,8 +36,9 @@ def pull(*, name: Name, no_draft: NoDrafter = False) -> None:
     names = [name]
     if pair is not None and not no_draft:
         names.append(pair.drafter)
+        announce(pair.drafter, hub, drafts=True)
     elif not no_draft:
-        note(f"{name} has no known drafter: name one with --draft.")
+        note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
     for one in names:
         print(f"{one}  {hub.fetch(one)}", flush=True)
 
@@ -56,12 +56,9 @@ def list_(*, json: options.Json = False) -> None:
     if not rows:
         note("Nothing is downloaded: dflash-mlx pull NAME does that, and 'tiny' needs no download.")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("name", overflow="fold")
-    for title in ("size", "fits"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = Figures("name", "size", WHETHER)
     for row in rows:
-        table.add_row(str(row["name"]), sized(copies[str(row["name"])]), str(row["fits"]))
+        table.add(str(row["name"]), sized(copies[str(row["name"])]), str(row["fits"]))
     stdout().print(table)
 
 

@@ -85,6 +85,8 @@ def generate(
             note(line)
     if verbose:
         explain(pair, result.stats)
+    if pair.chains is not None:
+        pair.chains.keep()
 
 
 def _write(

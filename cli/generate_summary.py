@@ -16,33 +16,27 @@ if TYPE_CHECKING:
 
 
 def plain_by_cost(pair: Pair, stats: Stats) -> float | None:
-    """Tokens per second of plain decoding by the costs measured before; None where none were."""
-    from dflash_mlx.policy.trees import TreePolicy
-    from dflash_mlx.policy.widths import Policy
-
-    policy = pair.policy
-    if isinstance(policy, TreePolicy) and policy.pinned is None:
-        policy = policy.chains
-    if not isinstance(policy, Policy):
+    """Tokens per second of plain decoding by measured costs; None where none were measured."""
+    if pair.chains is None:
         return None
     # The depth in the middle of the answer: attention makes later tokens dearer.
-    return 1 / policy.seconds(stats.prompt_tokens + stats.output_tokens // 2)[0]
+    return 1 / pair.chains.plain_seconds(stats.prompt_tokens + stats.output_tokens // 2)
 
 
 def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
     """What the panel says; a figure that was computed and not run is marked with ~."""
     stats, runs = result.stats, comparison
+    name = pair.drafts
     plain = None if runs.plain or runs.drafter is None else plain_by_cost(pair, stats)
     if runs.plain:
         rows = [
             ("plain", runs.plain_speed, ""),
-            ("DFlash", runs.drafted_speed, f"{runs.speedup:.2f}x"),
+            (name, runs.drafted_speed, f"{runs.speedup:.2f}x"),
         ]
     elif plain:
         speedup = f"~{stats.tokens_per_second / plain:.2f}x"
-        rows = [("~plain", plain, ""), ("DFlash", stats.tokens_per_second, speedup)]
+        rows = [("~plain", plain, ""), (name, stats.tokens_per_second, speedup)]
     else:
-        name = "plain" if runs.drafter is None else "DFlash"
         rows = [(name, stats.tokens_per_second, "")]
     counts = counted(stats.output_tokens, "token")
     if runs.drafter is not None and stats.rounds:

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 
 from rich.text import Text
 
+from dflash_mlx.loading.fits import WHETHER, YES, fits
 from dflash_mlx.loading.hub import Listing, listings
 from dflash_mlx.loading.inspect import inspect_drafter
+from dflash_mlx.loading.registry import OTHERWISE, Pair
 
 from . import options
-from .screen import print_json, stdout
+from .screen import NOTHING, Figures, note, print_json, sized, stdout
 
-WIDTHS = (4, 8, 16)  # bits a weight
+WIDTHS = (16, 8, 4)  # bits a weight
 GB = 1e9
 
 
@@ -37,34 +39,43 @@ def models(json: options.Json = False, inspect: Inspect = None) -> None:
     if json:
         print_json({"embedded": "tiny", "pairs": [_as_json(row) for row in rows]})
         return
-    embedded = "  embedded, with its drafter and a second one, tiny-dflash2"
-    lines = [Text.assemble(("tiny", "bold"), embedded)]
+    stdout().print(_table(rows))
+    note("Sizes are rough, of a model's weights. Conversions are known by name: Qwen3-8B-4bit, ...")
+    note(f"--draft chooses one of several drafters. {OTHERWISE}")
+
+
+def _table(rows: list[Listing]) -> Figures:
+    """A line for each target with its sizes; its drafters below."""
+    first, *others = (f"{bits}-bit" for bits in WIDTHS)
+    table = Figures("model", f"GB {first}", *others, WHETHER, padding=1)
+    small = "in this package, with its drafter and a second one, tiny-dflash2"
+    table.add("tiny", *[NOTHING] * len(WIDTHS), YES, below=[small])
     for row in rows:
-        lines += _lines(row)
-    lines.append(Text("Conversions are known by their name: Qwen3-8B-4bit, Qwen3-8B-mxfp4, ..."))
-    lines.append(
-        Text("--draft chooses one of several drafters; any model is drafted by --draft lookup.")
-    )
-    stdout().print(*lines, sep="\n", soft_wrap=True)
+        pair = row.pair
+        sizes = [pair.gigabytes(bits) for bits in WIDTHS]
+        cells = [NOTHING if size is None else f"{size:.1f}" for size in sizes]
+        table.add(pair.targets[0], *cells, _fits(pair) or NOTHING, below=_below(row))
+    return table
 
 
-def _lines(row: Listing) -> list[Text]:
-    """What a person sees of one pair."""
+def _fits(pair: Pair) -> str | None:
+    """Whether the published weights fit this machine; None where their size is not known."""
+    size = pair.gigabytes(16)
+    return None if size is None else fits(size * GB)
+
+
+def _below(row: Listing) -> list[str]:
+    """What stands below a target: what else it is called, its drafters, what is downloaded."""
     pair = row.pair
-    original, *others = pair.targets
-    first = Text.assemble((original, "bold"), "  drafted by ", (pair.drafter, "green"))
-    lines = [first, *(Text(f"  also {name}", "dim") for name in others)]
+    lines = [f"also {name}" for name in pair.targets[1:]]
+    lines.append(f"drafted by {pair.drafter}")
     for other in pair.also:
         why = "" if other.refused is None else f", which does not load: {other.refused}"
-        lines.append(Text(f"  or by {other.drafter}{why}", "dim"))
-    if pair.billions is not None:
-        weights = ", ".join(f"{pair.gigabytes(bits):.0f} GB in {bits} bits" for bits in WIDTHS)
-        lines.append(Text(f"  about {weights}", "dim"))
+        lines.append(f"or by {other.drafter}{why}")
     there = dict(row.copies)
     if row.drafter_bytes is not None:
         there[pair.drafter] = row.drafter_bytes
-    lines += [Text(f"  downloaded: {name}, {size / GB:.1f} GB") for name, size in there.items()]
-    return lines
+    return [*lines, *(f"downloaded: {name}, {sized(size)}" for name, size in there.items())]
 
 
 def _as_json(row: Listing) -> dict[str, Any]:
@@ -74,6 +85,7 @@ def _as_json(row: Listing) -> dict[str, Any]:
         "targets": list(pair.targets),
         "also": [asdict(other) for other in pair.also],
         "gigabytes": {str(bits): pair.gigabytes(bits) for bits in WIDTHS},
+        "fits": _fits(pair),
         "downloaded": row.copies,
         "drafter_bytes": row.drafter_bytes,
     }

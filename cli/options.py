@@ -13,6 +13,7 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import known_names
 
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
+AUTO, OFF = "auto", "off"  # of --tree-budget
 
 
 class Bits(StrEnum):
@@ -209,11 +210,25 @@ class Rounds:
     ] = None
     tree_budget: Annotated[
         str, value(group=DECODING, metavar="N", help="Verify draft trees of N tokens, or 'auto'.")
-    ] = "off"
+    ] = OFF
     kv_bits: KvBits = None
     no_policy: Annotated[
         bool, flag("--no-policy", DECODING, "Always draft whole blocks, even where that is slower.")
     ] = False
+
+
+def tree_rows(text: str) -> int | str | None:
+    """What --tree-budget says; None is chains. Raises `typer.BadParameter`."""
+    if text == OFF:
+        return None
+    if text == AUTO:
+        return AUTO
+    if not (text.isdecimal() and int(text) > 1):
+        raise typer.BadParameter(
+            f"{text} is neither a number from 2 on, nor {AUTO}, nor {OFF}",
+            param_hint="--tree-budget",
+        )
+    return int(text)
 
 
 def bits_of(bits: Bits | None) -> int | None:

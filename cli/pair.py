@@ -16,7 +16,7 @@ from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
-from .options import Names, Rounds, Weights, bits_of
+from .options import AUTO, Names, Rounds, Weights, bits_of, tree_rows
 from .screen import note, sized, waiting
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.trees import TreePolicy
 
-AUTO, OFF = "auto", "off"  # of --tree-budget
 WHOLE_BLOCKS = Rounds(no_policy=True)
 
 
@@ -46,6 +45,22 @@ class Pair:
         from dflash_mlx.loop import widest_block
 
         return widest_block(self.drafter, self.block_size)
+
+    @property
+    def drafts(self) -> str:
+        """What drafts, in a word; "plain" for nothing."""
+        from dflash_mlx.drafter.protocol import label
+
+        return "plain" if self.drafter is None else label(self.drafter)
+
+    @property
+    def chains(self) -> Policy | None:
+        """What knows the costs of rounds; None where no costs were measured."""
+        from dflash_mlx.policy.trees import TreePolicy
+
+        if isinstance(self.policy, TreePolicy):
+            return None if self.policy.pinned else self.policy.chains
+        return self.policy
 
     @property
     def title(self) -> str:
@@ -93,7 +108,10 @@ def open_pair(
         else:
             target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
     if draft == LOOKUP and names.draft is None:
-        note(f"No drafter is known for {names.model}: lookup drafts. --draft names another one.")
+        note(
+            f"No drafter is known for {names.model}: lookup drafts. --draft NAME names another "
+            f"one, --draft {LOOKUP} asks for this one, --draft {NONE} does not draft."
+        )
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
     pair = Pair(target, drafter, rounds.block_size, blas, bits_of(rounds.kv_bits), policy, budget)
     with waiting("Warming up"):
@@ -114,21 +132,16 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
 
 def _tree_budget(rounds: Rounds, no_draft: bool, draft: str | None) -> int | str | None:
     """What --tree-budget says; None is chains."""
-    text = rounds.tree_budget
-    if text == OFF:
+    rows = tree_rows(rounds.tree_budget)
+    if rows is None:
         return None
     without_trees = not no_draft and draft in (LOOKUP, NONE)
     wrong: dict[str, Any] = {"--no-draft": no_draft, f"--draft {draft}": without_trees}
-    if text == AUTO:
+    if rows == AUTO:
         wrong |= {"--block-size": rounds.block_size, "--no-policy": rounds.no_policy}
-    elif not (text.isdecimal() and int(text) > 1):
-        raise typer.BadParameter(
-            f"{text} is neither a number from 2 on, nor {AUTO}, nor {OFF}",
-            param_hint="--tree-budget",
-        )
     if other := next((option for option, given in wrong.items() if given), None):
-        raise typer.BadParameter(f"{text} goes without {other}", param_hint="--tree-budget")
-    return AUTO if text == AUTO else int(text)
+        raise typer.BadParameter(f"{rows} goes without {other}", param_hint="--tree-budget")
+    return rows
 
 
 def _policy(
@@ -162,16 +175,16 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(line)
 
 
-def announce(name: str, hub: Hub) -> None:
-    """Say how much is about to be downloaded, and whether it fits, where something is.
+def announce(name: str, hub: Hub, drafts: bool = False) -> None:
+    """Say how much is about to be downloaded, where something is, and whether a target fits.
 
     Raises the errors of `Hub.fetch`.
     """
     there = "/" not in name or Path(name).expanduser().is_dir() or hub.offline
     if not there and hub.downloaded(name) is None:
         size = hub.remote_bytes(name, WEIGHTS)
-        fit = fits_here(size, looks_quantized(name))
-        note(f"{name}: {sized(size)} to download, {fit}")
+        more = "drafts for it" if drafts else fits_here(size, looks_quantized(name))
+        note(f"{name}: {sized(size)} to download, {more}")
 
 
 def _is_remote(names: Names) -> bool:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from dflash_mlx.bench.report import not_alike, read_run
-from dflash_mlx.bench.summary import DRAFTING, PLAIN
+from dflash_mlx.bench.summary import PLAIN, drafting
 
 from . import options
-from .screen import note, print_json, stdout
+from .screen import Figures, note, print_json, stdout
 
 Runs = dict[str, dict[str, Any]]
 
@@ -32,7 +31,8 @@ def report(
         print_json({"runs": runs, "not_alike": not_alike(runs)})
         return
     stdout().print(_speeds(runs))
-    ways = [way for way in DRAFTING if any(_spread(run, way) for run in runs.values())]
+    every = dict.fromkeys(way for run in runs.values() for way in run["overall"]["ways"])
+    ways = [way for way in drafting(every) if any(_spread(run, way) for run in runs.values())]
     for way in ways:
         stdout().print()
         stdout().print(_speedups(runs, way))
@@ -64,18 +64,16 @@ def _spread(run: Mapping[str, Any], way: str) -> Mapping[str, float] | None:
     return found and found["speedup"]
 
 
-def _speeds(runs: Runs) -> Table:
+def _speeds(runs: Runs) -> Figures:
     """A line for each run and way."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("run", "way"):
-        table.add_column(title, no_wrap=True)
-    for title in ("tok/s", "quartiles", "speedup", "tok/round", "first", "identical"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = Figures(
+        "run", "way", "tok/s", "quartiles", "speedup", "tok/round", "first", "identical"
+    )
     for name, run in runs.items():
         for way, figures in run["overall"]["ways"].items():
             speed, identical = figures["tokens_per_second"], figures["identical"]
             speedup = figures["speedup"] if way != PLAIN else None
-            table.add_row(
+            table.add(
                 name,
                 way,
                 f"{speed['median']:,.0f}",
@@ -85,16 +83,12 @@ def _speeds(runs: Runs) -> Table:
                 f"{1e3 * figures['first_token_seconds']['median']:,.0f} ms",
                 "-" if identical is None else f"{identical}/{run['overall']['prompts']}",
             )
-            name = ""
     return table
 
 
-def _speedups(runs: Runs, way: str) -> Table:
+def _speedups(runs: Runs, way: str) -> Figures:
     """A way's speedup: a line for each category, a column for each run."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(f"{way}, by category", no_wrap=True)
-    for name in runs:
-        table.add_column(name, justify="right")
+    table = Figures(f"{way}, by category", *runs)
     rows = {n: [*run["categories"], run["overall"]] for n, run in runs.items()}
     speedups = {
         name: {row["category"]: row["ways"][way]["speedup"] for row in of if way in row["ways"]}
@@ -102,5 +96,5 @@ def _speedups(runs: Runs, way: str) -> Table:
     }
     for category in dict.fromkeys(row["category"] for of in rows.values() for row in of):
         found = [speedups[name].get(category) for name in runs]
-        table.add_row(category, *(f"{one['median']:.2f}x" if one else "-" for one in found))
+        table.add(category, *(f"{one['median']:.2f}x" if one else "-" for one in found))
     return table

@@ -54,7 +54,13 @@ def roofline(
     config = read_json(file)
     quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
     with waiting("Reading the model's shapes"):
-        from dflash_mlx.bench.roofline import model_of, recommended, rounds, shapes_of
+        from dflash_mlx.bench.roofline import (
+            kernel_counts,
+            model_of,
+            recommended,
+            rounds,
+            shapes_of,
+        )
 
         shapes = shapes_of(model_of(config, file, quantization), config, context)
     rows = rounds(shapes, where, tokens)
@@ -63,6 +69,7 @@ def roofline(
         content: dict[str, Any] = {"prediction": True, "model": model, "chip": asdict(where)}
         content |= {"acceptance": tokens, "context": context}
         content |= {"weights_bytes": shapes.weights, "recommended_rows": best.rows}
+        content["kernels"] = kernel_counts(shapes, where)
         print_json(content | {"rounds": [asdict(row) for row in rows]})
         return
     stdout().print(_table(rows))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .chat_wrap import BETWEEN, packed
+
 BAR = 28  # columns of the longest bar
 ASCII = str.maketrans({"·": "-", "…": "..."})  # what a terminal without these shows instead
+NAME = 24  # columns that the names of a table's rows need, or it is no table
+NOTHING, INDENT = "-", "  "  # an empty cell, and what stands before the lines of a row
 BESIDE = 32  # columns that its row and the frame take besides
 
 
@@ -28,9 +33,10 @@ def stdout() -> Console:
 
 
 def error_line(message: str) -> None:
-    """Say in one line what is wrong and what to do, whatever the width of the terminal."""
-    line = " ".join(message.split())
-    stderr().print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)
+    """Say what is wrong and what to do: in one line, which a terminal has wrapped at words."""
+    console, line = stderr(), " ".join(message.split())
+    text = Text.assemble(("error: ", "bold red"), line)
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def note(message: str) -> None:
@@ -77,13 +83,64 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column()
     table.add_column(width=longest)
-    table.add_column(justify="right")
-    table.add_column(style="bold green")
+    table.add_column(justify="right", no_wrap=True)
+    remarked = any(remark for _, _, remark in rows)
+    if remarked:
+        table.add_column(style="bold green", no_wrap=True)
     for name, speed, remark in rows:
         length = round(longest * speed / fastest) if fastest else 0
         bar = Text(dash * length, style="green" if remark else "blue")
-        table.add_row(name, bar, f"{speed:,.0f} tok/s", remark)
+        table.add_row(name, bar, f"{speed:,.0f} tok/s", *[remark] * remarked)
     return table
+
+
+class Figures:
+    """A table of short cells; where it is too wide, each row becomes lines that fit.
+
+    Args:
+        titles: of the columns; the first column names the rows.
+        padding: columns between two of them.
+    """
+
+    def __init__(self, *titles: str, padding: int = 2) -> None:
+        self._titles, self._padding = titles, padding
+        self._rows: list[tuple[tuple[str, ...], Sequence[str], str]] = []
+
+    def add(self, *cells: str, below: Sequence[str] = (), style: str = "") -> None:
+        """Add a row, the lines to stand below it, and its style, one of rich's."""
+        self._rows.append((cells, below, style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = zip(self._titles, *(cells for cells, _, _ in self._rows), strict=True)
+        longest, *others = (max(map(cell_len, column)) for column in columns)
+        room = options.max_width - sum(others) - self._padding * len(others)
+        widths = [min(longest, room), *others]
+        narrow = widths[0] < min(longest, NAME)
+        if not narrow:
+            yield Text(self._line(self._titles, widths), "bold")
+        for cells, below, style in self._rows:
+            if narrow:
+                yield from self._card(cells, style, options)
+            elif cell_len(cells[0]) > widths[0]:  # a long name has a line of its own
+                yield Text(f"{cells[0]}\n{self._line(('', *cells[1:]), widths)}", style)
+            else:
+                yield Text(self._line(cells, widths), style)
+            for line in below:
+                yield Text(INDENT + line, "dim", overflow="fold")
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        (name, left), *others = zip(cells, widths, strict=True)
+        padded = [name.ljust(left), *(cell.rjust(width) for cell, width in others)]
+        return (" " * self._padding).join(padded)
+
+    def _card(self, cells: Sequence[str], style: str, options: ConsoleOptions) -> Iterator[Text]:
+        """A row without its table: every cell behind its title."""
+        yield Text(cells[0], style or "bold", overflow="fold")
+        told = zip(self._titles[1:], cells[1:], strict=True)
+        parts = [f"{title} {cell}" for title, cell in told if cell not in ("", NOTHING)]
+        between = BETWEEN.translate(ASCII) if options.ascii_only else BETWEEN
+        for line in packed(parts, options.max_width - len(INDENT), between):
+            yield Text(INDENT + line, style, overflow="fold")
 
 
 def sized(size: float) -> str:

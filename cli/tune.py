@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.table import Table
-
 from . import options, tune_kernels
 from .pair import Pair, open_pair
-from .screen import note, print_json, stdout, waiting
+from .screen import NOTHING, Figures, note, print_json, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.policy.costs import Costs
@@ -77,7 +75,7 @@ def _chains(costs: Costs) -> ByRows:
     }
 
 
-def _table(costs: dict[str, ByRows]) -> Table:
+def _table(costs: dict[str, ByRows]) -> Figures:
     """A line for each shape and context, a column for each number of rows."""
     lines = {
         f"{shape} after {context:,} tokens": figures
@@ -85,11 +83,14 @@ def _table(costs: dict[str, ByRows]) -> Table:
         for context, figures in by_context.items()
     }
     counts = sorted({rows for figures in lines.values() for rows in figures})
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("ms a round, by its rows")
-    for count in counts:
-        table.add_column(f"{count}", justify="right", no_wrap=True)
+    table = Figures("ms a round, by its rows", *(f"{count}" for count in counts))
     for title, figures in lines.items():
-        cells = (f"{figures[rows]:.3g}" if rows in figures else "-" for rows in counts)
-        table.add_row(title, *cells)
+        table.add(title, *(_milliseconds(figures.get(rows)) for rows in counts))
     return table
+
+
+def _milliseconds(figure: float | None) -> str:
+    """Three digits of it; nothing for what was not measured."""
+    if figure is None:
+        return NOTHING
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:#.3g}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 import dflash_mlx
 
 from .options import Names, Weights, bits_of
-from .screen import error_line, waiting
+from .screen import NOTHING, Figures, error_line, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.kernels import KernelRow
@@ -44,18 +42,14 @@ def time_kernels(names: Names, weights: Weights, again: bool) -> list[KernelRow]
     return rows
 
 
-def table(rows: list[KernelRow]) -> Table:
-    """The timings in microseconds, stock / ours, and from how many rows ours runs."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("shape, stock / ours in µs")
-    table.add_column("layers", justify="right")
-    for count in rows[0].timing.stock if rows else ():
-        table.add_column(f"{count}", justify="right", no_wrap=True)
-    table.add_column("ours from", justify="right")
+def table(rows: list[KernelRow]) -> Figures:
+    """The timings, stock / ours, and from how many rows ours runs."""
+    counts = [f"{count}" for count in (rows[0].timing.stock if rows else ())]
+    table = Figures("microseconds, stock/ours", "layers", *counts, "ours from")
     for row in rows:
         pairs = zip(row.timing.stock.values(), row.timing.ours.values(), strict=True)
         cells = [f"{MICROSECONDS * a:.0f}/{MICROSECONDS * b:.0f}" for a, b in pairs]
-        table.add_row(row.key, f"{row.layers}", *cells, f"{row.timing.first_row or '-'}")
+        table.add(row.key, f"{row.layers}", *cells, f"{row.timing.first_row or NOTHING}")
     return table
 
 

@@ -38,10 +38,12 @@ def read_json(path: str | Path, kind: type[DFlashError] = ConfigError) -> dict[s
     return content
 
 
-def parse_json(content: bytes, path: str | Path, kind: type[DFlashError] = ConfigError) -> Any:
+def parse_json(
+    content: bytes | str, path: str | Path, kind: type[DFlashError] = ConfigError
+) -> Any:
     """What a JSON text says; `path` is for the message. Raises `kind`."""
     try:
-        return json.loads(content.decode())
+        return json.loads(content if isinstance(content, str) else content.decode())
     except RecursionError as error:
         raise kind(f"{path}: not valid JSON (nested too deeply).") from error
     except ValueError as error:  # a wrong encoding is one, too

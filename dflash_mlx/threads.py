@@ -24,7 +24,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-_ending = threading.local()  # a thread's own values go when it ends, before it can be joined
+# Nothing is shared in it, and nothing else would do: a thread's own values go when it ends, in the
+# thread itself and before it can be joined. An attribute of its Thread goes when somebody forgets
+# that, in whichever thread they do.
+_ending = threading.local()
 
 
 class _Cleanup:

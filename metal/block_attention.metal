@@ -29,7 +29,7 @@
 namespace dflash {
 using namespace metal;
 
-constexpr constant float kHidden = -1e30f;  // below any score
+constexpr constant float kHidden = -1e30f;  // below any score, and none itself
 constexpr constant float kLog2E = 1.44269504f;
 
 // Rows of a tile are a little longer than D, so that the lanes of a column hit different banks.
@@ -113,15 +113,25 @@ inline void find_rows(threadgroup int* rows, const device int* positions,
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// KEYS rows into a tile, four elements a thread; neighbouring threads read neighbouring addresses.
+// KEYS keys and values into their tiles, four elements of both a thread; neighbouring threads read
+// neighbouring addresses.
+//
+// In a product of matrices a weight of zero does not hide a value that is no finite number: 0 * NaN
+// would spoil the rows that do not see it, too. So such a value is left out and its key made no
+// number instead, which `weigh` takes from rows that see it alone.
 template <typename T, int D, int KEYS, typename Rows>
-inline void load_tile(
-    threadgroup T* tile, Rows from, const threadgroup int* rows, uint thread_index, uint threads) {
+inline void load_tiles(threadgroup T* key_tile, threadgroup T* value_tile, Rows keys, Rows values,
+    const threadgroup int* rows, uint thread_index, uint threads) {
   for (int i = thread_index; i < KEYS * D / 4; i += threads) {
-    const int key = i / (D / 4), d = i % (D / 4) * 4;
-    const vec<T, 4> four = rows[key] < 0 ? vec<T, 4>(T(0)) : from.load(rows[key], d);
+    const int slot = i / (D / 4), d = i % (D / 4) * 4, row = rows[slot];
+    const vec<T, 4> key = row < 0 ? vec<T, 4>(T(0)) : keys.load(row, d);
+    const vec<T, 4> value = row < 0 ? vec<T, 4>(T(0)) : values.load(row, d);
     DFLASH_UNROLL
-    for (int j = 0; j < 4; j++) tile[key * (D + kPad) + d + j] = four[j];
+    for (int j = 0; j < 4; j++) {
+      const bool finite = isfinite(float(value[j]));
+      key_tile[slot * (D + kPad) + d + j] = finite ? key[j] : T(NAN);
+      value_tile[slot * (D + kPad) + d + j] = finite ? value[j] : T(0);
+    }
   }
 }
 
@@ -194,7 +204,7 @@ struct QueryRows {
       thread auto& pair = scores[j].thread_elements();
       DFLASH_UNROLL
       for (int e = 0; e < 2; e++) {
-        pair[e] = pair[e] > kHidden ? exp2(fma(pair[e], scale, -highest)) : 0.0f;
+        pair[e] = pair[e] == kHidden ? 0.0f : exp2(fma(pair[e], scale, -highest));
         weights += pair[e];
       }
     }
@@ -298,8 +308,8 @@ inline void attend_chunk(const device T* queries, Rows keys, Rows values,
   for (int tile = 0; tile < CHUNK; tile += KEYS) {
     const int at = start + tile;  // a tile that no row of the threadgroup sees is not loaded
     if (at > nearest || at + KEYS <= of.first || at + KEYS <= farthest - of.window + 1) continue;
-    load_tile<T, D, KEYS>(key_tile, keys, rows + tile, thread_index, threads);
-    load_tile<T, D, KEYS>(value_tile, values, rows + tile, thread_index, threads);
+    load_tiles<T, D, KEYS>(
+        key_tile, value_tile, keys, values, rows + tile, thread_index, threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (begin < share.count) {
       block.score(scores, key_tile);

@@ -33,14 +33,16 @@ ROOT = Path(__file__).parents[1]
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 LOG = ROOT / "build" / "mutants.jsonl"
 SECONDS = 90  # of the processor's, for the tests of one mutant: what takes longer never ends
+HANDFUL = 8  # mutants of every file, before the long ones get more
 
 _OFFSETS = "test_kernel_offsets"
-_PRODUCT = ["test_kernel_matmul", "test_kernel_matmul_edges", _OFFSETS]
+_PRODUCT = ["test_kernel_matmul_edges", "test_kernel_matmul", _OFFSETS]
 _BESIDE = ["test_kernel_beside"]
-_EXPERTS = ["test_kernel_moe", "test_kernel_moe_edges", _OFFSETS]
-_ATTENTION = ["test_kernel_block_attention", "test_kernel_attention_edges", _OFFSETS]
-_DELTA = ["test_kernel_delta_replay", "test_kernel_delta_edges"]
+_EXPERTS = ["test_kernel_moe_edges", "test_kernel_moe", _OFFSETS]
+_ATTENTION = ["test_kernel_attention_edges", "test_kernel_block_attention", _OFFSETS]
+_DELTA = ["test_kernel_delta_edges", "test_kernel_delta_replay"]
 _RULES, _STRICT = ["test_kernel_refusals", "test_kernel_geometry"], ["test_metal_strict"]
+_WIRING = ["test_kernel_layers", "test_kernel_wiring", "test_kernel_models"]
 # The tests that touch a file, the most specific first.
 TESTS = {
     "metal/block_attention.metal": _ATTENTION,
@@ -57,7 +59,10 @@ TESTS = {
     "dflash_mlx/kernels/block_attention.py": [*_RULES, *_ATTENTION, *_STRICT],
     "dflash_mlx/kernels/delta_replay.py": [*_RULES, *_DELTA, *_STRICT],
     "dflash_mlx/kernels/source.py": ["test_kernel_source", *_PRODUCT, *_ATTENTION, *_DELTA],
-    "dflash_mlx/kernels/beside.py": [*_BESIDE, "test_kernel_wiring"],
+    "dflash_mlx/kernels/beside.py": [*_BESIDE, *_WIRING],
+    "dflash_mlx/kernels/gated.py": _WIRING,
+    "dflash_mlx/kernels/modules.py": _WIRING,
+    "dflash_mlx/kernels/selfcheck.py": ["test_kernel_selfcheck", *_WIRING],
     "dflash_mlx/kernels/verify_beside.py": [*_RULES, *_BESIDE, *_STRICT],
     "dflash_mlx/kernels/verify_matmul.py": [*_RULES, *_PRODUCT, *_EXPERTS, *_STRICT],
     "dflash_mlx/kernels/verify_matmul_moe.py": [*_RULES, *_EXPERTS, *_STRICT],
@@ -146,8 +151,13 @@ def run(mutant: Mutant, copy: Copy, killers: Counter[str]) -> Result:
 
 
 def chosen(mutants: list[Mutant], limit: int | None, seed: int) -> list[Mutant]:
-    """So many of them, at random."""
-    return random.Random(seed).sample(mutants, len(mutants))[:limit]
+    """So many of them, at random: a handful of every file, the others as they come."""
+    handfuls, others = [], []
+    of_file: Counter[str] = Counter()
+    for mutant in random.Random(seed).sample(mutants, len(mutants)):
+        of_file[mutant.file] += 1
+        (handfuls if of_file[mutant.file] <= HANDFUL else others).append(mutant)
+    return (handfuls + others)[:limit]
 
 
 def report(results: dict[str, Result]) -> None:

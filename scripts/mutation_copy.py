@@ -39,6 +39,10 @@ class Copy:
             if (root / name).is_file():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(root / name, self.folder / name)
+        kept = root / "build" / "mutants-compiled"  # all copies': only what changes is compiled
+        kept.mkdir(parents=True, exist_ok=True)
+        (self.folder / _COMPILED).parent.mkdir()
+        (self.folder / _COMPILED).symlink_to(kept)
         # As the installed package has them.
         for part in ("metal", "cli"):
             (self.folder / "dflash_mlx" / part).symlink_to(self.folder / part)
@@ -51,10 +55,9 @@ class Copy:
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """The mutant in the place of its line; what its kernels were compiled to is thrown away."""
-        path, compiled = self.folder / mutant.file, self.folder / _COMPILED
+        """The mutant in the place of its line."""
+        path = self.folder / mutant.file
         text = path.read_text()
-        before = set(compiled.glob("*")) if compiled.exists() else set()
         lines = text.splitlines(keepends=True)
         if lines[mutant.number - 1].rstrip("\n") != mutant.line:
             raise ValueError(f"{mutant.file}:{mutant.number} is not {mutant.line!r}")
@@ -64,8 +67,6 @@ class Copy:
             yield
         finally:
             self._write(path, text)
-            for left in set(compiled.glob("*")) - before if before else ():
-                left.unlink()
 
     def _write(self, path: Path, text: str) -> None:
         """Without leaving bytecode that looks up to date."""

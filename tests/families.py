@@ -23,8 +23,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     for row in json.loads((Path(__file__).parent / "data" / "tiny_configs.json").read_text())
 }
 FAMILIES = tuple(CONFIGS)
-TOKENS = 97
-# Windows are 32 rows. The first prompt is longer, the second wraps them while text is generated.
+TOKENS = 65
+# Windows are 32 rows. The first prompt is longer, the second wraps them while text is generated;
+# twice more they wrap in every text.
 PROMPTS = {0: 45, 1: 20}
 
 

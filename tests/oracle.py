@@ -63,6 +63,27 @@ class Oracle:
         return (self.text[position] + (0 if good else wrong)) % self.vocab_size
 
 
+class ResumingOracle(Oracle):
+    """An oracle that goes on with another request, as the package's own drafters do."""
+
+    can_be_cut = True
+
+    @property
+    def position(self) -> int:
+        return sum(taps.shape[1] for taps in self.taps)
+
+    def resume(self, sampler) -> None:
+        self.resumed = True
+
+    def cut(self, position: int) -> None:
+        self.taps = [taps[:, :1] for taps in self.taps for _ in range(taps.shape[1])][:position]
+
+    def mark(self) -> int:
+        return self.position
+
+    rewind = cut
+
+
 class Recorder:
     """Any drafter, with what it was given and what it proposed written down."""
 

@@ -1,11 +1,8 @@
-"""Runs a pair on its held-out prompts and prints what came out as JSON; for test_tiny_pair.py.
+"""Has the embedded pair answer its held-out prompts and prints as JSON what that took.
 
-    python pair_worker.py FOLDER identity BITS    who says something else than mlx-lm, of everyone
-    python pair_worker.py FOLDER quality          whole answers, and what drafting them took
+    python pair_worker.py FOLDER
 
-A process of its own, because a BLAS must be chosen before MLX is imported and because four of
-them share the cores better than one. The identity is measured on MLX's own BLAS, whose sums do not
-depend on the number of rows; the quality on the fast one, as people run it.
+For test_tiny_pair.py. A process of its own, because a BLAS must be chosen before MLX is imported.
 """
 
 import json
@@ -15,10 +12,7 @@ from typing import Any
 
 from dflash_mlx.machine.blas import use_fast_blas
 
-PER_CATEGORY = 9  # prompts compared with mlx-lm; 7 categories make 63
-FIRST_TOKENS = 20  # of each answer compared with mlx-lm
-# What drafts, and how wide: no wider than it is right, or the test would mostly wait.
-ORACLES = {0.0: 3, 0.5: 4, 0.9: 10, 1.0: 16}
+PER_CATEGORY = 9  # prompts whose answers are compared with plain ones; 7 categories make 63
 
 
 def read_prompts(folder: Path) -> list[dict[str, Any]]:
@@ -29,41 +23,12 @@ def read_prompts(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def first_of_each(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def shortest_of_each(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """So many of every category; reading long prompts costs much and shows nothing more."""
     chosen: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: len(json.dumps(record["messages"]))):
         chosen.setdefault(record["category"], []).append(record)
     return [record for records in chosen.values() for record in records[:count]]
-
-
-def identity(folder: Path, bits: int | None) -> dict[str, Any]:
-    """Every contestant on the same prompts; `wrong` names each that left mlx-lm's tokens."""
-    from oracle import Oracle
-    from tinymodels import greedy
-
-    from dflash_mlx.loading.load import load_drafter, load_target
-    from dflash_mlx.loop import generate
-
-    target = load_target(str(folder / "target"), bits=bits)
-    drafter = load_drafter(str(folder / "drafter"), bits=bits)
-    records = first_of_each(read_prompts(folder), PER_CATEGORY)
-    wrong, compared = [], 0
-    for number, record in enumerate(records):
-        prompt = target.tokenizer.apply_chat_template(
-            record["messages"], add_generation_prompt=True
-        )
-        answer = greedy(target, prompt, FIRST_TOKENS)
-        contestants: dict[str, tuple[Any, int | None]] = {"plain": (None, None)}
-        contestants["trained"] = (drafter, None)
-        for p, width in ORACLES.items():
-            oracle = Oracle(prompt, answer, target.vocab_size, p, seed=number)
-            contestants[f"oracle {p}"] = (oracle, width)
-        for name, (contestant, width) in contestants.items():
-            result = generate(target, contestant, prompt, max_tokens=FIRST_TOKENS, block_size=width)
-            compared += 1
-            if result.tokens != answer:
-                wrong.append({"who": name, "prompt": record["messages"], "number": number})
-    return {"prompts": len(records), "compared": compared, "wrong": wrong}
 
 
 def quality(folder: Path) -> list[dict[str, Any]]:
@@ -74,7 +39,7 @@ def quality(folder: Path) -> list[dict[str, Any]]:
     target = load_target(str(folder / "target"))
     drafter = load_drafter(str(folder / "drafter"))
     records = read_prompts(folder)
-    plainly = first_of_each(records, PER_CATEGORY)
+    plainly = shortest_of_each(records, PER_CATEGORY)
     answers = []
     for record in records:
         drafted = generate(target, drafter, record["messages"], max_tokens=256)
@@ -91,14 +56,6 @@ def quality(folder: Path) -> list[dict[str, Any]]:
     return answers
 
 
-def main() -> None:
-    folder, task, *bits = Path(sys.argv[1]), *sys.argv[2:]
-    use_fast_blas(stock=task == "identity")
-    if task == "identity":
-        print(json.dumps(identity(folder, int(bits[0]) or None)))
-    else:
-        print(json.dumps(quality(folder)))
-
-
 if __name__ == "__main__":
-    main()
+    use_fast_blas()
+    print(json.dumps(quality(Path(sys.argv[1]))))

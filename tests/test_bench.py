@@ -125,7 +125,7 @@ def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
     comparison.run_mlx_lm()
     assert [run.tokens for run in comparison.drafted] == [answer] * 3
     assert comparison.first_difference is None
-    assert comparison.differences() == {"plain": None, "DFlash": None, "mlx-lm": None}
+    assert comparison.differences() == {"plain": None, "Oracle": None, "mlx-lm": None}
     assert comparison.plain_speed > 0 and comparison.drafted_speed > 0
     for runs in comparison.ways.values():
         assert all(run.stats.tokens_per_second > 0 < run.stats.peak_bytes for run in runs)
@@ -172,7 +172,7 @@ def test_a_difference_has_its_place_and_its_gap():
     logits = next_logits(target, [*PROMPT, *answer[:4]])
     gap = logits[answer[4]].item() - logits[wrong[4]].item()
     assert gap > 0 and found["plain"] is None
-    assert found["DFlash"] == Difference(4, answer[4], wrong[4], pytest.approx(gap))
+    assert found["drafted"] == Difference(4, answer[4], wrong[4], pytest.approx(gap))
     assert found["mlx-lm"] == Difference(3, answer[3], None, None)
     comparison.sampling = {"temperature": 1.0, "seed": 0}
     assert "mlx-lm" not in comparison.differences()

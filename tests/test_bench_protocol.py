@@ -10,7 +10,7 @@ from program import run
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.bench.protocol import PROTOCOLS, as_json, figures
 from dflash_mlx.bench.suites import local_files, suite_prompts
-from dflash_mlx.bench.summary import DFLASH, MLX_LM, PLAIN, Measured
+from dflash_mlx.bench.summary import MLX_LM, PLAIN, Measured
 from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loading.hub import Hub
@@ -40,22 +40,22 @@ def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws() -> Non
 
 def test_means_are_those_of_answers_however_long_they_are() -> None:
     measured = [
-        Measured(prompt(0), {PLAIN: [answer(10, 1.0, 10)], DFLASH: [answer(10, 0.2, 2)]}),
-        Measured(prompt(1), {PLAIN: [answer(90, 3.0, 90)], DFLASH: [answer(90, 3.0, 45)]}),
+        Measured(prompt(0), {PLAIN: [answer(10, 1.0, 10)], "DFlash": [answer(10, 0.2, 2)]}),
+        Measured(prompt(1), {PLAIN: [answer(90, 3.0, 90)], "DFlash": [answer(90, 3.0, 45)]}),
     ]
     found = figures(measured)
     plain, drafted = (0.1 + 1 / 30) / 2, (0.02 + 1 / 30) / 2
     assert found.speedup == pytest.approx(plain / drafted)
     assert found.acceptance_length == pytest.approx((5 + 2) / 2)
     assert found.answers == 2 and found.over_mlx_lm is None
-    slower = {MLX_LM: [answer(10, 2.0, 10)], DFLASH: [answer(10, 0.5, 4)]}
+    slower = {MLX_LM: [answer(10, 2.0, 10)], "DFlash": [answer(10, 0.5, 4)]}
     both = as_json([*measured, Measured(prompt(2, "b"), slower)])
     assert list(both) == ["a", "b"]
     assert both["b"]["over_mlx_lm"] == pytest.approx(4) and both["b"]["speedup"] is None
 
 
 def test_nothing_generated_is_no_figure() -> None:
-    empty = [Measured(prompt(0), {PLAIN: [answer(0, 0, 0)], DFLASH: [answer(0, 0, 0)]})]
+    empty = [Measured(prompt(0), {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]})]
     assert figures(empty).speedup is None and figures(empty).acceptance_length is None
 
 

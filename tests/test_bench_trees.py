@@ -1,4 +1,4 @@
-"""`bench --tree-budget`: what it counts is what was decoded, and its picture shows it."""
+"""`bench --trees`: what it counts is what was decoded, and its picture shows it."""
 
 import json
 from io import StringIO
@@ -9,7 +9,7 @@ from bigrams import BigramDrafter, BigramTarget, TreeBigrams
 from program import run
 from rich.console import Console
 
-from dflash_mlx.bench.plots import draw_trees
+from dflash_mlx.bench.plots import caption, draw_trees
 from dflash_mlx.bench.trees import tree_rows
 from dflash_mlx.cli.bench_trees import _table
 from dflash_mlx.errors import SettingsError
@@ -71,16 +71,19 @@ def test_a_drafter_without_trees_is_refused():
 
 def test_the_picture_is_one():
     row = {"tokens_per_round": {"sums": 2.0, "all": 2.5}, "tokens_per_second": 10.0}
+    row |= {"low": 8.0, "high": 11.0}
     content = {"model": "bigrams", "machine": {}, "tree_budget": [row | {"way": w} for w in WAYS]}
     assert draw_trees(content).startswith(b"\x89PNG")
+    told = caption(content | {"block_size": 16, "prompts": 42, "repeats": 3})
+    assert told.startswith("bigrams · block size 16 · 42 prompts x 3 runs")
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, pair):
     picture, prompts = tmp_path / "trees.png", tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "What is 47 + 38?"}')
     done = run(
-        *("bench", "--tree-budget", "8,16", "--prompts", prompts, "--max-tokens", "16"),
-        *("--repeats", "1", "--plot", picture, "--json"),
+        *("bench", "--trees", "8,16", "--prompts", prompts, "--max-tokens", "16"),
+        *("--repeats", "1", "--plot", picture, "--json", *pair),
     )
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
@@ -92,10 +95,10 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["bench", "--tree-budget", "1"], "numbers from 2 on"),
-        (["bench", "--tree-budget", "many"], "numbers from 2 on"),
+        (["bench", "--trees", "1"], "numbers from 2 on"),
+        (["bench", "--trees", "many"], "numbers from 2 on"),
         (["bench", "--plot", "x.png"], "goes with"),
-        (["bench", "--tree-budget", "8", "--plot", "no/such/x.png"], "no folder"),
+        (["bench", "--trees", "8", "--plot", "no/such/x.png"], "no folder"),
         (["generate", "hi", "--tree-budget", "1"], "neither a number"),
         (["generate", "hi", "--tree-budget", "on"], "neither a number"),
         (["generate", "hi", "--tree-budget", "8", "--no-draft"], "goes without"),

@@ -7,6 +7,7 @@ from importlib.resources import files
 import pytest
 import tinymodels
 from program import run
+from program import start as start_program
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.chat_commands import obey, reader
@@ -29,7 +30,7 @@ embedded = pytest.mark.skipif(
 @embedded
 def test_a_pipe():
     lines = [SUM, "What is 12 minus 5?", "", "/quit", "What is 30 plus 1?"]
-    done = run("chat", stdin="\n".join(lines))
+    done = start_program("chat", stdin="\n".join(lines))
     assert done.returncode == 0 and not CONTROL.search(done.stdout + done.stderr)
     answers = [line for line in done.stdout.splitlines() if line.startswith("So ")]
     assert answers[0] == "So 47 + 38 = 85." and answers[1] == "So 12 - 5 = 7."

@@ -7,9 +7,12 @@ import tinymodels
 from program import run
 
 import dflash_mlx as dm
+from dflash_mlx.bench.measure import Comparison
 from dflash_mlx.drafter.beside import Beside
 from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.drafter.protocol import label
 from dflash_mlx.errors import ModelNotFoundError, SettingsError
+from dflash_mlx.loading.registry import NONE
 
 QUESTION = "user: user: user: what is 37 + 48?"
 
@@ -26,7 +29,7 @@ def test_a_model_without_a_known_drafter_is_drafted_by_lookup_and_says_so(folder
     content = json.loads(done.stdout)
     assert content["identical"] and max(map(int, content["widths"])) > 1
     [said] = [line for line in done.stderr.splitlines() if "lookup" in line]
-    assert "No drafter is known" in said and "--draft" in said
+    assert "No drafter is known" in said and f"--draft {NONE}" in said
 
 
 @pytest.mark.parametrize(("draft", "rows"), [("none", 1), ("lookup", 16)])
@@ -59,3 +62,29 @@ def test_names_that_say_nothing_are_refused(folder):
         dm.load(str(folder), draft="lookup", draft_bits=4)
     with pytest.raises(ModelNotFoundError, match="owner/name"):
         dm.load("a-mistyped-name")
+
+
+def test_whatever_is_wrong_with_a_drafter_it_is_said_what_drafts_without_one(folder, tmp_path):
+    """A name that is none, what is no drafter, one known not to load, one of another target."""
+    refused = "deepseek-ai/dspark_gemma4_12b_block7"
+    for name, draft in (
+        ("tiny", "a-mistyped-name"),
+        ("tiny", str(folder)),
+        ("tiny", refused),
+        (str(folder), "tiny-dflash2"),
+    ):
+        with pytest.raises(dm.DFlashError) as caught:
+            dm.load(name, draft=draft)
+        assert "--draft lookup" in str(caught.value) and "--draft none" in str(caught.value)
+
+
+def test_what_drafts_is_named_by_its_own_name():
+    target, both = dm.load("tiny", draft="tiny-dflash2+lookup")
+    names = [label(one) for one in (both, both.network, Lookup(), dm.load("tiny")[1])]
+    assert names == ["DFlash2+lookup", "DFlash2", "lookup", "DFlash"]
+    for drafter in (both, Lookup()):
+        runs = Comparison(target, drafter, [1, 2, 3], max_tokens=4)
+        runs.run_turn()
+        assert list(runs.ways) == ["plain", label(drafter), "mlx-lm"]
+    said = run("generate", QUESTION, "--draft", "lookup", "-n", "8").stderr
+    assert "lookup" in said and "DFlash" not in said

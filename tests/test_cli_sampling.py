@@ -31,7 +31,7 @@ def test_without_a_seed_one_is_drawn_and_told(pair):
 
 
 def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
-    options = ["-n", "16", "--json", "--verbose", *pair]
+    options = ["-n", "17", "--json", "--verbose", *pair]
     chosen = run("generate", QUESTION, *options)
     blocks = run("generate", QUESTION, *options, "--no-policy")
     pinned = run("generate", QUESTION, *options, "--block-size", "16")

@@ -2,7 +2,7 @@
 
 import pytest
 from families import FAMILIES, random_model, random_prompt, target_of
-from oracle import Oracle
+from oracle import Oracle, ResumingOracle
 from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
@@ -16,27 +16,6 @@ WINDOW = 16
 def small_prompt(length, seed):
     """Token ids that every tiny vocabulary has."""
     return [token % 192 for token in random_prompt(length, seed)]
-
-
-class ResumingOracle(Oracle):
-    """An oracle that goes on with another request, as the package's own drafters do."""
-
-    can_be_cut = True
-
-    @property
-    def position(self):
-        return sum(taps.shape[1] for taps in self.taps)
-
-    def resume(self, sampler):
-        self.resumed = True
-
-    def cut(self, position):
-        self.taps = [taps[:, :1] for taps in self.taps for _ in range(taps.shape[1])][:position]
-
-    def mark(self):
-        return self.position
-
-    rewind = cut
 
 
 def turn(target, drafter, prompt, conversation=None, **settings):

@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import mlx.core as mx
 import pytest
-from program import HERE, run
+from program import HERE, start
 from typer.testing import CliRunner
 
 import dflash_mlx
@@ -43,7 +43,7 @@ def checks(monkeypatch):
 
 
 def test_what_is_checked():
-    done = run("doctor", "--json", "--offline")
+    done = start("doctor", "--json", "--offline")
     content = json.loads(done.stdout)
     assert done.returncode == 0 and content["ok"] and not done.stderr
     status = {check["name"]: check["status"] for check in content["checks"]}

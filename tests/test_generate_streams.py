@@ -95,12 +95,15 @@ def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
 
 
 def test_the_speedup_by_measured_costs_is_marked(loaded, monkeypatch):
-    costs = Costs({64: {1: 0.25, 4: 0.25}}, {64: {1: 0.0, 4: 0.0}})  # 4 tokens a second, plainly
+    """By what rounds cost beside plain ones, however busy the machine was when it measured."""
+    costs = Costs({64: {1: 250.0, 4: 250.0}}, {64: {1: 0.0, 4: 0.0}})  # a plain token as a round
     pair = Pair(loaded.target, loaded.drafter, None, loaded.blas, policy=Policy(costs, widest=4))
     monkeypatch.setattr(command, "open_pair", lambda *_: pair)
     [plain, drafted] = [line for line in invoke(*ASKED).stderr.splitlines() if "tok/s" in line]
-    assert "~plain" in plain and " 4 tok/s" in plain
-    assert "DFlash" in drafted and "x" in drafted.partition("tok/s ~")[2]
+    assert "~plain" in plain and " 0 tok/s" not in plain
+    assert (
+        "DFlash" in drafted and 0.3 < float(drafted.partition("tok/s ~")[2].partition("x")[0]) < 9
+    )
     compared = invoke(*ASKED, "--compare").stderr
     assert "~" not in compared and "identical" in compared
 

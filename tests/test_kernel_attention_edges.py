@@ -133,7 +133,7 @@ def test_scores_that_are_all_the_same_and_far_below_zero(kernel):
 def test_sinks_over_several_chunks(kernel, dtype, first, length, level):
     """A sink counts once, however many chunks there are, whether it or a key is the largest."""
     args = inputs(dtype, (4, 2), min(3, length), length)
-    sinks = (mx.array([0.0, 1.0, -1.0, 2.0]) + level).astype(dtype)
+    sinks = (mx.array([0.1, 1.3, -1.7, 2.2]) + level).astype(dtype)
     check(kernel, args, scale=0.125, first=first, sinks=sinks)
 
 
@@ -211,6 +211,46 @@ def test_positions_and_ancestors_of_any_integer_type(kernel):
     assert same_bits(kernel(*args, scale=0.125, tree=other), y)
 
 
+def test_arrays_that_lie_otherwise(kernel):
+    """Row after row is what a kernel reads of queries and of a tree, however they were made."""
+    queries, *stored = inputs(mx.float32, (2, 1), 5, 20)
+    depths, ancestors = random_tree(5)
+    tree, named = Tree(15 + depths, ancestors), {"scale": 0.125}
+    turned = mx.contiguous(queries.swapaxes(1, 2)).swapaxes(1, 2)
+    wide = mx.repeat(tree.positions.astype(mx.int32), 2)[::2]
+    other = Tree(wide, mx.contiguous(ancestors.T).T)
+    y = kernel(queries, *stored, **named, tree=tree)
+    assert same_bits(kernel(turned, *stored, **named, tree=other), y)
+
+
+def test_a_tree_behind_more_than_32767_positions(kernel):
+    args, (depths, ancestors) = inputs(mx.float32, (2, 1), 5, 20), random_tree(5)
+    for first in (40_000, 70_000):
+        check(kernel, args, scale=0.125, first=first, tree=Tree(first + 15 + depths, ancestors))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.parametrize("which,bad", [(1, mx.nan), (2, mx.nan), (2, -mx.inf)])
+def test_a_bad_key_or_value_spoils_only_rows_that_see_it(kernel, dtype, which, bad):
+    """One of the draft, which earlier rows do not see, and one that a window leaves behind."""
+    past, nodes, named = 508, 9, {"scale": 0.125, "window": 20}
+    args = inputs(dtype, (4, 2), nodes, past + nodes)
+    depths, ancestors = random_tree(nodes)
+    for tree in (None, Tree(past + depths, ancestors)):
+        seen = np.tri(nodes, dtype=bool) if tree is None else np.array(ancestors)
+        positions = np.arange(nodes) if tree is None else np.array(depths)
+        good = kernel(*args, **named, first=0, tree=tree)
+        for row, spoilt in ((past - 18, positions < 2), (past + 4, seen[:, 4])):
+            changed = [mx.array(x) for x in args]
+            changed[which][0, 1, row, 3] = bad
+            y = kernel(*changed, **named, first=0, tree=tree)
+            hit, others = (mx.array(np.nonzero(x)[0]) for x in (spoilt, ~spoilt))
+            assert hit.size and others.size
+            assert same_bits(y[:, :2], good[:, :2])  # of the other head of keys
+            assert same_bits(y[:, 2:, others], good[:, 2:, others])
+            assert not mx.isfinite(y[:, 2:, hit]).any().item()
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "dtype,head_dim,keys",
@@ -232,6 +272,14 @@ def test_a_tile_fills_half_of_the_threadgroup_memory(dtype, head_dim, keys):
     BlockAttention(counted)(*args, scale=1.0, window=1)
     traffic = counted.counters("block_attention").buffers["keys"]
     assert traffic.read == keys * args[1][0, 0, 0].nbytes
+
+
+@needs_compiler
+def test_threads_wait_twice_a_tile():
+    """Counted: once for the rows of a chunk, then until a tile is there and until it is used."""
+    counted = Counted()
+    BlockAttention(counted)(*inputs(mx.float16, (4, 2), 3, 96), scale=1.0)
+    assert counted.counters("block_attention").barriers == 2 * (1 + 2 * 96 // 32)
 
 
 @needs_compiler

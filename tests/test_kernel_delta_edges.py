@@ -129,6 +129,21 @@ def test_decays_near_nothing_and_all(verify, decay):
     check(verify, arrays, random_parents(12))
 
 
+def test_a_state_that_gains_nothing_keeps_what_is_tiny(verify, replay):
+    """No beta: a state of 1 decays to 1e-36, and is read as that."""
+    queries, keys, values, _, beta, _ = draft(mx.float32, 3, (1, 2), (64, 4))
+    decay = mx.broadcast_to(mx.array([1e-12, 0.5, 1e-24])[None, :, None], (1, 3, 2))
+    state = mx.ones((1, 2, 4, 64))
+    rows = [queries, keys, values, decay, mx.zeros_like(beta), state]
+    y, following = verify(*rows)
+    kept = float64(decay)[0, :, 0].cumprod()
+    sums = float64(queries).sum(-1)[0, :, 0] * kept
+    assert np.allclose(float64(y)[0, :, 0, 0], sums, rtol=1e-4, atol=0)
+    assert np.allclose(float64(following), kept[2], rtol=1e-6, atol=0)
+    assert same_bits(verify(*rows, [-1, 0, 1])[0], y)
+    assert same_bits(replay(*rows[1:], mx.arange(3), 3), following)
+
+
 def test_a_balanced_tree_of_63_nodes(verify, replay):
     """Which needs every slot in which a state can wait: each leaf has the bits of its path."""
     parents = [(node - 1) // 2 if node else -1 for node in range(63)]
@@ -203,3 +218,12 @@ def test_sums_are_fused_where_the_text_says_so(key_dim):
     assert counted.counters("delta_verify_chain").fmas == 3 * elements
     assert counted.counters("delta_verify_tree").fmas == 3 * elements
     assert counted.counters("delta_replay").fmas == 2 * elements * 4 // 5
+
+
+@needs_compiler
+def test_lanes_meet_three_times_a_sum_and_threads_never():
+    """Counted: two sums a row of the draft, for what is missing and what is read; no barrier."""
+    counted, arrays = Counted(), draft(mx.float16, 5, (1, 2), (64, 6))
+    DeltaVerify(counted)(*arrays)
+    chain, simdgroups = counted.counters("delta_verify_chain"), 2 * 2
+    assert (chain.barriers, chain.exchanges) == (0, 2 * 3 * 5 * simdgroups)

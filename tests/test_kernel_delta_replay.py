@@ -164,6 +164,7 @@ def test_a_visit_finds_its_parents_state(draws):
     slots: dict[int, int] = {}
     current, seen = -1, []
     for node, parent_slot, own_slot in visits(parents):
+        assert parent_slot >= -1 and own_slot >= -1
         current = current if parent_slot < 0 else slots[parent_slot]
         assert current == parents[node]
         current = node

@@ -66,6 +66,23 @@ def test_a_gated_unit_of_few_columns_is_split_by_its_own_tiles():
         assert shapes == [(splits, 2, 5, columns) if splits > 1 else (5, columns)]
 
 
+@pytest.mark.parametrize("columns", [1024, 2048])
+def test_splits_do_not_depend_on_the_number_of_rows(columns):
+    """Nor does the order of a row's sums: K is split as finely for one row as for a hundred."""
+    w, recorder = mx.zeros((columns, 8192)), Recorder()
+    matmul, beside = VerifyMatmul(recorder), VerifyBeside(recorder)
+    for rows in (1, 16, 17, 33, 64, 100):
+        x = mx.zeros((rows, 8192))
+        matmul(x, w), matmul(x, w, w), beside(x, [w, w[:40]])
+    for name in (
+        "verify_matmul_plain",
+        "verify_matmul_plain_gate_up",
+        "verify_beside_2_plain_split",
+    ):
+        splits = {grid[1] for called, grid, _, _ in recorder.launches if called == name}
+        assert len(splits) == 1 and min(splits) > 1, name
+
+
 def test_products_side_by_side_share_a_launch():
     recorder = Recorder()
     x = mx.zeros((17, 1024))
@@ -123,6 +140,21 @@ def test_attention_takes_the_rows_of_a_head_of_keys_together(
     assert grid == (2 * 32 * simdgroups, 3 * tiles, 1) and threads == (32 * simdgroups, 1, 1)
     assert shapes == [(3, 2 * rows, head_dim), (3, 2 * rows, 2)]
     assert merge == (head_dim, 2 * rows, 1) and merging == (head_dim, 1, 1)
+
+
+def test_no_window_is_one_that_fits_an_int():
+    """A position, less the window and what a tile and a draft span, is still one of 32 bits."""
+    recorder, given = Recorder(), []
+
+    def recorded(input_names, **definition):
+        kernel = recorder(input_names=input_names, **definition)
+        return lambda **call: (
+            given.append(dict(zip(input_names, call["inputs"], strict=True))) or kernel(**call)
+        )
+
+    x = mx.zeros((1, 1, 3, 64))
+    BlockAttention(recorded)(x, x, x, scale=1.0)
+    assert 2**30 <= given[0]["window"].item() < 2**31 - CHUNK - MOST_NODES
 
 
 @pytest.mark.parametrize(

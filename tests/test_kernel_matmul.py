@@ -161,6 +161,18 @@ def test_every_weight_is_read_once_and_multiplied_by_no_more_than_16_rows(rows, 
 
 
 @needs_compiler
+@pytest.mark.parametrize("depth", [64, 512])
+def test_no_barrier_and_one_sum_of_lanes_in_each_step_along_k(depth):
+    """Counted: two barriers a tile, however long K is, and three shuffles a step for each row."""
+    factory, w = Counted(), random_weights((64, depth), mx.bfloat16, 4)
+    VerifyMatmul(factory)(mx.ones((16, depth), mx.bfloat16), w)
+    counted = factory.counters("verify_matmul_affine")
+    tiles, rows_of_a_lane, steps = 2, 4, depth // w.group_size
+    assert counted.barriers == 2 * tiles
+    assert counted.exchanges == 3 * tiles * rows_of_a_lane * steps
+
+
+@needs_compiler
 def test_ragged_shapes_are_rounded_up_to_a_tile_of_columns_and_to_32_along_k():
     factory, w = Counted(), random_weights((250, 600), mx.bfloat16)
     VerifyMatmul(factory)(mx.ones((16, 600), mx.bfloat16), w)

@@ -16,8 +16,9 @@ from kernel_check import (
 )
 
 from dflash_mlx.kernels.source import in_device_memory
+from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k
-from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized, result_dtype
+from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
 
 pytestmark = on_gpu_or_emulator
 
@@ -49,7 +50,7 @@ def check(matmul, x, w, up=None) -> mx.array:
         truth = unit * other
         # An error of the gate grows by at most 1.1 in the unit; exp and the quotient err, too.
         magnitude = np.abs(unit) * of_other + (1.1 * of_gate + 4 * np.abs(unit)) * np.abs(other)
-    assert y.dtype == result_dtype(x, w)
+    assert y.dtype == mx.result_type(x, w.scales if isinstance(w, AffineWeights) else w)
     assert within_rounding(y, truth, magnitude), (x.shape, w.shape, y.dtype)
     return y
 
@@ -64,16 +65,49 @@ def test_one_rounding_in_every_mix_of_dtypes(matmul, dtype, stored, bits, group)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("depth", [1056, 1568, 2080, 2592])
+@pytest.mark.parametrize("depth", [1056, 1600, 2144, 2592])
 def test_split_sums_are_rounded_once(matmul, dtype, depth):
-    """Steps along K that no number of splits divides: some splits are longer than others."""
+    """Steps along K that no number of splits divides: some splits are longer than others.
+
+    33 in 2, 50 in 3, 67 in 4 and 81 in 5 leave one to three over.
+    """
     mx.random.seed(2)
-    assert splits_of_k(24, depth) > 1
+    assert depth // 32 % splits_of_k(24, depth) > 0
     w, up = (random_weights((24, depth), dtype, 4, 32) for _ in range(2))
     x = mx.random.normal((3, depth)).astype(dtype)
     check(matmul, x, w)
     check(matmul, x, w, up)
     check(matmul, x, random_weights((24, depth + 3), dtype)[:, :depth])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_splits_add_up_to_is_not_rounded_before_it_is_used(matmul, dtype):
+    """Of a gate, too: a term in each split, whose sums have more digits than the dtype."""
+    mx.random.seed(4)
+    x, pair, beside = mx.zeros((2, 1536), dtype), [], VerifyBeside(kernel_factory())
+    for place in (0, 600, 1535):
+        x[:, place] = 1.0
+    for _ in range(2):
+        w = mx.zeros((40, 1536), dtype)
+        for place, size in ((0, 1.0), (600, 0.1), (1535, 0.01)):
+            w[:, place] = (mx.random.uniform(1, 2, (40,)) * size).astype(dtype)
+        pair.append(w)
+    for weights in ([pair[0]], pair):
+        check(matmul, x, *weights)
+    for y, w in zip(beside(x, pair), pair, strict=True):
+        assert within_rounding(y, *products(x, w))
+
+
+def test_the_first_split_is_added_first(matmul):
+    """And in it the first of four SIMD-groups: 1 is lost in 1e8 before that is taken away again."""
+    x, beside = mx.ones((3, 1536)), VerifyBeside(kernel_factory())
+    for places in ((0, 600, 1200), (0, 32, 64), (0, 128, 256)):
+        w = mx.zeros((40, 1536))
+        w[:, places[0]], w[:, places[1]], w[:, places[2]] = 1.0, 1e8, -1e8
+        for y in (matmul(x, w), *beside(x, [w, w])):
+            assert (y == 0).all().item(), places
+        w[:, places[0]], w[:, places[2]] = -1e8, 1.0
+        assert (matmul(x, w) == 1).all().item(), places
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,6 +138,18 @@ def test_every_code_at_every_place(matmul, bits):
         assert np.abs(float64(y) - truth).max() <= 2e-6 * 2**bits * 2
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_multiplied_about_their_middle(matmul, bits):
+    """So that sums stay small: weights about zero and whole numbers are multiplied exactly."""
+    mx.random.seed(4)
+    words = mx.random.randint(0, 2**32, (40, 64 * bits // 32), dtype=mx.uint32)
+    scales = mx.random.uniform(0.5, 2, (40, 1))
+    x = mx.random.randint(-9, 10, (5, 64)).astype(mx.float32)
+    y = matmul(x, AffineWeights(words, scales, -(2 ** (bits - 1)) * scales, bits, 64))
+    ones = AffineWeights(words, mx.ones((40, 1)), mx.full((40, 1), -(2.0 ** (bits - 1))), bits, 64)
+    assert same_bits(y, (x @ dequantized(ones).T) * scales[:, 0])
+
+
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_far_from_zero(matmul, bits, dtype):
@@ -123,6 +169,14 @@ def test_gates_far_from_zero(matmul, bits, dtype):
     assert np.isfinite(y).all()
     far = np.abs(gate) > 50
     assert np.allclose(y[:, far], np.where(gate > 0, 6 * gate, 0)[far], rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+def test_a_closed_gate_is_closed_whatever_it_keeps_back(matmul, dtype):
+    """Also where gate times up is more than float32 holds."""
+    x, gate, up = (mx.zeros((9, 32), dtype) for _ in range(3))
+    x[:, 0], gate[:, 0], up[:, 0] = 1.0, -1e20, 1e20
+    assert (matmul(x, gate, up) == 0).all().item()
 
 
 KINDS = {

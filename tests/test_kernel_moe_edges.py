@@ -17,7 +17,7 @@ from metal_host import needs_compiler
 
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
-from dflash_mlx.kernels.weights import AffineWeights, Weights, result_dtype
+from dflash_mlx.kernels.weights import AffineWeights, Weights
 
 pytestmark = on_gpu_or_emulator
 
@@ -44,7 +44,8 @@ def routes(tokens: int, chosen: int, experts: int) -> mx.array:
 def check(moe, x, w, experts, up=None) -> mx.array:
     """The kernel's result, each pair held to one rounding."""
     y = moe(x, w, experts, up)
-    assert y.dtype == result_dtype(x, w) and y.shape == (*experts.shape, w.shape[1])
+    of = w.scales if isinstance(w, AffineWeights) else w
+    assert y.dtype == mx.result_type(x, of) and y.shape == (*experts.shape, w.shape[1])
     truth, magnitude = np.zeros(y.shape), np.zeros(y.shape)
     rows = float64(x)
     for token, place in np.ndindex(experts.shape):

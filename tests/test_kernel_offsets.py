@@ -11,6 +11,7 @@ from metal_host import EmulatedKernel, needs_compiler
 from metal_host.sparse import SparseArray, run_part
 
 from dflash_mlx.kernels.block_attention import CHUNK, BlockAttention
+from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
 from dflash_mlx.kernels.weights import AffineWeights
@@ -125,6 +126,60 @@ def test_split_sums_past_two_to_the_31():
         sums=sums,
     )
     assert close(merged.values[48, :8], y[48])
+
+
+def test_rows_past_two_to_the_31():
+    """As many as nobody verifies, each short: of x and of the result, and of the sums to merge."""
+    mx.random.seed(8)
+    calls, depth, columns = Calls(), 64, 64
+    x, w = mx.random.normal((16, depth)), random_weights((columns, depth), mx.float32)
+    y = VerifyMatmul(calls)(x, w)
+    rows, out = (SparseArray((FAR // 64 + 16, n), mx.float32) for n in (depth, columns))
+    rows.values[-16:] = np.array(x)
+    tiles = rows.shape[0] // 16
+    last = 2 * (tiles - 1)
+    calls.again(
+        "verify_matmul_plain", {"y": out}, range(last, last + 2), (2 * 128, 1, tiles), x=rows
+    )
+    assert close(out.values[-16:], y)
+
+
+def test_pairs_past_two_to_the_31():
+    """The last of as many rows, each with an expert of its own."""
+    mx.random.seed(9)
+    calls, depth, columns = Calls(), 64, 64
+    x, w = mx.random.normal((1, depth)), random_weights((2, columns, depth), mx.float32)
+    y = VerifyMatmulMoe(calls)(x, w, mx.array([[1]]))
+    count = FAR // 64 + 1
+    rows, out = (SparseArray((count, n), mx.float32) for n in (depth, columns))
+    rows.values[-1] = np.array(x)
+    experts, order = (SparseArray((count,), mx.uint32) for _ in range(2))
+    experts.values[-1] = 1
+    order.values[0] = count - 1
+    name, grid = "verify_matmul_moe_plain", (2 * 128, count, 1)
+    calls.again(name, {"y": out}, range(2), grid, x=rows, experts=experts, order=order)
+    assert close(out.values[-1:], y[:, 0])
+
+
+def test_sums_side_by_side_past_two_to_the_31():
+    mx.random.seed(10)
+    calls, columns, depth = Calls(), (40, 24), 1024
+    x, weights = (
+        mx.random.normal((16, depth)),
+        [random_weights((n, depth), mx.float32) for n in columns],
+    )
+    y = VerifyBeside(calls)(x, weights)
+    _, given = calls.last["merge_beside_2"]
+    (sums,) = given["inputs"]
+    rows = FAR // 64 + 16
+    large = SparseArray((2, rows, 64), mx.float32)
+    large.values[:, -16:] = np.array(sums)
+    outputs = {
+        f"y_{c}": SparseArray((rows, n), mx.float32) for c, n in zip("ab", columns, strict=True)
+    }
+    calls.again("merge_beside_2", outputs, range(rows - 16, rows), (64, rows, 1), sums=large)
+    for name, result in zip(("y_a", "y_b"), y, strict=True):
+        assert close(outputs[name].values[-16:], result)
 
 
 def test_an_expert_past_two_to_the_31():

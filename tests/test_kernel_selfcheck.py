@@ -4,21 +4,23 @@ import warnings
 
 import families
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import tinymodels
+from kernel_calls import Recorder
 from kernel_check import kernel_factory, on_gpu_or_emulator
 from kernel_models import exact_target, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import BlockAttention
+from dflash_mlx.kernels.block_attention import CHUNK, BlockAttention
 from dflash_mlx.kernels.gated import UNITS, unit_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
 from dflash_mlx.kernels.selfcheck import attention_checks, faults
 from dflash_mlx.kernels.shapes import AttentionShape, matrices
 from dflash_mlx.loading import load as loading
 from dflash_mlx.machine.chips import chip_named
-from dflash_mlx.target.selfcheck import check_rows, model_checks
+from dflash_mlx.target.selfcheck import check_rows, model_checks, weight_checks
 
 pytestmark = on_gpu_or_emulator
 
@@ -187,6 +189,51 @@ def test_attention_is_asked_with_all_its_simdgroups():
     shape = AttentionShape(16, 2, 128, mx.float32)
     assert not faults(attention_checks(BlockAttention(Broken(concerns, None)), shape, (16,)))
     assert max(most) == 16 * 32
+
+
+def asked_of(checks):
+    """What attention is asked for by checks, as dictionaries; it is not computed."""
+    asked = []
+
+    def attention(queries, keys, values, **named):
+        bits = getattr(keys, "bits", None)
+        asked.append(named | {"nodes": queries.shape[2], "length": keys.shape[2], "bits": bits})
+        return mx.zeros_like(queries)
+
+    for check in checks(attention):
+        check.ours()
+    return asked
+
+
+def test_attention_is_asked_in_every_way():
+    """Across the end of a chunk, in chains and trees, with sinks, over 8- and 4-bit keys."""
+    shape = AttentionShape(4, 2, 64, mx.float32, window=20, sinks=True, group_size=32)
+    asked = asked_of(lambda kernel: attention_checks(kernel, shape, (1, 3)))
+    kinds = {(of["nodes"], of["bits"], "tree" in of) for of in asked}
+    assert kinds == {(1, None, False), (3, None, False), (3, None, True)} | {
+        (16, bits, tree) for bits in (8, 4) for tree in (False, True)
+    }
+    for of in asked:
+        assert of["first"] + 1 < CHUNK < of["first"] + of["length"] - 1
+        assert of["sinks"].shape == (4,) and of["window"] == 20
+
+
+def test_every_kind_of_layer_is_asked():
+    """Windows of both kinds, and each dtype in which a shape occurs."""
+    model, config = half_precision("gpt_oss"), families.CONFIGS["gpt_oss"]
+    kernels = Kernels(Recorder())
+
+    def checks(attention):
+        kernels.attention = attention
+        every = model_checks(model, config, kernels, None, {}, True)
+        return [check for check in every if check.key.startswith("attention")]
+
+    assert {of["window"] for of in asked_of(checks)} == {None, config["sliding_window"]}
+    both = nn.Module()
+    both.a, both.b = nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)
+    both.b.set_dtype(mx.float16)
+    dtypes = {c.ours()[0].dtype for c in weight_checks(both, {}, kernels, None, {}, True)}
+    assert dtypes == {mx.float32, mx.float16}
 
 
 def test_what_the_table_leaves_to_mlx_is_not_asked():

@@ -52,3 +52,11 @@ def test_small_inputs_are_padded_to_what_mlx_leaves_in_device_memory():
     small, large = mx.array([[1, 2, 3]]), mx.ones((2, 4))
     assert source.in_device_memory(small).tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
     assert source.in_device_memory(large) is large
+
+
+@pytest.mark.parametrize("path", sorted(METAL.glob("*.metal")), ids=lambda path: path.name)
+def test_nothing_is_fused_that_the_text_does_not_fuse(path):
+    """Else one instance of a template may round where another does not."""
+    before, pragma, _ = source.metal_source(path.name).partition("#pragma METAL fp contract(off)\n")
+    assert pragma and "{" not in before
+    assert source.metal_source(path.name).count("fp contract") == 1

@@ -91,6 +91,28 @@ def test_fma_is_counted():
     assert kernel.counters.fmas == 24
 
 
+def test_barriers_and_exchanges_are_counted():
+    """Of threadgroups and of SIMD-groups: two of each, with a shuffle before and after."""
+    body = """
+      threadgroup float shared[64];
+      const uint i = thread_index_in_threadgroup;
+      shared[i] = simd_shuffle_xor(a[thread_position_in_grid.x], 1);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      out[thread_position_in_grid.x] = simd_shuffle_xor(shared[i ^ 33], 1);
+    """
+    kernel = EmulatedKernel("counting", ["a"], ["out"], body)
+    a = normal(128)
+    (out,) = kernel(
+        inputs=[a],
+        grid=(128, 1, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[a.shape],
+        output_dtypes=[a.dtype],
+    )
+    assert mx.array_equal(out, a[mx.arange(128) ^ 33])
+    assert (kernel.counters.barriers, kernel.counters.exchanges) == (2, 8)
+
+
 def test_counters_need_a_checked_call():
     kernel = copying(COPY, checked=False)
     copied(kernel, normal(4, 6))

@@ -81,6 +81,12 @@ BUGS = {
         "uint own[4] = {}; own[s + 2]++; const uint x_row = own[s + 2] - 1 + t / 8,",
         "array-index",
     ),
+    "an index past the last array of a struct": (
+        "const uint x_row = t / 8,",
+        "struct { uint one, own[4]; } last = {}; last.own[s + 2]++; "
+        "const uint x_row = last.own[s + 2] - 1 + t / 8,",
+        "array-index",
+    ),
     "a division by zero": ("column * (K / 8)", "column * (K / (8 * int(s)))", "division"),
     "a wild pointer": ("= x[x_row", "= (x + (1l << 40))[x_row", "out-of-bounds"),
 }

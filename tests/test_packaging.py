@@ -138,7 +138,7 @@ def test_type_checkers_find_the_package(install, request, tmp_path_factory):
         python = str(request.getfixturevalue("installed") / "python")
     programs = ROOT / "tests" / "data" / "types"
     cache = str(tmp_path_factory.getbasetemp() / "mypy")
-    command = (sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", cache)
+    command = (sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", cache)
     done = run(*command, "--python-executable", python, "good.py", "bad.py", cwd=programs)
     found = re.findall(r"^(\S+):(\d+): error:", done.stdout, re.MULTILINE)
     lines = (programs / "bad.py").read_text().splitlines()

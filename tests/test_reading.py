@@ -2,15 +2,22 @@
 
 import json
 import math
+import os
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_mlx.bench.datasets import parse_object
+from dflash_mlx.bench.report import read_run
+from dflash_mlx.cli.chat_dialogue import read_messages
 from dflash_mlx.errors import ConfigError, DataError, DFlashError, WeightsError
 from dflash_mlx.foreign import Foreign
 from dflash_mlx.reading import is_finite, is_positive, is_whole, parse_json, read_json, shown
+from dflash_mlx.train.answers import whole_lines
+from dflash_mlx.train.data import parse_record
 
 
 def test_an_object_is_read(tmp_path):
@@ -115,3 +122,27 @@ def test_an_error_that_nobody_listed_is_not_hidden():
 
     with pytest.raises(Surprise), Foreign(ConfigError, "It broke"):
         raise Surprise
+
+
+DEEP = '{"a":' * 100_000
+
+
+def test_whoever_reads_lines_and_files_of_people_says_it_in_one_line(tmp_path):
+    """Nesting without end is no traceback, and a pipe is not waited for."""
+    deep, pipe = tmp_path / "deep.json", tmp_path / "pipe"
+    deep.write_text(DEEP)
+    os.mkfifo(pipe)
+    for read in (
+        lambda: parse_object(DEEP, "here"),
+        lambda: parse_record(DEEP, "here"),
+        lambda: whole_lines(lines_in(tmp_path / "answers.jsonl")),
+        *(partial(read, path) for read in (read_run, read_messages) for path in (deep, pipe)),
+    ):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert str(caught.value).isprintable()
+
+
+def lines_in(path):
+    path.write_text(DEEP + "\n")
+    return path

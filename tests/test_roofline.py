@@ -164,6 +164,17 @@ def test_no_figure_is_cut_off(columns):
     assert lines[0].split()[0] == "rows" and lines[0].split()[-1] == "tok/s"
 
 
+def test_what_the_kernels_do_is_stated_for_each_shape():
+    """Of 16 rows: every weight of a shape read once, no barrier but two a tile."""
+    content = json.loads(roofline("--chip", "M4Max", "--target-bits", "4", "--json").stdout)
+    assert content["kernels"]
+    for kernel in content["kernels"]:
+        columns, depth = map(int, kernel["matrix"].split()[0].split("x"))
+        assert kernel["layers"] >= 1 and kernel["barriers"] == 2 * kernel["threadgroups"]
+        assert columns * depth // 2 < kernel["weight_bytes"] < columns * depth
+        assert kernel["matrix_products"] == 2 * -(-columns // 32) * 4 * depth // 8
+
+
 def test_the_recommended_width_is_the_fastest_one_of_note(tmp_path):
     content = json.loads(roofline("--chip", "M1", "--json").stdout)
     speeds = {row["rows"]: row["tokens_per_second"] for row in content["rounds"]}

@@ -1,28 +1,29 @@
-"""The embedded pair keeps what its model card promises: size, identity, acceptance, right answers.
-
-The work is done by processes of their own (see pair_worker.py), two at a time.
-"""
+"""The embedded pair is what its model card promises: small, identical, quick, and right."""
 
 import json
 import subprocess
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
+from random import Random
 
 import mlx.core as mx
 import pytest
+from oracle import ResumingOracle
+from pair_worker import PER_CATEGORY, read_prompts, shortest_of_each
+from tinymodels import greedy
 
 import dflash_mlx as dm
 from dflash_mlx.loop import generate
 
 TINY = Path(str(files("dflash_mlx").joinpath("tiny")))
 WORKER = Path(__file__).with_name("pair_worker.py")
-TASKS = ["identity 0", "identity 8", "identity 4", "quality"]  # 0 bits: as they are
 CATEGORIES = {"arithmetic", "counting", "units", "code", "story", "qa", "chat"}
 PROBLEMS = ["arithmetic", "counting", "units"]  # with one right answer
-CONTESTANTS = 6  # plain, trained, and oracles of four kinds
+FIRST_TOKENS = 20  # of each answer compared with mlx-lm: more than a block
+# What drafts, and how wide: no wider than it is right, or the test would mostly wait.
+ORACLES = {0.0: 3, 0.5: 4, 0.9: 10, 1.0: 16}
 
 pytestmark = pytest.mark.skipif(
     not (TINY / "drafter" / "model.safetensors").is_file(),
@@ -30,9 +31,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def work(task: str) -> dict | list:
+@pytest.fixture(scope="module")
+def answers() -> list[dict]:
+    """Whole answers, by a process of its own: on the fast BLAS, as people run it."""
     done = subprocess.run(
-        [sys.executable, str(WORKER), str(TINY), *task.split()],
+        [sys.executable, str(WORKER), str(TINY)],
         capture_output=True,
         text=True,
         cwd=WORKER.parent,
@@ -40,12 +43,6 @@ def work(task: str) -> dict | list:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def reports() -> dict:
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(TASKS, pool.map(work, TASKS), strict=True))
 
 
 def prompts() -> list[dict]:
@@ -111,18 +108,32 @@ def test_its_second_drafter_accepts_more():
     assert rounds[1] < rounds[0]
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-def test_every_drafter_gives_mlx_lms_tokens(reports, bits):
+def in_its_own_process(bits: int | None):
+    """Each takes long, and they share nothing."""
+    return pytest.param(bits, marks=pytest.mark.xdist_group(f"tiny pair, {bits} bits"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [in_its_own_process(bits) for bits in (None, 8, 4)])
+def test_every_drafter_gives_mlx_lms_tokens(bits):
     """With weights as they are, of 8 and of 4 bits; drafted by the pair's own and by oracles."""
-    report = reports[f"identity {bits}"]
-    assert report["prompts"] >= 60
-    assert report["compared"] == report["prompts"] * CONTESTANTS
-    assert not report["wrong"], report["wrong"][:5]
-
-
-def test_whole_drafted_answers_are_the_plain_ones(reports):
-    compared = [answer["as plain"] for answer in reports["quality"] if "as plain" in answer]
-    assert len(compared) >= 60 and all(compared)
+    target, drafter = dm.load("tiny", target_bits=bits, draft_bits=bits)
+    records = shortest_of_each(read_prompts(TINY), PER_CATEGORY)
+    assert len(records) >= 60
+    for number, record in enumerate(records):
+        messages = record["messages"]
+        prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        answer = greedy(target, prompt, FIRST_TOKENS)
+        for contestant in (None, drafter):
+            result = generate(target, contestant, prompt, max_tokens=FIRST_TOKENS)
+            assert result.tokens == answer, (contestant, messages)
+        oracle = ResumingOracle(prompt, answer, target.vocab_size)
+        talk = dm.Conversation(target, oracle)  # the prompt is read once for all of them
+        settings = {"max_tokens": FIRST_TOKENS, "conversation": talk}
+        for p, width in ORACLES.items():
+            oracle.p, oracle.random = p, Random(number)
+            result = generate(target, oracle, prompt, block_size=width, **settings)
+            assert result.tokens == answer, (p, messages)
 
 
 def acceptance_length(answers: Iterable[dict]) -> float:
@@ -130,16 +141,23 @@ def acceptance_length(answers: Iterable[dict]) -> float:
     return sum(a["tokens"] for a in answers) / sum(a["rounds"] for a in answers)
 
 
-def test_acceptance_length(reports):
-    assert acceptance_length(reports["quality"]) >= 7.0
+@pytest.mark.slow
+@pytest.mark.xdist_group("tiny pair, answers")
+class TestAnswers:
+    """What the pair says to every prompt, to the end of each answer."""
 
+    def test_the_drafted_are_the_plain_ones(self, answers):
+        compared = [answer["as plain"] for answer in answers if "as plain" in answer]
+        assert len(compared) >= 60 and all(compared)
 
-@pytest.mark.parametrize("category", sorted(CATEGORIES))
-def test_acceptance_length_by_category(reports, category):
-    assert acceptance_length(a for a in reports["quality"] if a["category"] == category) >= 4.0
+    def test_acceptance_length(self, answers):
+        assert acceptance_length(answers) >= 7.0
 
+    @pytest.mark.parametrize("category", sorted(CATEGORIES))
+    def test_acceptance_length_by_category(self, answers, category):
+        assert acceptance_length(a for a in answers if a["category"] == category) >= 4.0
 
-@pytest.mark.parametrize("category", PROBLEMS)
-def test_answers_are_right(reports, category):
-    exact = [a["exact"] for a in reports["quality"] if a["category"] == category]
-    assert len(exact) >= 9 and sum(exact) / len(exact) >= 0.85
+    @pytest.mark.parametrize("category", PROBLEMS)
+    def test_they_are_right(self, answers, category):
+        exact = [a["exact"] for a in answers if a["category"] == category]
+        assert len(exact) >= 9 and sum(exact) / len(exact) >= 0.85

@@ -58,6 +58,15 @@ RAW_DRAFTER = {
 }
 DRAFTER = DraftConfig.from_dict(RAW_DRAFTER)
 DFLASH2 = replace(DRAFTER, conv_kernel_size=2, conv_group_size=8, selector_rank=8, selector_top_k=6)
+DSPARK = DraftConfig.from_dict(
+    RAW_DRAFTER
+    | {
+        "architectures": ["DSparkDraftModel"],
+        "markov_rank": 8,
+        "enable_confidence_head": False,
+        "sample_from_anchor": True,
+    }
+)
 SETTINGS = DrafterSettings(steps=8, tokens=64, anchors=3, learning_rate=3e-3, save_every=0)
 
 
@@ -239,10 +248,12 @@ def test_anchors_start_with_the_first_token_of_an_answer() -> None:
     assert firsts == {(10, 14), (20, 30)}
 
 
-@pytest.mark.parametrize("config", [DRAFTER, DFLASH2], ids=["DFlash", "DFlash2"])
+@pytest.mark.parametrize("config", [DRAFTER, DFLASH2, DSPARK], ids=["DFlash", "DFlash2", "DSpark"])
 def test_the_reported_tau_is_that_of_the_loop(target: Target, config: DraftConfig) -> None:
     """Anchored at the first token of an answer, tau is what the first round accepts."""
     drafter = new_drafter(config, seed=4)
+    if config is DSPARK:  # whose head starts without an opinion
+        drafter.markov_head.markov_w2.weight = mx.random.normal((300, 8))
     [sample, _] = own_samples(target)
     arrays = Anchors(1)([sample], Random(0))
     tau = draft_loss(drafter, target, 2.0)(drafter.parameters(), *arrays)[1]

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 import tinymodels
 from mlx.utils import tree_flatten
-from program import HERE, PROGRAM, run
+from program import HERE, PROGRAM, run, start
 from tinymodels import END, LINES
 
 from dflash_mlx.drafter.config import DraftConfig
@@ -55,7 +55,7 @@ def recipe(data: Path, **more: Any) -> Recipe:
     return Recipe(data=data, **{**small, **more})
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_drafter_comes_out_that_drafts(
     tmp_path: Path, target: Target, data: Path, kind: str, cached: bool
@@ -96,11 +96,11 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path, dat
 
     kill_at("answers", 2)
     kill_at("step", 2)
-    last = run(*options, "--out", killed)
+    last = start(*options, "--out", killed)
     assert last.returncode == 0, last.stderr
     steps = [json.loads(line) for line in last.stdout.splitlines()]
     assert [line["step"] for line in steps if line["event"] == "step"] in ([2, 3, 4], [3, 4])
-    assert run(*options, "--out", whole).returncode == 0
+    assert start(*options, "--out", whole).returncode == 0
     first, second = (folder / "model.safetensors" for folder in (whole, killed))
     assert first.read_bytes() == second.read_bytes()
     assert "tokens a round" in (killed / "README.md").read_text()

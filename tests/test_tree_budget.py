@@ -111,6 +111,14 @@ def test_a_policy_with_trees_drafts_them_unasked():
     assert stats.trees
 
 
+def test_trees_of_a_fixed_size_are_as_deep_as_a_block():
+    """A block size puts no chains in their place, though the command line hands on a policy."""
+    asked = decode(tree_budget=16, block_size=4).stats
+    handed = decode(policy=TreePolicy.fixed(16), block_size=4).stats
+    assert handed.trees == asked.trees and handed.trees
+    assert max(handed.accepted_per_round) < 4 < max(handed.trees)
+
+
 def test_a_policy_explains_itself():
     kept = policy()
     decode(policy=kept, tree_budget="auto")

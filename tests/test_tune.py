@@ -1,7 +1,6 @@
 """`dflash-mlx tune`: what it measures is what later runs read."""
 
 import json
-import os
 
 import mlx.core as mx
 from program import run
@@ -14,9 +13,11 @@ from dflash_mlx.kernels.calibration import Timing
 ROW = KernelRow("4096x4096 affine 4-bit g64", 36, Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4}))
 
 
-def test_costs_are_kept_until_they_are_asked_for_again(pair, tmp_path):
+def test_costs_are_kept_until_they_are_asked_for_again(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
     def tuned(*options: str):
-        done = run("tune", *pair, *options, env=os.environ | {"HOME": str(tmp_path)})
+        done = run("tune", *pair, *options)
         assert done.returncode == 0, done.stderr
         return done
 

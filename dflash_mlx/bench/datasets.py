@@ -5,7 +5,6 @@ The suites of the hub are in `suites.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..reading import parse_json
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
     """A JSON object. Raises `DataError`, which says where it should have been."""
-    try:
-        row = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}).") from error
+    row = parse_json(text, where, DataError)
     if not isinstance(row, dict):
         raise DataError(f"{where}: a JSON object is expected.")
     return row

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError
-from .summary import DRAFTING, PLAIN
+from .summary import PLAIN, drafting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 COLORS = {
     "plain": "#777777",
-    "DFlash": "#0072B2",
     "DDTree": "#009E73",
     "mlx-lm": "#E69F00",
     "server": "#CC79A7",
 }
+ON_TRIAL = "#0072B2"  # what drafts chains, whatever it is called
 SPEEDUP, ACCEPTED, CONTEXT = "speedup.png", "acceptance.png", "context.png"
 
 
@@ -47,7 +47,7 @@ def draw_trees(content: Mapping[str, Any]) -> bytes:
     """Tokens per round and speed over the size of draft trees, as PNG.
 
     Args:
-        content: what `bench --tree-budget` reports: the model, the machine and a row per way.
+        content: what `bench --trees` reports: the model, the machine and a row per way.
 
     Raises `MissingDependencyError`.
     """
@@ -66,8 +66,13 @@ def draw_trees(content: Mapping[str, Any]) -> bytes:
     right.set_title("Tokens per second", loc="left", fontweight="bold")
     right.spines[["top", "right"]].set_visible(False)
     speeds = [rows[way]["tokens_per_second"] for way in ways]
-    right.plot(ways, speeds, marker="o", color=COLORS["DDTree"], label="fixed")
-    for way, color in (("auto", COLORS["DFlash"]), ("plain", COLORS["plain"])):
+    errors = [
+        [rows[way]["tokens_per_second"] - rows[way]["low"] for way in ways],
+        [rows[way]["high"] - rows[way]["tokens_per_second"] for way in ways],
+    ]
+    label, color = "fixed (median, quartiles)", COLORS["DDTree"]
+    right.errorbar(ways, speeds, yerr=errors, label=label, color=color, marker="o", capsize=2)
+    for way, color in (("auto", ON_TRIAL), ("plain", COLORS["plain"])):
         speed = rows[way]["tokens_per_second"]
         right.axhline(speed, color=color, linestyle="--", label=way)
     right.set_ylim(bottom=0)
@@ -95,10 +100,14 @@ def caption(content: Mapping[str, Any]) -> str:
     parts = [content["model"]]
     if content.get("block_size"):
         parts.append(f"block size {content['block_size']}")
-    if "overall" in content:
-        parts.append(f"{content['overall']['prompts']} prompts x {content['repeats']} runs")
+    if prompts := content.get("overall", content).get("prompts"):
+        parts.append(f"{prompts} prompts x {content['repeats']} runs")
     parts += [", ".join(known), f"dflash-mlx {machine.get('dflash-mlx', 'unknown')}"]
     return " · ".join(parts)
+
+
+def _color(way: str) -> str:
+    return COLORS.get(way, ON_TRIAL)
 
 
 def _png(figure: Figure) -> bytes:
@@ -123,7 +132,7 @@ def _speedups(content: Mapping[str, Any]) -> Figure | None:
             [spread["high"] - spread["median"] for spread in spreads],
         ]
         places = [row + (number - (len(ways) - 1) / 2) * bar for row in range(len(rows))]
-        bars = axes.bar(places, heights, bar, color=COLORS[way], label=way, yerr=errors, capsize=2)
+        bars = axes.bar(places, heights, bar, color=_color(way), label=way, yerr=errors, capsize=2)
         axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7, padding=2)
     axes.axhline(1, color=COLORS[PLAIN], linewidth=1, linestyle="--")
     axes.set_xticks(range(len(rows)), [row["category"] for row in rows], rotation=25, ha="right")
@@ -134,24 +143,25 @@ def _speedups(content: Mapping[str, Any]) -> Figure | None:
 
 def _histogram(content: Mapping[str, Any]) -> Figure | None:
     """How many drafted tokens the rounds kept: a line of shares per way."""
-    drafting = {
-        name: {int(kept): rounds for kept, rounds in way["accepted"].items()}
-        for name, way in content["overall"]["ways"].items()
-        if name in DRAFTING and way["accepted"]
+    ways = content["overall"]["ways"]
+    kept_by_way = {
+        name: {int(kept): rounds for kept, rounds in ways[name]["accepted"].items()}
+        for name in drafting(ways)
+        if ways[name]["accepted"]
     }
-    if not drafting:
+    if not kept_by_way:
         return None
     figure, axes = _figure(content, "Drafted tokens kept in a round")
-    bar = 0.8 / len(drafting)
-    for number, (name, counts) in enumerate(drafting.items()):
+    bar = 0.8 / len(kept_by_way)
+    for number, (name, counts) in enumerate(kept_by_way.items()):
         rounds = sum(counts.values())
         mean = sum(kept * count for kept, count in counts.items()) / rounds
-        places = [kept + (number - (len(drafting) - 1) / 2) * bar for kept in counts]
+        places = [kept + (number - (len(kept_by_way) - 1) / 2) * bar for kept in counts]
         shares = [100 * count / rounds for count in counts.values()]
-        axes.bar(places, shares, bar, color=COLORS[name], label=f"{name}, mean {mean:.1f}")
+        axes.bar(places, shares, bar, color=_color(name), label=f"{name}, mean {mean:.1f}")
     axes.set_xlabel("tokens kept")
     axes.set_ylabel("% of the rounds")
-    axes.set_xticks(range(max(max(counts) for counts in drafting.values()) + 1))
+    axes.set_xticks(range(max(max(counts) for counts in kept_by_way.values()) + 1))
     figure.legend(loc="outside upper right", ncols=4, frameon=False)
     return figure
 
@@ -166,13 +176,13 @@ def _speed(content: Mapping[str, Any]) -> Figure:
             if (way := one["ways"].get(name))
         ]
         lengths, speeds = zip(*sorted(points), strict=True)
-        axes.scatter(lengths, speeds, s=24, alpha=0.6, color=COLORS[name], linewidths=0, label=name)
+        axes.scatter(lengths, speeds, s=24, alpha=0.6, color=_color(name), linewidths=0, label=name)
         centres = sorted(
             (_centre(row), row["ways"][name]["tokens_per_second"]["median"])
             for row in (content["categories"] if content["context_lengths"] else ())
         )
         if centres:
-            axes.plot(*zip(*centres, strict=True), color=COLORS[name])
+            axes.plot(*zip(*centres, strict=True), color=_color(name))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens in the context (prompt and half of the answer)")
     axes.set_ylabel("tokens per second")

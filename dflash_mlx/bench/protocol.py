@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from .datasets import BenchPrompt
-from .summary import DFLASH, MLX_LM, PLAIN, Measured
+from .summary import MLX_LM, PLAIN, Measured, on_trial
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,14 @@ class Figures:
 
 def figures(measured: Sequence[Measured]) -> Figures:
     """The figures of one suite, from the first run of each answer in each way."""
-    drafted = _seconds_a_token(measured, DFLASH)
+    trial = on_trial(measured[0].runs) or PLAIN
+    drafted = _seconds_a_token(measured, trial)
 
     def over(way: str) -> float | None:
         base = _seconds_a_token(measured, way)
         return base / drafted if base and drafted else None
 
-    rounds = [one.runs[DFLASH][0].stats for one in measured if DFLASH in one.runs]
+    rounds = [one.runs[trial][0].stats for one in measured if trial in one.runs]
     lengths = [stats.acceptance_length for stats in rounds if stats.rounds]
     return Figures(
         answers=len(measured),

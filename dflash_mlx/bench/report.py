@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, OutputError
+from ..reading import read_json
 from . import protocol
-from .datasets import parse_object
 from .summary import Measured, by_category, differences, summarize
 
 FORMAT, VERSION = "dflash-mlx bench", 1
@@ -193,12 +193,7 @@ def write_picture(file: Path, content: bytes) -> None:
 def read_run(path: Path) -> dict[str, Any]:
     """What a run's folder, or its JSON file, holds. Raises `DataError`."""
     file = path / JSON if path.is_dir() else path
-    try:
-        content = parse_object(file.read_text(encoding="utf-8"), str(file))
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not a text file in UTF-8.") from error
+    content = read_json(file, DataError)
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
         raise DataError(f"{file}: not a run of 'dflash-mlx bench --out', or of another version.")
     return content

@@ -7,8 +7,9 @@ few rows pay for the whole tile. Left out: the drafter, norms, launches, synchro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError
-from ..kernels.choose import stock_seconds, tile_seconds
+from ..kernels.choose import is_large, stock_seconds, tile_seconds
+from ..kernels.counts import product_counts
 from ..kernels.shapes import Matrix, matrices
+from ..kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE
 from ..loading.quantization import Quantization
 from ..machine.chips import Chip
 from ..target.internals import (
@@ -114,6 +117,23 @@ def rounds(shapes: Shapes, chip: Chip, acceptance: float) -> list[Round]:
             )
         )
     return result
+
+
+def kernel_counts(shapes: Shapes, chip: Chip) -> list[dict[str, Any]]:
+    """What our kernel does for each shape of a model's matrices, one product of 16 rows each.
+
+    Each has the shape's name, how many matrices have it, and the fields of `Counts`.
+    """
+    enough = ENOUGH_TILES_LARGE if is_large(chip.name) else ENOUGH_TILES
+    counted = [
+        (matrix, layers, product_counts(matrix, WIDEST, enough))
+        for matrix, layers in Counter(shapes.matrices).items()
+    ]
+    return [
+        {"matrix": matrix.key, "layers": layers, **asdict(counts)}
+        for matrix, layers, counts in counted
+        if counts is not None
+    ]
 
 
 def recommended(rows: Sequence[Round]) -> Round:

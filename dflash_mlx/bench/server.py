@@ -49,7 +49,7 @@ class Server:
         with _open(f"{base}/models") as response:
             try:
                 return cls(base, str(json.load(response)["data"][0]["id"]))
-            except (ValueError, LookupError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise ServerError(f"{base}/models names no model: give --model.") from error
 
     def ask(
@@ -143,7 +143,7 @@ def _parts(response: HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
             if "error" in part:
                 raise ServerError(f"{url}: the server gave up: {part['error']}")
             yield part
-    except (OSError, HTTPException, ValueError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, TypeError, RecursionError) as error:
         raise ServerError(f"{url}: the answer broke off or is no event stream.") from error
     raise ServerError(f"{url}: the answer broke off before its end.")
 

@@ -11,9 +11,19 @@ from typing import Any
 from ..events import Result
 from .datasets import BenchPrompt
 
-# The ways to decode that are compared.
-PLAIN, DFLASH, DDTREE, MLX_LM, SERVER = "plain", "DFlash", "DDTree", "mlx-lm", "server"
-DRAFTING = (DFLASH, DDTREE)
+# The ways to decode that are compared; one more, on trial, is called by what drafts.
+PLAIN, DDTREE, MLX_LM, SERVER = "plain", "DDTree", "mlx-lm", "server"
+BASELINES = (PLAIN, MLX_LM, SERVER)
+
+
+def drafting(ways: Iterable[str]) -> list[str]:
+    """Those of some ways that draft, chains before trees."""
+    return sorted((way for way in ways if way not in BASELINES), key=DDTREE.__eq__)
+
+
+def on_trial(ways: Iterable[str]) -> str | None:
+    """The one of some ways that drafts chains; None without a drafter."""
+    return next((way for way in drafting(ways) if way != DDTREE), None)
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,7 @@ class Measured:
     @property
     def best(self) -> Result:
         """The first run of the way that is on trial: with a drafter if there is one."""
-        ways = [DFLASH, *self.runs]
-        return next(self.runs[way][0] for way in ways if way in self.runs)
+        return self.runs[on_trial(self.runs) or next(iter(self.runs))][0]
 
     @property
     def exact(self) -> bool | None:
@@ -127,7 +136,9 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row, and beside it the figures that are asked for first."""
-        plain, drafted, mlx_lm = (self.ways.get(way) for way in (PLAIN, DFLASH, MLX_LM))
+        plain, mlx_lm = self.ways.get(PLAIN), self.ways.get(MLX_LM)
+        trial = on_trial(self.ways)
+        drafted = None if trial is None else self.ways[trial]
         speedup = drafted.speedup if drafted else None
         return asdict(self) | {
             "acceptance_length": drafted.tokens_per_round if drafted else None,

@@ -21,6 +21,7 @@ from ..policy.rounds import AnyPolicy, FixedWidth
 from ..policy.trees import TreePolicy, tree_policy
 from ..sampling import Sampler
 from ..target import Target
+from .summary import Spread
 
 PLAIN, CHAIN, AUTO = "plain", "chain", "auto"
 NOISY = 1.0  # the temperature at which the noise is given and kept back
@@ -33,7 +34,7 @@ class TreeRow:
     Attributes:
         way: "plain", "chain", a number of rows, or "auto".
         tokens_per_round: by category, and of all together under "all".
-        tokens_per_second: the median of all runs.
+        tokens_per_second: the median of all runs, `low` and `high` the quartiles around it.
         over_plain: the median of its paired speeds over plain decoding's.
         auto_over: the median of the paired speeds of "auto" over its own.
         with_noise, without_noise: tokens per round at temperature `NOISY`; None but for trees of
@@ -44,6 +45,8 @@ class TreeRow:
     way: str
     tokens_per_round: dict[str, float] = field(default_factory=dict)
     tokens_per_second: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
     over_plain: float = 1.0
     auto_over: float = 1.0
     with_noise: float | None = None
@@ -105,7 +108,8 @@ def _sum_up(
         chosen = [run for of, run in zip(categories, runs, strict=True) if of == category]
         row.tokens_per_round[category] = _tokens_per_round(chosen)
     row.tokens_per_round["all"] = _tokens_per_round(runs)
-    row.tokens_per_second = median(_speed(run) for run in runs)
+    if speeds := Spread.of(map(_speed, runs)):
+        row.low, row.tokens_per_second, row.high = speeds.low, speeds.median, speeds.high
     row.over_plain = median(
         _speed(run) / _speed(other) for run, other in zip(runs, plain, strict=True)
     )

@@ -16,7 +16,7 @@ from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import matching
 from .lookup import Lookup, LookupSession
-from .protocol import drafts_trees
+from .protocol import drafts_trees, label
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -87,6 +87,11 @@ class Beside:
     def identity(self) -> str:
         """The network's: what the lookup costs is nothing beside it."""
         return self.network.identity
+
+    @property
+    def label(self) -> str:
+        """What people read."""
+        return f"{label(self.network)}+lookup"
 
     def start(self, target: Target, sampler: Sampler) -> BesideSession:
         """Begin one request. Raises `IncompatibleDrafterError`."""

@@ -133,7 +133,7 @@ class Lookup:
     """The drafter: what is learnt about its drafts, whatever the target."""
 
     tap_layers = ()
-    identity = "lookup"
+    identity = label = "lookup"
     block_size = WIDEST
 
     def __init__(self) -> None:

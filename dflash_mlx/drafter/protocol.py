@@ -6,6 +6,7 @@ wants it asks with `isinstance`:
 
     of a drafter    `Bounded`       the widest block that it was made for
                     `Identified`    a name under which what its drafts cost is remembered
+                    `Labelled`      what people call it, where that is not its class's name
                     `TreeDrafter`   its sessions are `TreeSession`s
     of a session    `SaysConfidence` says how likely its drafts are right
                     `Foresees`      has drafts that cost nothing, and knows what they are worth
@@ -75,6 +76,15 @@ class Identified(Protocol):
     @property
     def identity(self) -> str:
         """The same for drafters whose drafts cost the same, as weights of one shape do."""
+
+
+@runtime_checkable
+class Labelled(Protocol):
+    """A drafter that people do not call by the name of its class."""
+
+    @property
+    def label(self) -> str:
+        """In a word."""
 
 
 class TreeSession(Session, Protocol):
@@ -202,6 +212,11 @@ class Storable(Protocol):
 def block_size(drafter: Drafter) -> int | None:
     """The most rows of its blocks; None where any number will do."""
     return drafter.block_size if isinstance(drafter, Bounded) else None
+
+
+def label(drafter: Drafter) -> str:
+    """What drafts, in a word: "DFlash", "lookup", "DFlash2+lookup"."""
+    return drafter.label if isinstance(drafter, Labelled) else type(drafter).__name__
 
 
 def drafts_trees(drafter: Drafter) -> bool:

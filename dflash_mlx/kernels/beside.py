@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gpt_oss, llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 
-from .gated import weights
+from .gated import same_rows, weights
 from .verify_beside import VerifyBeside
 
 _ATTENTION = (
@@ -66,7 +66,7 @@ def put_side_by_side(
     broken: the `beside_key` of layers that are left alone.
     """
     for layers in neighbours(model):
-        if _are_ours(layers) and beside_key(layers) not in {None, *broken}:
+        if same_rows(layers) and beside_key(layers) not in {None, *broken}:
             beside = Beside(kernel, layers)
             for layer in layers:
                 layer._beside = beside
@@ -94,10 +94,3 @@ def _form(layer: Any) -> tuple[Any, ...]:
     if "scales" not in layer:
         return (layer.weight.dtype,)
     return layer.bits, layer.group_size, layer.scales.dtype
-
-
-def _are_ours(layers: Sequence[Any]) -> bool:
-    """Whether the layers run on our kernels for the same rows."""
-    return len({getattr(layer, "_rows", None) for layer in layers} - {None}) == 1 and all(
-        hasattr(layer, "_rows") for layer in layers
-    )

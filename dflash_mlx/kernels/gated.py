@@ -7,7 +7,7 @@ subclass of its own class, and only of classes whose code is known to be this un
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -55,7 +55,9 @@ def fuse(model: nn.Module, broken: frozenset[str] = frozenset()) -> None:
     broken: the `unit_key` of units that are left in parts.
     """
     for unit in model.modules():
-        if type(unit) in UNITS and _is_ours(unit) and unit_key(unit) not in {None, *broken}:
+        if type(unit) not in UNITS or not same_rows(getattr(unit, name) for name in _PARTS):
+            continue
+        if unit_key(unit) not in {None, *broken}:
             unit._rows, unit._kernel = unit.gate_proj._rows, unit.gate_proj._kernel
             unit.__class__ = UNITS[type(unit)]
 
@@ -74,9 +76,9 @@ def unit_key(unit: Any) -> str | None:
     return " ".join(map(str, ("gate and up", "x".join(map(str, shape)), dtype, *quantized)))
 
 
-def _is_ours(unit: Any) -> bool:
-    """Whether all three layers run on our kernels for the same rows."""
-    rows = {getattr(getattr(unit, name), "_rows", None) for name in _PARTS}
+def same_rows(layers: Iterable[Any]) -> bool:
+    """Whether all of these layers run on our kernels, and for the same rows."""
+    rows = {getattr(layer, "_rows", None) for layer in layers}
     return len(rows) == 1 and None not in rows
 
 

@@ -53,7 +53,7 @@ def _routed(rows: mx.array, w: Weights, experts: mx.array) -> mx.array:
         chosen = dequantized(AffineWeights(words, scales, biases, w.bits, w.group_size))
     else:
         chosen = w[experts].astype(mx.float32)
-    return (chosen @ rows[..., None])[..., 0]
+    return (chosen @ rows[..., None]).squeeze(-1)
 
 
 class VerifyMatmulMoe:

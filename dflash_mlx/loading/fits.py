@@ -13,6 +13,7 @@ STORED = 2  # bytes a weight, as published
 # How conversions say that they are quantized: Qwen3-8B-4bit, gpt-oss-20b-MXFP4-Q8.
 _QUANTIZED = re.compile(r"-(\d[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq)\b")
 ON_MAC = sys.platform == "darwin"
+WHETHER = f"fits this {'Mac' if ON_MAC else 'machine'}"
 
 
 def fits(size: float, quantized: bool = False, limit: int | None = None, mac: bool = ON_MAC) -> str:
@@ -38,7 +39,7 @@ def fits(size: float, quantized: bool = False, limit: int | None = None, mac: bo
 
 def fits_here(size: float, quantized: bool = False) -> str:
     """The same in words, for this machine."""
-    return f"fits this {'Mac' if ON_MAC else 'machine'}: {fits(size, quantized)}"
+    return f"{WHETHER}: {fits(size, quantized)}"
 
 
 def looks_quantized(name: str) -> bool:

@@ -7,7 +7,8 @@ file, or a repository of the Hugging Face hub.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..drafter.beside import Beside
 from ..drafter.lookup import Lookup
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
-from ..errors import ConfigError, KernelError, SettingsError, WeightsError
+from ..errors import ConfigError, DFlashError, KernelError, SettingsError, WeightsError
 from ..foreign import Foreign
 from ..kernels.calibration import choices, read_timings
 from ..kernels.modules import Kernels, Wiring, will_be_exact, wire
@@ -39,7 +40,16 @@ from .gguf.packages import gguf_file
 from .hub import Hub
 from .names import check_name
 from .quantization import Quantization
-from .registry import EMBEDDED, LOOKUP, NONE, WITH_LOOKUP, no_drafter, pair_of, refusal
+from .registry import (
+    EMBEDDED,
+    LOOKUP,
+    NONE,
+    OTHERWISE,
+    WITH_LOOKUP,
+    no_drafter,
+    pair_of,
+    refusal,
+)
 from .soundness import check_finite, check_runs, check_types
 from .target_config import read_target_config
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
@@ -98,13 +108,26 @@ def load(
             raise SettingsError(f"draft_bits: {draft} has no weights to quantize, leave it out.")
         target = _open_target(name, folder, quantization, exact=exact, kernels=ours)
         return target, Lookup() if draft == LOOKUP else None
-    draft_folder = _folder(draft, "drafter", hub)  # a download may fail: before anything is loaded
-    reserved = memory_needed(check_safetensors(draft_folder), draft_quantization, _float_bytes())
+    with _about_drafters():
+        draft_folder = _folder(draft, "drafter", hub)  # a download may fail: before any loading
+        stored = check_safetensors(draft_folder)
+    reserved = memory_needed(stored, draft_quantization, _float_bytes())
     target = _open_target(name, folder, quantization, reserved, exact, ours)
-    drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
-    drafter.check_fits(target)
+    with _about_drafters():
+        drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
+        drafter.check_fits(target)
     drop_copies(drafter, target)
     return target, Beside(drafter) if beside else drafter
+
+
+@contextmanager
+def _about_drafters() -> Iterator[None]:
+    """Have an error about a drafter say what drafts without one."""
+    try:
+        yield
+    except DFlashError as error:
+        error.args = (f"{error} {OTHERWISE}",)
+        raise
 
 
 def _drafting(name: str, draft: str | None) -> tuple[str, bool]:

@@ -13,6 +13,11 @@ from .quantization import Quantization
 EMBEDDED = "tiny"  # the pair that comes with the package
 # What may be named instead of a drafter's repository, and behind it.
 LOOKUP, NONE, WITH_LOOKUP = "lookup", "none", "+lookup"
+# What any message about drafters ends with, on the command line and in the library.
+OTHERWISE = (
+    '--draft lookup (in Python draft="lookup") drafts from the text itself, --draft none does not '
+    "draft."
+)
 
 # How conversions are named: Qwen3-8B-4bit, Qwen3-8B-MLX-8bit, Qwen3-8B-4bit-DWQ,
 # gpt-oss-20b-MXFP4-Q8.
@@ -91,7 +96,7 @@ def no_drafter(name: str) -> str:
     """What to say of a target that the registry does not know."""
     return (
         f"no drafter is known for {name}, so its text is drafted by lookup; name a drafter with "
-        "draft= (--draft on the command line)."
+        f"draft= (--draft on the command line). {OTHERWISE}"
     )
 
 
@@ -109,7 +114,8 @@ def drafter_for(name: str) -> str:
     pair = pair_of(name)
     if pair is None:
         raise ModelNotFoundError(
-            f"No drafter is known for {name}: name one with draft= (--draft on the command line)."
+            f"No drafter is known for {name}: name one with draft= (--draft on the command "
+            f"line). {OTHERWISE}"
         )
     return pair.drafter
 

@@ -13,7 +13,7 @@ from math import log
 
 # Log-probability of the target's favourite, where one level of certainty ends and the next begins.
 BORDERS = tuple(log(p) for p in (0.5, 0.8, 0.95, 0.99, 0.999))
-HOPES = (0.3, 0.4, 0.5, 0.7, 0.85, 0.9)  # for slot 1 at each level, before anything is known,
+HOPES = (0.3, 0.4, 0.5, 0.7, 0.9, 0.95)  # for slot 1 at each level, before anything is known,
 UNKNOWN, BLIND_HOPE = len(HOPES), 0.8  # and where the target's certainty is not known
 LATER_HOPE = 0.9  # for the slots after it,
 HOPE_WEIGHT = 2.0  # and how many rounds such a belief counts for

@@ -13,6 +13,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +53,23 @@ class Costs:
         verify = curve(self.verify, context, widest)
         draft = curve(self.draft, context, widest)
         return [verify[0], *(v + d for v, d in zip(verify[1:], draft[1:], strict=True))]
+
+    def corrected(self, factors: Mapping[int, float], widest: int) -> Costs:
+        """The same where rounds of so many rows take so many times as long as is said here.
+
+        Only those widths are in it, and plain rounds: what lies between them was measured when the
+        others were, and is as wrong. A draft takes what it did, but at most half of its round.
+        """
+        known = dict(factors)
+        known.setdefault(1, known[min(known)])
+        tables: tuple[dict[int, dict[int, float]], ...] = ({}, {})
+        for depth in self.verify:
+            rounds, drafts = self.rounds(depth, widest), curve(self.draft, depth, widest)
+            seconds = {row: factor * rounds[row - 1] for row, factor in known.items()}
+            draft = {row: min(drafts[row - 1], seconds[row] / 2) for row in known} | {1: 0.0}
+            tables[0][depth] = {row: seconds[row] - draft[row] for row in known}
+            tables[1][depth] = draft
+        return Costs(*tables)
 
 
 # (target, drafter, the most rows of a path, bits of keys and values) -> what rounds cost
@@ -121,22 +139,38 @@ def pair_costs(
         measured: what measures; None is `measure`, of chains.
     """
     measured = measured or measure
-    if not isinstance(drafter, Identified):
+    path = costs_file(target, drafter, widest, kv_bits, measured)
+    if path is None:
         return measured(target, drafter, widest, kv_bits)
-    name = f"{measured.__name__}-{_fingerprint(target, drafter.identity, widest, kv_bits)}.json"
-    path = _cache_folder() / name
     try:
         if not again:
-            return _read(path)
+            return read_costs(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured yet, or not readable: measuring mends both
     costs = measured(target, drafter, widest, kv_bits)
-    try:
+    keep_costs(path, costs)
+    return costs
+
+
+def costs_file(
+    target: Target,
+    drafter: Drafter,
+    widest: int,
+    kv_bits: int | None = None,
+    measured: Measurement | None = None,
+) -> Path | None:
+    """Where a pair's costs are kept; None where they are not. The arguments of `pair_costs`."""
+    if not isinstance(drafter, Identified):
+        return None
+    mark = _fingerprint(target, drafter.identity, widest, kv_bits)
+    return _cache_folder() / f"{(measured or measure).__name__}-{mark}.json"
+
+
+def keep_costs(path: Path, costs: Costs) -> None:
+    """Write costs for the next start; a folder that cannot be written costs that some seconds."""
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"verify": costs.verify, "draft": costs.draft}))
-    except OSError:
-        pass  # a folder that cannot be written costs the next start some seconds
-    return costs
 
 
 def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None) -> Costs:
@@ -194,7 +228,8 @@ def _medians(samples: Mapping[int, Sequence[float]]) -> dict[int, float]:
     return {row: median(seconds) for row, seconds in samples.items()}
 
 
-def _read(path: Path) -> Costs:
+def read_costs(path: Path) -> Costs:
+    """What `keep_costs` wrote. Raises `OSError`, or what Python raises for other content."""
     content = json.loads(path.read_text())
     tables = [
         {

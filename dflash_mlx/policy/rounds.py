@@ -221,7 +221,7 @@ def plan_rounds(
             policy = policy or tree_policy(target, drafter, kv_bits)
     elif tree_budget is not None:
         policy = TreePolicy.fixed(tree_budget)
-    elif block_size is not None and policy is not None:
+    elif block_size is not None and policy is not None and not _pinned(policy):
         policy = FixedWidth(policy.sharpness(temperature))
     if isinstance(policy, TreePolicy):
         if not trees:
@@ -233,6 +233,11 @@ def plan_rounds(
         sharpness, branches = policy.sharpness(temperature), target.supports_trees
         return ChainRounds(policy.start(), sharpness, cuts, branches)
     return FixedRounds((policy or FixedWidth()).sharpness(temperature))
+
+
+def _pinned(policy: AnyPolicy) -> bool:
+    """Whether every tree has so many rows; then a block size says how deep it may be."""
+    return isinstance(policy, TreePolicy) and policy.pinned is not None
 
 
 def chain(session: Session, anchor: int, width: int) -> Proposal:

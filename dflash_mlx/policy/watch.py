@@ -47,6 +47,18 @@ class Watch:
         return median(ratios) if len(ratios) >= SEEN else None
 
     @property
+    def pace(self) -> float:
+        """What rounds take now, as a multiple of what was measured: the machine may be busier.
+
+        Of plain rounds where they are known, else of the narrowest that are, where widths disagree,
+        and of all where they do not; 1 before the first one.
+        """
+        if self.disagrees or self.factor(1):
+            return next(iter(self.factors().values()))
+        every = [ratio for ratios in self._ratios.values() for ratio in ratios]
+        return median(every) if every else 1.0
+
+    @property
     def disagrees(self) -> bool:
         """Whether the measurement is wrong about how widths compare. A busier machine is not."""
         factors = self.factors().values()

@@ -5,10 +5,8 @@ the slots before it are (`beliefs`). The policy divides by what a round of w row
 machine and takes the best w, which may be plain decoding. As a_1 depends on how sure the target
 was of the last token, the way back to drafting is found within a few tokens of where it pays.
 
-An account keeps it honest. It books what each round brought against what plain decoding would have
-taken for it, and what the account cannot pay for is not drafted; so however wrong an estimate is,
-drafting never costs more than `CREDIT` plain tokens and `ALLOWANCE` of the rest. A request begins
-with a part of that credit, for a short answer has little to pay with.
+An account keeps it honest (`account`): what a request cannot pay for is not drafted, however much
+it promises.
 
 `Policy` is what is known about a pair; `Widths` is one request's account, mood and choices. They
 change the speed and not the text.
@@ -17,23 +15,21 @@ change the speed and not the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size
 from ..sharpness import Sharpness
+from .account import Account
 from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
 from .confidence import Confidence
-from .costs import Costs, curve, pair_costs
+from .costs import Costs, costs_file, curve, keep_costs, pair_costs
 from .watch import SEEN, Surcharge, Watch
 
 if TYPE_CHECKING:
     from ..target import Target
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
-CREDIT = 6.0  # plain tokens that may be lost before drafting has paid anything back,
-FIRST_CREDIT, CREDIT_RISE = 1.6, 0.3  # of these at once, and more with each token
-ALLOWANCE = 0.01  # and the share of all tokens that may be lost in the long run
-SAVINGS = 10.0  # plain tokens gained that the account remembers at most
 FIRST_BRANCHING = 1.15  # what a tree is taken to cost over a chain, until rounds have shown it
 LEAST_RESCUE = 0.05  # tokens that a second branch has to promise beyond its cost
 TRIAL_ROWS = 4  # of rounds that find out what drafting costs, where it was said not to pay
@@ -51,13 +47,15 @@ class Policy:
 
     Attributes:
         costs, widest: as given.
+        file: where costs are kept from one start of the program to the next; None if nowhere.
         beliefs: how often drafts are right.
         watch: whether rounds take the time that `costs` says.
         branching: what a tree of two branches costs more than a chain of as many rows.
     """
 
-    def __init__(self, costs: Costs, widest: int) -> None:
-        self.costs, self.widest = costs, widest
+    def __init__(self, costs: Costs, widest: int, file: Path | None = None) -> None:
+        self.costs, self.widest, self.file = costs, widest, file
+        self._kept = 0  # the watch's version whose costs are in the file
         self.beliefs, self.watch = Beliefs(widest - 1), Watch()
         self._sharpness: dict[float, Sharpness] = {}
         self._confidence: dict[float, Confidence] = {}
@@ -83,7 +81,22 @@ class Policy:
             again: measure even if the cache knows: the machine may have been busy then.
         """
         widest = min(widest, block_size(drafter) or widest)
-        return cls(pair_costs(target, drafter, widest, kv_bits, again), widest)
+        file = costs_file(target, drafter, widest, kv_bits)
+        return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)
+
+    def keep(self) -> None:
+        """Have the next start of the program begin with costs that the rounds so far agree with.
+
+        That takes no measuring: what was measured is corrected as the watch does it. Where they
+        agree already, or costs are not kept for this pair, nothing is done.
+        """
+        if self.file and self.watch.disagrees and self.watch.version != self._kept:
+            self._kept = self.watch.version
+            keep_costs(self.file, self.costs.corrected(self.watch.factors(), self.widest))
+
+    def plain_seconds(self, context: int) -> float:
+        """Of a plain token at this depth: as measured, at the pace of the rounds so far."""
+        return self.watch.pace * self.seconds(context)[0]
 
     def start(self) -> Widths:
         """A request begins."""
@@ -122,19 +135,21 @@ class Policy:
         """
         seconds = self.watch.corrected(self.seconds(context))
         expected = expected_tokens(self.beliefs.first(level(0.0)), self.beliefs.later())
-        lines = [f"a plain token: {1e3 * seconds[0]:.2f} ms at {context} tokens of context"]
+        plain = 1e3 * self.plain_seconds(context)
+        lines = [f"a plain token: {plain:.2f} ms at {context} tokens of context"]
         for row in (2, 4, 8, 12, 16):
             if row <= self.widest:
                 cost, tokens = seconds[row - 1] / seconds[0], expected[row - 1]
                 lines.append(
-                    f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens expected where the "
-                    f"target is sure, {tokens / cost:.2f} x the speed"
+                    f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens where the target is "
+                    f"sure: {tokens / cost:.2f} x the speed"
                 )
         if self.watch.disagrees:
             said = ", ".join(f"{row} rows {f:.2f}" for row, f in self.watch.factors().items())
             lines.append(
                 f"the measured costs are wrong (rounds take these multiples of them: {said}); "
-                "widths follow the rounds, and dflash-mlx tune --again measures anew"
+                f"widths follow the rounds{', the next start too' if self.file else ''}, and "
+                "dflash-mlx tune --again measures anew"
             )
         return lines
 
@@ -143,9 +158,8 @@ class Widths:
     """The widths of one request's rounds."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._mood = policy, Mood()
-        self._account = 0.0  # plain tokens by which drafting is ahead of plain decoding
-        self._tokens, self._at, self._context = 0, UNKNOWN, 1
+        self._policy, self._mood, self._account = policy, Mood(), Account()
+        self._at, self._context = UNKNOWN, 1
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
 
@@ -160,16 +174,17 @@ class Widths:
         """
         self._look_up(context)
         self._at = level(certainty)
-        expected = self.expected_tokens()
+        rates = self.rates()
+        expected, affordable = _tokens(rates), self._affordable(rates)
         speeds = [
-            tokens / seconds if seconds <= self.affordable else 0.0
+            tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
         ]
         limit = min(limit, self._policy.widest)
         best = max(range(limit), key=speeds.__getitem__) + 1
         if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
             best = 1
-        return self._trial(best, limit, expected) or best
+        return self._trial(best, limit, expected, affordable) or best
 
     def free(self, rates: Sequence[float], limit: int) -> tuple[int, float]:
         """The best rows of a chain that costs nothing to draft, after `width` was asked.
@@ -177,9 +192,10 @@ class Widths:
         rates are of its slots; `limit` is the most rows. Returns the rows, 1 if nothing beats
         plain decoding, and their tokens per second.
         """
-        expected, verify = _tokens(rates[: limit - 1]), self._verify()
+        rates, verify = rates[: limit - 1], self._verify()
+        expected, affordable = _tokens(rates), self._affordable(rates)
         speeds = [
-            tokens / seconds if seconds <= self.affordable else 0.0
+            tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, verify, strict=False)
         ]
         best = max(range(len(speeds)), key=speeds.__getitem__)
@@ -231,9 +247,11 @@ class Widths:
 
     @property
     def affordable(self) -> float:
-        """Seconds that the account has for a round."""
-        credit = min(CREDIT, FIRST_CREDIT + CREDIT_RISE * self._tokens)
-        return (credit + self._account + 1) * self._seconds[0]
+        """The seconds of the dearest round that the account can pay for."""
+        return self._affordable(self.rates())
+
+    def _affordable(self, rates: Sequence[float]) -> float:
+        return self._account.affordable(rates) * self._seconds[0]
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
@@ -265,9 +283,7 @@ class Widths:
 
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
-        self._tokens += accepted + 1
-        gain = (1 + ALLOWANCE) * (accepted + 1) - seconds / self._seconds[0]
-        self._account = min(SAVINGS, self._account + gain)
+        self._account.book(seconds / self._seconds[0], accepted + 1)
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in how many slots of a chain, drafted at a level of certainty, were right."""
@@ -288,7 +304,7 @@ class Widths:
             self._of, self._measured = of, policy.seconds(context)
             self._seconds = policy.watch.corrected(self._measured)
 
-    def _trial(self, best: int, limit: int, expected: list[float]) -> int | None:
+    def _trial(self, best: int, limit: int, expected: list[float], affordable: float) -> int | None:
         """A width to be tried for its cost alone, for what was measured may be wrong; mostly None.
 
         Only one that would bring clearly more tokens, that was hardly ever run, and that the
@@ -301,7 +317,7 @@ class Widths:
                 and seen(best) >= SEEN
                 and seen(rows) < SEEN
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
-                and self._seconds[rows - 1] <= self.affordable
+                and self._seconds[rows - 1] <= affordable
             ):
                 return rows
         return None

@@ -189,7 +189,7 @@ def whole_lines(path: Path) -> list[Any]:
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
         return [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: it is damaged ({error}); delete it and start again.") from error
 
 

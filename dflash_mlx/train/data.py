@@ -7,7 +7,6 @@ are samples.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
 from ..foreign import Foreign
+from ..reading import parse_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -118,10 +118,7 @@ def read_records(path: Path) -> Iterator[tuple[str, str | Messages]]:
 
 def parse_record(line: str, where: str) -> str | Messages:
     """One JSON line as a text or a list of messages. Raises `DataError`."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}).") from error
+    record = parse_json(line, where, DataError)
     match record:
         case {"text": str(text)}:
             return text

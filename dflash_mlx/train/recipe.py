@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError, SettingsError
+from ..reading import read_json
 from ..target import Target
 from .losses import Mix
 
@@ -102,8 +103,8 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
     path = work / "recipe.json"
     if path.exists():
         try:
-            then = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            then = read_json(path)
+        except ConfigError as error:
             raise ConfigError(f"{path}: damaged; delete {work} to start again.") from error
         differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
         if differing:

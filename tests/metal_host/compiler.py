@@ -63,10 +63,14 @@ class Compiler:
 
     @property
     def checked(self) -> tuple[str, ...]:
-        """Options: checked indices that do not end the process, no calls as functions begin."""
+        """Options: checked indices that do not end the process, no calls as functions begin.
+
+        Also of an array that is the last of a struct, which C lets reach further.
+        """
         if self.is_clang:
-            return ("-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0")
-        return ("-fsanitize=bounds", "--param", "tsan-instrument-func-entry-exit=0")
+            bounds = ("-fsanitize=array-bounds", "-fstrict-flex-arrays=3")
+            return (*bounds, "-mllvm", "-tsan-instrument-func-entry-exit=0")
+        return ("-fsanitize=bounds-strict", "--param", "tsan-instrument-func-entry-exit=0")
 
 
 @cache
@@ -132,6 +136,7 @@ class Build:
         """
         command = [*self._base, *options]
         key = "\0".join([self.compiler.version, *command, *linked, included, source])
+        key = key.replace(str(HERE), "").replace(str(self._folder), "")  # a copy has the same
         path = self._folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,8 @@ class _Launch(ctypes.Structure):
         ("buffers", ctypes.POINTER(_Buffer)),
         ("matrix_products", ctypes.c_uint64),
         ("fmas", ctypes.c_uint64),
+        ("barriers", ctypes.c_uint64),
+        ("exchanges", ctypes.c_uint64),
     ]
 
 
@@ -69,11 +71,15 @@ class Counters:
     buffers:               traffic by the name of the input or output
     multiply_accumulates:  of simdgroup matrix operations; 512 for one 8x8 by 8x8
     fmas:                  calls of metal::fma
+    barriers:              waits of a whole threadgroup
+    exchanges:             of values between the lanes of a SIMD-group: shuffles, sums, maxima
     """
 
     buffers: dict[str, Traffic]
     multiply_accumulates: int
     fmas: int
+    barriers: int
+    exchanges: int
 
 
 @dataclass(frozen=True)
@@ -174,4 +180,10 @@ def launch(
         each.name: Traffic(*(getattr(buffer.traffic, field) for field, _ in _Traffic._fields_))
         for each, buffer in zip(memory, buffers, strict=True)
     }
-    return Counters(traffic, 512 * described.matrix_products, described.fmas)
+    return Counters(
+        traffic,
+        512 * described.matrix_products,
+        described.fmas,
+        described.barriers,
+        described.exchanges,
+    )

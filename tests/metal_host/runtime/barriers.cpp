@@ -4,7 +4,7 @@
 
 namespace metal_host {
 
-uint64_t matrix_products, fmas;
+uint64_t matrix_products, fmas, barriers, exchanges;
 
 namespace {
 
@@ -80,6 +80,7 @@ void release_barrier() {
     Fiber& other = group.fibers[i];
     if (other.state == State::at_barrier) other.state = State::ready;
   }
+  barriers++;
   group.waiting = 0;
   group.mixed = false;
   for (Space space : {kThreadgroupSpace, kDeviceSpace}) {
@@ -157,6 +158,7 @@ const char* metal_host_exchange(const void* value, unsigned size, int site, uint
   char* slot = simdgroup.slots[simdgroup.round & 1] + METAL_HOST_SLOT * self.place.lane;
   __builtin_memcpy(slot, value, size);
   self.value = slot;
+  if (simdgroup.waiting == 0) exchanges++;
   wait_for_lanes(self, simdgroup, 0, site);
   *lanes = self.lanes;
   return self.slots;

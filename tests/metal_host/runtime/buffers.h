@@ -31,7 +31,7 @@ struct Launch {
   uint32_t first_group, last_group;  // of the threadgroups, counted along x, then y, then z
   uint32_t buffer_count;
   Buffer* buffers;
-  uint64_t matrix_products, fmas;
+  uint64_t matrix_products, fmas, barriers, exchanges;
 };
 
 extern Launch* launch;

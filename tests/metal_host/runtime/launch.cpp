@@ -69,7 +69,7 @@ void begin(Launch& started) {
   launch = &started;
   clear_findings();
   stopped = false;
-  matrix_products = fmas = 0;
+  matrix_products = fmas = barriers = exchanges = 0;
   kernel = started.kernel;
   buffer_shadows.clear();
 #ifdef METAL_HOST_CHECKED
@@ -84,6 +84,8 @@ void begin(Launch& started) {
 void count_distinct(Launch& done) {
   done.matrix_products = matrix_products;
   done.fmas = fmas;
+  done.barriers = barriers;
+  done.exchanges = exchanges;
   for (size_t i = 0; i < buffer_shadows.size(); i++) {
     Traffic& traffic = done.buffers[i].traffic;
     for (const Cell& cell : buffer_shadows[i].cells) {

@@ -1,0 +1,51 @@
+"""What drafting may cost a request: an account that begins with next to nothing.
+
+It books what every round brought against what plain decoding would have taken for it. A round may
+be drafted if what it is *expected* to lose is there: a share of the tokens so far, and what
+drafting is ahead by. So where the target is sure, and drafts are mostly right, whole blocks are
+drafted from the first round on; where it is not, the same block has to wait until the answer is
+long enough to pay for it, or a narrower one is drafted if that is cheaper. What is really lost is
+booked in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FIRST = 0.2  # plain tokens that the first round may be expected to lose,
+SHARE = 0.03  # the share of the tokens so far that may be lost besides,
+CREDIT = 6.0  # both together at most,
+ALLOWANCE = 0.01  # and the share of all tokens that may be lost in the long run
+SAVINGS = 10.0  # plain tokens gained that the account remembers at most
+
+
+class Account:
+    """One request's account, in units of a plain token's cost."""
+
+    def __init__(self) -> None:
+        self._tokens, self._ahead = 0, 0.0  # of the rounds so far, and gained by drafting
+
+    def affordable(self, rates: Sequence[float]) -> float:
+        """The cost of the dearest round that may be drafted; 1, a plain one's, at least.
+
+        A round of cost c is expected to lose the sum over k < c of P(it brings k tokens) (c - k).
+        Between c = k and k + 1 that grows by P(it brings at most k) = 1 - a_1 ... a_k.
+
+        Args:
+            rates: a_1, a_2, ...: how often the slots are right when those before them are.
+        """
+        risk = min(CREDIT, FIRST + SHARE * (self._tokens + 1)) + self._ahead
+        cost, path = 1.0, 1.0
+        for rate in rates:
+            path *= rate
+            if risk <= 1 - path:
+                break
+            cost, risk = cost + 1, risk - (1 - path)
+        if risk > 0 and path < 1:
+            cost += risk / (1 - path)
+        return max(1.0, min(cost, 1 + CREDIT + self._ahead))
+
+    def book(self, cost: float, tokens: int) -> None:
+        """Take in what a round cost and brought."""
+        self._tokens += tokens
+        self._ahead = min(SAVINGS, self._ahead + (1 + ALLOWANCE) * tokens - cost)

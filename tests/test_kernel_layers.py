@@ -1,0 +1,124 @@
+"""The layers in the place of stock ones: which rows they take, and what they make of them."""
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from kernel_check import kernel_factory, on_gpu_or_emulator, relative_error
+from kernel_models import Launches, half_precision
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
+
+from dflash_mlx.kernels.beside import beside_key, neighbours
+from dflash_mlx.kernels.modules import EXACT_ROWS, Kernels, VerifyConv1d, verifying, wire
+from dflash_mlx.kernels.shapes import matrices
+
+pytestmark = on_gpu_or_emulator
+
+TOP_K = 2
+CONFIG = {"num_experts_per_tok": TOP_K}
+
+
+class Alone(nn.Module):
+    """A model of one layer, which may be quantized."""
+
+    def __init__(self, name: str, layer: nn.Module, quantized: bool) -> None:
+        super().__init__()
+        setattr(self, name, layer)
+        if quantized:
+            nn.quantize(self, group_size=32, bits=4)
+
+
+# The name of a layer in a model, and the layer.
+LAYERS = {
+    "linear": ("proj", lambda: nn.Linear(64, 24, bias=False)),
+    "linear with biases": ("proj", lambda: nn.Linear(64, 24)),
+    "embedding": ("embed_tokens", lambda: nn.Embedding(24, 64)),
+    "experts": ("proj", lambda: SwitchLinear(64, 24, 5, bias=False)),
+    "experts with biases": ("proj", lambda: SwitchLinear(64, 24, 5)),
+    "gated experts": ("mlp", lambda: SwitchGLU(64, 32, 5)),
+}
+
+
+def call(layer: nn.Module, rows: int) -> mx.array:
+    """What a layer makes of so many random tokens."""
+    x = mx.random.normal((1, rows, 64), key=mx.random.key(rows))
+    if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding):
+        return layer.as_linear(x)
+    if isinstance(layer, nn.Linear | nn.QuantizedLinear):
+        return layer(x)
+    scores = mx.random.normal((1, rows, 5), key=mx.random.key(1))
+    experts = mx.argsort(scores, axis=-1)[..., :TOP_K].astype(mx.uint32)
+    return layer(x if isinstance(layer, SwitchGLU) else x[..., None, None, :], experts)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
+    """Tokens, not the pairs of a token and an expert; the result is the stock one's."""
+    name, make = LAYERS[kind]
+    mx.random.seed(0)
+    model, launches = Alone(name, make(), quantized), Launches()
+    layer = getattr(model, name)
+    if kind.endswith("biases"):
+        layer.bias = mx.random.normal(layer.bias.shape)
+    expected = {rows: call(layer, rows) for rows in (1, 33, EXACT_ROWS, EXACT_ROWS + 1)}
+    wire(model, CONFIG, Kernels(launches), None, {}, exact=True)
+    for rows, y in expected.items():
+        launches.counts.clear()
+        assert relative_error(call(layer, rows), y) < 1e-5
+        # A gated unit whose parts are called one by one has no launch for two of them.
+        ours = [name for name in launches.counts if name.endswith("gate_up") or "gated" not in kind]
+        assert bool(ours) == (rows <= EXACT_ROWS), rows
+
+
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+def test_no_tokens_are_left_to_mlx(kind):
+    """As a stock layer takes them; our kernels refuse so few elements."""
+    name, make = LAYERS[kind]
+    model, kernels = Alone(name, make(), False), Kernels(kernel_factory())
+    layer = getattr(model, name)
+    found = [(module, matrix) for _, module, matrix in matrices(model, CONFIG)]
+    with verifying(found, kernels):
+        assert call(layer, 0).size == 0
+    wire(model, CONFIG, kernels, None, {}, exact=True)
+    assert call(layer, 0).size == 0
+
+
+def test_only_convolutions_of_single_channels_are_ours():
+    """And in exact decoding alone; a stride, padding or two channels at once are another sum."""
+    ours = [nn.Conv1d(8, 8, 4, groups=8), nn.Conv1d(24, 24, 3, groups=24, bias=False)]
+    others = [
+        nn.Conv1d(8, 8, 4, groups=8, **{name: 2}) for name in ("stride", "padding", "dilation")
+    ]
+    others += [nn.Conv1d(8, 8, 4), nn.Conv1d(8, 8, 4, groups=4), nn.Conv1d(8, 16, 4, groups=8)]
+    for exact in (False, True):
+        model = nn.Sequential(*ours, *others)
+        wire(model, {}, Kernels(kernel_factory()), None, {}, exact)
+        swapped = [layer for layer in model.layers if type(layer) is VerifyConv1d]
+        assert swapped == (ours if exact else [])
+    model, config = half_precision("qwen3_5"), families.CONFIGS["qwen3_5"]
+    wire(model, config, Kernels(kernel_factory()), None, {}, exact=True)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv1d)]
+    assert convolutions and {type(layer) for layer in convolutions} == {VerifyConv1d}
+
+
+@pytest.mark.parametrize(
+    ("first_q", "first_kv", "broken", "shared"),
+    [
+        (4, 4, False, True),
+        (4, 5, False, False),
+        (4, None, False, False),
+        (None, None, False, False),
+        (4, 4, True, False),
+    ],
+)
+def test_only_layers_for_the_same_rows_share_a_launch(first_q, first_kv, broken, shared):
+    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
+    shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
+    measured = {key: None for key in shape.values()} | {shape[256]: first_q, shape[128]: first_kv}
+    groups = list(neighbours(model))
+    left = frozenset(map(beside_key, groups)) if broken else frozenset()
+    wire(model, config, Kernels(kernel_factory()), None, measured, False, left)
+    for layers in groups:
+        together = {id(getattr(layer, "_beside", None)) for layer in layers}
+        assert len(together) == 1 and (together != {id(None)}) == shared

@@ -1,0 +1,84 @@
+"""The account of a request: what a round is expected to lose, and what it can lose at most."""
+
+from math import log
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_policy import WIDEST, costs
+
+from dflash_mlx.policy.account import ALLOWANCE, CREDIT, FIRST, SHARE, Account
+from dflash_mlx.policy.widths import Policy
+
+RATES = st.lists(st.floats(0, 0.999), min_size=1, max_size=15)
+ROUNDS = st.lists(st.tuples(st.floats(1, 8), st.integers(1, 16)), max_size=40)
+
+
+def expected_loss(cost, rates):
+    """By definition: over what the round may bring, how much dearer it is than plain decoding."""
+    loss, path = 0.0, 1.0
+    for brought, rate in enumerate(rates, start=1):
+        loss += path * (1 - rate) * max(0.0, cost - brought)
+        path *= rate
+    return loss + path * max(0.0, cost - len(rates) - 1)
+
+
+@given(RATES, ROUNDS)
+def test_the_dearest_round_is_expected_to_lose_what_there_is(rates, rounds):
+    account, tokens, ahead = Account(), 0, 0.0
+    for cost, brought in rounds:
+        account.book(cost, brought)
+        tokens, ahead = tokens + brought, min(10.0, ahead + (1 + ALLOWANCE) * brought - cost)
+    risk = min(CREDIT, FIRST + SHARE * (tokens + 1)) + ahead
+    cost = account.affordable(rates)
+    assert 1 <= cost <= max(1, 1 + CREDIT + ahead)
+    if cost <= len(rates):  # further out the last rate goes on
+        assert expected_loss(cost, rates) <= max(0, risk) + 1e-9
+        if 1 < cost < 1 + CREDIT + ahead:
+            assert expected_loss(cost, rates) == pytest.approx(risk)
+
+
+@given(RATES, st.integers(0, 14), st.floats(0, 0.999))
+def test_surer_drafts_may_be_dearer(rates, place, rate):
+    surer = [max(one, rate) if at == place else one for at, one in enumerate(rates)]
+    assert Account().affordable(surer) >= Account().affordable(rates) - 1e-9
+
+
+def spent_on_nothing(pair, tokens, certainty):
+    """What an answer costs of which every draft is wrong, in plain tokens, and its rounds."""
+    request, seconds, widths = Policy(pair, WIDEST).start(), pair.rounds(64, WIDEST), []
+    for made in range(tokens):
+        widths.append(request.width(64, min(WIDEST, tokens - made), certainty))
+        request.observe(widths[-1] - 1, 0)
+    return sum(seconds[width - 1] for width in widths), widths
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 13, 20, 40, 100, 300])
+@pytest.mark.parametrize("last_row, draft", [(1.2, 0.1), (1.8, 0.4), (1.8, 0.75), (4.6, 0.3)])
+def test_where_the_target_is_unsure_nothing_is_lost_at_any_length(last_row, draft, tokens):
+    """A twentieth is what may be expected to be lost; one probe that fails may be a bit more."""
+    for certainty in (log(0.4), log(0.7)):
+        spent, _ = spent_on_nothing(costs(last_row, draft), tokens, certainty)
+        assert spent <= tokens / 0.93 + FIRST
+
+
+@pytest.mark.parametrize("last_row, draft", [(1.2, 0.1), (1.8, 0.4), (1.8, 0.75), (4.6, 0.3)])
+def test_where_it_is_sure_one_wrong_guess_is_all(last_row, draft):
+    """A drafter that is wrong although the target has no doubt: one block, and what 5% pay for."""
+    pair = costs(last_row, draft)
+    for tokens in (3, 8, 20, 100, 300):
+        spent, widths = spent_on_nothing(pair, tokens, log(0.9999))
+        dearest = max(pair.rounds(64, WIDEST)[width - 1] for width in widths)
+        assert spent <= tokens / 0.95 + FIRST + dearest - 1
+
+
+def test_the_first_block_is_whole_where_the_target_is_sure_and_rows_are_cheap():
+    widths = {
+        (last_row, certainty): Policy(costs(last_row, 0.4), WIDEST).start().width(64, 16, certainty)
+        for last_row in (1.8, 8.0)
+        for certainty in (log(0.9999), log(0.7))
+    }
+    assert widths[1.8, log(0.9999)] == WIDEST
+    assert widths[1.8, log(0.7)] == widths[8.0, log(0.7)] == 1
+    # Where a wrong wide block is dear, the first one is narrower.
+    assert 1 <= widths[8.0, log(0.9999)] < WIDEST
