@@ -35,7 +35,8 @@ class Session:
 
     def take(self, ids):
         self.values += hashes(ids, self.values[-1] if self.values else 0)
-        self._all = mx.broadcast_to(mx.array(self.values)[:, None], (self.position, self.width))
+        rows = mx.broadcast_to(mx.array(self.values)[:, None], (self.position, self.width))
+        self._all = mx.contiguous(rows)  # slices of it hold on to all of it
 
     def rows(self, start, end):
         return {"0.rows": self._all[start:end]}

@@ -232,7 +232,7 @@ class PrefixStore:
     def _deepest_mark(self, keys: Sequence[bytes], ids: Sequence[int]) -> tuple[int, bytes | None]:
         """The position and the key of the last mark in these tokens, whose chunks have keys."""
         marks = self._marks(keys, ids)
-        return max(marks, default=(0, None), key=lambda mark: mark[0])
+        return marks[-1] if marks else (0, None)
 
     def _marks(self, keys: Sequence[bytes], ids: Sequence[int]) -> list[tuple[int, bytes]]:
         """The marks on the way through these tokens, in the order of their positions."""
