@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from ..errors import DFlashError
 from ..events import Event, Stats
+from ..foreign import Foreign
 from .ask import Ask
 from .errors import Refusal, of_library
 from .grammar import Grammars
@@ -129,7 +130,8 @@ class Answering:
     async def _follow(self, choice: int, one: _Open) -> AsyncIterator[Step]:
         metrics, last = self._desk.metrics, self._asked
         tokens: list[int] = []
-        async for event in one.job:
+        events = aiter(one.job)
+        while (event := await self._next(events)) is not None:
             self._desk.progressed = now = time.monotonic()
             (metrics.gap if tokens else metrics.first_token).observe(now - last)
             last = now
@@ -153,6 +155,15 @@ class Answering:
             if end is not None:
                 return
         raise Refusal("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+
+    async def _next(self, events: AsyncIterator[Event]) -> Event | None:
+        """The next event; None when there is none, or nobody waits for it any more.
+
+        Raises `DFlashError` for whatever went wrong in the engine.
+        """
+        with Foreign(DFlashError, "The answer could not be finished"):
+            event = await anext(events, None)
+        return event if self._open else None
 
     def _end(self, event: Event, splitter: Splitter, tokens: list[int]) -> End:
         reason: Reason = "length" if event.finish_reason == "length" else "stop"

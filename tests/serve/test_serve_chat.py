@@ -42,14 +42,17 @@ def test_an_answer_whole_and_streamed(target):
     assert text == {0: "Hello world"} and reasons == {0: "stop"}
     usage = answer["usage"]
     assert chunks[-1]["usage"] == usage and all(chunk["usage"] is None for chunk in chunks[:-1])
-    tokens = len(target.tokenizer.encode("Hello world")) + 1  # as many as rounds make of it, and EOS
+    tokens = (
+        len(target.tokenizer.encode("Hello world")) + 1
+    )  # as many as rounds make of it, and EOS
     assert usage["prompt_tokens"] == len(engine.asked[0][0])
     assert usage["completion_tokens"] >= tokens
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
     predicted = usage["completion_tokens_details"]
-    assert predicted["accepted_prediction_tokens"] + predicted["rejected_prediction_tokens"] == (
-        usage["completion_tokens"]
+    assert (
+        predicted["accepted_prediction_tokens"] + predicted["rejected_prediction_tokens"]
+        == (usage["completion_tokens"])
     )
 
 
@@ -73,9 +76,7 @@ def test_settings_reach_the_engine(target):
 def test_several_answers(target):
     with client(Says(target)) as server:
         answer = server.post(PATH, json=ask(n=3)).json()
-        text, reasons, _ = accumulated(
-            frames(server.post(PATH, json=ask(n=3, stream=True)).text)
-        )
+        text, reasons, _ = accumulated(frames(server.post(PATH, json=ask(n=3, stream=True)).text))
     assert [one["index"] for one in answer["choices"]] == [0, 1, 2]
     assert text == {0: "Hello world", 1: "Hello world", 2: "Hello world"}
     assert set(reasons.values()) == {"stop"}

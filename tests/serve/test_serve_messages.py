@@ -176,8 +176,8 @@ REFUSES = (
 )
 ALTERNATES = REFUSES.replace(
     "{% for m in messages %}",
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn') }}{% endif %}",
+    "{% for m in messages %}{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}",
 )
 DROPS = (
     "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
