@@ -43,7 +43,7 @@ class Pair:
     @property
     def rows(self) -> int:
         """Tokens verified at once."""
-        from dflash_mlx.loop import widest_block
+        from dflash_mlx.begin import widest_block
 
         return widest_block(self.drafter, self.block_size)
 

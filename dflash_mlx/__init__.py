@@ -29,6 +29,8 @@ from .machine.blas import use_fast_blas
 if TYPE_CHECKING:
     from .conversation import Conversation
     from .drafter.network import DFlash
+    from .engine.engine import Engine
+    from .engine.job import Job
     from .events import Event, Result, Stats
     from .loading.load import load, load_drafter, load_target
     from .loop import generate, stream_generate
@@ -43,7 +45,9 @@ __all__ = [
     "DFlash",
     "DFlashError",
     "DraftConfig",
+    "Engine",
     "Event",
+    "Job",
     "Policy",
     "Proposal",
     "Result",
@@ -60,7 +64,9 @@ __all__ = [
 _HOME = {
     "Conversation": ".conversation",
     "DFlash": ".drafter.network",
+    "Engine": ".engine.engine",
     "Event": ".events",
+    "Job": ".engine.job",
     "Policy": ".policy.widths",
     "Proposal": ".proposal",
     "Result": ".events",

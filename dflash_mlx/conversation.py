@@ -7,12 +7,11 @@ recurrent state cannot be cut there, to the last mark before it.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -21,8 +20,15 @@ from .drafter.protocol import Drafter, ReadsText, Resumable, Session
 from .errors import SettingsError
 from .sampling import Sampler
 from .target import Target, TargetSession
+from .target.target import PREFILL_STEP
 
 MOST_MARKS = 8  # each holds the windows and the states of the target and the drafter
+
+
+class Holder(Protocol):
+    """What a conversation belongs to, as a request."""
+
+    ended: bool
 
 
 class Conversation:
@@ -49,8 +55,13 @@ class Conversation:
         self._marks: list[tuple[Any, Any]] = []  # of target and drafter, in the order of positions
         self._started = False
         self._opening = threading.Lock()
-        self._request: weakref.ref[Generator[Any, None, None]] | None = None  # the last one
+        self._request: weakref.ref[Holder] | None = None  # the last one
         self.ids: list[int] = []
+
+    @property
+    def kv_bits(self) -> int | None:
+        """Of the target's keys and values."""
+        return self._pair[2]
 
     def check(self, target: Target, drafter: Drafter | None, kv_bits: int | None) -> None:
         """Raise `SettingsError` unless the conversation is of this pair."""
@@ -60,14 +71,14 @@ class Conversation:
                 "The conversation is of another target, drafter or kv_bits: begin a new one."
             )
 
-    def open(self, request: Generator[Any, None, None]) -> None:
-        """Belong to a request until it has ended, is closed, or is forgotten.
+    def open(self, request: Holder) -> None:
+        """Belong to a request until it has ended or is forgotten.
 
         Raises `SettingsError` while the conversation belongs to another.
         """
         with self._opening:
             last = None if self._request is None else self._request()
-            if last is not None and inspect.getgeneratorstate(last) != inspect.GEN_CLOSED:
+            if last is not None and not last.ended:
                 raise SettingsError(
                     "The conversation has a request that has not ended: read it to its end or "
                     "close it first, or give each its own Conversation."
@@ -92,9 +103,20 @@ class Conversation:
             self._started, self._marks, self.ids = True, [], []
         return len(self.ids)
 
-    def prefill(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Read the rest of the prompt but its last token; yields how many are read, by chunks."""
-        for taps in self.target.prefill(prompt[len(self.ids) : -1]):
+    def forget(self) -> None:
+        """Give the caches back; the next request reads its whole prompt."""
+        if self._started:
+            del self.target, self.drafter
+        self._started, self._marks, self.ids = False, [], []
+
+    def prefill(
+        self, prompt: Sequence[int], step: Callable[[], int] = lambda: PREFILL_STEP
+    ) -> Iterator[int]:
+        """Read the rest of the prompt but its last token; yields how many are read, by chunks.
+
+        `step` says how many tokens the next chunk may have.
+        """
+        for taps in self.target.prefill(prompt[len(self.ids) : -1], step):
             self.extend(prompt[len(self.ids) : self.target.position], taps)
             yield len(self.ids)
         self._mark()

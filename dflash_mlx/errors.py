@@ -15,6 +15,7 @@
     ├── ProposalError              a drafter handed over something that is not a draft
     ├── KernelError                shapes or dtypes that a Metal kernel does not take
     ├── DataError                  a training or benchmark file with a bad line
+    ├── EngineError                an engine that was closed is asked for more
     ├── OutputError                results cannot be written: no permission, no room, in the way
     └── ServerError                a server that is measured cannot be reached, or refuses
 
@@ -106,6 +107,10 @@ class ProposalError(DFlashError):
 
 class KernelError(DFlashError):
     """A Metal kernel was called with shapes or dtypes that it does not take."""
+
+
+class EngineError(DFlashError):
+    """An engine that was closed is asked for more, or was closed before a job had ended."""
 
 
 class DataError(DFlashError):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from .reading import shown
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]  # the last by `Job.cancel` alone
 
 
 @dataclass(repr=False)

@@ -1,122 +1,159 @@
 """The decoding loop: propose, verify, accept, commit, emit.
 
-Whatever drafts and whatever verifies, every round is these five steps. Plain decoding is the same
-loop with a drafter that proposes nothing, so the baseline we compare with is our own code.
+Whatever drafts and whatever verifies, every round is these five steps, of one request or of many
+together. Plain decoding is the same loop with a drafter that proposes nothing, so the baseline we
+compare with is our own code.
 
-The loop starts with the whole prompt but its last token in the caches. The last token is the
+A request starts with the whole prompt but its last token in the caches. The last token is the
 first anchor: it is verified together with the first draft, so no round is special.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from inspect import signature
-from typing import Any, Literal, ParamSpec, Unpack
+from itertools import accumulate, pairwise
+from types import TracebackType
+from typing import Any, ParamSpec, Protocol, Self
 
-from .conversation import Conversation
-from .drafter.protocol import Drafter
-from .drafter.protocol import block_size as drafter_block_size
-from .errors import SettingsError
+import mlx.core as mx
+
+from .begin import begin
 from .events import Event, FinishReason, Result, Stats
-from .policy.rounds import AnyPolicy, plan_rounds
-from .prompt import Prompt, encode_prompt
-from .reading import is_whole, shown
+from .proposal import Proposal
 from .request import Request
-from .sampling import History, Sampler, Sampling
-from .stream import TextStream
-from .target import Target
-
-DEFAULT_BLOCK_SIZE = 16
 
 Settings = ParamSpec("Settings")
 
 
-def stream_generate(
-    target: Target,
-    drafter: Drafter | None,
-    prompt: Prompt,
-    *,
-    max_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    seed: int | None = None,
-    block_size: int | None = None,
-    policy: AnyPolicy | None = None,
-    tree_budget: int | Literal["auto"] | None = None,
-    kv_bits: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    conversation: Conversation | None = None,
-    **history: Unpack[History],
-) -> Iterator[Event]:
-    """Generate text and yield it as it becomes certain, an event a round.
+class Attempt:
+    """A context that keeps what is raised in it, for whom it concerns.
 
-    Args:
-        target: the model whose text this is.
-        drafter: a `DFlash` network, anything else that fits `drafter.protocol`, or None for plain
-            decoding.
-        prompt: text, token ids, or chat messages (then the target's chat template is applied).
-        max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
-        temperature, top_p, top_k, min_p, seed, and the other settings of `Sampling` (penalties,
-            logit bias, processors): how tokens are chosen. A seed's text is the same with and
-            without a drafter, and whatever the block size.
-        block_size: rows verified per round, the anchor included; None is the drafter's own, or
-            what the policy says.
-        policy: decides the width of every round, unless block_size does, and keeps what it has
-            learnt about the pair for the next request; None drafts whole blocks.
-        tree_budget: rows of a draft tree verified per round, the anchor included, where a path
-            has `block_size` at most; "auto" as many as pay, a chain among them; None drafts chains
-            unless the policy is a `TreePolicy`.
-        kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
-        stop: strings that end the text; they are not part of it.
-        conversation: keeps the caches for the next request, which reads only what is new to them.
-
-    Returns:
-        An iterator of events; the last one has a `finish_reason`. Any thread may read the next,
-        one at a time, and abandon or close it: nothing is installed in the target between rounds.
-
-    Raises:
-        SettingsError, PromptError, IncompatibleDrafterError: at once, before any work;
-            UnsupportedTreeError, too, where tree_budget asks a target for what it cannot read.
-        ProposalError: later, when the drafter's proposal is not a draft from the anchor.
+    Attributes:
+        error: what was raised; None if nothing was. What ends the program, or closes a generator,
+            is not kept but goes on.
     """
-    settings = Sampling.of(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **history
-    )
-    if not is_whole(max_tokens, 0, sys.maxsize):
-        raise SettingsError(
-            f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
-        )
-    _check_kinds(drafter, policy, conversation)
-    widest = widest_block(drafter, block_size)
-    strings = _stop_strings(stop)
-    settings.check_vocabulary(target.vocab_size)
-    ids = encode_prompt(target, prompt)
-    conversation = conversation or Conversation(target, drafter, kv_bits)
-    conversation.check(target, drafter, kv_bits)
-    policy = policy if drafter is not None else None
-    rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
-    sampler = Sampler(settings, ids, rounds.sharpness)
-    tokens = min(max_tokens, target.context_length - len(ids))
-    tokenizer = target.tokenizer
-    request = Request(
-        conversation,
-        ids,
-        sampler,
-        rounds,
-        TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens),
-        Stats(
-            prompt_tokens=len(ids),
-            block_size=widest,
-            seed=sampler.seed,
-        ),
-    )
-    events = _decode(request)
-    conversation.open(events)
-    request.stats.reused_tokens = conversation.resume(ids, sampler)
-    return events
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        """This."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Keep an error."""
+        if isinstance(error, Exception):
+            self.error = error
+        return isinstance(error, Exception)
+
+
+class Turn(Attempt):
+    """One request's part in a round. What a step of its own raises ends no other's round.
+
+    Attributes:
+        request: whose turn it is.
+        proposal: what it has verified.
+        event: what came of it; None where there is an error instead.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+        self.proposal = Proposal([0])
+        self.event: Event | None = None
+
+
+class Together(Protocol):
+    """How the requests of a round draft, and have their rows verified."""
+
+    def propose(self, turns: Sequence[Turn]) -> None:
+        """Set the proposals."""
+
+    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+        """Logits [N, V] after the rows of each proposal, and their features [1, N, K*D]; lazy."""
+
+
+class Alone:
+    """Each request by itself: what a round of one request is."""
+
+    def propose(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            with turn:
+                turn.proposal = turn.request.propose()
+
+    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+        return [turn.request.target.verify(turn.proposal) for turn in turns]
+
+
+def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
+    """One round of these requests: one forward over all their rows, one wait for the device.
+
+    What goes wrong in a step of one request alone is that turn's error, and the others go on. What
+    is raised in a forward of all is raised here; then the caches of all are not to be trusted.
+    """
+    turns = [Turn(request) for request in requests]
+    together.propose(turns)
+
+    going = _going(turns)
+    answers = together.verify(going) if going else []
+
+    decided: list[mx.array] = []
+    for turn, (logits, taps) in zip(going, answers, strict=True):
+        with turn:
+            decided.append(turn.request.decide(turn.proposal, logits, taps))
+
+    for turn, values in zip(_going(going), _read(decided), strict=True):
+        with turn:
+            turn.event = turn.request.absorb(values)  # accept, commit, emit
+    return turns
+
+
+def _going(turns: Sequence[Turn]) -> list[Turn]:
+    return [turn for turn in turns if turn.error is None]
+
+
+def _read(arrays: Sequence[mx.array]) -> list[list[int]]:
+    """The numbers in arrays [M] of whole numbers. This is the round's only wait for the device."""
+    if not arrays:
+        return []
+    values: Any = (arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))).tolist()
+    borders = accumulate((array.size for array in arrays), initial=0)
+    return [values[start:end] for start, end in pairwise(borders)]
+
+
+def _decode(request: Request) -> Generator[Event, None, None]:
+    """The prefill and the rounds of one request."""
+    try:
+        if request.finished:
+            yield request.nothing()
+            return
+        for _ in request.read():
+            pass
+        while not request.finished:
+            (turn,) = play_round([request], Alone())
+            if turn.event is None:
+                assert turn.error is not None
+                raise turn.error
+            yield turn.event
+    finally:
+        request.close()
+
+
+def _by_steps(begin: Callable[Settings, Request]) -> Callable[Settings, Iterator[Event]]:
+    """A function with the parameters of `begin` that yields its request's events."""
+
+    def stream_generate(*given: Settings.args, **settings: Settings.kwargs) -> Iterator[Event]:
+        request = begin(*given, **settings)
+        request.resume()
+        return _decode(request)
+
+    return _like(begin, stream_generate, "Iterator[Event]")
 
 
 def _to_the_end(stream: Callable[Settings, Iterator[Event]]) -> Callable[Settings, Result]:
@@ -135,60 +172,15 @@ def _to_the_end(stream: Callable[Settings, Iterator[Event]]) -> Callable[Setting
             stats = event.stats
         return Result("".join(text), tokens, finish_reason, stats)
 
-    # What completion and help() show: the parameters are declared in one place.
-    vars(generate)["__signature__"] = signature(stream).replace(return_annotation="Result")
-    return generate
+    return _like(stream, generate, "Result")
 
 
+def _like(of: Callable[..., Any], function: Callable[Settings, Any], returns: str) -> Any:
+    """A function with the documentation of another: its parameters are declared in one place."""
+    function.__doc__ = function.__doc__ or of.__doc__
+    vars(function)["__signature__"] = signature(of).replace(return_annotation=returns)
+    return function
+
+
+stream_generate = _by_steps(begin)
 generate = _to_the_end(stream_generate)
-
-
-def _decode(request: Request) -> Generator[Event, None, None]:
-    """The rounds of one request; what it proposes and how it accepts is in `request`."""
-    if request.finished:
-        yield request.nothing()
-        return
-    request.prefill()
-    while not request.finished:
-        proposal = request.propose()
-        logits, taps = request.target.verify(proposal)  # one forward over all rows
-        yield request.absorb(logits, taps)  # accept, commit, emit
-
-
-def _check_kinds(drafter: Any, policy: Any, conversation: Any) -> None:
-    """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
-    for name, value, kind, how in (
-        ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
-        ("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)"),
-        ("conversation", conversation, Conversation, "dm.Conversation(target, drafter)"),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise SettingsError(f"{name} must be None or such as {how}, not {shown(value)}.")
-
-
-def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """None, one string or several as a tuple. Raises `SettingsError`."""
-    if stop is not None and not isinstance(stop, Iterable):
-        raise SettingsError(f"stop must be one or more strings, not {shown(stop)}.")
-    strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
-    if any(not isinstance(text, str) or not text for text in strings):
-        raise SettingsError("stop must be one or more strings that are not empty.")
-    return strings
-
-
-def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
-    """The most rows of a round. Raises `SettingsError` for a size the drafter was not made for."""
-    if requested is not None and not is_whole(requested):
-        raise SettingsError(
-            f"block_size must be a whole number, 1 or more, not {shown(requested)}."
-        )
-    if drafter is None:
-        return 1
-    largest = drafter_block_size(drafter)
-    if requested is None:
-        return largest or DEFAULT_BLOCK_SIZE
-    if largest is not None and requested > largest:
-        raise SettingsError(
-            f"block_size {requested} is more than the {largest} this drafter was trained for."
-        )
-    return requested

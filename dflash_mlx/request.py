@@ -1,25 +1,29 @@
 """One request between its forwards: what it proposes, and what it makes of the target's answer.
 
-Nothing here runs the target. So the loop can verify one request's proposal at a time, and an
-engine the proposals of many requests together.
+Nothing here runs a verify forward. So rounds can be those of one request, or of many together.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
 from .accept import accept
+from .choices import Decision
 from .conversation import Conversation
+from .drafter.protocol import Session
 from .errors import ProposalError
 from .events import Event, Stats
+from .policy.offer import Offer
 from .policy.outcome import Outcome
 from .policy.rounds import Rounds
 from .proposal import Proposal
 from .sampling import Sampler
 from .stream import TextStream
 from .target import TargetSession
+from .target.target import PREFILL_STEP
 
 
 class Request:
@@ -42,10 +46,15 @@ class Request:
         stats: Stats,
     ) -> None:
         self.stats = stats
-        self._conversation, self._prompt, self._anchor = conversation, prompt, prompt[-1]
+        self.ended = False  # whether its conversation is free for another
+        self._conversation, self._anchor = conversation, prompt[-1]
+        self._text_so_far = prompt  # as far as it was when the caches were last made ready,
+        self._further: list[int] = []  # and what came after
         self._sampler, self._rounds, self._text = sampler, rounds, text
-        self._proposal = Proposal([self._anchor])
-        self._clock = 0.0  # when this round began
+        self._proposal: Proposal  # of this round
+        self._decision: Decision  # about it, and the features of its rows
+        self._taps: mx.array
+        self._clock, self._shared = 0.0, False  # when this round began, and whether it is shared
 
     @property
     def target(self) -> TargetSession:
@@ -61,39 +70,104 @@ class Request:
         """The event of a request that asks for no tokens: no forward is needed to emit nothing."""
         return Event("", [], 0, 0, self._text.finish_reason, self.stats)
 
-    def prefill(self) -> None:
-        """Read the prompt but its last token, chunk after chunk."""
-        clock = time.perf_counter()
-        for _ in self._conversation.prefill(self._prompt):
-            pass
-        self.stats.prefill_seconds = time.perf_counter() - clock
+    @property
+    def drafter(self) -> Session:
+        """The drafter's session."""
+        return self._conversation.drafter
+
+    @property
+    def anchor(self) -> int:
+        """The last token of the text so far, which no cache holds yet."""
+        return self._anchor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text so far, the prompt's included."""
+        return len(self._text_so_far) + len(self._further)
+
+    @property
+    def remaining(self) -> int:
+        """How many it may still go on by."""
+        return self._text.remaining
+
+    @property
+    def kv_bits(self) -> int | None:
+        """Of the target's keys and values."""
+        return self._conversation.kv_bits
+
+    def resume(self) -> None:
+        """Get the caches ready for `read`."""
+        held = self._conversation.resume(self._text_so_far, self._sampler)
+        if not self.stats.rounds:
+            self.stats.reused_tokens = held
+
+    def read(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[None]:
+        """Read what the caches do not hold yet, a chunk a step; then rounds can follow.
+
+        `step` says how many tokens the next chunk may have.
+        """
+        clock, stats = time.perf_counter(), self.stats
+        for held in self._conversation.prefill(self._text_so_far, step):
+            if held + 1 < len(self._text_so_far):
+                stats.prefill_seconds += time.perf_counter() - clock
+                yield
+                clock = time.perf_counter()
+        stats.prefill_seconds += time.perf_counter() - clock
+
+    def suspend(self) -> None:
+        """Give the caches back, in whatever state. After `resume` and `read` the text goes on.
+
+        It goes on as if nothing had been: the noise is of the seed and the position, and what the
+        text stream and the sampler know stays here.
+        """
+        self._text_so_far = [*self._text_so_far, *self._further]
+        self._further = []
+        self._conversation.forget()
+
+    def close(self) -> None:
+        """The request has ended; its conversation is free for another."""
+        self.ended = True
 
     def propose(self) -> Proposal:
         """The rows to verify now, the anchor first. Nothing waits, but for trees.
 
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
-        self._clock = time.perf_counter()
+        return self._rounds.propose(self.drafter, *self._begin_round(shared=False))
+
+    def offer(self) -> Offer:
+        """The rows that could be verified now, in a round that other requests share."""
+        return self._rounds.offer(self.drafter, *self._begin_round(shared=True))
+
+    def _begin_round(self, shared: bool) -> tuple[int, int, int]:
+        """The anchor, the tokens before it, and the most rows of a path."""
+        self._clock, self._shared = time.perf_counter(), shared
         # A round that accepts everything still adds a token of the target's own.
         limit = min(self.stats.block_size, self._text.remaining)
-        conversation = self._conversation
-        self._proposal = self._rounds.propose(
-            conversation.drafter, self._anchor, conversation.target.position, limit
-        )
-        return self._proposal
+        return self._anchor, self.target.position, limit
 
-    def absorb(self, logits: mx.array, taps: mx.array) -> Event:
-        """Take the target's answer to what was proposed: accept, commit, emit.
+    def decide(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> mx.array:
+        """The target's answer to a proposal, as numbers [M] int32 for `absorb`.
+
+        Lazy: reading them is the round's only wait for the device, and many requests' can be
+        waited for together.
 
         Args:
-            logits: [N, V] after each of the proposal's N rows.
-            taps: [1, N, K*D], the features of these rows.
+            proposal: of N rows, as `propose` made it, or of those that were offered.
+            logits: [N, V] after each of them.
+            taps: [1, N, K*D], their features.
+        """
+        self._proposal, self._taps = proposal, taps
+        self._decision = self._sampler.decide(proposal, logits, self._rounds.asks_certainty)
+        return self._decision.values
+
+    def absorb(self, values: Sequence[int]) -> Event:
+        """Take the numbers that `decide` asked for: accept, commit, emit.
 
         Raises `ProposalError` for a proposal that does not begin with the anchor.
         """
-        proposal, anchor = self._proposal, self._anchor
-        # The round's only wait for the device.
-        tokens, choices, sure = self._sampler.choose(proposal, logits, self._rounds.asks_certainty)
+        proposal, anchor, taps = self._proposal, self._anchor, self._taps
+        tokens, choices, sure = self._sampler.take(self._decision, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
 
@@ -111,6 +185,7 @@ class Request:
         taps = taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)]
         self._conversation.extend([tokens[row] for row in kept], taps)
         self._sampler.commit(certain)
+        self._further += certain
 
         # emit
         accepted, stats = min(right, len(piece.tokens)), self.stats
@@ -120,5 +195,5 @@ class Request:
         stats.decode_seconds += seconds
         if stats.rounds == 1:
             stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
-        self._rounds.observe(Outcome(proposal, right, certain, certainty, seconds))
+        self._rounds.observe(Outcome(proposal, right, certain, certainty, seconds, self._shared))
         return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

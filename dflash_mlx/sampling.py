@@ -19,11 +19,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
+from .choices import NO_CHOICE, Choices, Decision
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .hindsight import Hindsight
@@ -38,24 +39,6 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Pick = Callable[[list[mx.array], list[float]], list[mx.array]]
 
 SEED_BITS = 32
-NAT = 1e-4  # what certainties are rounded to
-
-
-class Choices(NamedTuple):
-    """What a round brings back from the device, of N rows.
-
-    Attributes:
-        tokens: the proposal's.
-        choices: the target's, after each of them.
-        certainty: log-probability of the target's favourite after each of them, if asked for.
-    """
-
-    tokens: list[int]
-    choices: list[int]
-    certainty: list[float] | None
-
-
-_NO_CHOICE = -1
 MOST_F32 = 3e38  # what f32 holds, a little less
 
 
@@ -210,11 +193,16 @@ class Sampler:
         self._blocks: mx.array | None = None  # what each s would have drafted in this round
 
     def choose(self, proposal: Proposal, logits: mx.array, certainty: bool = False) -> Choices:
+        """`decide`, wait for the device, and `take`."""
+        decision = self.decide(proposal, logits, certainty)
+        values: Any = decision.values.tolist()
+        return self.take(decision, values)
+
+    def decide(self, proposal: Proposal, logits: mx.array, certainty: bool = False) -> Decision:
         """What the target chooses after each of a proposal's rows, from its logits [N, V].
 
-        This is the round's only wait for the device; the drafter's part is read along, and with
-        `certainty` how sure the target was. Raises `SettingsError` where processors or a bias leave
-        no number to choose by.
+        The drafter's part is read along, and with `certainty` how sure the target was. Nothing
+        waits, unless a processor does: so many requests' decisions can be read together.
         """
         tokens = proposal.tokens
         if not isinstance(tokens, mx.array):
@@ -229,23 +217,21 @@ class Sampler:
         choices = chosen.argmax(axis=-1).astype(mx.int32)
         if self._processors or self.settings.logit_bias:
             # The largest of NaN is token 0, for ever: it is told from a choice by its sign.
-            choices = mx.where(mx.isnan(chosen).any(axis=-1), _NO_CHOICE, choices)
-        parts = [tokens, choices]
-        if nats is not None:
-            parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
+            choices = mx.where(mx.isnan(chosen).any(axis=-1), NO_CHOICE, choices)
         blocks, self._blocks = self._blocks, None
-        if blocks is not None:
-            parts.append(blocks.flatten().astype(mx.int32))
-        read: Any = mx.concatenate(parts).tolist()
-        count = len(proposal)
-        sure = [NAT * part for part in read[2 * count : 3 * count]] if certainty else None
-        if _NO_CHOICE in read[count : 2 * count]:
+        return Decision.of(tokens, choices, nats, blocks)
+
+    def take(self, decision: Decision, values: Sequence[int]) -> Choices:
+        """The choices in a decision's values, once they are read.
+
+        Raises `SettingsError` where processors or a bias leave no number to choose by.
+        """
+        choices, blocks = decision.read(values)
+        if NO_CHOICE in choices.choices:
             raise SettingsError("The logits are NaN after logits_processors and logit_bias.")
-        if blocks is not None:
-            width = blocks.shape[1]
-            rest = read[(3 if certainty else 2) * count :]
-            self._trials.add(width, [rest[at : at + width] for at in range(0, len(rest), width)])
-        return Choices(read[:count], read[count : 2 * count], sure)
+        if blocks:
+            self._trials.add(decision.slots, blocks)
+        return choices
 
     def draft(self, logits: mx.array, pick: Pick | None = None) -> mx.array:
         """Draft the next L tokens [L] from the drafter's logits [L, V]; nothing waits.

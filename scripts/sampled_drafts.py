@@ -65,7 +65,7 @@ def _row(
     from contestants import Independent
     from rejection import rejection_rounds
 
-    from dflash_mlx.loop import widest_block
+    from dflash_mlx.begin import widest_block
     from dflash_mlx.sampling import Sampling
 
     learnt = Sharpness()

@@ -34,7 +34,7 @@ class BigramTarget:
     def check_trees(self):
         pass
 
-    def prefill(self, tokens):
+    def prefill(self, tokens, step=None):
         return [mx.zeros((1, len(tokens), 0))] if tokens else []
 
     def verify(self, proposal):

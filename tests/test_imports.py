@@ -16,6 +16,7 @@ PACKAGE = ROOT / "dflash_mlx"
 LEVELS = [
     {"errors"},
     {
+        "choices",
         "distributions",
         "hindsight",
         "machine",
@@ -32,7 +33,9 @@ LEVELS = [
     {"drafter"},
     {"conversation", "policy", "prompt", "stream", "structured"},
     {"loading", "request"},
+    {"begin"},
     {"loop"},
+    {"engine"},
     {"dflash_mlx"},  # the public names, which come from all of the above
     {"bench", "train"},
     {"tiny.recipe"},

@@ -7,8 +7,9 @@ import pytest
 from oracle import Oracle
 from tinymodels import greedy, random_drafter, target, tokenizer
 
+from dflash_mlx.begin import DEFAULT_BLOCK_SIZE
 from dflash_mlx.errors import IncompatibleDrafterError, ProposalError, SettingsError
-from dflash_mlx.loop import DEFAULT_BLOCK_SIZE, generate, stream_generate
+from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.proposal import Proposal
 
 PROMPT = tokenizer().encode("what is 37 + 48?")

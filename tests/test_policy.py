@@ -7,8 +7,9 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
+from dflash_mlx.policy.account import ALLOWANCE, CREDIT
 from dflash_mlx.policy.costs import Costs
-from dflash_mlx.policy.widths import ALLOWANCE, CREDIT, Policy
+from dflash_mlx.policy.widths import Policy
 
 WIDEST = 16
 

@@ -293,3 +293,25 @@ def test_what_a_processor_may_not_return(result, message, temperature):
     with pytest.raises(SettingsError, match=message) as caught:
         dm.generate(target, None, [1], max_tokens=3, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_decisions_of_many_requests_are_read_together():
+    """Each takes its own part of one array: choices, certainties, and the drafts not proposed."""
+
+    def requests():
+        for seed, temperature in enumerate((0, 0.7, 1.3)):
+            sampler = Sampler(Sampling(temperature=temperature, seed=seed), [1, 2])
+            drafts = sampler.draft(mx.random.normal((4, 30), key=mx.random.key(seed)))
+            proposal = Proposal(mx.concatenate([mx.array([2]), drafts.astype(mx.int32)]))
+            logits = mx.random.normal((5, 30), key=mx.random.key(9 + seed))
+            yield sampler, (proposal, logits, seed != 1)
+
+    alone = [sampler.choose(*of) for sampler, of in requests()]
+    together = list(requests())
+    decisions = [sampler.decide(*of) for sampler, of in together]
+    sizes = [decision.values.size for decision in decisions]
+    assert sizes[1] > sizes[0] == 3 * 5, "drafts of other sharpnesses are read along"
+    values = mx.concatenate([decision.values for decision in decisions]).tolist()
+    for (sampler, _), decision, expected in zip(together, decisions, alone, strict=True):
+        taken, values = values[: decision.values.size], values[decision.values.size :]
+        assert sampler.take(decision, taken) == expected

@@ -17,11 +17,12 @@ import mlx.core as mx
 from mlx_lm import stream_generate as mlx_lm_generate
 from mlx_lm.sample_utils import make_sampler
 
+from ..begin import widest_block
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import PromptError
 from ..events import FinishReason, Result, Stats
-from ..loop import generate, widest_block
+from ..loop import generate
 from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
 from ..proposal import Proposal

@@ -87,6 +87,10 @@ class Beside:
         """The network's: what the lookup costs is nothing beside it."""
         return self.network.identity
 
+    def cache_bytes(self, tokens: int) -> int:
+        """The network's."""
+        return self.network.cache_bytes(tokens)
+
     def start(self, target: Target, sampler: Sampler) -> BesideSession:
         """Begin one request. Raises `IncompatibleDrafterError`."""
         lookup = self.known.lookup.start(target, sampler)

@@ -216,6 +216,13 @@ class DFlash(nn.Module):
         """An empty context cache, one entry per draft layer."""
         return [ContextCache(window) for window in self.config.windows]
 
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of a request's caches after so many tokens. Nothing is computed."""
+        config, cache = self.config, self.make_cache()
+        taps = mx.zeros((1, tokens, len(config.target_layer_ids) * config.target_hidden_size))
+        self.extend(taps.astype(self.norm.weight.dtype), cache)
+        return sum(array.nbytes for layer in cache for array in layer.state)
+
     def fuse(self, taps: mx.array) -> mx.array:
         """Context features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
         if "hidden_dim_adapter" in self:

@@ -7,6 +7,7 @@ wants it asks with `isinstance`:
     of a drafter    `Bounded`       the widest block that it was made for
                     `Identified`    a name under which what its drafts cost is remembered
                     `TreeDrafter`   its sessions are `TreeSession`s
+                    `Weighed`       what its caches take is known
     of a session    `SaysConfidence` says how likely its drafts are right
                     `Foresees`      has drafts that cost nothing, and knows what they are worth
                     `ReadsText`     is told the committed tokens, not only their features
@@ -73,6 +74,14 @@ class Identified(Protocol):
     @property
     def identity(self) -> str:
         """The same for drafters whose drafts cost the same, as weights of one shape do."""
+
+
+@runtime_checkable
+class Weighed(Protocol):
+    """A drafter that knows what its sessions take."""
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of a session's caches after so many tokens."""
 
 
 class TreeSession(Session, Protocol):

@@ -18,6 +18,7 @@ class Outcome:
         certainty: log-probability of the target's favourite where it chose the last of them; None
             where nobody asked for it.
         seconds: that the round took.
+        shared: whether it was a round of other requests as well, to which they belong.
     """
 
     proposal: Proposal
@@ -25,3 +26,4 @@ class Outcome:
     tokens: Sequence[int]
     certainty: float | None
     seconds: float
+    shared: bool = False

@@ -21,6 +21,7 @@ from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
 from .cuts import Cuts
+from .offer import Offer, paths
 from .outcome import Outcome
 from .trees import Sizes, TreePolicy, matching, tree_policy
 from .widths import Policy, Widths
@@ -46,6 +47,9 @@ class Rounds(Protocol):
 
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
+
+    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+        """What could be proposed in a round that other requests share; else as `propose`."""
 
     def observe(self, outcome: Outcome) -> None:
         """Take in how the round went."""
@@ -78,6 +82,9 @@ class FixedRounds:
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         return chain(session, anchor, limit)
+
+    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+        return Offer([1.0] * (limit - 1), asked=True)
 
     def observe(self, outcome: Outcome) -> None:
         pass
@@ -116,10 +123,24 @@ class ChainRounds:
             return both.propose_both(anchor, width, min(more, limit - width))
         return self._cut(both.propose_network(anchor, width), session, context)
 
+    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+        self._widths.look(context, self._certainty)
+        self._kind, chances = "drafted", paths(self._widths.rates()[: limit - 1])
+        if not isinstance(session, Foresees):
+            return Offer(chances)
+        foreseen = paths(session.foresee(anchor, limit))
+        if session.only_foresees or sum(foreseen) > sum(chances):
+            self._kind = "foreseen"
+            return Offer(foreseen, lambda rows: session.propose_foreseen(anchor, rows))
+        return Offer(chances, lambda rows: cast(Both, session).propose_network(anchor, rows))
+
     def observe(self, outcome: Outcome) -> None:
         self._certainty = outcome.certainty
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
-        if self._kind == "cut":
+        if outcome.shared:
+            if self._kind == "drafted":
+                widths.observe_shared(rows - 1, accepted)
+        elif self._kind == "cut":
             self._cuts.observe(outcome, widths)
         elif self._kind == "foreseen" and rows > 1:
             widths.observe_free(rows, accepted)
@@ -173,13 +194,29 @@ class TreeRounds:
         if not self._is_tree:
             return chain(session, anchor, width)
         tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
-        proposal = self._sizes.cut(tree)
+        return self._of(tree, self._sizes.cut(tree))
+
+    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+        _, rows = self._sizes.size(context, limit, self._certainty)
+        self._is_tree, self._foreseen = rows > 1, 1
+        if not self._is_tree:
+            return Offer(paths(self._sizes.rates()[: limit - 1]))
+        tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
+        chances = np.exp(tree.tree.log_probs[1:]).tolist()
+        asked = self._sizes.pinned
+        return Offer(chances, lambda rows: self._of(tree, tree.propose(rows)), asked)
+
+    def _of(self, tree: DraftTree, proposal: Proposal) -> Proposal:
+        """The part of a tree that is verified; the text will say what all of it was worth."""
         self._waiting.add(tree.slots, (tree, proposal, self._sizes.level))
         return proposal
 
     def observe(self, outcome: Outcome) -> None:
         self._certainty = outcome.certainty
-        if self._foreseen > 1:
+        if outcome.shared:
+            if not self._is_tree:
+                self._sizes.observe_shared(len(outcome.proposal) - 1, outcome.accepted)
+        elif self._foreseen > 1:
             self._sizes.observe_free(len(outcome.proposal), outcome.accepted)
         else:
             of_tree = self._is_tree

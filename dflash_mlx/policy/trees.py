@@ -176,6 +176,19 @@ class Sizes:
         rows, speed = self._chains.free(rates, limit)
         return rows if speed > max(self._policy.speeds(self._table)) else 1
 
+    def rates(self) -> list[float]:
+        """How often the slots of a chain are right now, when those before them are."""
+        return self._chains.rates()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all trees have the rows that were asked for, whatever they cost."""
+        return self._policy.pinned is not None
+
+    def observe_shared(self, drafted: int, accepted: int) -> None:
+        """Take in a chain in a round of many requests; see `Widths.observe_shared`."""
+        self._chains.observe_shared(drafted, accepted)
+
     def observe_free(self, rows: int, accepted: int) -> None:
         """Take in a round that cost nothing to draft."""
         self._chains.observe_free(rows, accepted)

@@ -5,10 +5,7 @@ the slots before it are (`beliefs`). The policy divides by what a round of w row
 machine and takes the best w, which may be plain decoding. As a_1 depends on how sure the target
 was of the last token, the way back to drafting is found within a few tokens of where it pays.
 
-An account keeps it honest. It books what each round brought against what plain decoding would have
-taken for it, and what the account cannot pay for is not drafted; so however wrong an estimate is,
-drafting never costs more than `CREDIT` plain tokens and `ALLOWANCE` of the rest. A request begins
-with a part of that credit, for a short answer has little to pay with.
+An account keeps it honest (`account`): what it cannot pay for is not drafted.
 
 `Policy` is what is known about a pair; `Widths` is one request's account, mood and choices. They
 change the speed and not the text.
@@ -21,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size
 from ..sharpness import Sharpness
+from .account import Account
 from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
 from .confidence import Confidence
 from .costs import Costs, curve, pair_costs
@@ -30,10 +28,6 @@ if TYPE_CHECKING:
     from ..target import Target
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
-CREDIT = 6.0  # plain tokens that may be lost before drafting has paid anything back,
-FIRST_CREDIT, CREDIT_RISE = 1.6, 0.3  # of these at once, and more with each token
-ALLOWANCE = 0.01  # and the share of all tokens that may be lost in the long run
-SAVINGS = 10.0  # plain tokens gained that the account remembers at most
 FIRST_BRANCHING = 1.15  # what a tree is taken to cost over a chain, until rounds have shown it
 LEAST_RESCUE = 0.05  # tokens that a second branch has to promise beyond its cost
 TRIAL_ROWS = 4  # of rounds that find out what drafting costs, where it was said not to pay
@@ -143,9 +137,8 @@ class Widths:
     """The widths of one request's rounds."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._mood = policy, Mood()
-        self._account = 0.0  # plain tokens by which drafting is ahead of plain decoding
-        self._tokens, self._at, self._context = 0, UNKNOWN, 1
+        self._policy, self._mood, self._account = policy, Mood(), Account()
+        self._at, self._context = UNKNOWN, 1
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
 
@@ -158,8 +151,7 @@ class Widths:
             certainty: log-probability of the target's favourite where it chose the last token;
                 None if that is not known.
         """
-        self._look_up(context)
-        self._at = level(certainty)
+        self.look(context, certainty)
         expected = self.expected_tokens()
         speeds = [
             tokens / seconds if seconds <= self.affordable else 0.0
@@ -170,6 +162,11 @@ class Widths:
         if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
             best = 1
         return self._trial(best, limit, expected) or best
+
+    def look(self, context: int, certainty: float | None) -> None:
+        """Where the next round begins; `width` says what the two are."""
+        self._look_up(context)
+        self._at = level(certainty)
 
     def free(self, rates: Sequence[float], limit: int) -> tuple[int, float]:
         """The best rows of a chain that costs nothing to draft, after `width` was asked.
@@ -232,8 +229,7 @@ class Widths:
     @property
     def affordable(self) -> float:
         """Seconds that the account has for a round."""
-        credit = min(CREDIT, FIRST_CREDIT + CREDIT_RISE * self._tokens)
-        return (credit + self._account + 1) * self._seconds[0]
+        return self._account.affordable * self._seconds[0]
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
@@ -257,6 +253,10 @@ class Widths:
                 # As it came on a machine as busy as this; a round that stalled is not drafting's.
                 cost = min(cost, seconds / (plain * self._measured[0]) * self._seconds[0])
         self.book(cost, accepted)
+        self.observe_shared(drafted, accepted)
+
+    def observe_shared(self, drafted: int, accepted: int) -> None:
+        """Take in a round of many requests, whose cost is on another account."""
         if drafted:
             self.learn(self._at, drafted, accepted)
         else:
@@ -265,9 +265,7 @@ class Widths:
 
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
-        self._tokens += accepted + 1
-        gain = (1 + ALLOWANCE) * (accepted + 1) - seconds / self._seconds[0]
-        self._account = min(SAVINGS, self._account + gain)
+        self._account.book(seconds / self._seconds[0], accepted + 1)
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in how many slots of a chain, drafted at a level of certainty, were right."""

@@ -49,8 +49,8 @@ def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Override
     """Have the attention layers of a model use the kernel while `overrides` is installed."""
     for layer in layers:
         attention = attention_of(layer)
-        if attention is not None and _calls_attention(attention) and not is_mla(layer):
-            call = rebound(type(attention).__call__, **{ATTENTION: _attend(wiring)})
+        if attention is not None and calls_attention(attention) and not is_mla(layer):
+            call = rebound(type(attention).__call__, **{ATTENTION: attention_with(wiring)})
             overrides.replace(attention, call)
 
 
@@ -73,7 +73,7 @@ def attends_exactly(model: Any) -> bool:
 def attention_shape(layer: nn.Module, cache: Any) -> AttentionShape | None:
     """What a layer would ask of the kernel; None where its attention stays with MLX."""
     attention = attention_of(layer)
-    if attention is None or is_mla(layer) or not _calls_attention(attention):
+    if attention is None or is_mla(layer) or not calls_attention(attention):
         return None
     if not has_key_projection(attention) or head_size(attention) not in HEAD_DIMS:
         return None
@@ -91,17 +91,17 @@ def _can_be_exact(layer: nn.Module, cache: Any) -> bool:
     if attention is None:  # a recurrent layer: see `recurrent`
         return True
     plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
-    known = plain and _calls_attention(attention) and has_key_projection(attention)
+    known = plain and calls_attention(attention) and has_key_projection(attention)
     return known and head_size(attention) in HEAD_DIMS
 
 
-def _calls_attention(attention: nn.Module) -> bool:
+def calls_attention(attention: nn.Module) -> bool:
     """Whether this layer's own code calls attention by the name that is bound anew."""
     call = type(attention).__call__
     return isinstance(call, FunctionType) and ATTENTION in call.__code__.co_names
 
 
-def _attend(wiring: Wiring) -> Callable[..., mx.array]:
+def attention_with(wiring: Wiring) -> Callable[..., mx.array]:
     """What stands for mlx-lm's function: the kernel where the table says so."""
     kernel = wiring.kernels.attention
 

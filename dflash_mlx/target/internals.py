@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
 from mlx_lm.models.deepseek_v32 import DeepseekV32Attention
-from mlx_lm.models.deepseek_v41 import LayerCache
+from mlx_lm.models.deepseek_v41 import LayerCache, _window_indices
 from mlx_lm.models.deepseek_v41 import _apply_rope as apply_rope
 from mlx_lm.models.deepseek_v41 import _fake_quant_fp4 as fake_quant_fp4
 from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
@@ -183,3 +183,9 @@ def watch_window(cache: LayerCache, seen: Callable[[mx.array], None]) -> None:
         return update_window(rows)
 
     cache.update_window = update_and_tell
+
+
+def window_indices(cache: LayerCache, rows: int) -> mx.array:
+    """The rows [rows, W] of its window, older ones first, that each of the next rows sees."""
+    held = 0 if cache.window is None else cache.window.shape[1]
+    return _window_indices(previous=held, length=rows, window=cache.window_size)

@@ -29,19 +29,19 @@ def absorb(layers: list[nn.Module], overrides: Overrides) -> None:
     for layer in layers:
         attention = attention_of(layer)
         if type(attention) is DeepseekV3Attention:
-            overrides.replace(attention, _dense)
+            overrides.replace(attention, dense)
         elif type(attention) is DeepseekV32Attention:
             overrides.replace(attention, _sparse)
 
 
-def _dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+def dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
     """DeepSeek-V3's attention: x [1, L, D] -> [1, L, D]."""
     if self.q_lora_rank is None:
         queries = self.q_proj(x)
     else:
         queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
     q, q_pe, latent, k_pe = _project(self, x, queries, cache)
-    scores = _rotary_scores(self, q_pe, k_pe, mask)
+    scores = rotary_scores(self, q_pe, k_pe, mask)
     output = scaled_dot_product_attention(
         self.embed_q(q), latent, latent, cache=cache, scale=self.scale, mask=scores
     )
@@ -62,7 +62,7 @@ def _sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = N
         latent, k_pe = latent[0, 0][picked][:, None], k_pe[0, 0][picked][:, None]
         if mask is not None:
             mask = mx.take_along_axis(mask, picked, axis=-1)[:, None, None]
-    scores = _rotary_scores(self, q_pe, k_pe, mask)
+    scores = rotary_scores(self, q_pe, k_pe, mask)
     output = scaled_dot_product_attention(
         self.embed_q(q), latent, latent, cache=cache, scale=self.scale, mask=scores
     )
@@ -85,7 +85,7 @@ def _project(
     return q, q_pe, latent, k_pe
 
 
-def _rotary_scores(self: Any, q_pe: mx.array, k_pe: mx.array, mask: mx.array | None) -> mx.array:
+def rotary_scores(self: Any, q_pe: mx.array, k_pe: mx.array, mask: mx.array | None) -> mx.array:
     """The rotary part of the attention scores, which also carries the mask."""
     scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
     if mask is None:

@@ -11,7 +11,7 @@ looks at classes, as these methods do, holds it too; it is never held between fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -20,6 +20,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..threads import clean_up_at_end
+
+Entry = tuple[nn.Module, type]  # an instance, and its class while a forward runs
 
 
 class Overrides:
@@ -31,12 +33,12 @@ class Overrides:
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
-        self._entries: list[tuple[nn.Module, type]] = []
+        self.entries: list[Entry] = []
 
     def replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Have `call(module, *args, **kwargs)` run instead of the module's own `__call__`."""
         cls = type(module)
-        self._entries.append((module, type(cls.__name__, (cls,), {"__call__": call})))
+        self.entries.append((module, type(cls.__name__, (cls,), {"__call__": call})))
 
     def watch(self, module: nn.Module, seen: Callable[[Any, Any], None]) -> None:
         """Have `seen(first argument, result)` run after each call of the module."""
@@ -57,16 +59,26 @@ class Overrides:
         the last one counts.
         """
         clean_up_at_end()
-        with self._lock:
-            entries = [entry for overrides in (self, *others) for entry in overrides._entries]
-            originals = [type(module) for module, _ in entries]
-            try:
-                for module, subclass in entries:
-                    module.__class__ = subclass
-                yield
-            finally:
-                for (module, _), original in zip(entries, originals, strict=True):
-                    module.__class__ = original
+        every = (self, *others)
+        with self._lock, swapped([entry for one in every for entry in one.entries]):
+            yield
+
+
+@contextmanager
+def swapped(entries: Iterable[Entry]) -> Iterator[None]:
+    """Have modules be of other classes meanwhile; of a module's several, the last one counts.
+
+    For whoever holds the target's lock.
+    """
+    entries = list(entries)
+    originals = [type(module) for module, _ in entries]
+    try:
+        for module, subclass in entries:
+            module.__class__ = subclass
+        yield
+    finally:
+        for (module, _), original in zip(entries, originals, strict=True):
+            module.__class__ = original
 
 
 def rebound(call: Any, **names: Any) -> Callable[..., Any]:

@@ -7,12 +7,14 @@ and its neighbours hold every touch of mlx-lm's model internals.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..kernels.modules import Wiring
@@ -25,6 +27,7 @@ from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
 from .rollback import rollback_for
+from .segment import Segment
 from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
 
@@ -136,11 +139,16 @@ class Target:
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
         overrides = self.overrides()
-        with self._forwards:
+        with self.at_rest:
             taps = self.tap(layers, overrides)
         with overrides.installed():
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
+
+    @property
+    def at_rest(self) -> AbstractContextManager[Any]:
+        """No forward runs inside: every module is of its own class."""
+        return self._forwards
 
     def overrides(self) -> Overrides:
         """An empty set of overrides of this model's modules; two never run at the same time."""
@@ -167,8 +175,14 @@ class Target:
 
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
-        with self._forwards:  # another thread's would have modules of other classes
+        with self.at_rest:  # another thread's would have modules of other classes
             return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
+
+    def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
+        """Bytes of a request's caches after so many tokens. Nothing is computed."""
+        session = self.start((), kv_bits)
+        session.expect(tokens)
+        return session.bytes
 
 
 class TargetSession:
@@ -181,7 +195,7 @@ class TargetSession:
         tap_layers: Sequence[int],
         kv_bits: int | None,
     ) -> None:
-        self._target, self._model = target, target.model
+        self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
         self._prefill, self._verify = target.overrides(), target.overrides()
         self._prefill_taps = target.tap(tap_layers, self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
@@ -205,14 +219,19 @@ class TargetSession:
         self.position = 0  # committed tokens in the caches
         self.whole = True  # False while a forward changes the caches, and if it never ended
 
-    def prefill(self, tokens: Sequence[int]) -> Iterator[mx.array]:
+    def prefill(
+        self, tokens: Sequence[int], step: Callable[[], int] = lambda: PREFILL_STEP
+    ) -> Iterator[mx.array]:
         """Read the prompt in chunks and yield each chunk's taps, [1, S, K*D].
 
-        The chunk's logits are never evaluated, so the vocabulary costs nothing here.
+        `step` says how many tokens the next chunk may have. The chunk's logits are never
+        evaluated, so the vocabulary costs nothing here.
         """
-        for start in range(0, len(tokens), PREFILL_STEP):
+        end = 0
+        while end < len(tokens):
+            start, end = end, min(len(tokens), end + step())
             self.whole = False
-            chunk = mx.array(list(tokens[start : start + PREFILL_STEP]))
+            chunk = mx.array(list(tokens[start:end]))
             with self._prefill.installed():
                 self._model(chunk[None], cache=self._cache)
             taps = self._prefill_taps.take(len(chunk))
@@ -228,25 +247,46 @@ class TargetSession:
         Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
         for more rows than exact verification takes.
         """
+        segment = self.segment(proposal)
+        self.begin(segment)
+        tokens, reader = segment.tokens[None], segment.reader
+        if reader is None:
+            with self._verify.installed():
+                logits = self._model(tokens, cache=self._cache)
+        else:
+            with reader.reading(proposal), self._verify.installed(reader.overrides):
+                logits = self._model(tokens, cache=self._cache)
+        return logits[0], self._verify_taps.take(len(proposal))
+
+    def segment(self, proposal: Proposal) -> Segment:
+        """What a forward over the proposal needs of this request. Raises as `verify` does."""
         if self._widest is not None and len(proposal) > self._widest:
             raise SettingsError(
                 f"exact: at most {self._widest} rows are verified at once; load the model with "
                 "exact=False (--no-exact) for more."
             )
         reader = None if proposal.is_chain else self._reader()
-        self.whole, self._unsettled = False, len(proposal)
-        tokens = proposal.tokens
-        if not isinstance(tokens, mx.array):
-            tokens = mx.array(list(tokens))
+        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
+        return Segment(proposal, self.position, self._cache, self._rollback, entries, reader)
+
+    def begin(self, segment: Segment) -> None:
+        """The forward over the segment is next, whoever runs it; then `commit` follows."""
+        self.whole, self._unsettled = False, len(segment.proposal)
         for rollback in self._rollback:
             rollback.begin()
-        if reader is None:
-            with self._verify.installed():
-                logits = self._model(tokens[None], cache=self._cache)
-        else:
-            with reader.reading(proposal), self._verify.installed(reader.overrides):
-                logits = self._model(tokens[None], cache=self._cache)
-        return logits[0], self._verify_taps.take(len(proposal))
+
+    def expect(self, tokens: int) -> None:
+        """Have caches of the shapes that they have after so many tokens, and compute nothing."""
+        for start in range(0, tokens, PREFILL_STEP):
+            chunk = mx.zeros((1, min(PREFILL_STEP, tokens - start)), mx.int32)
+            with self._prefill.installed():
+                self._model(chunk, cache=self._cache)
+
+    @property
+    def bytes(self) -> int:
+        """Of the caches."""
+        leaves = tree_flatten([marks.arrays(cache) for cache in self._cache])
+        return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
@@ -287,6 +327,6 @@ class TargetSession:
         if self._tree_reader is None:
             self._target.check_trees()
             of = (self._layers, self._cache, self._rollback, self._target.overrides())
-            with self._target._forwards:  # as in `start`
+            with self._target.at_rest:  # as in `start`
                 self._tree_reader = TreeReader(*of)
         return self._tree_reader

@@ -65,9 +65,15 @@ class TreeReader:
         self._new: dict[int, tuple[mx.array, mx.array]] = {}  # what entered each cache
         self._branches = [way for way in rollbacks if isinstance(way, TreeRollback)]
         for way in self._branches:
-            way.branch(overrides, self._current)
+            way.branch(overrides, lambda: self.tree)
         for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
             overrides.replace(rope, self._by_depth(type(rope).__call__))
+
+    @property
+    def tree(self) -> Tree:
+        """The tree that is read, or was last."""
+        assert self._tree is not None
+        return self._tree
 
     @contextmanager
     def reading(self, proposal: Proposal) -> Iterator[None]:
@@ -88,7 +94,7 @@ class TreeReader:
 
     def move(self, kept: Sequence[int]) -> None:
         """Put the kept rows of the tree that was read last, a path, before its other rows."""
-        rows, path = len(self._current()), mx.array(list(kept))
+        rows, path = len(self.tree), mx.array(list(kept))
         for index, cache in enumerate(self._caches):
             keys, values = self._new[index]
             write_rows(cache, keys[..., path, :], values[..., path, :], rows)
@@ -103,9 +109,9 @@ class TreeReader:
         ) -> mx.array:
             self._masks += 1
             if not isinstance(cache, RotatingKVCache):
-                return self._current().mask(cache.offset, window_size)
+                return self.tree.mask(cache.offset, window_size)
             held = min(cache.offset, cache.max_size - 1)
-            return self._current().mask(held, window_size or cache.max_size)
+            return self.tree.mask(held, window_size or cache.max_size)
 
         return make_mask
 
@@ -118,16 +124,12 @@ class TreeReader:
 
         return update_and_fetch
 
-    def _current(self) -> Tree:
-        assert self._tree is not None
-        return self._tree
-
     def _by_depth(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
         """A rotation of x [1, H, N, D] or [1, N, D] by the offset plus each row's depth."""
 
         def call(rope: nn.Module, x: mx.array, offset: Any = 0, **settings: Any) -> mx.array:
             if not isinstance(offset, mx.array) or not offset.ndim:
-                offset = offset + self._current().depths
+                offset = offset + self.tree.depths
             # Rows on the batch axis: there each may have its own position.
             return own(rope, x.swapaxes(0, -2), offset=offset, **settings).swapaxes(0, -2)
 

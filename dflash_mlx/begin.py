@@ -1,0 +1,141 @@
+"""The settings of a request, checked before anything is done for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Unpack
+
+from .conversation import Conversation
+from .drafter.protocol import Drafter
+from .drafter.protocol import block_size as drafter_block_size
+from .errors import SettingsError
+from .events import Stats
+from .policy.rounds import AnyPolicy, plan_rounds
+from .prompt import Prompt, encode_prompt
+from .reading import is_whole, shown
+from .request import Request
+from .sampling import History, Sampler, Sampling
+from .stream import TextStream
+from .target import Target
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+def begin(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: Prompt,
+    *,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    block_size: int | None = None,
+    policy: AnyPolicy | None = None,
+    tree_budget: int | Literal["auto"] | None = None,
+    kv_bits: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    conversation: Conversation | None = None,
+    **history: Unpack[History],
+) -> Request:
+    """Text, as it becomes certain, an event a round.
+
+    `stream_generate` yields the events, `generate` gathers them, and `Engine.submit` has them made
+    together with those of other requests. Any thread may read the next event of a stream, one at a
+    time, and abandon or close it: nothing is installed in the target between rounds.
+
+    Args:
+        target: the model whose text this is.
+        drafter: a `DFlash` network, anything else that fits `drafter.protocol`, or None for plain
+            decoding.
+        prompt: text, token ids, or chat messages (then the target's chat template is applied).
+        max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
+        temperature, top_p, top_k, min_p, seed, and the other settings of `Sampling` (penalties,
+            logit bias, processors): how tokens are chosen. A seed's text is the same with and
+            without a drafter, whatever the block size, and whoever shares its rounds.
+        block_size: rows verified per round, the anchor included; None is the drafter's own, or
+            what the policy says.
+        policy: decides the width of every round, unless block_size does, and keeps what it has
+            learnt about the pair for the next request; None drafts whole blocks.
+        tree_budget: rows of a draft tree verified per round, the anchor included, where a path
+            has `block_size` at most; "auto" as many as pay, a chain among them; None drafts chains
+            unless the policy is a `TreePolicy`.
+        kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
+        stop: strings that end the text; they are not part of it.
+        conversation: keeps the caches for the next request, which reads only what is new to them.
+
+    Returns:
+        The events; the last one has a `finish_reason`. (`begin` itself: the request, whose caches
+        are to be made ready.)
+
+    Raises:
+        SettingsError, PromptError, IncompatibleDrafterError: at once, before any work;
+            UnsupportedTreeError, too, where tree_budget asks a target for what it cannot read.
+        ProposalError: later, when the drafter's proposal is not a draft from the anchor.
+    """
+    settings = Sampling.of(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **history
+    )
+    if not is_whole(max_tokens, 0, sys.maxsize):
+        raise SettingsError(
+            f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
+        )
+    _check_kinds(drafter, policy, conversation)
+    widest = widest_block(drafter, block_size)
+    strings = _stop_strings(stop)
+    settings.check_vocabulary(target.vocab_size)
+    ids = encode_prompt(target, prompt)
+    conversation = conversation or Conversation(target, drafter, kv_bits)
+    conversation.check(target, drafter, kv_bits)
+    policy = policy if drafter is not None else None
+    rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
+    sampler = Sampler(settings, ids, rounds.sharpness)
+    tokens = min(max_tokens, target.context_length - len(ids))
+    tokenizer = target.tokenizer
+    text = TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens)
+    stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
+    request = Request(conversation, ids, sampler, rounds, text, stats)
+    conversation.open(request)
+    return request
+
+
+def _check_kinds(drafter: Any, policy: Any, conversation: Any) -> None:
+    """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
+    for name, value, kind, how in (
+        ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
+        ("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)"),
+        ("conversation", conversation, Conversation, "dm.Conversation(target, drafter)"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise SettingsError(f"{name} must be None or such as {how}, not {shown(value)}.")
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """None, one string or several as a tuple. Raises `SettingsError`."""
+    if stop is not None and not isinstance(stop, Iterable):
+        raise SettingsError(f"stop must be one or more strings, not {shown(stop)}.")
+    strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
+    if any(not isinstance(text, str) or not text for text in strings):
+        raise SettingsError("stop must be one or more strings that are not empty.")
+    return strings
+
+
+def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
+    """The most rows of a round. Raises `SettingsError` for a size the drafter was not made for."""
+    if requested is not None and not is_whole(requested):
+        raise SettingsError(
+            f"block_size must be a whole number, 1 or more, not {shown(requested)}."
+        )
+    if drafter is None:
+        return 1
+    largest = drafter_block_size(drafter)
+    if requested is None:
+        return largest or DEFAULT_BLOCK_SIZE
+    if largest is not None and requested > largest:
+        raise SettingsError(
+            f"block_size {requested} is more than the {largest} this drafter was trained for."
+        )
+    return requested

@@ -1,0 +1,70 @@
+"""A round's choices, on their way from the device to the host: all of them in one array.
+
+What is lazy can be read together with what other requests decide, so a round waits once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+NO_CHOICE = -1  # in the place of a token, where there is no number to choose by
+NAT = 1e-4  # what certainties are rounded to
+
+
+class Choices(NamedTuple):
+    """What a round brings back from the device, of N rows.
+
+    Attributes:
+        tokens: the proposal's.
+        choices: the target's, after each of them.
+        certainty: log-probability of the target's favourite after each of them, if asked for.
+    """
+
+    tokens: list[int]
+    choices: list[int]
+    certainty: list[float] | None
+
+
+class Decision(NamedTuple):
+    """A round's choices while they are still on the device.
+
+    Attributes:
+        values: [M] int32, lazy; they are for `read`, once they are on the host.
+        rows: N, the proposal's.
+        certain: whether certainties are among them.
+        slots: L of the drafts that are read along; 0 for none.
+    """
+
+    values: mx.array
+    rows: int
+    certain: bool
+    slots: int
+
+    @classmethod
+    def of(
+        cls, tokens: mx.array, choices: mx.array, nats: mx.array | None, drafts: mx.array | None
+    ) -> Decision:
+        """Of a proposal's tokens and its choices, [N] each.
+
+        `nats` [N] are the certainties; `drafts` [T, L] were not proposed, and are to be judged.
+        """
+        parts = [tokens.astype(mx.int32), choices.astype(mx.int32)]
+        if nats is not None:
+            parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
+        if drafts is not None:
+            parts.append(drafts.flatten().astype(mx.int32))
+        slots = 0 if drafts is None else drafts.shape[1]
+        return cls(mx.concatenate(parts), tokens.shape[0], nats is not None, slots)
+
+    def read(self, values: Sequence[int]) -> tuple[Choices, list[list[int]]]:
+        """The choices in the values, and the drafts that were read along."""
+        rows, slots, rest = self.rows, self.slots, list(values)
+        tokens, choices, rest = rest[:rows], rest[rows : 2 * rows], rest[2 * rows :]
+        sure = None
+        if self.certain:
+            sure, rest = [NAT * part for part in rest[:rows]], rest[rows:]
+        drafts = [rest[at : at + slots] for at in range(0, len(rest), slots)] if slots else []
+        return Choices(tokens, choices, sure), drafts

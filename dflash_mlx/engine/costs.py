@@ -1,0 +1,148 @@
+"""What a round of many requests costs on this machine.
+
+A forward over R rows of B requests, after so much context each, takes
+
+    verify(R) + (B - 1) * s
+
+where verify(R) is the forward of one request, and s what one more request takes for its own
+attention: both at that depth of context, so they hold the keys that are read. Up to the widest
+round of one request verify(R) is measured with one; beyond it, with `MANY` requests, less what
+these take. What drafts is told apart in the same way. Measured once, kept with the costs of the
+pair's own rounds (`policy.costs`), never while text is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..drafter.forest import propose_together
+from ..drafter.protocol import Drafter
+from ..policy.costs import DEPTHS, REPEATS, Costs, curve, monotone, pair_costs
+from ..proposal import Proposal
+from ..sampling import Sampler
+from ..target.forest import Forest
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+MANY = 8  # requests that are measured together
+ROWS = (1, 2, 4, 8, 16)  # of each
+MOST_ROWS = 2048  # of all requests in a round; curves end there
+
+Points = Mapping[int, Mapping[int, float]]  # context -> rows of all requests -> seconds
+
+
+class SharedCosts:
+    """What rounds of many requests cost.
+
+    Args:
+        one: rounds of one request, as a `Policy` has them.
+        many: rounds of `MANY` requests, by the rows of all together; see `measure_shared`.
+    """
+
+    def __init__(self, one: Costs, many: Costs) -> None:
+        self._verify, self._draft = (
+            _Forwards(one.verify, many.verify),
+            _Forwards(one.draft, many.draft),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        drafter: Drafter,
+        one: Costs,
+        widest: int,
+        kv_bits: int | None = None,
+        again: bool = False,
+    ) -> SharedCosts:
+        """The costs of a pair, measured now unless they are in the cache; see `Policy.of`."""
+        return cls(one, pair_costs(target, drafter, widest, kv_bits, again, measure_shared))
+
+    def verify(self, rows: np.ndarray, requests: int, context: int) -> np.ndarray:
+        """Seconds of forwards over these numbers of rows, of so many requests together."""
+        return self._verify.seconds(rows, requests, context)
+
+    def draft(self, rows: np.ndarray, requests: np.ndarray, context: int) -> np.ndarray:
+        """Seconds of drafts of these numbers of rows, of so many requests; 0 where none drafts."""
+        seconds = self._draft.seconds(np.maximum(rows, 1), np.maximum(requests, 1), context)
+        return np.where(requests > 0, seconds, 0.0)
+
+
+class _Forwards:
+    """The forwards of one model, from what was measured with one request and with `MANY`."""
+
+    def __init__(self, one: Points, many: Points) -> None:
+        self._one, self._many = one, many
+        self._tables: dict[int, tuple[np.ndarray, float]] = {}  # by depth
+
+    def seconds(self, rows: np.ndarray, requests: Any, context: int) -> np.ndarray:
+        depth = 1 << max(context, 1).bit_length() - 1
+        if depth not in self._tables:  # each round of a text passes the same depths
+            self._tables[depth] = self._table(depth)
+        table, each = self._tables[depth]
+        return table[np.minimum(rows, MOST_ROWS) - 1] + (requests - 1) * each
+
+    def _table(self, depth: int) -> tuple[np.ndarray, float]:
+        """Seconds of one request's 1, 2, ... rows, and those of each further request."""
+        border = max(*map(max, self._one.values()), *map(min, self._many.values()))
+        alone, together = curve(self._one, depth, border), curve(self._many, depth, MOST_ROWS)
+        each = max(0.0, together[border - 1] - alone[-1]) / (MANY - 1)
+        beyond = [max(alone[-1], seconds - (MANY - 1) * each) for seconds in together[border:]]
+        return np.array(monotone([*alone, *beyond])), each
+
+
+def measure_shared(
+    target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None
+) -> Costs:
+    """Time the rounds of `MANY` requests together. They draft for texts of one token, repeated."""
+    rows = [row for row in ROWS if row < widest] + [widest]
+    deepest = target.context_length - widest - 2 * len(rows) * (REPEATS + 1)
+    verify, draft = {}, {}
+    for depth in sorted({max(2, min(depth, deepest)) for depth in DEPTHS}):
+        verify[depth], draft[depth] = _measure_at(target, drafter, depth, rows, kv_bits)
+    return Costs(verify, draft)
+
+
+def _measure_at(
+    target: Target, drafter: Drafter, depth: int, rows: list[int], kv_bits: int | None
+) -> tuple[dict[int, float], dict[int, float]]:
+    """The median verify and draft of `MANY` requests of so many rows each; as in `policy.costs`."""
+    token, sampler, forest = 1, Sampler(), Forest(target)
+    sessions = [target.start(drafter.tap_layers, kv_bits) for _ in range(MANY)]
+    drafting = [drafter.start(target, sampler) for _ in range(MANY)]
+    for session, drafts in zip(sessions, drafting, strict=True):
+        for taps in session.prefill([token] * depth):
+            drafts.extend(taps)
+    verify: dict[int, list[float]] = {MANY * row: [] for row in rows}
+    draft: dict[int, list[float]] = {MANY * row: [] for row in rows if row > 1}
+    for row in [*rows, *reversed(rows)]:
+        for repeat in range(REPEATS + 1):
+            clock = time.perf_counter()
+            if row > 1:
+                drafted = propose_together(drafting, [token] * MANY, [row] * MANY)
+                mx.eval([p.tokens for p in drafted if isinstance(p.tokens, mx.array)])
+            middle = time.perf_counter()
+            proposals = [Proposal([token] * row)] * MANY
+            answers = forest.verify(sessions, proposals)
+            mx.eval([sampler.decide(proposals[0], logits).values for logits, _ in answers])
+            for session in sessions:
+                session.commit([0])
+            end = time.perf_counter()
+            for drafts, (_, taps) in zip(drafting, answers, strict=True):
+                drafts.extend(taps[:, :1])
+            if repeat:  # the first one warms up
+                verify[MANY * row].append(end - middle)
+                if row > 1:
+                    draft[MANY * row].append(middle - clock)
+    return _medians(verify), _medians(draft) or {1: 0.0}
+
+
+def _medians(samples: Mapping[int, list[float]]) -> dict[int, float]:
+    return {rows: median(seconds) for rows, seconds in samples.items()}

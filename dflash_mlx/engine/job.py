@@ -1,0 +1,130 @@
+"""A job: what somebody waits for while the engine makes it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+
+from ..events import Event, FinishReason, Result, Stats
+
+
+class Job(Iterator[Event], AsyncIterator[Event]):
+    """A request in an engine: an iterator of its events, for `for` and for `async for`.
+
+    One reader at a time takes the events. `result` waits beside it, and needs no reader. Whoever
+    reads slowly, or not at all, delays nobody: events wait here.
+
+    Args:
+        stats: the request's counters.
+        wake: has the engine look at this job again.
+    """
+
+    def __init__(self, stats: Stats, wake: Callable[[], None]) -> None:
+        self.stats = stats
+        self._wake = wake
+        self._news = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._asleep: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._finish_reason: FinishReason | None = None
+        self._error: Exception | None = None
+        self.cancelled = False
+
+    def __iter__(self) -> Job:
+        """This."""
+        return self
+
+    def __next__(self) -> Event:
+        """The next event. Raises what the request raised, after the events before it."""
+        with self._news:
+            while not (self._events or self.done):
+                self._news.wait()
+            event = self._take()
+        if event is None:
+            raise StopIteration
+        return event
+
+    def __aiter__(self) -> Job:
+        """This."""
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event, as `next`, while other tasks of the event loop go on."""
+        while True:
+            with self._news:
+                if self._events or self.done:
+                    event = self._take()
+                    break
+                loop = asyncio.get_running_loop()
+                arrived = loop.create_future()
+                self._asleep = loop, arrived
+            await arrived
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    @property
+    def done(self) -> bool:
+        """Whether the text has ended, in one way or another."""
+        return self._finish_reason is not None or self._error is not None
+
+    def result(self, timeout: float | None = None) -> Result:
+        """All of it, once it has ended; of a cancelled job what there was.
+
+        Raises what the request raised, and `TimeoutError` after `timeout` seconds.
+        """
+        with self._news:
+            if not self._news.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"The job has not ended within {timeout} seconds.")
+            if self._error is not None:
+                raise self._error
+            assert self._finish_reason is not None
+            return Result("".join(self._text), [*self._tokens], self._finish_reason, self.stats)
+
+    def cancel(self) -> None:
+        """End it: the round that runs is its last, and its caches are free. Ended, it stays so."""
+        self.cancelled = True
+        self._wake()
+
+    def put(self, event: Event) -> None:
+        """An event, from the engine."""
+        with self._news:
+            self._events.append(event)
+            self._text.append(event.text)
+            self._tokens += event.tokens
+            self._finish_reason = event.finish_reason
+            self._tell()
+
+    def fail(self, error: Exception) -> None:
+        """It cannot go on, says the engine."""
+        # The frames hold the request and its caches for as long as somebody holds the error.
+        traceback.clear_frames(error.__traceback__)
+        with self._news:
+            self._error = error
+            self._tell()
+
+    def _take(self) -> Event | None:
+        """The first event that waits; None at the end. Raises what the request raised."""
+        if self._events:
+            return self._events.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def _tell(self) -> None:
+        """Wake who waits."""
+        self._news.notify_all()
+        if self._asleep is not None:
+            (loop, arrived), self._asleep = self._asleep, None
+            with suppress(RuntimeError):  # its loop is closed: nobody waits there any more
+                loop.call_soon_threadsafe(_arrive, arrived)
+
+
+def _arrive(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():  # whoever waited may have been cancelled
+        arrived.set_result(None)

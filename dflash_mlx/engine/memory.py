@@ -1,0 +1,69 @@
+"""What the caches of requests take, and who may have some.
+
+A request enters when its text so far and a good part of what it may go on by find room beside the
+others; it is refused at once when even alone it could come to more than there is. Texts that grow
+beyond what was set aside for them may fill the room all the same: then the youngest gives way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..drafter.protocol import Drafter, Weighed
+from ..errors import NotEnoughMemoryError
+from ..request import Request
+from ..target import Target
+
+AHEAD = 1024  # tokens of an answer for which there is room when a request enters
+
+
+class Memory:
+    """Room for the caches of requests.
+
+    Args:
+        target, drafter: whose caches they are.
+        size: bytes for all of them together; None is without limit.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, size: int | None) -> None:
+        self._target, self._drafter, self._size = target, drafter, size
+        self._known: dict[tuple[int, int | None], int] = {}
+
+    def check(self, request: Request) -> None:
+        """Raise `NotEnoughMemoryError` for a request that could outgrow the room even alone."""
+        if self._size is None:
+            return
+        most = self.bytes(request, request.remaining)
+        if most > self._size:
+            raise NotEnoughMemoryError(
+                f"The caches of {request.tokens + request.remaining} tokens take {most:,} bytes, "
+                f"and the engine has {self._size:,} for all: shorten the prompt or max_tokens."
+            )
+
+    def enters(self, request: Request, beside: Sequence[Request]) -> bool:
+        """Whether there is room for a request beside others."""
+        if self._size is None:
+            return True
+        return sum(self._set_aside(each) for each in [request, *beside]) <= self._size
+
+    def overflows(self, requests: Sequence[Request]) -> bool:
+        """Whether the next round of these would need more than there is."""
+        if self._size is None:
+            return False
+        return sum(self.bytes(each, each.stats.block_size) for each in requests) > self._size
+
+    def bytes(self, request: Request, further: int) -> int:
+        """What a request's caches take once its text has gone on by so many tokens."""
+        tokens = request.tokens + min(further, request.remaining)
+        of = -(-tokens // STEP) * STEP, request.kv_bits
+        if of not in self._known:
+            self._known[of] = self._target.cache_bytes(*of)
+            if isinstance(self._drafter, Weighed):
+                self._known[of] += self._drafter.cache_bytes(of[0])
+        return self._known[of]
+
+    def _set_aside(self, request: Request) -> int:
+        return self.bytes(request, AHEAD)
+
+
+STEP = 256  # tokens by which mlx-lm's caches grow

@@ -1,0 +1,80 @@
+"""Rounds of many requests: rows are shared out, drafted in one pass, verified in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..drafter.forest import propose_together
+from ..errors import ProposalError
+from ..loop import Alone, Turn
+from ..policy.offer import Offer
+from ..proposal import Proposal
+from ..target import Target
+from ..target.forest import Forest
+from .rows import SharedRounds, everything
+
+
+class Flat:
+    """The forwards of rounds whose requests' rows lie flat in one.
+
+    Args:
+        target: of all the requests.
+        rounds: shares out rows by what they cost; None has every row verified that is offered.
+    """
+
+    def __init__(self, target: Target, rounds: SharedRounds | None) -> None:
+        self._alone, self._forest, self._rounds = Alone(), Forest(target), rounds
+
+    def propose(self, turns: Sequence[Turn]) -> None:
+        """Set the proposals: of one request its own, of many what brings most for all."""
+        if len(turns) == 1:
+            self._alone.propose(turns)
+            return
+        offers: list[tuple[Turn, Offer]] = []
+        for turn in turns:
+            with turn:
+                offers.append((turn, turn.request.offer()))
+        rows = self._rows([offer for _, offer in offers], turns)
+        chains = []
+        for (turn, offer), count in zip(offers, rows, strict=True):
+            with turn:
+                if offer.draft is None and count > 1:
+                    chains.append((turn, count))
+                elif offer.draft is None:
+                    turn.proposal = Proposal([turn.request.anchor])
+                else:
+                    turn.proposal = checked(offer.draft(count), count)
+        self._draft(chains)
+
+    def _rows(self, offers: Sequence[Offer], turns: Sequence[Turn]) -> list[int]:
+        if self._rounds is None or not offers:
+            return everything(offers)
+        context = sum(turn.request.target.position for turn in turns) // len(turns)
+        return self._rounds.rows(offers, context)
+
+    def _draft(self, chains: Sequence[tuple[Turn, int]]) -> None:
+        """Draft chains of so many rows in one pass."""
+        if not chains:
+            return
+        requests = [turn.request for turn, _ in chains]
+        sessions, anchors = [r.drafter for r in requests], [r.anchor for r in requests]
+        proposals = propose_together(sessions, anchors, [count for _, count in chains])
+        for (turn, count), proposal in zip(chains, proposals, strict=True):
+            with turn:
+                turn.proposal = checked(proposal, count)
+
+    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+        """One forward over the rows of all."""
+        if len(turns) == 1:
+            return self._alone.verify(turns)
+        sessions = [turn.request.target for turn in turns]
+        return self._forest.verify(sessions, [turn.proposal for turn in turns])
+
+
+def checked(proposal: Proposal, rows: int) -> Proposal:
+    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
+    if len(proposal) > rows:
+        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
+    return proposal

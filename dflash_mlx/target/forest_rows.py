@@ -1,0 +1,118 @@
+"""The rows of many requests side by side, and what a model finds where it expects one's cache.
+
+What belongs to each request alone (a mask, keys and values) travels through the model as `Parts`.
+They can only be handed on, and positions have more axes than anything that they could be computed
+with: a model that does more with them fails while its forward is built, and does not go wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+
+from .segment import Segment
+
+AXES = 9  # of positions, for `by_position`
+
+
+class Parts:
+    """One thing of each request, in their order."""
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.parts = tuple(parts)
+
+
+class Rows:
+    """The rows of a forward: those of two or more requests, one request after the other.
+
+    Attributes:
+        segments: the requests' parts.
+        widths: how many rows each has.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.widths = [len(segment.proposal) for segment in segments]
+        self._cuts = list(accumulate(self.widths))[:-1]
+
+    def __len__(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def tokens(self) -> mx.array:
+        """The rows' token ids [R]."""
+        return mx.concatenate([segment.tokens.astype(mx.int32) for segment in self.segments])
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """Where each row stands in its request's text, by depth in a tree: [R] int32."""
+        of = ((segment.position, segment.proposal.depths) for segment in self.segments)
+        return mx.array([start + depth for start, depths in of for depth in depths], mx.int32)
+
+    def split(self, x: mx.array, axis: int = 1) -> list[mx.array]:
+        """Each request's part of x, whose axis has R rows."""
+        if x.shape[axis] != len(self):
+            raise ValueError(f"{x.shape} does not have {len(self)} rows on axis {axis}.")
+        return list(mx.split(x, self._cuts, axis=axis))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Have the caches read the trees among the proposals in the forward run inside."""
+        with ExitStack() as stack:
+            for segment in self.segments:
+                if segment.reader is not None:
+                    stack.enter_context(segment.reader.reading(segment.proposal))
+            yield
+
+
+class Caches:
+    """In place of a layer's cache: those of all requests, to be used one by one."""
+
+    def __init__(self, rows: Rows, parts: Iterable[Any]) -> None:
+        self.rows, self.parts = rows, tuple(parts)
+
+    def make_mask(self, N: int, **settings: Any) -> Parts:
+        """The masks that the caches make for their own rows; N is R."""
+        pairs = zip(self.parts, self.rows.widths, strict=True)
+        return Parts(cache.make_mask(rows, **settings) for cache, rows in pairs)
+
+    def __getitem__(self, index: int) -> Caches:
+        """Of layers that have a list of caches, those at a place in it."""
+        return type(self)(self.rows, (cache[index] for cache in self.parts))
+
+
+class FlatCaches(Caches):
+    """Of a layer that takes all rows together, but for what they attend to."""
+
+    @property
+    def offset(self) -> mx.array:
+        """The rows' positions, for a rotation with `by_position` and nothing else."""
+        return self.rows.positions.reshape(-1, *[1] * (AXES - 1))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+        """Each cache takes its request's rows of keys and values [1, H, R, D]; what it holds."""
+        new = zip(self.parts, self.rows.split(keys, 2), self.rows.split(values, 2), strict=True)
+        held = [cache.update_and_fetch(*rows) for cache, *rows in new]
+        return Parts(keys for keys, _ in held), Parts(values for _, values in held)
+
+
+def pick(value: Any, index: int) -> Any:
+    """What an argument is for one request. Raises `TypeError` for an array, of whomever it is."""
+    if isinstance(value, Parts | Caches):
+        return value.parts[index]
+    if isinstance(value, mx.array):
+        raise TypeError("An array that is not split goes where one request's is expected.")
+    return value
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs [1, n, D] of each request side by side; what else comes with them in `Parts`."""
+    if not isinstance(outputs[0], tuple):
+        return mx.concatenate(list(outputs), axis=1)
+    rows, *others = zip(*outputs, strict=True)
+    return (mx.concatenate(list(rows), axis=1), *map(Parts, others))
