@@ -14,7 +14,19 @@ from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.machine.facts import installed
 
-from . import bench, chat, doctor, downloads, generate, models, report, roofline, train, tune
+from . import (
+    bench,
+    chat,
+    doctor,
+    downloads,
+    generate,
+    models,
+    report,
+    roofline,
+    serve,
+    train,
+    tune,
+)
 from .screen import error_line
 from .spread import spread
 
@@ -68,6 +80,7 @@ app = typer.Typer(
 COMMANDS = (
     generate.generate,
     chat.chat,
+    serve.serve,
     bench.bench,
     tune.tune,
     report.report,

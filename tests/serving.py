@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 import dflash_mlx
 from dflash_mlx.events import Event, Stats
+from dflash_mlx.serve.access import Access
 from dflash_mlx.serve.app import Options, make_app
 from dflash_mlx.serve.desk import Desk
-from dflash_mlx.serve.guard import Access
 from dflash_mlx.serve.metrics import Metrics
 
 CHATML = (

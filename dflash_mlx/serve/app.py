@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final, TypeVar
@@ -21,15 +23,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from . import chat_answers, messages_answers
+from . import chat_answers, completions, messages_answers, responses_answers
+from .access import Access
+from .ask import Ask
 from .body import Bounds, read_json
 from .chat import ChatBody
+from .completions import CompletionsBody
 from .desk import Answering, Desk
 from .errors import Refusal, of_validation
 from .fields import Body
-from .guard import Access, Guard, error_response
+from .guard import Guard, error_response
 from .messages import CountBody, MessagesBody
 from .metrics import CONTENT_TYPE
+from .responses import ResponsesBody
 from .sse import COMMENT, EventStream, GoneError, unless_gone, with_pings
 
 STALLED_SECONDS: Final = 30.0
@@ -72,7 +78,42 @@ class Endpoints:
             usage = bool(options and options.include_usage)
             frames = chat_answers.stream(answering, usage)
             return EventStream(with_pings(frames, COMMENT), answering.leave)
-        return await _whole(request, answering, chat_answers.whole)
+        return await _whole(request, chat_answers.whole(answering), answering.leave)
+
+    async def completions(self, request: Request) -> Response:
+        """OpenAI's completions."""
+        body = await self._read(request, CompletionsBody)
+        asks = body.asks()
+        opened: list[Answering] = []
+        with ExitStack() as leaving:  # what is open when another prompt is refused
+            for ask in asks:
+                opened.append(await self._desk.ask(ask))
+                leaving.callback(opened[-1].leave)
+            texts = await asyncio.to_thread(self._texts, asks)
+            leaving.pop_all()
+        answers = completions.Answers(body, opened, texts)
+        if body.stream:
+            return EventStream(with_pings(answers.stream(), COMMENT), answers.leave)
+        return await _whole(request, answers.whole(), answers.leave)
+
+    def _texts(self, asks: Sequence[Ask]) -> list[str]:
+        """What prompts say."""
+        tokenizer = self._desk.target.tokenizer
+        prompts = (ask.prompt for ask in asks)
+        return [one if isinstance(one, str) else tokenizer.decode(one) for one in prompts]
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's responses."""
+        body = await self._read(request, ResponsesBody)
+        answering = await self._desk.ask(body.ask())
+        answers = responses_answers.Answers(body, answering)
+        if body.stream:
+            return EventStream(with_pings(answers.stream(), COMMENT), answering.leave)
+        return await _whole(request, answers.whole(), answering.leave)
+
+    async def no_response(self, request: Request) -> Response:
+        """A response of the past: nothing is kept."""
+        raise Refusal("Responses are not stored here: send the conversation whole.", 404)
 
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
@@ -81,7 +122,7 @@ class Endpoints:
         if body.stream:
             frames = messages_answers.stream(answering, request.state.request_id)
             return EventStream(with_pings(frames, messages_answers.PING), answering.leave)
-        return await _whole(request, answering, messages_answers.whole)
+        return await _whole(request, messages_answers.whole(answering), answering.leave)
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a prompt would have."""
@@ -146,13 +187,14 @@ class Endpoints:
 
 async def _whole(
     request: Request,
-    answering: Answering,
-    answer: Callable[[Answering], Any],
+    answer: Coroutine[Any, Any, dict[str, Any]],
+    leave: Callable[[], None],
 ) -> Response:
+    """The answer at once; whoever leaves before ends it."""
     try:
-        return JSONResponse(await unless_gone(request, answer(answering)))
+        return JSONResponse(await unless_gone(request, answer))
     finally:
-        answering.leave()
+        leave()
 
 
 class Page:
@@ -189,6 +231,11 @@ def make_app(desk: Desk, options: Options) -> Starlette:
     ends = Endpoints(desk, options)
     of_dialects: list[tuple[str, str, Handler]] = [
         ("POST", "/chat/completions", ends.chat),
+        ("POST", "/completions", ends.completions),
+        ("POST", "/responses", ends.responses),
+        ("GET", "/responses/{id}", ends.no_response),
+        ("DELETE", "/responses/{id}", ends.no_response),
+        ("POST", "/responses/{id}/cancel", ends.no_response),
         ("POST", "/messages", ends.messages),
         ("POST", "/messages/count_tokens", ends.count_tokens),
         ("GET", "/models", ends.models),

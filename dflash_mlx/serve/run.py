@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..errors import ServerError
-from .desk import Desk
+
+if TYPE_CHECKING:
+    from .desk import Desk
 
 BACKLOG: Final = 512
 GRACE: Final = 5.0  # seconds for answers that were broken off to say so
