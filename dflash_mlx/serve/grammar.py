@@ -34,6 +34,7 @@ class Grammars:
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self._words = _Words(target.tokenizer)
         self._lock = threading.Lock()
         self._tokens: GrammarTokens | None = None  # seconds for large vocabularies, once
 
@@ -51,7 +52,9 @@ class Grammars:
             return [None] * ask.n
         start = "start: answer"
         if thinking:
-            start = f"start: thinking breaks answer\n{self._until('thinking', self._think_end)}"
+            start = (
+                f"start: thinking breaks answer\n{self._words.until('thinking', self._think_end)}"
+            )
             start += "\nbreaks: /\\n*/"
         return self._made(f"{start}\n{rules}", what, ask.n)
 
@@ -74,36 +77,39 @@ class Grammars:
                 param="tool_choice",
             )
         several = "(/\\n?/ call)*" if parallel and syntax.end else ""
-        start, end = self._literal(syntax.start), self._literal(syntax.end)
+        start, end = self._words.literal(syntax.start), self._words.literal(syntax.end)
         return f"answer: call {several}\ncall: {start} body {end}\n{self._body(syntax, tools)}"
 
     def _free_until_call(self, syntax: Syntax, tools: Sequence[Tool]) -> str:
         """Free text, and every call in it as its tool's schema has it."""
         return (
-            f"start: (free body {self._literal(syntax.end)})* rest\nrest: {_ANYTHING}\n"
-            f"{self._until('free', syntax.start)}\n{self._body(syntax, tools)}"
+            f"start: (free body {self._words.literal(syntax.end)})* rest\nrest: {_ANYTHING}\n"
+            f"{self._words.until('free', syntax.start)}\n{self._body(syntax, tools)}"
         )
 
     def _body(self, syntax: Syntax, tools: Sequence[Tool]) -> str:
-        return _BODIES[syntax.name](tools, self._literal)
+        return _BODIES[syntax.name](tools, self._words)
 
-    def _literal(self, text: str) -> str:
-        """A text in a rule. Special tokens are no text to llguidance."""
-        token = self._special(text)
-        return quoted(text) if token is None else f"<[{token}]>"
 
-    def _until(self, name: str, marker: str) -> str:
+class _Words:
+    """Texts in rules, in the tokens of a vocabulary.
+
+    A token that was added to it, such as <tool_call>, is no text to llguidance, whether the
+    tokenizer calls it special or not: a rule has to name it by its id.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._added: dict[str, int] = tokenizer.get_added_vocab()
+
+    def literal(self, text: str) -> str:
+        """A text in a rule."""
+        return f"<[{self._added[text]}]>" if text in self._added else quoted(text)
+
+    def until(self, name: str, marker: str) -> str:
         """A rule for anything up to and with a marker."""
-        token = self._special(marker)
-        if token is None:
+        if marker not in self._added:
             return f"{name}[suffix={quoted(marker)}]: {_ANYTHING}"
-        return f"{name}: {name}_text <[{token}]>\n{name}_text: {_ANYTHING}"
-
-    def _special(self, text: str) -> int | None:
-        tokenizer = self._target.tokenizer
-        if text not in tokenizer.all_special_tokens:
-            return None
-        return int(tokenizer.convert_tokens_to_ids(text))
+        return f"{name}: {name}_text {self.literal(marker)}\n{name}_text: {_ANYTHING}"
 
 
 def quoted(text: str) -> str:
@@ -116,57 +122,55 @@ def as_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({'x-guidance': _SPACES, **schema})}"
 
 
-Literal = Callable[[str], str]
-
-
-def _json_body(tools: Sequence[Tool], literal: Literal) -> str:
+def _json_body(tools: Sequence[Tool], words: _Words) -> str:
     """{"name": ..., "arguments": ...} on a line of its own."""
     rules = []
     for number, tool in enumerate(tools):
-        head = literal(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
+        head = words.literal(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
         rules.append(
             f'tool_{number}: {head} args_{number} "}}\\n"\nargs_{number}: {_arguments(tool)}'
         )
     return _alternatives(tools, rules)
 
 
-def _mistral_body(tools: Sequence[Tool], literal: Literal) -> str:
+def _mistral_body(tools: Sequence[Tool], words: _Words) -> str:
     """name[ARGS]{...}"""
     rules = [
-        f"tool_{number}: {literal(tool.name)} {literal('[ARGS]')} args_{number}\n"
+        f"tool_{number}: {words.literal(tool.name)} {words.literal('[ARGS]')} args_{number}\n"
         f"args_{number}: {_arguments(tool)}"
         for number, tool in enumerate(tools)
     ]
     return _alternatives(tools, rules)
 
 
-def _kimi_body(tools: Sequence[Tool], literal: Literal) -> str:
+def _kimi_body(tools: Sequence[Tool], words: _Words) -> str:
     """One call of a section; its id is the function's name and number."""
-    rules = [
-        f"tool_{number}: {literal('<|tool_call_begin|>')} {literal(f'functions.{tool.name}:0')} "
-        f"{literal('<|tool_call_argument_begin|>')} args_{number} {literal('<|tool_call_end|>')}\n"
-        f"args_{number}: {_arguments(tool)}"
-        for number, tool in enumerate(tools)
-    ]
+    marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    begin, arguments, end = map(words.literal, marks)
+    rules = []
+    for number, tool in enumerate(tools):
+        name = words.literal(f"functions.{tool.name}:0")
+        rules.append(f"tool_{number}: {begin} {name} {arguments} args_{number} {end}")
+        rules.append(f"args_{number}: {_arguments(tool)}")
     return _alternatives(tools, rules)
 
 
-def _qwen_body(tools: Sequence[Tool], literal: Literal) -> str:
+def _qwen_body(tools: Sequence[Tool], words: _Words) -> str:
     """<function=name>, and a block for each parameter."""
     rules = []
     for number, tool in enumerate(tools):
-        head, parts = literal(f"\n<function={tool.name}>\n"), []
+        head, parts = words.literal(f"\n<function={tool.name}>\n"), []
         for place, (name, schema, needed) in enumerate(_parameters(tool)):
             rule = f"value_{number}_{place}"
-            block = f"({literal(f'<parameter={name}>{chr(10)}')} {rule})"
+            block = f"({words.literal(f'<parameter={name}>{chr(10)}')} {rule})"
             parts.append(block if needed else f"{block}?")
-            rules.append(_value(rule, schema, "\n</parameter>\n"))
-        end = literal("</function>\n")
+            rules.append(_value(rule, schema, "\n</parameter>\n", words))
+        end = words.literal("</function>\n")
         rules.append(f"tool_{number}: {head} {' '.join(parts)} {end}")
     return _alternatives(tools, rules)
 
 
-def _glm_body(tools: Sequence[Tool], literal: Literal) -> str:
+def _glm_body(tools: Sequence[Tool], words: _Words) -> str:
     """The name, then keys and values."""
     rules = []
     for number, tool in enumerate(tools):
@@ -174,11 +178,12 @@ def _glm_body(tools: Sequence[Tool], literal: Literal) -> str:
         for place, (name, schema, needed) in enumerate(_parameters(tool)):
             rule = f"value_{number}_{place}"
             key = " ".join(
-                literal(part) for part in ("<arg_key>", name, "</arg_key>", "\n", "<arg_value>")
+                words.literal(part)
+                for part in ("<arg_key>", name, "</arg_key>", "\n", "<arg_value>")
             )
             parts.append(f"({key} {rule} /\\n?/){'' if needed else '?'}")
-            rules.append(_value(rule, schema, "</arg_value>"))
-        rules.append(f"tool_{number}: {literal(tool.name)} /\\n?/ {' '.join(parts)}")
+            rules.append(_value(rule, schema, "</arg_value>", words))
+        rules.append(f"tool_{number}: {words.literal(tool.name)} /\\n?/ {' '.join(parts)}")
     return _alternatives(tools, rules)
 
 
@@ -207,17 +212,17 @@ def _parameters(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
     ]
 
 
-def _value(rule: str, schema: Mapping[str, Any], end: str) -> str:
+def _value(rule: str, schema: Mapping[str, Any], end: str, words: _Words) -> str:
     """A parameter's value as text: strings as they are, all others as JSON."""
     if schema.get("type") == "string" and "enum" not in schema:
-        return f"{rule}[suffix={quoted(end)}]: {_ANYTHING}"
+        return words.until(rule, end)
     options = schema.get("enum")
     if isinstance(options, list) and options and all(isinstance(one, str) for one in options):
-        return f"{rule}: ({' | '.join(map(quoted, options))}) {quoted(end)}"
-    return f"{rule}: {rule}_json {quoted(end)}\n{rule}_json: {as_rule(schema)}"
+        return f"{rule}: ({' | '.join(map(quoted, options))}) {words.literal(end)}"
+    return f"{rule}: {rule}_json {words.literal(end)}\n{rule}_json: {as_rule(schema)}"
 
 
-_BODIES: Final[Mapping[str, Callable[[Sequence[Tool], Literal], str]]] = {
+_BODIES: Final[Mapping[str, Callable[[Sequence[Tool], _Words], str]]] = {
     "json_tools": _json_body,
     "mistral": _mistral_body,
     "kimi_k2": _kimi_body,

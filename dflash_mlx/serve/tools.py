@@ -76,7 +76,8 @@ class Syntax:
 
 def _call(found: Any, names: set[str]) -> Call:
     """A call that a parser has found. Raises `NotACallError`."""
-    if not isinstance(found, Mapping) or found.get("name") not in names:
+    name = found.get("name") if isinstance(found, Mapping) else None
+    if not isinstance(name, str) or name not in names:
         raise NotACallError("no call of a tool that there is")
     arguments = found.get("arguments", {})
     with Foreign(NotACallError, "not a call"):
@@ -86,7 +87,7 @@ def _call(found: Any, names: set[str]) -> Call:
             raise NotACallError("no arguments by name")
         text = json.dumps(arguments, ensure_ascii=False)
         text.encode()  # half a pair of surrogates is no text
-    return Call(call_id(), found["name"], text)
+    return Call(call_id(), name, text)
 
 
 def call_id() -> str:

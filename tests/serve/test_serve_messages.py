@@ -176,7 +176,8 @@ REFUSES = (
 )
 ALTERNATES = REFUSES.replace(
     "{% for m in messages %}",
-    "{% for m in messages %}{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}",
 )
 DROPS = (
