@@ -122,10 +122,15 @@ class Says:
         return self.target.tokenizer.decode(self.asked[-1][0])
 
 
-def client(engine: Any, target: Any = None, room: int = 64, **more: Any) -> TestClient:
+def a_desk(engine: Any, room: int = 64, defaults: Any = None) -> Desk:
+    """Of a server with this engine."""
+    return Desk(engine.target, engine, defaults or {}, room, Metrics())
+
+
+def client(engine: Any, room: int = 64, **more: Any) -> TestClient:
     """Of the application, in this process."""
     access = more.pop("access", Access())
-    desk = Desk(target or engine.target, engine, more.pop("defaults", {}), room, Metrics())
+    desk = a_desk(engine, room, more.pop("defaults", {}))
     app = make_app(desk, Options("told", access, **more))
     return TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
 
