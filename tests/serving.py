@@ -64,6 +64,7 @@ class SaidJob:
     error: Exception | None = None
     cancelled: bool = False
     waits: bool = False  # for ever, after its events
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aiter__(self):
         for event in self.events:
@@ -73,11 +74,12 @@ class SaidJob:
             yield event
         if self.error is not None:
             raise self.error
-        while self.waits and not self.cancelled:
-            await asyncio.sleep(0.001)
+        if self.waits and not self.cancelled:
+            await self.leaving.wait()
 
     def cancel(self) -> None:
         self.cancelled = True
+        self.leaving.set()
 
 
 @dataclass
