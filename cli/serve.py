@@ -15,7 +15,7 @@ from dflash_mlx.errors import MissingDependencyError, OutputError, SettingsError
 from . import options
 from .pair import Pair, open_pair
 from .screen import error_line, note
-from .serve_options import Load, Reached
+from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:
     from dflash_mlx.serve.access import Access
@@ -34,7 +34,7 @@ def serve(
     max_tokens: options.MaxTokens = 4096,
     sampling: options.Sampling,
     rounds: options.Rounds,
-    verbose: options.Verbose = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's dialects, and a page to chat on.
 

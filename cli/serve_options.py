@@ -32,12 +32,14 @@ class Reached:
         options.value(
             group=SERVER,
             metavar="KEY",
-            help="Serve who brings this key. Repeatable; a file keeps it from other users' ps.",
+            help="Serve who brings this key. Repeatable.",
         ),
     ] = None
     api_key_file: Annotated[
         Path | None,
-        options.value(group=SERVER, metavar="FILE", help="The same; a key on each line."),
+        options.value(
+            group=SERVER, metavar="FILE", help="Keys, one a line, which ps does not show."
+        ),
     ] = None
     no_auth: Annotated[
         bool, options.flag("--no-auth", SERVER, "Serve other machines without a key.")
@@ -45,7 +47,7 @@ class Reached:
     allow_host: Annotated[
         list[str] | None,
         options.value(
-            group=SERVER, metavar="NAME", help="A name that the server is called by. Repeatable."
+            group=SERVER, metavar="NAME", help="Another name it is called by. Repeatable."
         ),
     ] = None
     allow_origin: Annotated[
@@ -53,7 +55,7 @@ class Reached:
         options.value(
             group=SERVER,
             metavar="URL",
-            help="Let pages of this origin ask, as http://localhost:3000. Repeatable.",
+            help="Let pages of this origin ask. Repeatable.",
         ),
     ] = None
 
@@ -77,7 +79,7 @@ class Load:
         options.value(
             group=SERVER,
             metavar="GB",
-            help="For the caches of all answers together. Default: no limit.",
+            help="For the caches of all answers. Default: no limit.",
             min=0.001,
         ),
     ] = None
@@ -86,7 +88,10 @@ class Load:
         options.value(
             group=SERVER,
             metavar="S",
-            help="For answers to end after SIGTERM or Ctrl-C; a second one ends all at once.",
+            help="For answers to end after SIGTERM or Ctrl-C.",
             min=0,
         ),
     ] = 30.0
+
+
+Verbose = Annotated[bool, options.flag("--verbose", SERVER, "Log a line for every request.")]
