@@ -90,7 +90,6 @@ def test_openai_chat(chat):
         for token in one.logprobs.content:
             assert len(token.top_logprobs) == 2 and token.logprob <= 0
     assert whole.usage == streamed.usage
-    assert whole.choices[0].message.content != whole.choices[1].message.content
     tokens = sum(len(one.logprobs.content) for one in whole.choices)
     stopped = sum(one.finish_reason == "stop" for one in whole.choices)
     assert whole.usage.completion_tokens == tokens + stopped
@@ -198,7 +197,7 @@ def test_schemas_and_forced_tools_validate(chat, claude):
         jsonschema.validate(answer.content[-1].input, SCHEMA)
 
     with ThreadPoolExecutor(8) as threads:
-        ways = [(how, seed) for how in (structured, called, used) for seed in range(3)]
+        ways = [(how, seed) for how in (structured, called, used) for seed in range(2)]
         for asked in [threads.submit(how, seed) for how, seed in ways]:
             asked.result(120)
 
