@@ -27,7 +27,7 @@ class Answer:
 
     Attributes:
         prompt: token ids that were answered.
-        events: one a round, as far as the answer came.
+        events: of its prefill and its rounds, as far as the answer came.
         stopped: whether the person ended it.
     """
 
@@ -91,7 +91,7 @@ class Dialogue:
         return Answer(encode_prompt(self.pair.target, self.messages))
 
     def stream(self, answer: Answer) -> Generator[Event]:
-        """Generate a turn's answer, an event a round; it is remembered as far as it came."""
+        """Generate a turn's answer, event by event; it is remembered as far as it came."""
         self.answers.append(answer)
         self.last = answer
         pair = self.pair

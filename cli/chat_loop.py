@@ -170,7 +170,7 @@ class Chat:
             parts.append("stopped")
         elif answer.events[-1].finish_reason == "length":
             parts.append(pair.limit_reached(stats))
-        if pair.drafter is not None:
+        if pair.drafter is not None and stats.rounds:
             (rows, _), *_ = stats.widths.most_common(1)
             shape = "a tree of" if stats.trees[rows] else "rows:"
             parts.append(f"mostly {shape} {rows}" if rows > 1 else "mostly not drafting")

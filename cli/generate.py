@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import count, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from dflash_mlx.errors import PromptError
 from . import generate_options, options
 from .counters import counter_lines, counters
 from .generate_question import STANDARD, as_messages, read_prompt, read_schema
-from .generate_summary import as_json, round_as_json, summary
+from .generate_summary import as_json, event_as_json, summary
 from .output import as_line, as_text, check_writable, write_whole
 from .pair import Pair, explain, open_pair
 from .screen import note, panel, print_json, stderr, waiting
@@ -87,13 +88,13 @@ def generate(
 
 
 def _write(
-    output: Path | None, result: Result, content: dict[str, Any] | None, rounds: list[Event]
+    output: Path | None, result: Result, content: dict[str, Any] | None, events: list[Event]
 ) -> None:
     """What is to come at the end: a whole file, or the last line of JSON."""
     if output is not None and content is None:
         write_whole(output, as_text(result.text))
     elif output is not None:
-        lines = [*map(round_as_json, rounds), content]
+        lines = [*starmap(event_as_json, enumerate(events)), content]
         write_whole(output, "".join(as_line(line) for line in lines if line is not None))
     elif content is not None:
         print_json(content)
@@ -130,10 +131,11 @@ def _comparison(
 
 
 def _shown_as(now: bool, json: bool, json_lines: bool) -> Callable[[Event], None]:
-    """What is done with a round's event as it comes."""
+    """What is done with an event as it comes."""
+    numbers = count()
 
     def line(event: Event) -> None:
-        print_json(round_as_json(event))
+        print_json(event_as_json(next(numbers), event))
 
     def text(event: Event) -> None:
         print(event.text, end="", flush=True)

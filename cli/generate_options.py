@@ -64,6 +64,8 @@ Output = Annotated[
 JsonLines = Annotated[
     bool,
     options.flag(
-        "--json-lines", options.OUTPUT, "Print a JSON object for each round, and one at the end."
+        "--json-lines",
+        options.OUTPUT,
+        "Print a JSON object for the first token and each round, and one at the end.",
     ),
 ]

@@ -45,7 +45,7 @@ def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
         name = "plain" if runs.drafter is None else "DFlash"
         rows = [(name, stats.tokens_per_second, "")]
     counts = counted(stats.output_tokens, "token")
-    if runs.drafter is not None:
+    if runs.drafter is not None and stats.rounds:
         counts += f" in {counted(stats.rounds, 'round')}: "
         counts += f"{stats.acceptance_length:.1f} tokens per round"
     lines = [Text(counts)]
@@ -53,7 +53,7 @@ def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
         lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")
     if runs.plain:
         lines.append(_verdict(runs.first_difference))
-    return Group(speeds(rows), *lines)
+    return Group(*([speeds(rows)] if stats.rounds else []), *lines)
 
 
 def _verdict(difference: int | None) -> Text:
@@ -93,10 +93,10 @@ def as_json(pair: Pair, comparison: Comparison, result: Result) -> dict[str, Any
     return content
 
 
-def round_as_json(event: Event) -> dict[str, Any]:
-    """A line of `--json-lines`: what one round made certain."""
+def event_as_json(number: int, event: Event) -> dict[str, Any]:
+    """A line of `--json-lines`: what the prefill (number 0) or one round made certain."""
     return {
-        "event": "round",
+        "event": "round" if number else "first",
         "text": event.text,
         "tokens": event.tokens,
         "drafted": event.drafted,

@@ -51,7 +51,7 @@ def measure_held_out(target: Target, out: Path) -> Scores:
         runs.append(Comparison(target, drafter, ids, max_tokens=MOST_TOKENS))
         runs[-1].run_pair()
     plain, drafted = ([getattr(r, way)[0].stats for r in runs] for way in ("plain", "drafted"))
-    tokens = sum(stats.output_tokens for stats in drafted)
+    tokens = sum(stats.round_tokens for stats in drafted)
     rounds = sum(stats.rounds for stats in drafted)
     seconds = [sum(stats.decode_seconds for stats in way) for way in (plain, drafted)]
     return Scores(

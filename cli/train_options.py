@@ -16,6 +16,7 @@ class Kind(StrEnum):
 
     dflash = "dflash"
     dflash2 = "dflash2"
+    dspark = "dspark"
 
 
 class Optimizer(StrEnum):
@@ -54,7 +55,7 @@ KeepAnswers = Annotated[
 ]
 AnswerTokens = Annotated[int, _value(DATA, "N", "End an answer after N tokens.", min=1)]
 Rows = Annotated[int, _value(DATA, "N", "Answers that are generated at once.", min=1)]
-KindOf = Annotated[Kind, _value(SHAPE, "KIND", "dflash or dflash2.")]
+KindOf = Annotated[Kind, _value(SHAPE, "KIND", "dflash, dflash2 or dspark.")]
 BlockSize = Annotated[int, _value(SHAPE, "N", "Rows of a block, the first one given.", min=2)]
 Layers = Annotated[
     int | None, _value(SHAPE, "N", "By default one for every eight of the model's, and one.", min=1)

@@ -41,7 +41,7 @@ def begin(
     conversation: Conversation | None = None,
     **history: Unpack[History],
 ) -> Request:
-    """Text, as it becomes certain, an event a round.
+    """Text, as it becomes certain: an event of the prefill, then one a round.
 
     `stream_generate` yields the events, `generate` gathers them, and `Engine.submit` has them made
     together with those of other requests. Any thread may read the next event of a stream, one at a
@@ -83,7 +83,7 @@ def begin(
         raise SettingsError(
             f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
         )
-    _check_kinds(drafter, policy, conversation)
+    check_kinds(drafter, policy, conversation)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
@@ -102,7 +102,7 @@ def begin(
     return request
 
 
-def _check_kinds(drafter: Any, policy: Any, conversation: Any) -> None:
+def check_kinds(drafter: Any, policy: Any, conversation: Any = None) -> None:
     """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
     for name, value, kind, how in (
         ("drafter", drafter, Drafter, "dm.load_drafter(...)"),

@@ -88,7 +88,7 @@ class Conversation:
     def resume(self, prompt: Sequence[int], sampler: Sampler) -> int:
         """Get the caches ready for a request; the first tokens of its prompt that they hold.
 
-        The prompt's last token is never among them: it is the first anchor.
+        The prompt's last token is never among them: what comes after it is to be read.
         """
         pairs = zip(self.ids, prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -111,14 +111,25 @@ class Conversation:
 
     def prefill(
         self, prompt: Sequence[int], step: Callable[[], int] = lambda: PREFILL_STEP
-    ) -> Iterator[int]:
-        """Read the rest of the prompt but its last token; yields how many are read, by chunks.
+    ) -> Iterator[mx.array | None]:
+        """Read the rest of the prompt, forward by forward; the last one yields the logits [1, V].
 
-        `step` says how many tokens the next chunk may have.
+        The drafter gets the last features when the logits were looked at: the first token need
+        not wait for it. `step` says how many tokens the next forward may have.
         """
-        for taps in self.target.prefill(prompt[len(self.ids) : -1], step):
-            self.extend(prompt[len(self.ids) : self.target.position], taps)
-            yield len(self.ids)
+        held: list[mx.array] = []
+
+        def hand_over() -> None:
+            for taps in held:
+                self.extend(prompt[len(self.ids) :][: taps.shape[1]], taps)
+            held.clear()
+
+        for logits, taps in self.target.prefill(prompt[len(self.ids) :], step):
+            if logits is None:
+                hand_over()
+            held.append(taps)
+            yield logits
+        hand_over()
         self._mark()
 
     def extend(self, tokens: Sequence[int], taps: mx.array) -> None:

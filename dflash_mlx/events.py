@@ -1,4 +1,4 @@
-"""What a generation tells its caller: an event per round, and the counters of the whole request."""
+"""What a generation tells its caller: an event as text comes, and counters of the request."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ FinishReason = Literal["stop", "length", "cancelled"]  # the last by `Job.cancel
 class Stats:
     """Counters of one request.
 
-    A *round* is one verify forward of the target; it always yields at least one token, so plain
-    decoding has as many rounds as output tokens.
+    The prefill brings the first token. A *round* is one verify forward of the target after it; it
+    always yields at least one token, so plain decoding has a round for every further token. What
+    rounds bring is judged by their own tokens alone: the first one is no drafter's.
 
     MLX counts its peak memory for the whole process and from its start on. So `peak_bytes` has in
     it what ran before and beside this request. For the peak of one request let it run alone, after
@@ -29,9 +30,9 @@ class Stats:
     rounds: int = 0
     drafted_tokens: int = 0  # rows verified beyond the anchor
     accepted_tokens: int = 0  # drafted tokens in the output
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    first_token_seconds: float = 0.0  # from the start to the end of the first round
+    prefill_seconds: float = 0.0  # the choice of the first token included
+    decode_seconds: float = 0.0  # of all rounds
+    first_token_seconds: float = 0.0  # from the start to the first token
     peak_bytes: int = 0  # the most memory that MLX has held in this process so far, see below
     block_size: int = 1  # the widest round allowed; 1 is plain decoding
     seed: int | None = None  # of the sampling noise; None for greedy decoding
@@ -59,14 +60,19 @@ class Stats:
         self.output_tokens += emitted
 
     @property
+    def round_tokens(self) -> int:
+        """Output tokens that rounds brought: all but the first, which is the prefill's."""
+        return max(0, self.output_tokens - 1)
+
+    @property
     def tokens_per_second(self) -> float:
-        """Output tokens per second of decoding, the prefill left out."""
-        return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        """Tokens of the rounds per second of decoding, the prefill left out."""
+        return self.round_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Output tokens per verify forward (tau in the DFlash paper); 1.0 without drafting."""
-        return self.output_tokens / self.rounds if self.rounds else 0.0
+        """Tokens per verify forward (tau in the DFlash paper); 1.0 without drafting."""
+        return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -76,7 +82,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Event:
-    """What one round made certain.
+    """What the prefill or one round made certain.
 
     `text` can lag behind `tokens`: characters are held back while they may be half of a UTF-8
     sequence or the start of a stop string.

@@ -4,8 +4,8 @@ Whatever drafts and whatever verifies, every round is these five steps, of one r
 together. Plain decoding is the same loop with a drafter that proposes nothing, so the baseline we
 compare with is our own code.
 
-A request starts with the whole prompt but its last token in the caches. The last token is the
-first anchor: it is verified together with the first draft, so no round is special.
+The prefill reads the whole prompt, and what the target says after its last row is the first token
+of the text and the first anchor: text already, like every anchor after it. So no round is special.
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ class Together(Protocol):
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """Logits [N, V] after the rows of each proposal, and their features [1, N, K*D]; lazy."""
 
+    def observe(self, turns: Sequence[Turn]) -> None:
+        """Take in how the round went."""
+
 
 class Alone:
     """Each request by itself: what a round of one request is."""
@@ -89,6 +92,9 @@ class Alone:
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         return [turn.request.target.verify(turn.proposal) for turn in turns]
+
+    def observe(self, turns: Sequence[Turn]) -> None:
+        pass
 
 
 def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
@@ -111,6 +117,7 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
     for turn, values in zip(_going(going), _read(decided), strict=True):
         with turn:
             turn.event = turn.request.absorb(values)  # accept, commit, emit
+    together.observe(turns)
     return turns
 
 
@@ -133,8 +140,9 @@ def _decode(request: Request) -> Generator[Event, None, None]:
         if request.finished:
             yield request.nothing()
             return
-        for _ in request.read():
-            pass
+        for event in request.read():
+            if event is not None:
+                yield event
         while not request.finished:
             (turn,) = play_round([request], Alone())
             if turn.event is None:

@@ -31,7 +31,7 @@ class Request:
 
     Args:
         conversation: the caches that it goes on with, ready for it.
-        prompt: its token ids; the last one is the first anchor.
+        prompt: its token ids.
         sampler, rounds, text: how tokens are chosen, what rounds propose, where the text ends.
         stats: counted here.
     """
@@ -47,7 +47,8 @@ class Request:
     ) -> None:
         self.stats = stats
         self.ended = False  # whether its conversation is free for another
-        self._conversation, self._anchor = conversation, prompt[-1]
+        self._conversation = conversation
+        self._anchor: int | None = None  # the text's last token, which no cache holds yet
         self._text_so_far = prompt  # as far as it was when the caches were last made ready,
         self._further: list[int] = []  # and what came after
         self._sampler, self._rounds, self._text = sampler, rounds, text
@@ -77,7 +78,8 @@ class Request:
 
     @property
     def anchor(self) -> int:
-        """The last token of the text so far, which no cache holds yet."""
+        """The last token of the text so far, which no cache holds yet. The prompt has been read."""
+        assert self._anchor is not None
         return self._anchor
 
     @property
@@ -95,24 +97,56 @@ class Request:
         """Of the target's keys and values."""
         return self._conversation.kv_bits
 
+    @property
+    def _held(self) -> list[int]:
+        """What the caches are to hold before the next round."""
+        return self._text_so_far if self._anchor is None else self._text_so_far[:-1]
+
+    @property
+    def unread(self) -> int:
+        """How many tokens `read` has still to read."""
+        return len(self._held) - self.target.position
+
     def resume(self) -> None:
         """Get the caches ready for `read`."""
-        held = self._conversation.resume(self._text_so_far, self._sampler)
-        if not self.stats.rounds:
+        held = self._conversation.resume(self._held, self._sampler)
+        if self._anchor is None:
             self.stats.reused_tokens = held
 
-    def read(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[None]:
-        """Read what the caches do not hold yet, a chunk a step; then rounds can follow.
+    def read(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[Event | None]:
+        """Read what the caches do not hold yet, a forward a step; then rounds can follow.
 
-        `step` says how many tokens the next chunk may have.
+        Yields None after each forward but the last; and in the end, where what was read is the
+        prompt, the event of the first token, which is the target's choice after it.
+
+        Args:
+            step: says how many tokens the next forward may have.
         """
-        clock, stats = time.perf_counter(), self.stats
-        for held in self._conversation.prefill(self._text_so_far, step):
-            if held + 1 < len(self._text_so_far):
-                stats.prefill_seconds += time.perf_counter() - clock
-                yield
-                clock = time.perf_counter()
-        stats.prefill_seconds += time.perf_counter() - clock
+        self._clock, event = time.perf_counter(), None
+        for logits in self._conversation.prefill(self._held, step):
+            if logits is None:
+                yield None
+            elif self._anchor is None:
+                event = self._begin(logits)
+        if event is not None:
+            yield event
+
+    def _begin(self, logits: mx.array) -> Event:
+        """Take the target's answer to the prompt: the first anchor, which is text already.
+
+        Args:
+            logits: [1, V] after the prompt's last token.
+        """
+        asked = Proposal([self._text_so_far[-1]])
+        _, choices, sure = self._sampler.choose(asked, logits, self._rounds.asks_certainty)
+        (self._anchor,) = self._further = choices
+        piece, stats = self._text.add(choices), self.stats
+        self._sampler.commit(choices)
+        self._rounds.begin(sure[0] if sure else None)
+        stats.output_tokens = len(piece.tokens)
+        stats.peak_bytes = mx.get_peak_memory()
+        stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock
+        return Event(piece.text, piece.tokens, 0, 0, piece.finish_reason, stats)
 
     def suspend(self) -> None:
         """Give the caches back, in whatever state. After `resume` and `read` the text goes on.
@@ -144,7 +178,7 @@ class Request:
         self._clock, self._shared = time.perf_counter(), shared
         # A round that accepts everything still adds a token of the target's own.
         limit = min(self.stats.block_size, self._text.remaining)
-        return self._anchor, self.target.position, limit
+        return self.anchor, self.target.position, limit
 
     def decide(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> mx.array:
         """The target's answer to a proposal, as numbers [M] int32 for `absorb`.
@@ -193,7 +227,5 @@ class Request:
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds
-        if stats.rounds == 1:
-            stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
         self._rounds.observe(Outcome(proposal, right, certain, certainty, seconds, self._shared))
         return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

@@ -81,7 +81,7 @@ def quality(folder: Path) -> list[dict[str, Any]]:
         answer = {
             "category": record["category"],
             "exact": drafted.text.strip() == record["answer"].strip(),
-            "tokens": drafted.stats.output_tokens,
+            "tokens": drafted.stats.round_tokens,
             "rounds": drafted.stats.rounds,
         }
         if record in plainly:

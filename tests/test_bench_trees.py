@@ -32,7 +32,7 @@ def length(policy, category: str | None = None, drafter=DRAFTER) -> float:
     tokens = rounds = 0
     for of, prompt in PROMPTS * 2:
         stats = generate(TARGET, drafter, prompt, max_tokens=TOKENS, policy=policy).stats
-        tokens += stats.output_tokens * (category in (None, of))
+        tokens += stats.round_tokens * (category in (None, of))
         rounds += stats.rounds * (category in (None, of))
     return tokens / rounds
 

@@ -124,7 +124,7 @@ def test_taps_shifted_by_one(packaging):
         taps = tuple(layer + shift for layer in config.target_layer_ids)
         drafter.config = dataclasses.replace(config, target_layer_ids=taps)
         session = drafter.start(target())
-        for features in target().start(drafter.tap_layers).prefill(text):
+        for _, features in target().start(drafter.tap_layers).prefill(text):
             session.extend(features)
         found.append(session.propose(3, 8).tokens.tolist())
     assert found[0] != found[1]

@@ -108,7 +108,7 @@ def scripted(monkeypatch) -> dict[str, object]:
     """A pair for `generate` that keeps 3, 0, 3 and 2 drafts of at most 3, and its counters."""
     target = tinymodels.target()
     ids = encode_prompt(target, [{"role": "user", "content": QUESTION}])
-    answer = generate(target, None, ids, max_tokens=12).tokens
+    answer = generate(target, None, ids, max_tokens=13).tokens
 
     def open_pair(*_) -> Pair:
         oracle = Oracle(ids, answer, target.vocab_size, script=[3, 0, 3, 2])
@@ -118,7 +118,7 @@ def scripted(monkeypatch) -> dict[str, object]:
     return {
         "prompt_tokens": len(ids),
         "reused_tokens": 0,
-        "output_tokens": 4 + 1 + 4 + 3,
+        "output_tokens": 1 + 4 + 1 + 4 + 3,  # the first is the prefill's
         "rounds": 4,
         "drafted_tokens": 3 + 3 + 3 + 2,  # the last round has room for two
         "accepted_tokens": 3 + 0 + 3 + 2,
@@ -130,13 +130,13 @@ def scripted(monkeypatch) -> dict[str, object]:
 
 
 def test_the_counters_as_lines(scripted):
-    asked = (QUESTION, "-n", "12")
+    asked = (QUESTION, "-n", "13")
     lines = invoke(*asked, "--stats").stderr.splitlines()
     shown = {line[:18].strip(): line[18:] for line in lines if line[:1].isalpha()}
     counts = {name: shown.pop(name) for name in [*shown][:7]}
     assert counts == {
         "prompt": f"{scripted['prompt_tokens']} tokens, 0 of them reused",
-        "output": "12 tokens in 4 rounds",
+        "output": "13 tokens in 4 rounds",
         "drafted": "11 tokens",
         "accepted": "8 tokens, 72.7% of the drafted",
         "acceptance length": "3.00 tokens per round",
@@ -148,7 +148,7 @@ def test_the_counters_as_lines(scripted):
 
 
 def test_the_counters_in_json(scripted):
-    asked = (QUESTION, "-n", "12", "--json")
+    asked = (QUESTION, "-n", "13", "--json")
     done = invoke(*asked, "--stats")
     counted = json.loads(done.stdout)["stats"]
     assert not done.stderr and {name: counted.pop(name) for name in scripted} == scripted

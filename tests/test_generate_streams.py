@@ -111,7 +111,13 @@ def test_without_costs_no_speedup_is_claimed(loaded):
 
 
 def test_one_round_is_one(loaded):
-    assert "1 token in 1 round: 1.0 tokens per round" in invoke(SUMMARIZE, "-n", "1").stderr
+    assert "2 tokens in 1 round: 1.0 tokens per round" in invoke(SUMMARIZE, "-n", "2").stderr
+
+
+@pytest.mark.parametrize("compare", [[], ["--compare"]])
+def test_the_first_token_is_no_rounds(loaded, compare):
+    told = invoke(SUMMARIZE, "-n", "1", *compare).stderr
+    assert "1 token (cut off" in told and "tok/s" not in told and "round:" not in told
 
 
 @pytest.mark.parametrize("columns", [40, 60, 200])
@@ -134,17 +140,17 @@ def test_standard_streams_by_name(loaded):
     assert done.exit_code == 0 and done.stdout.removesuffix("\n") == answer_to(loaded, SUMMARIZE)
 
 
-def test_a_line_of_json_for_every_round(loaded, tmp_path):
+def test_a_line_of_json_for_the_first_token_and_every_round(loaded, tmp_path):
     done = invoke(*ASKED, "--json-lines", "--stats")
-    *rounds, end = map(json.loads, done.stdout.splitlines())
-    assert not done.stderr and {one["event"] for one in rounds} == {"round"}
-    assert end["event"] == "end" and len(rounds) == end["rounds"] == end["stats"]["rounds"]
-    assert "".join(one["text"] for one in rounds) == end["text"] == answer_to(loaded, SUMMARIZE)
-    assert [token for one in rounds for token in one["tokens"]] == end["tokens"]
+    *lines, end = map(json.loads, done.stdout.splitlines())
+    names = ["first", *["round"] * end["stats"]["rounds"], "end"]
+    assert not done.stderr and [one["event"] for one in (*lines, end)] == names
+    assert "".join(one["text"] for one in lines) == end["text"] == answer_to(loaded, SUMMARIZE)
+    assert [token for one in lines for token in one["tokens"]] == end["tokens"]
     file = tmp_path / "lines.jsonl"
     assert not invoke(*ASKED, "--json-lines", "--output", file).stdout
     *written, _ = map(json.loads, file.read_text().splitlines())
-    assert written == rounds
+    assert written == lines
 
 
 SCHEMA = {

@@ -11,7 +11,7 @@ from tinymodels import SUPPORTED, ending_at, greedy, random_drafter, target, tok
 from dflash_mlx.begin import DEFAULT_BLOCK_SIZE
 from dflash_mlx.events import Result
 from dflash_mlx.loop import generate, stream_generate
-from dflash_mlx.target.target import PREFILL_STEP
+from dflash_mlx.target.target import LAST_STEP, PREFILL_STEP
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
 LENGTH = 40
@@ -33,14 +33,15 @@ def decoded(tokens: list[int]) -> str:
 
 
 def check(result: Result, tokens: list[int], prompt: list[int] = PROMPT) -> None:
-    """A result that has run into its length: every figure of it."""
+    """A result that has run into its length: every figure of it. The first token is no round's."""
     assert result.tokens == tokens
     assert result.text == decoded(tokens)
     assert result.finish_reason == "length"
     stats = result.stats
     assert (stats.prompt_tokens, stats.output_tokens) == (len(prompt), len(tokens))
     assert stats.accepted_tokens == sum(stats.accepted_per_round)
-    assert stats.rounds == len(stats.accepted_per_round) == len(tokens) - stats.accepted_tokens
+    assert stats.rounds == len(stats.accepted_per_round)
+    assert stats.rounds + stats.accepted_tokens == stats.round_tokens == max(0, len(tokens) - 1)
 
 
 def drafters(answer: list[int]) -> dict[str, Any]:
@@ -64,9 +65,9 @@ def test_drafted_tokens_are_mlx_lms_own(family, bits):
         result = generate(model, drafter, PROMPT, max_tokens=LENGTH)
         check(result, answer)
         if name == "always right":
-            assert result.stats.rounds == -(-LENGTH // DEFAULT_BLOCK_SIZE)
+            assert result.stats.rounds == -(-(LENGTH - 1) // DEFAULT_BLOCK_SIZE)
         if name in ("plain", "never right"):
-            assert result.stats.rounds == LENGTH
+            assert result.stats.rounds == LENGTH - 1
 
 
 @pytest.mark.parametrize("block_size", range(1, 17))
@@ -87,7 +88,7 @@ def test_max_tokens_is_exact(max_tokens, p):
     result = generate(target(), drafter, PROMPT, max_tokens=max_tokens)
     check(result, answer[:max_tokens])
     if drafter is not None:  # no row is verified that could not be used
-        assert all(width <= max_tokens for width in drafter.widths)
+        assert all(width < max_tokens for width in drafter.widths)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -98,7 +99,7 @@ def test_short_prompts(length):
         check(generate(target(), drafter, prompt, max_tokens=LENGTH), answer, prompt)
 
 
-@pytest.mark.parametrize("length", [PREFILL_STEP + 1, PREFILL_STEP + 2, PREFILL_STEP + 40])
+@pytest.mark.parametrize("length", [PREFILL_STEP + LAST_STEP + 1, PREFILL_STEP + LAST_STEP + 40])
 def test_prompts_longer_than_a_prefill_step(length):
     model = target("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     prompt = [(i * i + 3) % VOCABULARY for i in range(length)]
@@ -106,8 +107,7 @@ def test_prompts_longer_than_a_prefill_step(length):
     drafter = oracle(answer, 0.7, prompt, tap_layers=(0,))
     check(generate(model, drafter, prompt, max_tokens=12), answer, prompt)
     steps = [taps.shape[1] for taps in drafter.taps]
-    prefill = [PREFILL_STEP, length - 1 - PREFILL_STEP]
-    assert steps[: len(prefill)] == [step for step in prefill if step] or prefill[1] == 0
+    assert sum(steps[:2]) == length - LAST_STEP and steps[2] == LAST_STEP
 
 
 def test_the_context_limits_the_answer():
@@ -156,12 +156,12 @@ def test_eos_as_the_first_token():
 
 def test_drafted_tokens_after_the_end_do_not_count():
     answer = greedy(target(), PROMPT, LENGTH)
-    place = next(i for i in end_positions(answer) if 0 < i < 15)  # inside the first block
+    place = next(i for i in end_positions(answer) if 1 < i < 15)  # inside the first block
     model = ending_at(target(), answer[place])
-    (event,) = stream_generate(model, oracle(answer), PROMPT, max_tokens=LENGTH)
-    assert event.tokens == answer[: place + 1] and event.drafted == 15
-    assert event.accepted == event.stats.accepted_tokens == place + 1
-    assert event.stats.accepted_per_round == [place + 1]
+    first, event = stream_generate(model, oracle(answer), PROMPT, max_tokens=LENGTH)
+    assert [*first.tokens, *event.tokens] == answer[: place + 1] and event.drafted == 15
+    assert event.accepted == event.stats.accepted_tokens == place
+    assert event.stats.accepted_per_round == [place]
 
 
 def test_no_stop_strings_may_be_none():
@@ -206,14 +206,13 @@ def script_for(accepted: list[int], block: int) -> tuple[list[int], list[int]]:
 )
 def test_events_and_stats_are_exact(accepted, block):
     emitted, drafted = script_for(accepted, block)
-    answer = greedy(target(), PROMPT, sum(emitted))
+    length = 1 + sum(emitted)
+    answer = greedy(target(), PROMPT, length)
     drafter = oracle(answer, script=accepted)
-    events = list(
-        stream_generate(target(), drafter, PROMPT, max_tokens=sum(emitted), block_size=block)
-    )
-    assert [event.accepted for event in events] == accepted
-    assert [event.drafted for event in events] == drafted
-    assert [len(event.tokens) for event in events] == emitted
+    events = list(stream_generate(target(), drafter, PROMPT, max_tokens=length, block_size=block))
+    assert [event.accepted for event in events] == [0, *accepted]
+    assert [event.drafted for event in events] == [0, *drafted]
+    assert [len(event.tokens) for event in events] == [1, *emitted]
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
     assert [token for event in events for token in event.tokens] == answer
     assert "".join(event.text for event in events) == decoded(answer)
@@ -223,13 +222,13 @@ def test_events_and_stats_are_exact(accepted, block):
     assert stats.acceptance_length == sum(emitted) / len(accepted)
     assert stats.acceptance_rate == sum(accepted) / sum(drafted)
     assert stats.tokens_per_second == sum(emitted) / stats.decode_seconds
-    assert stats.prefill_seconds > 0 and stats.peak_bytes > 0
+    assert stats.first_token_seconds == stats.prefill_seconds > 0 and stats.peak_bytes > 0
 
 
 def test_plain_decoding_drafts_nothing():
     stats = generate(target(), None, PROMPT, max_tokens=5).stats
     assert (stats.block_size, stats.drafted_tokens, stats.accepted_tokens) == (1, 0, 0)
-    assert (stats.rounds, stats.acceptance_length, stats.acceptance_rate) == (5, 1.0, 0.0)
+    assert (stats.rounds, stats.acceptance_length, stats.acceptance_rate) == (4, 1.0, 0.0)
 
 
 def test_no_tokens_need_no_forward():

@@ -50,5 +50,5 @@ def test_drafted_tokens_are_plain_tokens(pair, temperature, way):
         pinned = dm.generate(target, drafter, ids, block_size=width, **settings)
         drafted = dm.generate(target, drafter, ids, **settings)
         assert drafted.tokens == pinned.tokens == plain.tokens
-        rounds, tokens = rounds + drafted.stats.rounds, tokens + drafted.stats.output_tokens
+        rounds, tokens = rounds + drafted.stats.rounds, tokens + drafted.stats.round_tokens
     assert tokens > 1.5 * rounds

@@ -21,7 +21,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.load import load_target
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.target import Target
-from dflash_mlx.target.target import PREFILL_STEP
+from dflash_mlx.target.target import LAST_STEP, PREFILL_STEP
 
 VOCABULARY = len(tokenizer())
 # One row's sums do not depend on the other rows in the stock CPU arithmetic of Linux, so there
@@ -67,7 +67,7 @@ def test_cache_truth(family, bits, data):
     token = st.integers(0, VOCABULARY - 1)
     text = data.draw(st.lists(token, max_size=12), label="prompt")
     session = model.start((0, 2))
-    taps = list(session.prefill(text))
+    taps = [features for _, features in session.prefill(text)]
     for _ in range(4):
         tokens = data.draw(st.lists(token, min_size=1, max_size=16), label="proposal")
         kept = data.draw(st.integers(1, len(tokens)), label="kept")
@@ -98,23 +98,27 @@ def test_cache_truth_would_notice_a_rejected_row():
     assert not mx.allclose(after[0], after[1], atol=1e-2)
 
 
-@pytest.mark.parametrize("length", [5, PREFILL_STEP, PREFILL_STEP + 2])
+@pytest.mark.parametrize(
+    "length", [5, LAST_STEP, LAST_STEP + 1, PREFILL_STEP + LAST_STEP, PREFILL_STEP + 2 * LAST_STEP]
+)
 def test_prefill_in_chunks_is_prefill_at_once(length):
     model = target("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     text = [(i * i + 3) % VOCABULARY for i in range(length)]
     session = model.start((0,))
-    chunks = list(session.prefill(text))
-    assert [taps.shape[1] for taps in chunks] == [
-        min(PREFILL_STEP, length - start) for start in range(0, length, PREFILL_STEP)
-    ]
+    read, chunks = zip(*session.prefill(text), strict=True)
+    body = max(0, length - LAST_STEP)
+    steps = [min(PREFILL_STEP, body - start) for start in range(0, body, PREFILL_STEP)]
+    assert [taps.shape[1] for taps in chunks] == [*steps, length - body]
+    assert set(read[:-1]) <= {None}
     assert session.position == length
     logits, taps = model.features(mx.array([[*text, 9]]), (0,))
     assert mx.allclose(mx.concatenate(chunks, axis=1), taps[:, :-1], atol=1e-4)
+    assert mx.allclose(read[-1], logits[:, -2], atol=1e-4)
     following, _ = session.verify(Proposal([9]))
     assert mx.allclose(following[0], logits[0, -1], atol=1e-4)
 
 
-def test_prefill_never_evaluates_the_vocabulary():
+def test_prefill_evaluates_the_vocabulary_for_one_row():
     """The prompt's logits would be 400 x 32,768 x 4 bytes = 52 MB; nothing near that is used."""
     model = target("llama", vocab_size=32768, hidden_size=32, num_hidden_layers=1)
     text = list(range(400))

@@ -12,11 +12,12 @@ from mlx.utils import tree_flatten
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import SettingsError, WeightsError
 from dflash_mlx.target import Target
-from dflash_mlx.train import drafter as trainer
+from dflash_mlx.train import slots
 from dflash_mlx.train.data import Sample
-from dflash_mlx.train.drafter import Anchors, Kept, draft_loss, new_drafter
+from dflash_mlx.train.drafter import Anchors, draft_loss, new_drafter
 from dflash_mlx.train.features import features
 from dflash_mlx.train.losses import Mix, summed
+from dflash_mlx.train.slots import Kept
 from dflash_mlx.train.store import Stored, build_store
 
 KINDS = {
@@ -27,6 +28,12 @@ KINDS = {
         "conv_group_size": 16,
         "selector_rank": 8,
         "selector_top_k": 6,
+    },
+    "DSpark": {
+        "architectures": ["DSparkDraftModel"],
+        "markov_rank": 8,
+        "enable_confidence_head": False,
+        "sample_from_anchor": True,
     },
 }
 MIXES = [Mix(), Mix(0, 1, 0), Mix(0, 0, 1), Mix(0.2, 0.5, 0.3)]
@@ -113,7 +120,7 @@ def test_logits_of_all_slots_never_exist() -> None:
         return Mix().of(logits, labels, labels[:, None], labels[:, None]).sum(), labels
 
     def loss(hidden: mx.array) -> mx.array:
-        rows = bound // (4 * trainer.LOGITS_AT_ONCE * vocabulary)
+        rows = bound // (4 * slots.LOGITS_AT_ONCE * vocabulary)
         return summed(part, {}, hidden, [labels], rows)[0]
 
     before = mx.get_active_memory()
@@ -139,6 +146,9 @@ def graded(target: Target, kind: str, mix: Mix, kept: Kept | None = None, known:
     if kind == "DFlash2":
         selector = drafter.candidate_selector
         selector.successor_codebook = mx.random.normal(selector.successor_codebook.shape)
+    if kind == "DSpark":
+        after = drafter.markov_head.markov_w2
+        after.weight = mx.random.normal(after.weight.shape)
     arrays = Anchors(5)(samples(target), Random(0))
     if known:
         arrays = (*arrays, *features(target, arrays[0], config.target_layer_ids))
@@ -157,7 +167,7 @@ def test_little_memory_changes_no_loss(
     target: Target, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = graded(target, kind, MIXES[3])
-    monkeypatch.setattr(trainer, "BOUND", 4 * 4 * target.vocab_size * 7)  # seven slots at a time
+    monkeypatch.setattr(slots, "BOUND", 4 * 4 * target.vocab_size * 7)  # seven slots at a time
     assert_close(whole, graded(target, kind, MIXES[3]))
 
 
@@ -168,7 +178,7 @@ def test_keeping_every_token_changes_no_loss(target: Target, kind: str) -> None:
 
 
 def test_tokens_that_do_not_occur_cost_nothing(target: Target) -> None:
-    few = trainer.occurring(samples(target), target.vocab_size)
+    few = slots.occurring(samples(target), target.vocab_size)
     assert 4 < len(few.tokens) < target.vocab_size
     (some, _), _ = graded(target, "DFlash", Mix(), few)
     (all_, _), _ = graded(target, "DFlash", Mix())

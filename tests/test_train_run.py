@@ -55,7 +55,7 @@ def recipe(data: Path, **more: Any) -> Recipe:
     return Recipe(data=data, **{**small, **more})
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_drafter_comes_out_that_drafts(
     tmp_path: Path, target: Target, data: Path, kind: str, cached: bool

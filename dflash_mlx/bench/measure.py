@@ -25,7 +25,6 @@ from ..events import FinishReason, Result, Stats
 from ..loop import generate
 from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
-from ..proposal import Proposal
 from ..target import Target
 from .datasets import BenchPrompt
 from .overhead import raw_forwards
@@ -208,11 +207,9 @@ def encoded(target: Target, prompt: BenchPrompt) -> list[int]:
 
 
 def next_logits(target: Target, text: Sequence[int], kv_bits: int | None = None) -> mx.array:
-    """The target's logits [V], f32, after the token ids `text`: one row, as in plain decoding."""
-    session = target.start((), kv_bits)
-    for _ in session.prefill(text[:-1]):
-        pass
-    logits, _ = session.verify(Proposal([text[-1]]))
+    """The target's logits [V], f32, after the token ids `text`."""
+    *_, (logits, _) = target.start((), kv_bits).prefill(text)
+    assert logits is not None  # the last forward's
     return logits[0].astype(mx.float32)
 
 
@@ -225,9 +222,8 @@ def run_mlx_lm(
 ) -> Result:
     """Decode with `mlx_lm.stream_generate` and time it as our own loop times itself.
 
-    Like ours, mlx-lm reads all of the prompt but its last token first; the clock of decoding starts
-    there, so both count as many forwards as tokens. (mlx-lm's own figure divides n tokens by n - 1
-    steps.)
+    The clock of decoding starts when the first token is there, which is the prefill's, and counts
+    the others. (mlx-lm's own figure divides n tokens by n - 1 steps.)
     """
     stats = Stats(prompt_tokens=len(prompt))
     text: list[str] = []
@@ -237,12 +233,6 @@ def run_mlx_lm(
     if seed is not None:
         mx.random.seed(seed)
     begin = start = time.perf_counter()
-
-    def prefilled(processed: int, total: int) -> None:
-        nonlocal start
-        if processed < total:
-            start = time.perf_counter()
-
     if max_tokens > 0:
         for response in mlx_lm_generate(
             target.model,
@@ -250,15 +240,16 @@ def run_mlx_lm(
             list(prompt),
             max_tokens=min(max_tokens, target.context_length - len(prompt)),
             sampler=make_sampler(temp=temperature),
-            prompt_progress_callback=prefilled,
         ):
-            if not tokens:
-                stats.first_token_seconds = time.perf_counter() - begin
+            if tokens:
+                stats.count_round(0, 0, 1)
+            else:
+                start, stats.output_tokens = time.perf_counter(), 1
             text.append(response.text)
             tokens.append(response.token)
-            stats.count_round(0, 0, 1)
             finish_reason = response.finish_reason or finish_reason
-    stats.prefill_seconds, stats.decode_seconds = start - begin, time.perf_counter() - start
+    stats.prefill_seconds = stats.first_token_seconds = start - begin
+    stats.decode_seconds = time.perf_counter() - start
     stats.peak_bytes = mx.get_peak_memory()
     return Result("".join(text), tokens, finish_reason, stats)
 

@@ -43,14 +43,14 @@ def raw_forwards(
     """
     session, cache = target.start(drafter.tap_layers), drafter.make_cache()
     taps = mx.zeros((1, 0, 0))
-    for chunk in session.prefill(prompt[:-1]):
+    for _, chunk in session.prefill(prompt):
         if taps.shape[1]:
             drafter.extend(taps, cache)
         taps = chunk
-    text = prompt[-1:] + result.tokens
+    text = result.tokens
     start, draft_seconds, verify_seconds = 0, 0.0, 0.0
     for accepted in result.stats.accepted_per_round:
-        rows = min(result.stats.block_size, max_tokens - start)
+        rows = min(result.stats.block_size, max_tokens - 1 - start)
         masks = [drafter.config.mask_token_id] * rows
         if rows > 1:
             clock = time.perf_counter()

@@ -57,8 +57,8 @@ class Server:
     ) -> Result:
         """One streamed answer and its times; token ids are unknown.
 
-        Decoding is timed from the first piece of text to the last one, which are one token less
-        than the answer has; `decode_seconds` is scaled so that speeds compare with our own.
+        Decoding is timed from the first piece of text to the last one, and brings all tokens but
+        the first, as our own does.
 
         Raises `ServerError`.
         """
@@ -85,10 +85,10 @@ class Server:
                         text.append(piece)
                     if choice.get("finish_reason") == "stop":
                         finish_reason = "stop"
-        tokens = stats.output_tokens = stats.output_tokens or len(text)
+        stats.output_tokens = stats.output_tokens or len(text)
         if times:
             stats.prefill_seconds = stats.first_token_seconds = times[0] - start
-            stats.decode_seconds = (times[-1] - times[0]) * tokens / max(1, tokens - 1)
+            stats.decode_seconds = times[-1] - times[0]
         return Result("".join(text), [], finish_reason, stats)
 
 

@@ -97,7 +97,7 @@ class Way:
         tokens_per_second: of decoding, the prefill left out.
         first_token_seconds: from the start to the first token, the prefill included.
         speedup: over the plain run of the same turn; None where nothing ran plainly.
-        tokens_per_round: output tokens per verify forward, over all rounds together.
+        tokens_per_round: tokens per verify forward, over all rounds together.
         accepted: drafted tokens kept in a round -> rounds, of one run of each prompt.
         peak_bytes: the most memory that any run took; None of another process.
         identical: prompts whose every text is the plain one; None where texts are not compared.
@@ -169,7 +169,7 @@ def _way(name: str, measured: Sequence[Measured]) -> Way:
         tokens_per_second=speeds,
         first_token_seconds=waits,
         speedup=Spread.of(speedup for one in measured for speedup in one.speedups(name)),
-        tokens_per_round=sum(stats.output_tokens for stats in once) / rounds if rounds else None,
+        tokens_per_round=sum(stats.round_tokens for stats in once) / rounds if rounds else None,
         accepted=dict(sorted(Counter(n for s in once for n in s.accepted_per_round).items())),
         peak_bytes=max(stats.peak_bytes for stats in runs) or None,
         identical=sum(difference is None for difference in compared) if compared else None,

@@ -131,7 +131,9 @@ def _length(
 
 
 def _tokens_per_round(runs: Sequence[Result]) -> float:
-    return sum(len(run.tokens) for run in runs) / max(1, sum(run.stats.rounds for run in runs))
+    return sum(run.stats.round_tokens for run in runs) / max(
+        1, sum(run.stats.rounds for run in runs)
+    )
 
 
 def _speed(run: Result) -> float:

@@ -38,8 +38,8 @@ class Session(Protocol):
     def extend(self, taps: mx.array) -> None:
         """Take in the features [1, S, K*D] of S newly committed tokens, in order.
 
-        The prompt's come first, all but its last token's; K is the number of `tap_layers`, and
-        without any the features are [1, S, 0].
+        The whole prompt's come first; K is the number of `tap_layers`, and without any the
+        features are [1, S, 0].
         """
 
     def propose(self, anchor: int, width: int) -> Proposal:

@@ -118,7 +118,7 @@ def _measure_at(
     sessions = [target.start(drafter.tap_layers, kv_bits) for _ in range(MANY)]
     drafting = [drafter.start(target, sampler) for _ in range(MANY)]
     for session, drafts in zip(sessions, drafting, strict=True):
-        for taps in session.prefill([token] * depth):
+        for _, taps in session.prefill([token] * depth):
             drafts.extend(taps)
     verify: dict[int, list[float]] = {MANY * row: [] for row in rows}
     draft: dict[int, list[float]] = {MANY * row: [] for row in rows if row > 1}

@@ -14,7 +14,8 @@ from ..errors import NotEnoughMemoryError
 from ..request import Request
 from ..target import Target
 
-AHEAD = 1024  # tokens of an answer for which there is room when a request enters
+AHEAD = 1024  # tokens
+STEP = 256  # tokens by which mlx-lm's caches grow
 
 
 class Memory:
@@ -23,10 +24,13 @@ class Memory:
     Args:
         target, drafter: whose caches they are.
         size: bytes for all of them together; None is without limit.
+        ahead: tokens of an answer for which there is room when a request enters.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, size: int | None) -> None:
-        self._target, self._drafter, self._size = target, drafter, size
+    def __init__(
+        self, target: Target, drafter: Drafter | None, size: int | None, ahead: int = AHEAD
+    ) -> None:
+        self._target, self._drafter, self._size, self._ahead = target, drafter, size, ahead
         self._known: dict[tuple[int, int | None], int] = {}
 
     def check(self, request: Request) -> None:
@@ -44,7 +48,8 @@ class Memory:
         """Whether there is room for a request beside others."""
         if self._size is None:
             return True
-        return sum(self._set_aside(each) for each in [request, *beside]) <= self._size
+        set_aside = sum(self.bytes(each, self._ahead) for each in [request, *beside])
+        return set_aside <= self._size
 
     def overflows(self, requests: Sequence[Request]) -> bool:
         """Whether the next round of these would need more than there is."""
@@ -61,9 +66,3 @@ class Memory:
             if isinstance(self._drafter, Weighed):
                 self._known[of] += self._drafter.cache_bytes(of[0])
         return self._known[of]
-
-    def _set_aside(self, request: Request) -> int:
-        return self.bytes(request, AHEAD)
-
-
-STEP = 256  # tokens by which mlx-lm's caches grow

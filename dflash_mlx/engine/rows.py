@@ -5,8 +5,8 @@ best n rows beyond the anchors are the n likeliest of all requests, and what the
 of their chances: for every number of rows the best choice is known, and one pass over them finds
 the number that brings the most tokens per second. That may be none: plain decoding of all together.
 
-    nobody is left behind   a request's own tokens per second stay above `FLOOR` of plain
-                            batching's, whatever the rows of the others cost it
+    nobody is left behind   a request's own tokens per second, of its last rounds and this one, stay
+                            above `FLOOR` of plain batching's, whatever the others' rows cost it
     never slower            an account, as of one request's rounds (`policy.account`), books what
                             rounds cost and bring against plain batching
 """
@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..policy.account import Account
 from ..policy.offer import Offer
+from ..request import Request
 from .costs import SharedCosts
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
-FLOOR = 0.9  # of plain batching's speed, for every request
+FLOOR = 0.9  # of plain batching's speed, for every request,
+STANDING, MEMORY = 4.0, 0.95  # over these plain rounds, and about the last 20
 
 
 class Share(NamedTuple):
@@ -38,11 +41,28 @@ class Share(NamedTuple):
     cost: float
 
 
-def share(offers: Sequence[Offer], costs: SharedCosts, context: int, affordable: float) -> Share:
+class Standing:
+    """What a request had of its last shared rounds, and what they cost: of plain rounds either."""
+
+    def __init__(self) -> None:
+        self.tokens, self.cost = STANDING, STANDING
+
+    def book(self, cost: float, tokens: int) -> None:
+        """Take in a round."""
+        self.tokens, self.cost = MEMORY * self.tokens + tokens, MEMORY * self.cost + cost
+
+
+def share(
+    offers: Sequence[Offer],
+    standings: Sequence[Standing],
+    costs: SharedCosts,
+    context: int,
+    affordable: float,
+) -> Share:
     """The rows that bring the most tokens per second.
 
     Args:
-        offers: of the requests.
+        offers, standings: of the requests.
         costs: of rounds.
         context: tokens before the round, of a request on average.
         affordable: what the round may cost, in plain rounds.
@@ -59,7 +79,7 @@ def share(offers: Sequence[Offer], costs: SharedCosts, context: int, affordable:
     seconds = costs.verify(verified, requests, context) + costs.draft(drafted, drafting, context)
     cost = seconds / seconds[0]
     gains = (requests + _after(chances)) / requests / cost
-    allowed = (cost <= affordable) & (cost <= _least(of, chances, requests) / FLOOR)
+    allowed = (cost <= affordable) & (cost <= _bearable(of, chances, standings))
     best = int(np.where(allowed, gains, 0.0).argmax())
     if gains[best] <= GAIN:
         best = 0
@@ -72,18 +92,22 @@ class SharedRounds:
     """The rows of one round after another."""
 
     def __init__(self, costs: SharedCosts) -> None:
-        self._costs, self._account = costs, Account()
-        self._cost, self._requests = 1.0, 1  # of this round
+        self._costs, self._account, self._cost = costs, Account(), 1.0
+        self._standings: WeakKeyDictionary[Request, Standing] = WeakKeyDictionary()
 
-    def rows(self, offers: Sequence[Offer], context: int) -> list[int]:
+    def rows(self, requests: Sequence[Request], offers: Sequence[Offer], context: int) -> list[int]:
         """Of the next round of these requests; `context` as in `share`."""
-        found = share(offers, self._costs, context, self._account.affordable)
-        self._cost, self._requests = found.cost, len(offers)
+        standings = [self._standings.setdefault(request, Standing()) for request in requests]
+        found = share(offers, standings, self._costs, context, self._account.affordable)
+        self._cost = found.cost
         return found.rows
 
-    def brought(self, tokens: int) -> None:
-        """Take in what the round brought, of all requests together."""
-        self._account.book(self._cost, tokens / self._requests)
+    def observe(self, brought: Sequence[tuple[Request, int]]) -> None:
+        """Take in the tokens that the round brought each request."""
+        for request, tokens in brought:
+            self._standings.setdefault(request, Standing()).book(self._cost, tokens)
+        if brought:
+            self._account.book(self._cost, sum(tokens for _, tokens in brought) / len(brought))
 
 
 def everything(offers: Sequence[Offer]) -> list[int]:
@@ -117,9 +141,11 @@ def _after(values: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(values)])
 
 
-def _least(of: np.ndarray, chances: np.ndarray, requests: int) -> np.ndarray:
-    """The fewest tokens that any request is to expect after n candidates."""
-    each = np.zeros((len(of) + 1, requests))
-    each[np.arange(len(of)) + 1, of] = chances
-    tokens = 1 + each.cumsum(axis=0)
-    return tokens.min(axis=1)
+def _bearable(of: np.ndarray, chances: np.ndarray, standings: Sequence[Standing]) -> np.ndarray:
+    """What the round may cost after n candidates, so that it leaves no request behind."""
+    each = np.zeros((len(of) + 1, len(standings)))
+    each[np.arange(1, len(of) + 1), of] = chances
+    had = np.array([standing.tokens for standing in standings])
+    paid = np.array([standing.cost for standing in standings])
+    bearable: np.ndarray = ((had + 1 + each.cumsum(axis=0)) / FLOOR - paid).min(axis=1)
+    return bearable

@@ -36,7 +36,7 @@ class Flat:
         for turn in turns:
             with turn:
                 offers.append((turn, turn.request.offer()))
-        rows = self._rows([offer for _, offer in offers], turns)
+        rows = self._rows(offers)
         chains = []
         for (turn, offer), count in zip(offers, rows, strict=True):
             with turn:
@@ -48,11 +48,12 @@ class Flat:
                     turn.proposal = checked(offer.draft(count), count)
         self._draft(chains)
 
-    def _rows(self, offers: Sequence[Offer], turns: Sequence[Turn]) -> list[int]:
+    def _rows(self, offers: Sequence[tuple[Turn, Offer]]) -> list[int]:
         if self._rounds is None or not offers:
-            return everything(offers)
-        context = sum(turn.request.target.position for turn in turns) // len(turns)
-        return self._rounds.rows(offers, context)
+            return everything([offer for _, offer in offers])
+        requests = [turn.request for turn, _ in offers]
+        context = sum(request.target.position for request in requests) // len(requests)
+        return self._rounds.rows(requests, [offer for _, offer in offers], context)
 
     def _draft(self, chains: Sequence[tuple[Turn, int]]) -> None:
         """Draft chains of so many rows in one pass."""
@@ -71,6 +72,12 @@ class Flat:
             return self._alone.verify(turns)
         sessions = [turn.request.target for turn in turns]
         return self._forest.verify(sessions, [turn.proposal for turn in turns])
+
+    def observe(self, turns: Sequence[Turn]) -> None:
+        """Take in what a shared round brought."""
+        if self._rounds is not None and len(turns) > 1:
+            events = [(turn.request, turn.event) for turn in turns if turn.event is not None]
+            self._rounds.observe([(request, len(event.tokens)) for request, event in events])
 
 
 def checked(proposal: Proposal, rows: int) -> Proposal:

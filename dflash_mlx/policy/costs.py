@@ -165,7 +165,7 @@ def _measure_at(
     token = 1
     session, sampler = target.start(drafter.tap_layers, kv_bits), Sampler()
     drafting = drafter.start(target, sampler)
-    for taps in session.prefill([token] * depth):
+    for _, taps in session.prefill([token] * depth):
         drafting.extend(taps)
     verify: dict[int, list[float]] = {row: [] for row in rows}
     draft: dict[int, list[float]] = {row: [] for row in rows}

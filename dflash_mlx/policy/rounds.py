@@ -42,6 +42,9 @@ class Rounds(Protocol):
     def asks_certainty(self) -> bool:
         """Whether an outcome has to say how certain the target was."""
 
+    def begin(self, certainty: float | None) -> None:
+        """The prefill has brought the first token; see `Outcome.certainty`."""
+
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The proposal of a round with `context` tokens committed: paths of at most `limit` rows.
 
@@ -80,6 +83,9 @@ class FixedRounds:
     def __init__(self, sharpness: Sharpness) -> None:
         self.sharpness = sharpness
 
+    def begin(self, certainty: float | None) -> None:
+        pass
+
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         return chain(session, anchor, limit)
 
@@ -105,6 +111,9 @@ class ChainRounds:
         self._certainty: float | None = None
         self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
         self._rows = 1  # of this round's drafted chain
+
+    def begin(self, certainty: float | None) -> None:
+        self._certainty = certainty
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         widths, self._kind = self._widths, "drafted"
@@ -183,6 +192,9 @@ class TreeRounds:
         self._certainty: float | None = None
         self._is_tree = False  # what this round drafted
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
+
+    def begin(self, certainty: float | None) -> None:
+        self._certainty = certainty
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         width, rows = self._sizes.size(context, limit, self._certainty)

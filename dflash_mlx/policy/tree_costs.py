@@ -43,7 +43,7 @@ def _measure_at(
     token, calibration, sampler = 1, Calibration(), Sampler()
     assert isinstance(drafter, TreeDrafter)  # tree_policy has seen to it
     session, drafting = target.start(drafter.tap_layers, kv_bits), drafter.start(target, sampler)
-    for taps in session.prefill([token] * depth):
+    for _, taps in session.prefill([token] * depth):
         drafting.extend(taps)
     samples: dict[int, list[float]] = {rows: [] for rows in (0, *ROWS)}
     for rows in [*samples, *reversed(samples)]:

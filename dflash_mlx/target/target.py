@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
+LAST_STEP = 64  # tokens at most of its last forward, whose logits are asked for
 
 
 class Target:
@@ -166,6 +167,12 @@ class Target:
                 raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
         return Taps(self._backbone.layers, layers, overrides)
 
+    def read_last_row(self, overrides: Overrides) -> None:
+        """Have the head read a forward's last row alone while `overrides` is installed."""
+        norm = self._backbone.norm
+        own = type(norm).__call__
+        overrides.replace(norm, lambda norm, x: own(norm, x[:, -1:]))
+
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """Begin one request whose drafter reads the outputs of `tap_layers`.
 
@@ -198,6 +205,7 @@ class TargetSession:
         self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
         self._prefill, self._verify = target.overrides(), target.overrides()
         self._prefill_taps = target.tap(tap_layers, self._prefill)
+        target.read_last_row(self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
         self._cache = make_cache(target.model, layers, kv_bits)
         # Layers that share an earlier layer's keys and values come last and have no cache.
@@ -221,24 +229,29 @@ class TargetSession:
 
     def prefill(
         self, tokens: Sequence[int], step: Callable[[], int] = lambda: PREFILL_STEP
-    ) -> Iterator[mx.array]:
-        """Read the prompt in chunks and yield each chunk's taps, [1, S, K*D].
+    ) -> Iterator[tuple[mx.array | None, mx.array]]:
+        """Read a prompt, forward by forward: logits and taps [1, S, K*D].
 
-        `step` says how many tokens the next chunk may have. The chunk's logits are never
-        evaluated, so the vocabulary costs nothing here.
+        The last forward's logits [1, V] are those after its last row, which the head alone sees;
+        the others' are None. What only logits need, the last layer's MLP for one, is computed for
+        the rows of the last forward, so that one is short; a short prompt needs no other.
+        Caches and logits are computed, taps may not be.
+
+        Args:
+            tokens: the prompt's.
+            step: says how many tokens the next forward may have, if it is not the last.
         """
-        end = 0
+        body, end = max(0, len(tokens) - LAST_STEP), 0
         while end < len(tokens):
-            start, end = end, min(len(tokens), end + step())
-            self.whole = False
-            chunk = mx.array(list(tokens[start:end]))
+            start, end = end, min(end + step(), body) if end < body else len(tokens)
+            last, self.whole = end == len(tokens), False
             with self._prefill.installed():
-                self._model(chunk[None], cache=self._cache)
-            taps = self._prefill_taps.take(len(chunk))
-            mx.eval(taps, [cache.state for cache in self._cache])
-            self.position += len(chunk)
+                logits = self._model(mx.array([list(tokens[start:end])]), cache=self._cache)[0, -1:]
+            taps = self._prefill_taps.take(end - start)
+            mx.eval([cache.state for cache in self._cache], [logits] if last else [])
+            self.position += end - start
             self.whole = True
-            yield taps
+            yield logits if last else None, taps
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].

@@ -1,8 +1,8 @@
 """Train a DFlash drafter for any loaded target, by the recipe of arXiv 2602.06036.
 
-The target is frozen. Blocks start at random anchors, the last prompt token always among them
-because decoding drafts from there first. The labels are the target's own teacher-forced choices;
-a slot after the first choice that differs from the text has no meaning and no weight. The cross
+The target is frozen. Blocks start at random anchors, an answer's first token always among them
+because decoding drafts from there first. The labels are the target's own teacher-forced choices; a
+slot after the first choice that differs from the text has no meaning and no weight. The cross
 entropy is weighted exp(-(k-1)/gamma), because a wrong slot costs all the slots after it.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,22 +22,24 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..drafter.config import DraftConfig
-from ..drafter.dflash2 import CandidateSelector, DFlash2
 from ..drafter.dspark import network_for
 from ..drafter.network import DFlash
+from ..errors import SettingsError
 from ..target import Target
 from .batches import Arrays, BatchStream, bucket_length, group
 from .blocks import draft_hidden
 from .data import Sample
-from .features import BOUND, Features, features
+from .features import Features, features
 from .fit import FitSettings, Loss, Parameters, Progress, Validation, fit
-from .losses import Mix, summed
+from .losses import Mix
 from .optimizers import by_name
+from .slots import Kept, occurring, slot_loss, slot_weights
 from .store import Collate, Store, Stored
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's, by block size
 CHOICES = Mix()  # cross entropy with the target's choices, as the paper has it
-LOGITS_AT_ONCE = 4  # arrays as large as the logits that one part of a loss and its gradient hold
+# Parts that start with values of their own: convolutions and selector of a DFlash2.
+OWN_START = ("_conv.", "codebook")
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,9 @@ def new_drafter(config: DraftConfig, seed: int) -> DFlash:
     depth = math.sqrt(2 * config.num_hidden_layers)
     weights = []
     for name, weight in tree_flatten(drafter.parameters()):
-        # The convolutions and the selector of a DFlash2 start with values of their own.
-        if weight.ndim == 2 and not any(part in name for part in ("_conv.", "codebook")):
+        if "markov_w2" in name:  # no opinion yet, and a gradient through the other matrix
+            weight = mx.zeros_like(weight)
+        elif weight.ndim == 2 and not any(part in name for part in OWN_START):
             scale = weight.shape[1] ** -0.5
             if "o_proj" in name or "down_proj" in name:
                 scale /= depth
@@ -96,21 +99,6 @@ def new_drafter(config: DraftConfig, seed: int) -> DFlash:
     drafter.load_weights(weights)
     mx.eval(drafter.parameters())
     return drafter
-
-
-def slot_weights(choices: mx.array, tokens: mx.array, inside: mx.array, gamma: float) -> mx.array:
-    """Loss weights [..., B-1] of a block's slots 1..B-1.
-
-    Args:
-        choices: the target's teacher-forced choice for each slot.
-        tokens: the text's token at each slot.
-        inside: whether the slot lies inside the answer.
-        gamma: weights decay as exp(-(k-1)/gamma).
-    """
-    agrees = (choices == tokens).astype(mx.float32)
-    reached = mx.cumprod(agrees, axis=-1)[..., :-1]
-    reached = mx.concatenate([mx.ones_like(agrees[..., :1]), reached], axis=-1)
-    return inside * reached * mx.exp(-mx.arange(agrees.shape[-1]) / gamma)
 
 
 @dataclass(frozen=True)
@@ -122,18 +110,20 @@ class Anchors:
     def __call__(self, samples: list[Sample], rng: Random) -> Arrays:
         """Token ids [N, S], anchors [N, A] and ends [N, A] of the anchors' answers.
 
-        A sequence with too few tokens repeats its first anchor with end 0, which has no weight.
+        The first anchor of a sequence begins an answer that has a token to draft, if one does. A
+        sequence with too few tokens repeats its first anchor with end 0, which has no weight.
         """
         length = bucket_length(max(len(sample.tokens) for sample in samples))
         ids = np.zeros((len(samples), length), np.int32)
         anchors = np.zeros((2, len(samples), self.count), np.int32)
         for row, sample in enumerate(samples):
             ids[row, : len(sample.tokens)] = sample.tokens
-            first = rng.choice([span for span in sample.answers if span[1] > span[0]])
-            places = [(a, end) for start, end in sample.answers for a in range(start, end - 1)]
-            chosen = rng.sample(places, min(self.count - 1, len(places)))
-            chosen = [(first[0] - 1, first[1]), *chosen]
-            chosen += [(first[0] - 1, 0)] * (self.count - len(chosen))
+            spans = [span for span in sample.answers if span[1] > span[0]]
+            first = rng.choice([span for span in spans if span[1] - span[0] > 1] or spans)
+            places = [(a, end) for start, end in spans for a in range(start, end - 1)]
+            others = [place for place in places if place != first]
+            chosen = [first, *rng.sample(others, min(self.count - 1, len(others)))]
+            chosen += [(first[0], 0)] * (self.count - len(chosen))
             anchors[:, row] = np.array(chosen).T
         return mx.array(ids), mx.array(anchors[0]), mx.array(anchors[1])
 
@@ -171,9 +161,10 @@ def draft_loss(
         hidden = draft_hidden(
             drafter, embeddings.astype(mx.float32), found.taps.astype(mx.float32), anchors
         )
-        hidden = hidden[:, 1:].flatten(0, 1)  # the anchor's row predicts nothing
+        first = config.first_row  # 1 where the anchor's row predicts nothing
+        hidden = hidden[:, first:].flatten(0, 1)
 
-        slots = anchors[..., None] + mx.arange(1, block)
+        slots = anchors[..., None] + mx.arange(1, block + 1 - first)
         inside = slots < ends[..., None]
         flat = mx.minimum(slots, ids.shape[1] - 1).reshape(n, -1)
         text = mx.take_along_axis(ids, flat, axis=1).reshape(slots.shape)
@@ -194,114 +185,6 @@ def draft_loss(
         return value, 1 + (accepted * used).sum() / mx.maximum(used.sum(), 1)
 
     return loss
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The part of a vocabulary that a loss runs over: tokens that never occur cost nothing.
-
-    Attributes:
-        tokens: their ids [V'], ascending.
-        places: where each id of the whole vocabulary is among them [V], 0 for none.
-        inside: whether it is [V].
-    """
-
-    tokens: mx.array
-    places: mx.array
-    inside: mx.array
-
-    @classmethod
-    def of(cls, tokens: Iterable[int], vocab_size: int) -> Kept:
-        """These tokens of a vocabulary."""
-        chosen = np.unique(np.fromiter(tokens, np.int32))
-        places, inside = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.bool_)
-        places[chosen], inside[chosen] = np.arange(len(chosen)), True
-        return cls(mx.array(chosen), mx.array(places), mx.array(inside))
-
-
-def slot_loss(
-    drafter: DFlash, target: Target, mix: Mix, kept: Kept | None
-) -> Callable[..., tuple[mx.array, mx.array]]:
-    """What slots cost together, and the token drafted in each.
-
-    Returns a function of hidden states [M, D], labels, tokens before, weights [M], and the target's
-    likeliest tokens with their probabilities [M, T].
-    """
-    config = drafter.config
-    rows = None if kept is None else target.head_rows(kept.tokens).astype(mx.float32)
-    width = config.vocab_size if kept is None else len(kept.tokens)
-    selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
-
-    def logits_of(hidden: mx.array) -> mx.array:
-        if rows is None:
-            # The head computes in the target's own precision.
-            hidden = hidden.astype(target.embed(mx.zeros((1, 1), mx.int32)).dtype)
-            return drafter.logits(hidden[None], target)[0].astype(mx.float32)
-        logits = (hidden @ rows.T) * config.output_multiplier
-        cap = config.final_logit_softcapping
-        return logits if cap is None else cap * mx.tanh(logits / cap)
-
-    def part(
-        trained: Any,
-        hidden: mx.array,
-        labels: mx.array,
-        before: mx.array,
-        weights: mx.array,
-        tops: mx.array,
-        shares: mx.array,
-    ) -> tuple[mx.array, mx.array]:
-        logits = logits_of(hidden)
-        if kept is not None:
-            weights = weights * kept.inside[labels]
-            shares = shares * kept.inside[tops]
-            labels, tops = kept.places[labels], kept.places[tops]
-        loss = mix.of(logits, labels, tops, shares)
-        chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
-        if selector is not None:
-            selector.update(trained)
-            ids = None if kept is None else kept.tokens
-            extra, chosen = selector_loss(selector, hidden, logits, before, labels, ids)
-            loss = loss + extra
-        if kept is not None:
-            chosen = kept.tokens[chosen]
-        return (loss * weights).sum(), chosen
-
-    def cost(hidden: mx.array, *columns: mx.array) -> tuple[mx.array, mx.array]:
-        trained = {} if selector is None else selector.parameters()
-        count = max(1, BOUND // (4 * LOGITS_AT_ONCE * width))
-        return summed(part, trained, hidden, columns, count)
-
-    return cost
-
-
-def selector_loss(
-    selector: CandidateSelector,
-    hidden: mx.array,
-    logits: mx.array,
-    before: mx.array,
-    labels: mx.array,
-    ids: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
-    """The candidate selector's cross entropy over its top-k, given the true predecessors.
-
-    Args:
-        hidden, logits: of the slots, [..., D] and [..., V].
-        before, labels: the token before each slot, and the right one's place in its logits, [...].
-        ids: the tokens that the logits stand for, [V]; None where they are the vocabulary.
-
-    Returns:
-        The entropies [...], 0 where the right token is no candidate, and the places chosen.
-    """
-    order = mx.argpartition(-mx.stop_gradient(logits), selector.top_k - 1, axis=-1)
-    candidates = order[..., : selector.top_k]
-    scores = mx.take_along_axis(logits, candidates, axis=-1)
-    tokens = candidates if ids is None else ids[candidates]
-    scores = scores + selector.scores(hidden, before[..., None], tokens)[..., 0, :]
-    hit = candidates == labels[..., None]
-    entropy = mx.logsumexp(scores, axis=-1) - (scores * hit).sum(axis=-1)
-    best = mx.argmax(mx.stop_gradient(scores), axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(candidates, best, axis=-1)[..., 0]
-    return mx.where(hit.any(axis=-1), entropy, 0), chosen
 
 
 def train_drafter(
@@ -330,10 +213,13 @@ def train_drafter(
     """
     drafter = drafter or new_drafter(config, settings.seed)
     drafter.check_fits(target)
+    _check_trainable(drafter)
     anchors = Anchors(settings.anchors)
     collate = anchors if store is None else Stored(anchors, store)
     gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
-    kept = occurring(samples(0), target.vocab_size) if settings.occurring else None
+    own = "lm_head" in drafter or ("embed_tokens" in drafter and config.tie_word_embeddings)
+    some = settings.occurring and not own  # of the target's head, some rows are enough
+    kept = occurring(samples(0), target.vocab_size) if some else None
     loss = draft_loss(drafter, target, gamma, settings.mix, kept)
     parameters = fit(
         loss,
@@ -354,11 +240,17 @@ def train_drafter(
     return drafter
 
 
-def occurring(samples: Iterable[Sample], vocab_size: int) -> Kept:
-    """The tokens of the samples' answers: all that can be a label where answers are the target's
-    own."""
-    spans = ((sample.tokens[a:b]) for sample in samples for a, b in sample.answers)
-    return Kept.of((token for span in spans for token in span), vocab_size)
+def _check_trainable(drafter: DFlash) -> None:
+    """Raise `SettingsError` for published parts that the training forward does not have."""
+    config = drafter.config
+    parts = {
+        "a recurrent Markov head": config.markov is not None and config.markov.type == "rnn",
+        "a vocabulary of its own": config.draft_vocab_size != config.vocab_size,
+        "an adapter of widths": config.target_hidden_size != config.hidden_size,
+        "attention sinks": any(config.sinks),
+    }
+    if found := next((name for name, there in parts.items() if there), None):
+        raise SettingsError(f"A drafter with {found} cannot be trained further here.")
 
 
 def means(

@@ -18,7 +18,7 @@ class Score:
     prompts: int = 0
     exact: int = 0
     identical: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of the rounds
     rounds: int = 0
 
     @property
@@ -58,7 +58,7 @@ def evaluate(
             prompts=1,
             exact=int(plain.text.strip() == record["answer"].strip()),
             identical=int(plain.tokens == drafted.tokens),
-            tokens=drafted.stats.output_tokens,
+            tokens=drafted.stats.round_tokens,
             rounds=drafted.stats.rounds,
         )
     return scores

@@ -8,9 +8,14 @@ from typing import Any
 from ..errors import SettingsError
 from ..target import Target
 
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+}
 DEEP = 12  # target layers from which on five are tapped, and fewer than that three
 SELECTOR_RANK, SELECTOR_TOP_K, CONV_KERNEL, CONV_GROUP = 32, 8, 2, 16
+MARKOV_RANK = 64
 
 
 def draft_shape(
@@ -24,7 +29,7 @@ def draft_shape(
     """The config.json of a new drafter.
 
     Args:
-        kind: "dflash" or "dflash2".
+        kind: "dflash", "dflash2" or "dspark".
         block_size: rows of a block, the anchor included.
         mask_token: what the other rows' input is.
         layers: of the drafter; None is one for every eight of the target's, and one, at most five.
@@ -71,6 +76,13 @@ def draft_shape(
             "conv_group_size": CONV_GROUP,
             "selector_rank": SELECTOR_RANK,
             "selector_top_k": SELECTOR_TOP_K,
+        }
+    if kind == "dspark":
+        config |= {
+            "markov_rank": MARKOV_RANK,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "sample_from_anchor": True,
         }
     return config
 

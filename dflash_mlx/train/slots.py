@@ -1,0 +1,159 @@
+"""The slots of drafted blocks: what each weighs, and what a wrong one costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..drafter.dflash2 import CandidateSelector, DFlash2
+from ..drafter.dspark import DSpark
+from ..drafter.network import DFlash
+from ..target import Target
+from .data import Sample
+from .features import BOUND
+from .losses import Mix, summed
+
+LOGITS_AT_ONCE = 4  # arrays as large as the logits that one part of a loss and its gradient hold
+
+
+def slot_weights(choices: mx.array, tokens: mx.array, inside: mx.array, gamma: float) -> mx.array:
+    """Loss weights [..., B-1] of a block's slots 1..B-1.
+
+    Args:
+        choices: the target's teacher-forced choice for each slot.
+        tokens: the text's token at each slot.
+        inside: whether the slot lies inside the answer.
+        gamma: weights decay as exp(-(k-1)/gamma).
+    """
+    agrees = (choices == tokens).astype(mx.float32)
+    reached = mx.cumprod(agrees, axis=-1)[..., :-1]
+    reached = mx.concatenate([mx.ones_like(agrees[..., :1]), reached], axis=-1)
+    return inside * reached * mx.exp(-mx.arange(agrees.shape[-1]) / gamma)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The part of a vocabulary that a loss runs over: tokens that never occur cost nothing.
+
+    Attributes:
+        tokens: their ids [V'], ascending.
+        places: where each id of the whole vocabulary is among them [V], 0 for none.
+        inside: whether it is [V].
+    """
+
+    tokens: mx.array
+    places: mx.array
+    inside: mx.array
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], vocab_size: int) -> Kept:
+        """These tokens of a vocabulary."""
+        chosen = np.unique(np.fromiter(tokens, np.int32))
+        places, inside = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.bool_)
+        places[chosen], inside[chosen] = np.arange(len(chosen)), True
+        return cls(mx.array(chosen), mx.array(places), mx.array(inside))
+
+
+def occurring(samples: Iterable[Sample], vocab_size: int) -> Kept:
+    """The tokens of the samples' answers: all that can be a label where answers are the target's
+    own."""
+    spans = ((sample.tokens[a:b]) for sample in samples for a, b in sample.answers)
+    return Kept.of((token for span in spans for token in span), vocab_size)
+
+
+def slot_loss(
+    drafter: DFlash, target: Target, mix: Mix, kept: Kept | None
+) -> Callable[..., tuple[mx.array, mx.array]]:
+    """What slots cost together, and the token drafted in each.
+
+    Returns a function of hidden states [M, D], labels, tokens before, weights [M], and the target's
+    likeliest tokens with their probabilities [M, T].
+    """
+    config = drafter.config
+    rows = None if kept is None else target.head_rows(kept.tokens).astype(mx.float32)
+    width = config.vocab_size if kept is None else len(kept.tokens)
+    selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
+    markov = drafter.markov_head if isinstance(drafter, DSpark) and config.markov else None
+    head = selector or markov
+
+    def logits_of(hidden: mx.array) -> mx.array:
+        if rows is None:
+            # The head computes in the target's own precision.
+            hidden = hidden.astype(target.embed(mx.zeros((1, 1), mx.int32)).dtype)
+            return drafter.logits(hidden[None], target)[0].astype(mx.float32)
+        logits = (hidden @ rows.T) * config.output_multiplier
+        cap = config.final_logit_softcapping
+        logits = logits if cap is None else cap * mx.tanh(logits / cap)
+        return logits * config.logit_scale
+
+    def part(
+        trained: Any,
+        hidden: mx.array,
+        labels: mx.array,
+        before: mx.array,
+        weights: mx.array,
+        tops: mx.array,
+        shares: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        if head is not None:
+            head.update(trained)
+        logits = logits_of(hidden)
+        if markov is not None:
+            inner, _ = markov.inner(hidden, before, mx.zeros((len(hidden), markov.rank)))
+            after = markov.markov_w2.weight
+            bias = inner @ (after if kept is None else after[kept.tokens]).T
+            logits = logits + config.logit_scale * bias
+        if kept is not None:
+            weights = weights * kept.inside[labels]
+            shares = shares * kept.inside[tops]
+            labels, tops = kept.places[labels], kept.places[tops]
+        loss = mix.of(logits, labels, tops, shares)
+        chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
+        if selector is not None:
+            ids = None if kept is None else kept.tokens
+            extra, chosen = selector_loss(selector, hidden, logits, before, labels, ids)
+            loss = loss + extra
+        if kept is not None:
+            chosen = kept.tokens[chosen]
+        return (loss * weights).sum(), chosen
+
+    def cost(hidden: mx.array, *columns: mx.array) -> tuple[mx.array, mx.array]:
+        trained = {} if head is None else head.parameters()
+        count = max(1, BOUND // (4 * LOGITS_AT_ONCE * width))
+        return summed(part, trained, hidden, columns, count)
+
+    return cost
+
+
+def selector_loss(
+    selector: CandidateSelector,
+    hidden: mx.array,
+    logits: mx.array,
+    before: mx.array,
+    labels: mx.array,
+    ids: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The candidate selector's cross entropy over its top-k, given the true predecessors.
+
+    Args:
+        hidden, logits: of the slots, [..., D] and [..., V].
+        before, labels: the token before each slot, and the right one's place in its logits, [...].
+        ids: the tokens that the logits stand for, [V]; None where they are the vocabulary.
+
+    Returns:
+        The entropies [...], 0 where the right token is no candidate, and the places chosen.
+    """
+    order = mx.argpartition(-mx.stop_gradient(logits), selector.top_k - 1, axis=-1)
+    candidates = order[..., : selector.top_k]
+    scores = mx.take_along_axis(logits, candidates, axis=-1)
+    tokens = candidates if ids is None else ids[candidates]
+    scores = scores + selector.scores(hidden, before[..., None], tokens)[..., 0, :]
+    hit = candidates == labels[..., None]
+    entropy = mx.logsumexp(scores, axis=-1) - (scores * hit).sum(axis=-1)
+    best = mx.argmax(mx.stop_gradient(scores), axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(candidates, best, axis=-1)[..., 0]
+    return mx.where(hit.any(axis=-1), entropy, 0), chosen

@@ -1,0 +1,143 @@
+"""What many requests at once bring: plain, drafted and shared-out rounds, and one after another.
+
+    python scripts/many_requests.py [--model NAME] [--tokens N] [--repeats N] [--stock-blas]
+
+For 1, 2, 4, 8, 16 and 32 requests: tokens per second of all together, decoding plainly, drafting
+whole blocks and with rows shared out by a policy, and of the same requests drafted one at a time.
+All of them read their prompts first; only rounds are timed, by the CPU time of the process, and only
+while all requests are there. The four take turns, and their medians are compared. Every text is
+compared with what plain decoding makes of it alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from experiment import experiment, options_of
+
+import dflash_mlx as dm
+
+REQUESTS = (1, 2, 4, 8, 16, 32)
+WAYS = ("plain", "drafted", "policy", "one at a time")
+
+
+@dataclass
+class Lap:
+    """Rounds of one way, at one number of requests."""
+
+    tokens: int
+    seconds: float
+    requests: int  # requests' rounds, of which each brings tokens
+    right: bool  # whether every text is the one alone
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+def lap(
+    target: dm.Target,
+    drafter: Any,
+    together: Any,
+    asked: Sequence[tuple[list[int], list[int]]],
+    settings: dict[str, Any],
+) -> Lap:
+    """The rounds of these prompts, for as long as none of their texts has ended."""
+    from dflash_mlx.begin import begin
+    from dflash_mlx.loop import play_round
+
+    requests, texts = [], []
+    for prompt, _ in asked:
+        request = begin(target, drafter, prompt, **settings)
+        request.resume()
+        first = [event for event in request.read() if event is not None]
+        requests.append(request)
+        texts.append([token for event in first for token in event.tokens])
+    tokens, rounds, clock = 0, 0, time.process_time()
+    while not any(request.finished for request in requests):
+        turns = play_round(requests, together)
+        for turn, text in zip(turns, texts, strict=True):
+            if turn.error is not None:
+                raise turn.error
+            assert turn.event is not None
+            text += turn.event.tokens
+            tokens += len(turn.event.tokens)
+        rounds += 1
+    seconds = time.process_time() - clock
+    right = all(text == truth[: len(text)] for text, (_, truth) in zip(texts, asked, strict=True))
+    return Lap(tokens, seconds, rounds * len(requests), right)
+
+
+def laps(
+    ways: dict[str, Callable[[Sequence[tuple[list[int], list[int]]]], Lap]],
+    asked: Sequence[tuple[list[int], list[int]]],
+    repeats: int,
+) -> dict[str, list[Lap]]:
+    """So many laps of each way, in turns; the first of each warms up."""
+    found: dict[str, list[Lap]] = {way: [] for way in ways}
+    for repeat in range(repeats + 1):
+        for way, run in ways.items():
+            done = run(asked)
+            if repeat:
+                found[way].append(done)
+    return found
+
+
+def main() -> None:
+    options = options_of(__doc__ or "", limit=8, tokens=96, repeats=5)
+    target, drafter, prompts = experiment(options)
+    from dflash_mlx.engine.costs import SharedCosts
+    from dflash_mlx.engine.rows import SharedRounds
+    from dflash_mlx.engine.together import Flat
+    from dflash_mlx.loop import Alone
+
+    never_ending = dict.fromkeys(target.tokenizer.eos_token_ids, -1e4)
+    settings: dict[str, Any] = {"max_tokens": options.tokens, "logit_bias": never_ending}
+    prompts = (prompts * REQUESTS[-1])[: REQUESTS[-1]]
+    asked = [(each, dm.generate(target, None, each, **settings).tokens) for each in prompts]
+    policy = dm.Policy.of(target, drafter)
+    costs = SharedCosts.of(target, drafter, policy.costs, policy.widest)
+    shared = Flat(target, SharedRounds(costs))
+    flat = Flat(target, None)
+
+    def one_at_a_time(of: Sequence[tuple[list[int], list[int]]]) -> Lap:
+        each = [lap(target, drafter, Alone(), [one], settings) for one in of]
+        tokens, seconds = sum(one.tokens for one in each), sum(one.seconds for one in each)
+        return Lap(tokens, seconds, sum(one.requests for one in each), all(e.right for e in each))
+
+    ways: dict[str, Callable[[Sequence[tuple[list[int], list[int]]]], Lap]] = {
+        "plain": lambda of: lap(target, None, flat, of, settings),
+        "drafted": lambda of: lap(target, drafter, flat, of, settings),
+        "policy": lambda of: lap(target, drafter, shared, of, {**settings, "policy": policy}),
+        "one at a time": one_at_a_time,
+    }
+    print(
+        f"{target.name}, {options.tokens} tokens each; tokens per second of CPU time, all together"
+    )
+    print("requests    plain  drafted   policy  one at a time   tokens a round   same texts")
+    for count in REQUESTS:
+        found = laps(ways, asked[:count], options.repeats)
+        speeds = [median(each.speed for each in found[way]) for way in WAYS]
+        drafted = found["drafted"][0]
+        right = all(each.right for of_way in found.values() for each in of_way)
+        print(
+            f"{count:8} {speeds[0]:8.0f} {speeds[1]:8.0f} {speeds[2]:8.0f} {speeds[3]:14.0f} "
+            f"{drafted.tokens / drafted.requests:16.2f} {'yes' if right else 'NO':>12}"
+        )
+        pairs = [("drafted", "plain"), ("policy", "plain"), ("drafted", "one at a time")]
+        ratios = ", ".join(f"{a} / {b} {_ratio(found, a, b):.2f}" for a, b in pairs)
+        print(f"         {ratios}", flush=True)
+
+
+def _ratio(found: dict[str, list[Lap]], way: str, other: str) -> float:
+    """The median of what laps that follow each other compare to."""
+    pairs = zip(found[way], found[other], strict=True)
+    return median(a.speed / b.speed for a, b in pairs)
+
+
+if __name__ == "__main__":
+    main()

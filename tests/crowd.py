@@ -1,0 +1,119 @@
+"""Many requests for an engine: a drafter that knows all their texts, and the texts alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+import dflash_mlx as dm
+from dflash_mlx.begin import begin
+from dflash_mlx.engine.job import Job
+from dflash_mlx.engine.memory import Memory
+from dflash_mlx.engine.seats import Seats
+from dflash_mlx.proposal import Proposal
+
+
+class Knowing:
+    """A drafter for requests whose texts it knows: a slot is right with probability `p`.
+
+    Its sessions are told the tokens, and look for a text that begins with them. With `branches` a
+    slot may have a wrong sibling, so what is verified is a tree. It checks what drafters are owed:
+    the features of every committed token, once and in order, and the right anchor.
+    """
+
+    def __init__(
+        self, texts: Sequence[Sequence[int]], vocab_size: int, p: float, taps: tuple[int, ...] = ()
+    ) -> None:
+        self.tap_layers, self.p, self.vocab_size = taps, p, vocab_size
+        self.texts = [list(text) for text in texts]
+        self.branches = False
+
+    def start(self, target: Any, sampler: Any) -> KnowingSession:
+        return KnowingSession(self, len(self.tap_layers) * target.hidden_size)
+
+
+class KnowingSession:
+    def __init__(self, known: Knowing, features: int) -> None:
+        self.known, self.features = known, features
+        self.tokens: list[int] = []
+        self.extended = 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+
+    def extend(self, taps: mx.array) -> None:
+        assert taps.shape[0] == 1 and taps.shape[2] == self.features
+        self.extended += taps.shape[1]
+        assert self.extended == len(self.tokens), "features of every token, once"
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        known, so_far = self.known, [*self.tokens, anchor]
+        texts = [text for text in known.texts if text[: len(so_far)] == so_far]
+        assert texts, "what was committed is in none of the texts"
+        rest = texts[0][len(so_far) :]
+        tokens, parents, last = [anchor], [-1], 0
+        for slot in range(width - 1):
+            # A matter of the place alone, and not of who else is drafted for.
+            luck = random.Random(1000 * (len(so_far) + slot) + so_far[0])
+            right = rest[slot] if slot < len(rest) else 0
+            wrong = (right + luck.randrange(1, known.vocab_size)) % known.vocab_size
+            good = luck.random() < known.p
+            if known.branches and len(tokens) + 1 < width and luck.random() < 0.4:
+                tokens.append(wrong)
+                parents.append(last)
+            if len(tokens) >= width:
+                break
+            tokens.append(right if good else wrong)
+            parents.append(last)
+            last = len(tokens) - 1
+        return Proposal(tokens, tuple(parents))
+
+
+class Crowd:
+    """Requests of one target, and what each is alone: plainly decoded, by itself."""
+
+    def __init__(
+        self, target: dm.Target, requests: Sequence[tuple[list[int], dict[str, Any]]]
+    ) -> None:
+        self.target, self.requests = target, requests
+        self.alone = [self.plain(*request) for request in requests]
+
+    def plain(self, prompt: list[int], settings: dict[str, Any]) -> list[int]:
+        return dm.generate(self.target, None, prompt, **fresh(settings)).tokens
+
+    def knowing(self, p: float, taps: tuple[int, ...] = ()) -> Knowing:
+        texts = [
+            [*prompt, *text] for (prompt, _), text in zip(self.requests, self.alone, strict=True)
+        ]
+        return Knowing(texts, self.target.vocab_size, p, taps)
+
+
+def fresh(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a request: what serves one request only is made anew by a function."""
+    return {
+        name: value() if name == "logits_processors" else value for name, value in settings.items()
+    }
+
+
+class Played:
+    """An engine without its thread: the steps are taken by the test, one at a time."""
+
+    def __init__(self, target: dm.Target, drafter: Any, together: Any, **options: Any) -> None:
+        self.pair = target, drafter
+        memory = Memory(target, drafter, options.get("memory"), options.get("ahead", 1024))
+        self.seats = Seats(
+            together, memory, options.get("most_jobs", 32), options.get("stall", 0.25)
+        )
+
+    def submit(self, prompt: list[int], **settings: Any) -> Job:
+        request = begin(*self.pair, prompt, **fresh(settings))
+        job = Job(request.stats, lambda: None)
+        self.seats.add(job, request)
+        return job
+
+    def run(self) -> None:
+        while self.seats.busy:
+            self.seats.step()

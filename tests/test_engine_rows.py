@@ -1,0 +1,181 @@
+"""Who gets how many rows: against brute force, against one request's own policy, and over time."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinymodels import random_drafter, target
+
+from dflash_mlx.engine import costs as engine_costs
+from dflash_mlx.engine.costs import MANY, SharedCosts, measure_shared
+from dflash_mlx.engine.rows import FLOOR, GAIN, STANDING, Share, SharedRounds, Standing, share
+from dflash_mlx.policy.account import ALLOWANCE, CREDIT
+from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.offer import Offer, paths
+from dflash_mlx.policy.widths import Policy
+
+WIDEST = 16
+RICH = 1e9  # an account that pays for everything
+
+
+def shared_costs(row: float, request: float, draft: float) -> SharedCosts:
+    """A forward of 1 and so much for each further row and request; a draft costs as much again."""
+    one = {rows: 1 + row * (rows - 1) for rows in (1, 2, 4, 8, 16)}
+    many = {MANY * n: 1 + row * (MANY * n - 1) + request * (MANY - 1) for n in (1, 2, 4, 8, 16)}
+    drafts = {rows: draft for rows in (2, 4, 8, 16)} | {1: 0.0}
+    together = {MANY * n: draft for n in (2, 4, 8, 16)}
+    return SharedCosts(Costs({64: one}, {64: drafts}), Costs({64: many}, {64: together}))
+
+
+def offers_of(rates: list[list[float]]) -> list[Offer]:
+    return [Offer(paths(each)) for each in rates]
+
+
+def speed(rows: tuple[int, ...], offers: list[Offer], costs: SharedCosts) -> float:
+    """Tokens per second, counted one by one."""
+    tokens = sum(1 + sum(o.chances[: n - 1]) for n, o in zip(rows, offers, strict=True))
+    return tokens / seconds(rows, costs)
+
+
+def seconds(rows: tuple[int, ...], costs: SharedCosts) -> float:
+    drafting = [n for n in rows if n > 1]
+    verify = costs.verify(np.array([sum(rows)]), len(rows), 64)[0]
+    return float(verify + costs.draft(np.array([sum(drafting)]), np.array([len(drafting)]), 64)[0])
+
+
+def shared_out(offers: list[Offer], costs: SharedCosts, affordable: float = RICH) -> Share:
+    """Among requests that have not had a round yet."""
+    return share(offers, [Standing() for _ in offers], costs, 64, affordable)
+
+
+class Asking:
+    """A request."""
+
+
+RATES = st.lists(st.floats(0.05, 0.99), min_size=0, max_size=3)
+PRICES = st.tuples(st.floats(0, 0.6), st.floats(0, 0.3), st.floats(0, 1.5))
+
+
+@settings(max_examples=150)
+@given(rates=st.lists(RATES, min_size=2, max_size=4), prices=PRICES)
+def test_no_other_rows_are_better(rates, prices):
+    """Of all that leave nobody behind; by trying them all."""
+    costs, offers = shared_costs(*prices), offers_of(rates)
+    found = shared_out(offers, costs)
+    plain = (1,) * len(offers)
+
+    def fair(rows: tuple[int, ...]) -> bool:
+        least = min(1 + sum(o.chances[: n - 1]) for n, o in zip(rows, offers, strict=True))
+        cost = seconds(rows, costs) / seconds(plain, costs)
+        return (STANDING + least) / (STANDING + cost) >= FLOOR * (1 - 1e-9)
+
+    every = itertools.product(*(range(1, len(offer.chances) + 2) for offer in offers))
+    best = max(speed(rows, offers, costs) for rows in every if fair(rows))
+    assert fair(tuple(found.rows))
+    assert speed(tuple(found.rows), offers, costs) >= best / GAIN * (1 - 1e-9)
+    assert found.cost == pytest.approx(seconds(tuple(found.rows), costs) / seconds(plain, costs))
+
+
+@settings(max_examples=100)
+@given(first=st.floats(0.05, 0.98), later=st.floats(0.3, 0.99), prices=PRICES)
+def test_one_request_gets_what_its_own_policy_says(first, later, prices):
+    row, _, draft = prices
+    table = {rows: 1 + row * (rows - 1) for rows in (1, 2, 4, 8, 16)}
+    costs = Costs({64: table}, {64: {rows: draft for rows in (2, 4, 8, 16)} | {1: 0.0}})
+    policy = Policy(costs, WIDEST)
+    for slot in range(WIDEST - 2):
+        policy.beliefs._reached[slot], policy.beliefs._right[slot] = 1e6, later * 1e6
+    policy.beliefs._tried[-1], policy.beliefs._hit[-1] = 1e6, first * 1e6
+    widths = policy.start()
+    widths._account.book(0.0, 10.0)  # it can pay for what it wants
+    own = widths.width(64, WIDEST)
+    affordable = widths._account.affordable
+    found = shared_out(offers_of([widths.rates()]), shared_costs(row, 0.1, draft), affordable)
+    assert found.rows == [own]
+
+
+def test_the_likeliest_rows_of_all_come_first():
+    """Six that are mostly wrong and two that are mostly right: one width for all would be wrong."""
+    offers = offers_of([[0.97] * 15] * 2 + [[0.3] * 15] * 6)
+    found = shared_out(offers, shared_costs(0.01, 0.02, 0.3))
+    assert min(found.rows[:2]) >= 8 and max(found.rows[2:]) <= 3
+
+
+def test_nobody_is_left_behind_for_the_others():
+    """One is always right and one always wrong, and the first would rather have wide rounds."""
+    offers = offers_of([[0.999] * 15, [0.01]])
+    costs = shared_costs(0.1, 0.0, 0.2)
+    rounds, requests, spent, wide = SharedRounds(costs), [Asking(), Asking()], 0.0, 0
+    for _ in range(200):
+        rows = rounds.rows(requests, offers, 64)
+        spent += seconds(tuple(rows), costs) / seconds((1, 1), costs)
+        wide += rows[0] > 1
+        rounds.observe([(requests[0], rows[0]), (requests[1], 1)])
+    assert 200 / spent >= FLOOR - 0.01 and 10 < wide < 200
+
+
+def test_where_rows_cost_as_much_as_forwards_nothing_is_drafted():
+    found = shared_out(offers_of([[0.9] * 15] * 32), shared_costs(1.0, 0.0, 0.2))
+    assert found.rows == [1] * 32 and found.cost == 1.0
+
+
+def test_rows_that_are_asked_for_are_had_whatever_they_cost():
+    asked = Offer([1.0] * 7, asked=True)
+    found = shared_out([asked, *offers_of([[0.1], []])], shared_costs(1.0, 0.0, 0.2))
+    assert found.rows == [8, 1, 1]
+
+
+@pytest.mark.parametrize("requests", [2, 8, 32])
+def test_the_account_limits_what_can_be_lost(requests):
+    """Beliefs that are all wrong: every slot is said to be right, and none is."""
+    costs, asking = shared_costs(0.02, 0.01, 0.5), [Asking() for _ in range(requests)]
+    rounds, offers, spent, played = (
+        SharedRounds(costs),
+        offers_of([[0.9] * 15] * requests),
+        0.0,
+        300,
+    )
+    for _ in range(played):
+        rows = tuple(rounds.rows(asking, offers, 64))
+        spent += seconds(rows, costs) / seconds((1,) * requests, costs)
+        rounds.observe([(each, 1) for each in asking])
+    assert spent <= played * (1 + ALLOWANCE) + CREDIT + 1
+
+
+def test_costs_grow_with_rows_requests_and_depth():
+
+    def verify(rows, each):
+        return {
+            depth: {n: (1 + each * n) * (1 + depth / 1e3) for n in rows} for depth in (64, 1024)
+        }
+
+    draft = {64: {1: 0.0, 2: 0.2, 16: 0.3}}
+    one = Costs(verify((1, 2, 4, 8, 16), 0.1), draft)
+    many = Costs(verify((8, 16, 32, 64, 128), 0.15), {64: {16: 0.5, 128: 2.0}})
+    costs = SharedCosts(one, many)
+    rows = np.arange(1, 300)
+    for context in (10, 64, 500, 4000):
+        for requests in (1, 2, 8, 32):
+            curve = costs.verify(rows, requests, context)
+            assert (np.diff(curve) >= -1e-12).all() and curve[0] > 0
+        more = [costs.verify(np.array([64]), requests, context)[0] for requests in (1, 4, 8, 32)]
+        assert more == sorted(more)
+    # As measured where it was measured: one request up to its widest round, eight from there on.
+    points = [one.verify[64][n] for n in (1, 8, 16)]
+    assert costs.verify(np.array([1, 8, 16]), 1, 64) == pytest.approx(points)
+    points = [many.verify[64][n] for n in (16, 64, 128)]
+    assert costs.verify(np.array([16, 64, 128]), 8, 64) == pytest.approx(points)
+    drafts = costs.draft(np.array([0, 16, 128]), np.array([0, 8, 8]), 64)
+    assert drafts == pytest.approx([0, 0.5, 2.0])
+
+
+def test_measuring_a_pair_s_shared_rounds(monkeypatch):
+    monkeypatch.setattr(engine_costs, "DEPTHS", (4, 8))
+    monkeypatch.setattr(engine_costs, "REPEATS", 1)
+    measured = measure_shared(target("qwen3"), random_drafter(), 4)
+    assert sorted(measured.verify) == sorted(measured.draft) == [4, 8]
+    assert all(sorted(points) == [8, 16, 32] for points in measured.verify.values())
+    assert all(sorted(points) == [16, 32] for points in measured.draft.values())
+    assert all(0 < s < 10 for table in measured.verify.values() for s in table.values())
