@@ -98,6 +98,7 @@ class Says:
     reason: str | None = "stop"
     error: Exception | None = None
     cached: int = 0
+    progressed: float = 0.0
     asked: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     jobs: list[SaidJob] = field(default_factory=list)
 

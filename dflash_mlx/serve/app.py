@@ -160,7 +160,7 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         """Whether rounds go on; a thread that lives proves nothing."""
-        still = time.monotonic() - self._desk.progressed if self._desk.busy else 0.0
+        still = self._desk.still
         stalled = still > self._options.stalled_seconds
         content = {"status": "stalled" if stalled else "ok", "seconds_since_round": round(still, 3)}
         return JSONResponse(content, 503 if stalled else 200)
@@ -173,8 +173,7 @@ class Endpoints:
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
         metrics = self._desk.metrics
-        still = time.monotonic() - self._desk.progressed if self._desk.busy else 0.0
-        metrics.since_round.set(still)
+        metrics.since_round.set(self._desk.still)
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     async def _read(self, request: Request, kind: type[Asked]) -> Asked:

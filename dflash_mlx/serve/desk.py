@@ -45,7 +45,13 @@ class Job(Protocol):
 
 
 class Engine(Protocol):
-    """What works on requests, such as `dflash_mlx.Engine`."""
+    """What works on requests, such as `dflash_mlx.Engine`.
+
+    Attributes:
+        progressed: when it last got on, with a round or with a prompt, by `time.monotonic`.
+    """
+
+    progressed: float
 
     def submit(self, prompt: Sequence[int], **settings: Any) -> Job:
         """A job that has these settings of `stream_generate`."""
@@ -132,7 +138,7 @@ class Answering:
         tokens: list[int] = []
         events = aiter(one.job)
         while (event := await self._next(events)) is not None:
-            self._desk.progressed = now = time.monotonic()
+            now = time.monotonic()
             (metrics.gap if tokens else metrics.first_token).observe(now - last)
             last = now
             tokens += event.tokens
@@ -184,7 +190,6 @@ class Desk:
         metrics: counted here.
 
     Attributes:
-        progressed: when a round was last over, by `time.monotonic`.
         draining: whether new requests are sent away, because the server ends.
     """
 
@@ -198,19 +203,23 @@ class Desk:
     ) -> None:
         self.target, self.metrics = target, metrics
         self.syntax = Syntax.of(target.tokenizer)
-        self.progressed = time.monotonic()
         self.draining = False
         self._engine, self._defaults, self._room = engine, dict(defaults), room
         self._grammars = Grammars(target)
         self._vocabulary = Vocabulary(target.tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, "dflash-serve")
         self._answering: set[Answering] = set()
-        self._jobs = 0
+        self._jobs, self._since = 0, 0.0
 
     @property
     def busy(self) -> bool:
         """Whether anything is to be done."""
         return self._jobs > 0
+
+    @property
+    def still(self) -> float:
+        """Seconds since the engine got on, or had something to do; 0 while it has not."""
+        return time.monotonic() - max(self._since, self._engine.progressed) if self.busy else 0.0
 
     async def encode(self, ask: Ask) -> Encoded:
         """The prompt of a request. Raises `Refusal`."""
@@ -235,7 +244,7 @@ class Desk:
                 one.job.cancel()
             raise of_library(error) from error
         if not self._jobs:
-            self.progressed = time.monotonic()
+            self._since = time.monotonic()
         self._jobs += ask.n
         self.metrics.open.set(self._jobs)
         answering = Answering(self, ask, encoded, jobs)
