@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from dflash_mlx.serve.access import Access
 from dflash_mlx.serve.app import Options, make_app
 from dflash_mlx.serve.desk import Desk
 from dflash_mlx.serve.metrics import Metrics
+from dflash_mlx.serve.run import Limits, Server, listen
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -142,3 +144,25 @@ def frames(text: str) -> list[dict[str, Any]]:
     """The objects of a stream of events, but for the comments and the last word."""
     lines = (line for line in text.splitlines() if line.startswith("data: "))
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
+
+
+LIMITS = Limits(head_seconds=0.2, drain_seconds=0.05)
+
+
+@asynccontextmanager
+async def running(engine, limits=LIMITS):
+    """A server in this event loop, and its port."""
+    desk = a_desk(engine)
+    server = Server(make_app(desk, Options("told", Access())), desk, limits)
+    bound = listen("127.0.0.1", 0)
+    server.port, server.desk = bound.getsockname()[1], desk
+    task = asyncio.create_task(server.serve(sockets=[bound]))
+    while not server.started:
+        await asyncio.sleep(0)
+    server.task = task
+    try:
+        yield server
+    finally:
+        server.handle_exit(2, None)
+        server.handle_exit(2, None)
+        await task

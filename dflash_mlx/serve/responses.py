@@ -154,6 +154,9 @@ class ResponsesBody(Body):
             allowed = frozenset(one.name for one in self.tool_choice.tools)
         elif self.tool_choice is not None:
             choice = self.tool_choice
+        for tool in self.tools or ():
+            if tool.type not in ("function", "namespace"):
+                log.warning("a tool of type %s is left out", ascii(tool.type[:40]))
         return Ask(
             self.model,
             self._messages(),
@@ -183,8 +186,6 @@ class ResponsesBody(Body):
             elif tool.type == "namespace":
                 inside = (one for one in tool.tools or () if one.type == "function")
                 found += (_function(tool.name, one) for one in inside)
-            else:
-                log.warning("a tool of type %s is left out", ascii(tool.type[:40]))
         return found
 
     def _messages(self) -> list[dict[str, Any]]:

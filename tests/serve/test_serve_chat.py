@@ -1,11 +1,15 @@
 """OpenAI's chat completions: what is asked reaches the engine, what it says reaches the client."""
 
+import json
+from pathlib import Path
+
 import pytest
 from serving import Says, a_target, client, frames
 
 from dflash_mlx.errors import DFlashError
 
 PATH = "/v1/chat/completions"
+REQUESTS = Path(__file__).parents[1] / "data" / "requests"
 
 
 def ask(**more):
@@ -151,6 +155,18 @@ def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_act_on():
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert "maximum context length is 19 tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["opencode_chat_1", "opencode_chat_2"])
+def test_opencode_is_answered(target, name):
+    request = json.loads((REQUESTS / f"{name}.json").read_text())
+    engine = Says(target)
+    with client(engine) as server:
+        answer = server.post(request["path"], json=request["body"], headers=request["headers"])
+    chunks = frames(answer.text)
+    assert accumulated(chunks)[0] == {0: "Hello world"} and chunks[-1]["usage"]
+    prompt = engine.prompt()
+    assert "say hello" in prompt and ('"name": "grep"' in prompt) == (name == "opencode_chat_2")
 
 
 def test_an_error_on_the_way(target):

@@ -2,42 +2,18 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from serving import Says, a_desk, a_target
+from serving import LIMITS, Says, a_target, running
 
 from dflash_mlx.errors import ServerError
-from dflash_mlx.serve.access import Access
-from dflash_mlx.serve.app import Options, make_app
-from dflash_mlx.serve.run import Limits, Server, listen
-
-LIMITS = Limits(head_seconds=0.2, drain_seconds=0.05)
+from dflash_mlx.serve.run import listen
 
 
 @pytest.fixture(scope="module")
 def target():
     return a_target()
-
-
-@asynccontextmanager
-async def running(engine, limits=LIMITS):
-    """A server in this event loop, and its port."""
-    desk = a_desk(engine)
-    server = Server(make_app(desk, Options("told", Access())), desk, limits)
-    bound = listen("127.0.0.1", 0)
-    server.port, server.desk = bound.getsockname()[1], desk
-    task = asyncio.create_task(server.serve(sockets=[bound]))
-    while not server.started:
-        await asyncio.sleep(0)
-    server.task = task
-    try:
-        yield server
-    finally:
-        server.handle_exit(2, None)
-        server.handle_exit(2, None)
-        await task
 
 
 def post(path="/v1/chat/completions", **more):
