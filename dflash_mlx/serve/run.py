@@ -49,17 +49,38 @@ class Limits:
 
 
 @dataclass
-class _Silent:
-    """The connections without a request in work, the one that has been silent for longest first."""
+class _Crowd:
+    """The connections of a server.
+
+    Attributes:
+        limits: of theirs.
+        here: all but those that were told to go.
+        silent: of these the ones without a request in work, the longest silent first.
+    """
 
     limits: Limits
-    protocols: dict[_Guarded, None] = field(default_factory=dict)
+    here: set[_Guarded] = field(default_factory=set)
+    silent: dict[_Guarded, None] = field(default_factory=dict)
+
+    def come(self, one: _Guarded) -> None:
+        """Somebody comes: somebody may have to go."""
+        self.here.add(one)
+        self.silent[one] = None
+        if len(self.here) > self.limits.connections:
+            longest = next(iter(self.silent))
+            self.go(longest)
+            longest.transport.abort()
+
+    def go(self, one: _Guarded) -> None:
+        """Somebody goes."""
+        self.here.discard(one)
+        self.silent.pop(one, None)
 
 
 class _Guarded(HttpToolsProtocol):
     """A connection whose heads come whole and soon, or not at all."""
 
-    silent: _Silent  # of the server: `guarded` makes a class for each
+    crowd: _Crowd  # of the server: `guarded` makes a class for each
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -67,18 +88,15 @@ class _Guarded(HttpToolsProtocol):
         self._head = 0  # bytes of a head that is not whole yet
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """Somebody comes: somebody may have to go."""
+        """It begins."""
         super().connection_made(transport)
-        silent = self.silent.protocols
-        silent[self] = None
-        if len(self.connections) > self.silent.limits.connections:
-            next(iter(silent)).transport.abort()
         self._arm()
+        self.crowd.come(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
         self._disarm()
-        self.silent.protocols.pop(self, None)
+        self.crowd.go(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -86,7 +104,7 @@ class _Guarded(HttpToolsProtocol):
         if self._timer is not None:
             self._head += len(data)
         super().data_received(data)
-        if self._timer is not None and self._head > self.silent.limits.head_bytes:
+        if self._timer is not None and self._head > self.crowd.limits.head_bytes:
             self.transport.abort()
 
     def on_message_begin(self) -> None:
@@ -98,18 +116,18 @@ class _Guarded(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A head is whole."""
         self._disarm()
-        self.silent.protocols.pop(self, None)
+        self.crowd.silent.pop(self, None)
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         """The connection is silent again, unless the next request is there."""
         super().on_response_complete()
-        if not self.transport.is_closing() and self.cycle.response_complete:
-            self.silent.protocols[self] = None
+        if self in self.crowd.here and self.cycle.response_complete:
+            self.crowd.silent[self] = None
 
     def _arm(self) -> None:
         self._head = 0
-        self._timer = self.loop.call_later(self.silent.limits.head_seconds, self.transport.abort)
+        self._timer = self.loop.call_later(self.crowd.limits.head_seconds, self.transport.abort)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -119,7 +137,7 @@ class _Guarded(HttpToolsProtocol):
 
 def guarded(limits: Limits) -> type[HttpToolsProtocol]:
     """The protocol of one server's connections."""
-    return type("Guarded", (_Guarded,), {"silent": _Silent(limits)})
+    return type("Guarded", (_Guarded,), {"crowd": _Crowd(limits)})
 
 
 class Server(uvicorn.Server):

@@ -169,14 +169,24 @@ def test_opencode_is_answered(target, name):
     assert "say hello" in prompt and ('"name": "grep"' in prompt) == (name == "opencode_chat_2")
 
 
-def test_an_error_on_the_way(target):
-    engine = Says(target, ["Hello"], error=DFlashError("The engine has stopped."))
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DFlashError("The engine has stopped."), "The engine has stopped."),
+        (
+            RuntimeError("[metal] boom"),
+            "The answer could not be finished (RuntimeError: [metal] boom).",
+        ),
+    ],
+)
+def test_an_error_on_the_way(target, error, told):
+    engine = Says(target, ["Hello"], error=error)
     with client(engine) as server:
         answer = server.post(PATH, json=ask())
         last = frames(server.post(PATH, json=ask(stream=True)).text)[-1]
         metrics = server.get("/metrics").text
     assert answer.status_code == 500 and answer.json() == last
-    assert last["error"]["message"] == "The engine has stopped."
+    assert last["error"]["message"] == told
     assert "dflash_open_answers 0.0" in metrics
 
 

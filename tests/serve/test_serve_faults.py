@@ -65,6 +65,20 @@ def test_half_heads_are_closed_and_hold_up_nobody(target):
     asyncio.run(faults())
 
 
+def test_in_a_crowd_the_longest_silent_goes_and_whoever_asks_is_answered(target):
+    async def faults():
+        limits = replace(LIMITS, connections=10, head_seconds=600)
+        async with running(Says(target), limits) as server:
+            crowd = await asyncio.gather(*(opened(server) for _ in range(100)))
+            await until(lambda: len(server.server_state.connections) == 10)
+            reader, writer = await opened(server, HEALTH)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            for one in (writer, *(writer for _, writer in crowd)):
+                one.close()
+
+    asyncio.run(faults())
+
+
 def test_a_half_head_may_be_the_second_of_a_connection(target):
     async def faults():
         async with running(Says(target)) as server:
