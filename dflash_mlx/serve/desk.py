@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from ..errors import DFlashError
 from ..events import Event, Stats
 from ..foreign import Foreign
+from . import harmony
 from .ask import Ask
 from .errors import Refusal, of_library
 from .grammar import Grammars
+from .harmony import HarmonySplitter
 from .logprobs import Recorder, TokenLogprob, Vocabulary
 from .metrics import Metrics
 from .parts import Part, Splitter
@@ -93,7 +95,7 @@ class _Open:
     """A job, and what its events are read with."""
 
     job: Job
-    splitter: Splitter
+    splitter: Splitter | HarmonySplitter
     recorder: Recorder | None
 
 
@@ -171,7 +173,7 @@ class Answering:
             event = await anext(events, None)
         return event if self._open else None
 
-    def _end(self, event: Event, splitter: Splitter, tokens: list[int]) -> End:
+    def _end(self, event: Event, splitter: Splitter | HarmonySplitter, tokens: list[int]) -> End:
         reason: Reason = "length" if event.finish_reason == "length" else "stop"
         if splitter.calls and reason == "stop":
             reason = "tool_calls"
@@ -202,7 +204,8 @@ class Desk:
         metrics: Metrics,
     ) -> None:
         self.target, self.metrics = target, metrics
-        self.syntax = Syntax.of(target.tokenizer)
+        speaks = harmony.speaks_harmony(target.tokenizer)
+        self.syntax = harmony.syntax() if speaks else Syntax.of(target.tokenizer)
         self.draining = False
         self._engine, self._defaults, self._room = engine, dict(defaults), room
         self._grammars = Grammars(target)
@@ -311,9 +314,13 @@ class Desk:
         processors = [one for one in (recorder, grammar) if one is not None]
         if processors:
             settings["logits_processors"] = processors
-        splitter = Splitter(
-            self.target.tokenizer, self.syntax, ask.callable, encoded.thinking, ask.parallel
-        )
+        splitter: Splitter | HarmonySplitter
+        if self.syntax.name == harmony.NAME:
+            splitter = HarmonySplitter(ask.callable, ask.parallel)
+        else:
+            splitter = Splitter(
+                self.target.tokenizer, self.syntax, ask.callable, encoded.thinking, ask.parallel
+            )
         return _Open(self._engine.submit(encoded.ids, **settings), splitter, recorder)
 
 

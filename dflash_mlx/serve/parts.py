@@ -101,7 +101,7 @@ class Splitter:
         if self._state == TOOL:
             parts += self._close("", readable=not cut or not self._syntax.end)
         self._breaks = ""
-        return _joined(parts)
+        return joined(parts)
 
     def _take(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
         parts: list[Part] = []
@@ -115,7 +115,7 @@ class Splitter:
                 self._body += text
             else:
                 parts += self._show(state, text)
-        return _joined(parts)
+        return joined(parts)
 
     def _show(self, state: str, text: str) -> list[Part]:
         """Text or reasoning, without the line breaks between it and a marker."""
@@ -147,7 +147,7 @@ class Splitter:
         return [*calls]
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def joined(parts: Sequence[Part]) -> list[Part]:
     """Neighbouring texts in one."""
     joined: list[Part] = []
     for part in parts:

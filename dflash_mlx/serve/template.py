@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import PromptError
 from ..foreign import Foreign
 from ..prompt import token_ids
+from . import harmony
 from .ask import Ask
 from .errors import Refusal, TooLong
 from .tools import Syntax, described, in_words
@@ -82,6 +83,8 @@ def _render(tokenizer: Any, syntax: Syntax, ask: Ask, messages: Any) -> str:
         if tools:
             told = {"role": "system", "content": described(tools, syntax)}
             messages = folded([told, *messages])
+    if syntax.name == harmony.NAME:
+        messages = [harmony.with_thinking(message) for message in messages]
     settings = dict(ask.template)
     if syntax.native and tools:
         settings["tools"] = [tool.for_template() for tool in tools]

@@ -67,17 +67,16 @@ class Syntax:
         """The calls in what stands between the markers. Raises `NotACallError`."""
         with Foreign(NotACallError, "not a call"):
             found = self.parse(body, [tool.for_template() for tool in tools])
-        names = {tool.name for tool in tools}
         calls = found if isinstance(found, list) else [found]
         if not calls:
             raise NotACallError("no call")
-        return [_call(one, names) for one in calls]
+        return [checked_call(one, tools) for one in calls]
 
 
-def _call(found: Any, names: set[str]) -> Call:
+def checked_call(found: Any, tools: Sequence[Tool]) -> Call:
     """A call that a parser has found. Raises `NotACallError`."""
     name = found.get("name") if isinstance(found, Mapping) else None
-    if not isinstance(name, str) or name not in names:
+    if not isinstance(name, str) or name not in {tool.name for tool in tools}:
         raise NotACallError("no call of a tool that there is")
     arguments = found.get("arguments", {})
     with Foreign(NotACallError, "not a call"):

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
 from mlx_lm.tool_parsers import json_tools, mistral
-from serving import a_target
+from serving import Says, a_target, client
 
 from dflash_mlx.serve.ask import Tool
+from dflash_mlx.serve.harmony import HarmonySplitter, speaks_harmony
 from dflash_mlx.serve.parts import Reasoning, Splitter, Text
 from dflash_mlx.serve.tools import Call, Syntax
 
@@ -21,6 +22,7 @@ SCHEMA = {
     "required": ["city"],
 }
 TOOLS = [Tool("get_weather", "", SCHEMA), Tool("now")]
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 # What each family writes to call get_weather(city="New York", days=3).
 WRITTEN = {
     "json_tools": '\n{"name": "get_weather", "arguments": {"city": "New York", "days": 3}}\n',
@@ -158,3 +160,45 @@ def test_where_rounds_end_changes_nothing(pieces, width):
     syntax = Syntax.of(THINKS.tokenizer)
     small, whole = (Splitter(THINKS.tokenizer, syntax, TOOLS, True) for _ in range(2))
     assert parts_of(small, rounds) == parts_of(whole, [text])
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+    '<|constrain|>json<|message|>{"city": "Rome"}'
+)
+FINAL = "<|channel|>final<|message|>Warm."
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 1000])
+def test_channels_of_gpt_oss(width):
+    rounds = [HARMONY[at : at + width] for at in range(0, len(HARMONY), width)]
+    call = ("get_weather", {"city": "Rome"})
+    parts = [Reasoning("Let me see."), Text("One moment."), call]
+    assert parts_of(HarmonySplitter(TOOLS), rounds) == parts
+    assert parts_of(HarmonySplitter(TOOLS), [FINAL]) == [Text("Warm.")]
+    again = f"{HARMONY}<|call|><|start|>assistant{HARMONY}"
+    assert parts_of(HarmonySplitter(TOOLS), [again]) == parts * 2
+    assert parts_of(HarmonySplitter(TOOLS, parallel=False), [again]) == [*parts, *parts[:2]]
+
+
+def test_channels_that_are_no_calls_are_text():
+    for wrong in (HARMONY[:-1], HARMONY.replace("get_weather", "other")):
+        *_, last = parts_of(HarmonySplitter(TOOLS), [wrong])
+        assert isinstance(last, Text) and last.text.endswith(wrong[-9:])
+    *_, last = parts_of(HarmonySplitter(TOOLS), [HARMONY], cut=True)
+    assert isinstance(last, Text)
+
+
+def test_gpt_oss_is_known_by_its_tokens():
+    target = a_target()
+    assert not speaks_harmony(target.tokenizer)
+    marks = ["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"]
+    target.tokenizer.add_tokens(marks)
+    engine = Says(target, [HARMONY])
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER]}
+    with client(engine) as server:
+        answer = server.post("/v1/chat/completions", json=body).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"] == "Let me see."
