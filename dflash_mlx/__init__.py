@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .loading.load import load, load_drafter, load_target
     from .loop import generate, stream_generate
     from .policy.widths import Policy
+    from .prefix.store import PrefixStore
     from .proposal import Proposal
     from .target import Target
 
@@ -49,6 +50,7 @@ __all__ = [
     "Event",
     "Job",
     "Policy",
+    "PrefixStore",
     "Proposal",
     "Result",
     "Stats",
@@ -68,6 +70,7 @@ _HOME = {
     "Event": ".events",
     "Job": ".engine.job",
     "Policy": ".policy.widths",
+    "PrefixStore": ".prefix.store",
     "Proposal": ".proposal",
     "Result": ".events",
     "Stats": ".events",

@@ -12,7 +12,8 @@ from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Stats
 from .policy.rounds import AnyPolicy, plan_rounds
-from .prompt import Prompt, encode_prompt
+from .prefix.protocol import Prefix
+from .prompt import Prompt, encode_prompt, parting_places
 from .reading import is_whole, shown
 from .request import Request
 from .sampling import History, Sampler, Sampling
@@ -39,6 +40,7 @@ def begin(
     kv_bits: int | None = None,
     stop: str | Sequence[str] | None = None,
     conversation: Conversation | None = None,
+    prefix: Prefix | None = None,
     **history: Unpack[History],
 ) -> Request:
     """Text, as it becomes certain: an event of the prefill, then one a round.
@@ -66,6 +68,8 @@ def begin(
         kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
         stop: strings that end the text; they are not part of it.
         conversation: keeps the caches for the next request, which reads only what is new to them.
+        prefix: a `PrefixStore` of the pair, to begin in and to store what is read for any other
+            request; a conversation has its own.
 
     Returns:
         The events; the last one has a `finish_reason`. (`begin` itself: the request, whose caches
@@ -83,12 +87,14 @@ def begin(
         raise SettingsError(
             f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
         )
-    check_kinds(drafter, policy, conversation)
+    check_kinds(drafter, policy, conversation, prefix)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
-    conversation = conversation or Conversation(target, drafter, kv_bits)
+    if conversation is not None and prefix is not None:
+        raise SettingsError("prefix: give it to the Conversation, when that is made.")
+    conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix)
     conversation.check(target, drafter, kv_bits)
     policy = policy if drafter is not None else None
     rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
@@ -97,17 +103,19 @@ def begin(
     tokenizer = target.tokenizer
     text = TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens)
     stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
-    request = Request(conversation, ids, sampler, rounds, text, stats)
+    ends = parting_places(target, prompt, ids) if conversation.shares else ()
+    request = Request(conversation, ids, sampler, rounds, text, stats, ends)
     conversation.open(request)
     return request
 
 
-def check_kinds(drafter: Any, policy: Any, conversation: Any = None) -> None:
+def check_kinds(drafter: Any, policy: Any, conversation: Any = None, prefix: Any = None) -> None:
     """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
     for name, value, kind, how in (
         ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
         ("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)"),
         ("conversation", conversation, Conversation, "dm.Conversation(target, drafter)"),
+        ("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)"),
     ):
         if value is not None and not isinstance(value, kind):
             raise SettingsError(f"{name} must be None or such as {how}, not {shown(value)}.")

@@ -18,6 +18,7 @@ import mlx.core as mx
 from .drafter.plain import NoDrafter
 from .drafter.protocol import Drafter, ReadsText, Resumable, Session
 from .errors import SettingsError
+from .prefix.protocol import Prefix
 from .sampling import Sampler
 from .target import Target, TargetSession
 from .target.target import PREFILL_STEP
@@ -40,6 +41,11 @@ class Conversation:
 
     Args:
         target, drafter, kv_bits: as in `stream_generate`, for all turns.
+        prefix: where a request begins that cannot go on with these caches, and what it reads is
+            kept for others; of the same pair.
+        salt: who may share in it; conversations with other salts do not.
+
+    Raises `SettingsError` for a store of another pair.
 
     Attributes:
         ids: the tokens in the caches.
@@ -50,8 +56,19 @@ class Conversation:
     target: TargetSession
     drafter: Session
 
-    def __init__(self, target: Target, drafter: Drafter | None, kv_bits: int | None = None) -> None:
-        self._pair = target, drafter, kv_bits
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        kv_bits: int | None = None,
+        *,
+        prefix: Prefix | None = None,
+        salt: str = "",
+    ) -> None:
+        if prefix is not None:
+            prefix.check(target, drafter)
+        self._pair, self._prefix, self._salt = (target, drafter, kv_bits), prefix, salt
+        self._ends: Sequence[int] = ()
         self._marks: list[tuple[Any, Any]] = []  # of target and drafter, in the order of positions
         self._started = False
         self._opening = threading.Lock()
@@ -62,6 +79,11 @@ class Conversation:
     def kv_bits(self) -> int | None:
         """Of the target's keys and values."""
         return self._pair[2]
+
+    @property
+    def shares(self) -> bool:
+        """Whether there is a store."""
+        return self._prefix is not None
 
     def check(self, target: Target, drafter: Drafter | None, kv_bits: int | None) -> None:
         """Raise `SettingsError` unless the conversation is of this pair."""
@@ -85,22 +107,26 @@ class Conversation:
                 )
             self._request = weakref.ref(request)
 
-    def resume(self, prompt: Sequence[int], sampler: Sampler) -> int:
+    def resume(self, prompt: Sequence[int], sampler: Sampler, ends: Sequence[int] = ()) -> int:
         """Get the caches ready for a request; the first tokens of its prompt that they hold.
 
         The prompt's last token is never among them: what comes after it is to be read.
+
+        Args:
+            prompt, sampler: the request's.
+            ends: where other prompts will part from this one, for the store (`Prefix.stops`).
         """
         pairs = zip(self.ids, prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        drafting = self._resumable()
-        if drafting is not None and self._go_back(shared, drafting):
+        drafting, self._ends = self._resumable(), ends
+        if (
+            drafting is not None
+            and self._go_back(shared, drafting)
+            and (self.ids or not self._prefix)
+        ):
             drafting.resume(sampler)
         else:
-            target, drafter, kv_bits = self._pair
-            drafter = NoDrafter() if drafter is None else drafter
-            self.target = target.start(drafter.tap_layers, kv_bits)
-            self.drafter = drafter.start(target, sampler)
-            self._started, self._marks, self.ids = True, [], []
+            self._begin(prompt, sampler)
         return len(self.ids)
 
     def forget(self) -> None:
@@ -115,8 +141,13 @@ class Conversation:
         """Read the rest of the prompt, forward by forward; the last one yields the logits [1, V].
 
         The drafter gets the last features when the logits were looked at: the first token need
-        not wait for it. `step` says how many tokens the next forward may have.
+        not wait for it. A store gets what is read as soon as both have read it. `step` says how
+        many tokens the next forward may have.
         """
+        stops: list[int] = []
+        if self._prefix is not None:
+            sessions = self.target, self.drafter
+            stops = self._prefix.stops(*sessions, prompt, self._ends, self._salt)
         held: list[mx.array] = []
 
         def hand_over() -> None:
@@ -124,13 +155,22 @@ class Conversation:
                 self.extend(prompt[len(self.ids) :][: taps.shape[1]], taps)
             held.clear()
 
-        for logits, taps in self.target.prefill(prompt[len(self.ids) :], step):
+        for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, step):
             if logits is None:
                 hand_over()
             held.append(taps)
+            if logits is None and self.shares:
+                hand_over()
+                self.keep(mark=len(self.ids) in stops)
             yield logits
         hand_over()
+        self.keep(mark=False)
         self._mark()
+
+    def keep(self, mark: bool = True) -> None:
+        """Store what the caches hold, if there is a store; at the end of a request, with a mark."""
+        if self._prefix is not None:
+            self._prefix.keep(self.target, self.drafter, self.ids, mark, self._salt)
 
     def extend(self, tokens: Sequence[int], taps: mx.array) -> None:
         """Let the drafter know the tokens that the target has just committed.
@@ -144,6 +184,18 @@ class Conversation:
             self.drafter.read(tokens)
         self.drafter.extend(taps)
         self.ids += tokens
+
+    def _begin(self, prompt: Sequence[int], sampler: Sampler) -> None:
+        """Begin with new sessions: in the store if there is one, else with nothing."""
+        target, drafter, kv_bits = self._pair
+        if self._prefix is None:
+            drafter = NoDrafter() if drafter is None else drafter
+            self.target = target.start(drafter.tap_layers, kv_bits)
+            self.drafter, held = drafter.start(target, sampler), 0
+        else:
+            opened = self._prefix.open(prompt, sampler, kv_bits, self._salt)
+            self.target, self.drafter, held = opened
+        self._started, self._marks, self.ids = True, [], list(prompt[:held])
 
     def _resumable(self) -> Resumable[Any] | None:
         """The drafter's session, if the caches are whole: no forward was left out or broken off."""

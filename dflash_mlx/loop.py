@@ -104,10 +104,10 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
     is raised in a forward of all is raised here; then the caches of all are not to be trusted.
     """
     turns = [Turn(request) for request in requests]
-    together.propose(turns)
+    together.propose(turns)  # propose
 
     going = _going(turns)
-    answers = together.verify(going) if going else []
+    answers = together.verify(going) if going else []  # verify, in one forward
 
     decided: list[mx.array] = []
     for turn, (logits, taps) in zip(going, answers, strict=True):

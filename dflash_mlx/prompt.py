@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .errors import PromptError
 from .foreign import Foreign
 from .reading import shown
+from .sharpness import matching
 
 if TYPE_CHECKING:
     from .target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+SYSTEM = ("system", "developer")  # roles of messages that begin many chats alike
 
 _FORMS = "A prompt is text, a list of token ids, or a list of messages with 'role' and 'content'."
 
@@ -65,5 +69,38 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
             raise PromptError(_FORMS)
     if not tokenizer.has_chat_template:
         raise PromptError("The target has no chat template: give text or token ids.")
+    return _rendered(tokenizer, prompt)
+
+
+def parting_places(target: Target, prompt: Prompt, ids: Sequence[int]) -> list[int]:
+    """Where other prompts will part from one of messages: tokens up to there, in order.
+
+    After the system messages, where another chat begins, and before what asks for the answer, which
+    the next turn may not repeat. None of text and of token ids, which say nothing of it.
+
+    Args:
+        prompt: in any form.
+        ids: what `encode_prompt` made of it.
+    """
+    if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
+        return []
+    messages: list[Any] = list(prompt)
+    roles = [message["role"] for message in messages]
+    first = next((at for at, role in enumerate(roles) if role not in SYSTEM), len(roles))
+    another = [*messages[:first], {"role": "user", "content": ""}] if first else []
+    places = set()
+    for others, asks in ((another, True), (messages, False)):
+        with suppress(PromptError):  # a template may refuse what nobody has said
+            other = _rendered(target.tokenizer, others, asks) if others else []
+            both = min(len(ids), len(other))
+            places.add(matching(ids[:both], other[:both]))
+    return sorted(places - {0})
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Any], asks: bool = True) -> list[int]:
+    """Messages through the chat template, with or without what asks for an answer at the end.
+
+    Raises `PromptError`.
+    """
     with Foreign(PromptError, "The chat template refuses these messages"):
-        return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True))
+        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=asks))

@@ -16,7 +16,7 @@ from .conversation import Conversation
 from .drafter.protocol import Session
 from .errors import ProposalError
 from .events import Event, Stats
-from .policy.offer import Offer
+from .policy.offer import Offer, Planting
 from .policy.outcome import Outcome
 from .policy.rounds import Rounds
 from .proposal import Proposal
@@ -34,6 +34,7 @@ class Request:
         prompt: its token ids.
         sampler, rounds, text: how tokens are chosen, what rounds propose, where the text ends.
         stats: counted here.
+        ends: where other prompts will part from this one; see `Conversation.resume`.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class Request:
         rounds: Rounds,
         text: TextStream,
         stats: Stats,
+        ends: Sequence[int] = (),
     ) -> None:
         self.stats = stats
         self.ended = False  # whether its conversation is free for another
         self._conversation = conversation
         self._anchor: int | None = None  # the text's last token, which no cache holds yet
+        self._ends = ends
         self._text_so_far = prompt  # as far as it was when the caches were last made ready,
         self._further: list[int] = []  # and what came after
         self._sampler, self._rounds, self._text = sampler, rounds, text
@@ -56,6 +59,7 @@ class Request:
         self._decision: Decision  # about it, and the features of its rows
         self._taps: mx.array
         self._clock, self._shared = 0.0, False  # when this round began, and whether it is shared
+        self._between_rounds = False  # what was read is whole
 
     @property
     def target(self) -> TargetSession:
@@ -109,7 +113,7 @@ class Request:
 
     def resume(self) -> None:
         """Get the caches ready for `read`."""
-        held = self._conversation.resume(self._held, self._sampler)
+        held = self._conversation.resume(self._held, self._sampler, self._ends)
         if self._anchor is None:
             self.stats.reused_tokens = held
 
@@ -128,6 +132,7 @@ class Request:
                 yield None
             elif self._anchor is None:
                 event = self._begin(logits)
+        self._between_rounds = True
         if event is not None:
             yield event
 
@@ -154,13 +159,20 @@ class Request:
         It goes on as if nothing had been: the noise is of the seed and the position, and what the
         text stream and the sampler know stays here.
         """
+        self._keep()
         self._text_so_far = [*self._text_so_far, *self._further]
         self._further = []
         self._conversation.forget()
 
     def close(self) -> None:
         """The request has ended; its conversation is free for another."""
+        self._keep()
         self.ended = True
+
+    def _keep(self) -> None:
+        """Store what was read, for others that begin so; not what a round that broke off left."""
+        if self._between_rounds:
+            self._conversation.keep()
 
     def propose(self) -> Proposal:
         """The rows to verify now, the anchor first. Nothing waits, but for trees.
@@ -169,13 +181,13 @@ class Request:
         """
         return self._rounds.propose(self.drafter, *self._begin_round(shared=False))
 
-    def offer(self) -> Offer:
+    def offer(self) -> Offer | Planting:
         """The rows that could be verified now, in a round that other requests share."""
         return self._rounds.offer(self.drafter, *self._begin_round(shared=True))
 
     def _begin_round(self, shared: bool) -> tuple[int, int, int]:
         """The anchor, the tokens before it, and the most rows of a path."""
-        self._clock, self._shared = time.perf_counter(), shared
+        self._clock, self._shared, self._between_rounds = time.perf_counter(), shared, False
         # A round that accepts everything still adds a token of the target's own.
         limit = min(self.stats.block_size, self._text.remaining)
         return self.anchor, self.target.position, limit
@@ -220,6 +232,7 @@ class Request:
         self._conversation.extend([tokens[row] for row in kept], taps)
         self._sampler.commit(certain)
         self._further += certain
+        self._between_rounds = True
 
         # emit
         accepted, stats = min(right, len(piece.tokens)), self.stats

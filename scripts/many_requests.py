@@ -4,9 +4,9 @@
 
 For 1, 2, 4, 8, 16 and 32 requests: tokens per second of all together, decoding plainly, drafting
 whole blocks and with rows shared out by a policy, and of the same requests drafted one at a time.
-All of them read their prompts first; only rounds are timed, by the CPU time of the process, and only
-while all requests are there. The four take turns, and their medians are compared. Every text is
-compared with what plain decoding makes of it alone.
+All of them read their prompts first; only rounds are timed, by the CPU time of the process, and
+only while all requests are there. The four take turns, and their medians are compared. Every text
+is compared with what plain decoding makes of it alone.
 """
 
 from __future__ import annotations

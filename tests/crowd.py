@@ -103,7 +103,7 @@ class Played:
 
     def __init__(self, target: dm.Target, drafter: Any, together: Any, **options: Any) -> None:
         self.pair = target, drafter
-        memory = Memory(target, drafter, options.get("memory"), options.get("ahead", 1024))
+        memory = Memory(target, drafter, options.get("memory"), ahead=options.get("ahead", 1024))
         self.seats = Seats(
             together, memory, options.get("most_jobs", 32), options.get("stall", 0.25)
         )

@@ -1,6 +1,7 @@
 """Every family, requests of every kind in one forward, whoever comes and goes: the texts alone."""
 
 import functools
+import random
 from typing import Any
 
 import pytest
@@ -40,23 +41,21 @@ def crowd(family: str, count: int) -> tuple[Crowd, Flat]:
 
 
 # What happens before each step: who comes, who is cancelled, who gives way to the others.
-HAPPENINGS = ("comes", "comes", "steps", "steps", "gives way", "cancelled")
+HAPPENINGS = ("comes",) * 4 + ("nothing",) * 3 + ("gives way",) * 4 + ("cancelled",)
+STEPS = 12
 
 
-@st.composite
-def schedules(draw: Any, count: int) -> list[tuple[str, int]]:
-    happenings = draw(st.lists(st.sampled_from(HAPPENINGS), min_size=4, max_size=14))
-    return [(what, draw(st.integers(0, count - 1))) for what in happenings]
-
-
-def play(family: str, count: int, p: float, branches: bool, schedule: list) -> None:
-    """The texts of a schedule's requests, each against what it is alone."""
+def play(family: str, count: int, seed: int) -> None:
+    """Requests that come, go and give way as luck has it; their texts against those alone."""
     people, together = crowd(family, count)
+    luck = random.Random(f"{family} {seed}")
+    p = luck.choice((0.0, 0.5, 0.85, 1.0))
     drafter = people.knowing(p, taps=(0, people.target.num_layers - 1))
-    drafter.branches = branches and people.target.supports_trees
+    drafter.branches = luck.random() < 0.5 and people.target.supports_trees
     played = Played(people.target, drafter, together, stall=1e-9)  # prompts in chunks of 16
     jobs, waiting = {}, list(range(count))
-    for what, who in schedule:
+    for _ in range(STEPS):
+        what, who = luck.choice(HAPPENINGS), luck.randrange(count)
         if what == "comes" and waiting:
             number = waiting.pop(who % len(waiting))
             prompt, ways = people.requests[number]
@@ -77,15 +76,18 @@ def play(family: str, count: int, p: float, branches: bool, schedule: list) -> N
         assert result.finish_reason == "length" or job.cancelled
 
 
+SCHEDULES = st.integers(0, 2**32 - 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=3)
-@given(p=st.sampled_from((0.0, 0.5, 0.85, 1.0)), branches=st.booleans(), schedule=schedules(3))
-def test_three_requests(family, p, branches, schedule):
-    play(family, 3, p, branches, schedule)
+@settings(max_examples=2)
+@given(seed=SCHEDULES)
+def test_three_requests(family, seed):
+    play(family, 3, seed)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_5"])
 @settings(max_examples=1)
-@given(p=st.just(0.85), branches=st.booleans(), schedule=schedules(8))
-def test_eight_requests(family, p, branches, schedule):
-    play(family, 8, p, branches, schedule)
+@given(seed=SCHEDULES)
+def test_eight_requests(family, seed):
+    play(family, 8, seed)

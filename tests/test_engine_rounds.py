@@ -152,7 +152,7 @@ def test_a_grammar_among_other_requests(pair, alone):
     crowd = Crowd(pair[0], requests)
     for drafter in (pair[1], crowd.knowing(0.7)):
         played = Played(pair[0], drafter, Flat(pair[0], None))
-        jobs = [played.submit(prompt, **settings) for prompt, settings in requests]
+        jobs = [played.submit(prompt, block_size=3, **settings) for prompt, settings in requests]
         for _ in range(2):
             played.seats.step()
         assert 0 < jobs[0].stats.output_tokens < len(crowd.alone[0])

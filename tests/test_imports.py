@@ -31,6 +31,7 @@ LEVELS = [
     {"accept", "sampling"},
     {"target"},
     {"drafter"},
+    {"prefix"},
     {"conversation", "policy", "prompt", "stream", "structured"},
     {"loading", "request"},
     {"begin"},

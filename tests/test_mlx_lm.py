@@ -45,6 +45,25 @@ def test_a_kv_cache_is_its_three_fields():
     assert [type(part) for part in cache.state] == [mx.array, mx.array, int]
 
 
+@pytest.mark.parametrize("steps", [(3,), (1, 1), (9,), (6, 1), (1, 5, 1, 1, 1), (1,) * 10])
+def test_a_rotating_cache_made_of_its_window(steps):
+    """`contents.py` takes the window out, and another cache goes on as this one does."""
+    caches = [internals.RotatingKVCache(max_size=4) for _ in range(2)]
+    rows = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
+    for step in steps:
+        at = caches[0].offset
+        caches[0].update_and_fetch(*[rows[:, :, at : at + step]] * 2)
+    keys, _ = internals.window_of(caches[0])
+    assert keys.reshape(-1).tolist() == list(range(max(0, at + step - 4), at + step))
+    internals.fill_window(caches[1], at + step, keys[...], keys[...])
+    for more in (1, 1, 3, 1):
+        at = caches[0].offset
+        seen = [cache.update_and_fetch(*[rows[:, :, at : at + more]] * 2)[0] for cache in caches]
+        masks = [cache.make_mask(2, window_size=4, return_array=True) for cache in caches]
+        assert sorted(seen[0].flatten().tolist()) == sorted(seen[1].flatten().tolist())
+        assert mx.array_equal(*masks) and caches[0].offset == caches[1].offset
+
+
 def test_a_rotating_cache_after_several_rows():
     """`rollback.py` cuts its end: temporal order, `max_size - 1` older rows, no more."""
     cache = internals.RotatingKVCache(max_size=4)

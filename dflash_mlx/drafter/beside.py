@@ -22,6 +22,7 @@ from .tree import DraftTree
 if TYPE_CHECKING:
     from ..sampling import Sampler
     from ..target import Target
+    from ..target.contents import Arrays
     from .calibration import Calibration
     from .network import DFlash
     from .session import DraftSession
@@ -195,6 +196,18 @@ class BesideSession:
     def mark(self) -> tuple[Any, int]:
         """This state, to come back to."""
         return self.network.mark(), self.lookup.mark()
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """The network's."""
+        return self.network.rows(start, end)
+
+    def state(self) -> Arrays:
+        """The network's."""
+        return self.network.state()
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Begin with what the network took in; the lookup reads the text."""
+        self.network.restore(position, rows, state, room)
 
     def rewind(self, mark: tuple[Any, int]) -> None:
         """Forget all tokens since the mark."""

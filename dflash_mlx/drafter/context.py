@@ -6,8 +6,13 @@ states. The rows of a block are guesses; they are seen during their own pass and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
+
+from ..target import contents
+from ..target.contents import Arrays
 
 ContextMark = tuple[int, tuple[mx.array, mx.array] | None]
 
@@ -55,6 +60,24 @@ class ContextCache:
         if self.window is None:
             self.cut(mark[0])
         self.offset, self._recent = mark
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """The keys and values [1, KV, S, head_dim] of S tokens; none of a layer with a window."""
+        return contents.rows(self._full, start, end) if self.window is None else {}
+
+    def recent(self) -> Arrays:
+        """The rows of a layer's window; none without one."""
+        return (
+            {} if self._recent is None else dict(zip(("keys", "values"), self._recent, strict=True))
+        )
+
+    def restore(self, offset: int, rows: Sequence[Arrays], window: Arrays, room: int) -> None:
+        """Begin with `offset` rows, of which a layer with a window gets the last."""
+        self.offset = offset
+        if self.window is None:
+            contents.fill(self._full, offset, rows, {}, room)
+        else:
+            self._recent = window["keys"], window["values"]
 
     def update(self, keys: mx.array, values: mx.array, block: int) -> tuple[mx.array, mx.array]:
         """Append new context rows and, behind them, the rows of a block, which are not kept.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from ..sampling import Sampler
     from ..target import Target
+    from ..target.contents import Arrays
 
 LENGTHS = (16, 8, 4, 3, 2)  # of the n-grams that are indexed, the longest first
 MOST = 32  # tokens before a place that are compared with those before the end
@@ -212,6 +213,17 @@ class LookupSession:
     def rewind(self, mark: int) -> None:
         """Forget all tokens since the mark."""
         self.cut(mark)
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """None: the text is all it needs."""
+        return {}
+
+    def state(self) -> Arrays:
+        """None."""
+        return {}
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Nothing to do: the text is read."""
 
 
 def _class(matched: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..proposal import Proposal
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from ..sampling import Sampler
     from ..target import Target
+    from ..target.contents import Arrays
 
 
 class NoDrafter:
@@ -49,3 +51,15 @@ class NoDrafter:
     def rewind(self, mark: int) -> None:
         """Forget all tokens since the mark."""
         self.position = mark
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """None."""
+        return {}
+
+    def state(self) -> Arrays:
+        """None."""
+        return {}
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Begin with so many tokens."""
+        self.position = position

@@ -12,6 +12,7 @@ wants it asks with `isinstance`:
                     `Foresees`      has drafts that cost nothing, and knows what they are worth
                     `ReadsText`     is told the committed tokens, not only their features
                     `Resumable`     can go on with the next turn of a conversation
+                    `Storable`      what it took in can be stored, for other requests to begin with
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from ..sampling import Sampler
     from ..target import Target
+    from ..target.contents import Arrays
     from .calibration import Calibration
     from .tree import DraftTree
 
@@ -175,6 +177,35 @@ class Resumable(Protocol[MarkT]):
 
     def rewind(self, mark: MarkT) -> None:
         """Forget all tokens since the mark."""
+
+
+@runtime_checkable
+class Storable(Protocol):
+    """A session that another request's can begin where it was, told so by arrays.
+
+    Rows belong to tokens, and a stretch's can be laid behind another's; the state belongs to a
+    position. Names are the session's own. One that `ReadsText` is told the text as well.
+    """
+
+    @property
+    def position(self) -> int:
+        """Tokens that were taken in."""
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether rows are all there is, so that any position can be begun from."""
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """What belongs to the tokens from `start` to `end`, by name; slices, to be copied."""
+
+    def state(self) -> Arrays:
+        """What is good at this position alone, by name."""
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Begin with `position` tokens, by their rows, stretch after stretch, and their state.
+
+        `room` is how many tokens are about to follow. Nothing given is ever changed.
+        """
 
 
 def block_size(drafter: Drafter) -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from ..proposal import Proposal
+from ..target.contents import Arrays, inside
 from .context import ContextCache, ContextMark
 from .tree import DraftTree
 
@@ -106,6 +108,37 @@ class DraftSession:
         for layer, state in zip(self._cache, states, strict=True):
             layer.rewind(state)
         self._pending = list(pending)
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """Keys and values [1, KV, S, head_dim] of S tokens in the layers without a window."""
+        self._take_in(end)
+        return {
+            f"{at}.{name}": x
+            for at, layer in enumerate(self._cache)
+            for name, x in layer.rows(start, end).items()
+        }
+
+    def state(self) -> Arrays:
+        """The windows of the others."""
+        self._take_in(self.position)
+        return {
+            f"{at}.{name}": x
+            for at, layer in enumerate(self._cache)
+            for name, x in layer.recent().items()
+        }
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Begin with `position` tokens that other sessions have taken in; see `Storable`."""
+        for at, layer in enumerate(self._cache):
+            pieces = [inside(piece, f"{at}.") for piece in rows]
+            layer.restore(position, pieces, inside(state, f"{at}."), room)
+        self._start_computing()
+
+    def _take_in(self, position: int) -> None:
+        """Have no features wait of the tokens before a position."""
+        if self._cache[0].offset < position:
+            self._drafter.extend(self._take_pending(), self._cache)
+            self._start_computing()
 
     def extend(self, taps: mx.array) -> None:
         """Take in the features [1, S, K*D] of S newly committed tokens, in order."""

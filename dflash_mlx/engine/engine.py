@@ -22,6 +22,7 @@ from ..loop import Together
 from ..policy.rounds import AnyPolicy
 from ..policy.trees import TreePolicy
 from ..policy.widths import Policy
+from ..prefix.protocol import Prefix
 from ..prompt import Prompt
 from ..reading import is_positive, is_whole, shown
 from ..request import Request
@@ -50,6 +51,7 @@ class Engine:
             of all jobs, as many as pay on this machine, which is measured now unless it is known;
             None drafts whole blocks.
         memory: bytes for the caches of all jobs together; None is without limit.
+        prefix: a `PrefixStore` for the jobs that bring no conversation or store of their own.
         stall_ms: for how long reading a prompt may hold up the texts of others.
         most_jobs: how many have rounds together; the others wait for their turn.
         together: how rounds draft and verify; None is in one pass of each.
@@ -67,11 +69,12 @@ class Engine:
         *,
         policy: AnyPolicy | None = None,
         memory: int | None = None,
+        prefix: Prefix | None = None,
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
         together: Together | None = None,
     ) -> None:
-        check_kinds(drafter, policy)
+        check_kinds(drafter, policy, prefix=prefix)
         if memory is not None and not is_whole(memory, 1, 2**63):
             raise SettingsError(f"memory must be None or a number of bytes, not {shown(memory)}.")
         if not is_positive(stall_ms):
@@ -80,10 +83,10 @@ class Engine:
             raise SettingsError(
                 f"most_jobs must be a whole number, 1 or more, not {shown(most_jobs)}."
             )
-        self._pair, self._policy = (target, drafter), policy
+        self._pair, self._policy, self._prefix = (target, drafter), policy, prefix
         self._fits: set[int | None] = set()  # kv_bits that the caches were tried with
         self._check(None)
-        self._memory = Memory(target, drafter, memory)
+        self._memory = Memory(target, drafter, memory, prefix)
         together = together or Flat(target, _shared_rounds(target, drafter, policy))
         self._seats = Seats(together, self._memory, most_jobs, stall_ms / 1e3)
         self._arrived: deque[tuple[Job, Request]] = deque()  # what other threads have put there
@@ -102,6 +105,8 @@ class Engine:
         could outgrow the engine's memory, and `EngineError` when the engine is closed.
         """
         settings.setdefault("policy", self._policy)
+        if settings.get("conversation") is None:
+            settings.setdefault("prefix", self._prefix)
         request = begin(*self._pair, prompt, **settings)
         with ExitStack() as refused:
             refused.callback(request.close)

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 from ..drafter.protocol import Drafter, Weighed
 from ..errors import NotEnoughMemoryError
+from ..prefix.protocol import Prefix
 from ..request import Request
 from ..target import Target
 
 AHEAD = 1024  # tokens
 STEP = 256  # tokens by which mlx-lm's caches grow
+TRIED = 32  # such steps for which their shapes are looked at
 
 
 class Memory:
@@ -24,13 +26,20 @@ class Memory:
     Args:
         target, drafter: whose caches they are.
         size: bytes for all of them together; None is without limit.
+        store: of what is kept beside them, in room of its own that they may take from it.
         ahead: tokens of an answer for which there is room when a request enters.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, size: int | None, ahead: int = AHEAD
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        size: int | None,
+        store: Prefix | None = None,
+        ahead: int = AHEAD,
     ) -> None:
-        self._target, self._drafter, self._size, self._ahead = target, drafter, size, ahead
+        self._target, self._drafter, self._store = target, drafter, store
+        self._size, self._ahead = size, ahead
         self._known: dict[tuple[int, int | None], int] = {}
 
     def check(self, request: Request) -> None:
@@ -53,16 +62,27 @@ class Memory:
 
     def overflows(self, requests: Sequence[Request]) -> bool:
         """Whether the next round of these would need more than there is."""
-        if self._size is None:
+        if self._size is None and self._store is None:
             return False
-        return sum(self.bytes(each, each.stats.block_size) for each in requests) > self._size
+        needed = sum(self.bytes(each, each.stats.block_size) for each in requests)
+        stored = self._store is None or self._store.leave_room(needed)
+        return not stored or (self._size is not None and needed > self._size)
 
     def bytes(self, request: Request, further: int) -> int:
         """What a request's caches take once its text has gone on by so many tokens."""
         tokens = request.tokens + min(further, request.remaining)
-        of = -(-tokens // STEP) * STEP, request.kv_bits
+        blocks, kv_bits = -(-tokens // STEP), request.kv_bits
+        if blocks <= TRIED:
+            return self._tried(blocks, kv_bits)
+        # From there on they grow as they did before: windows have long been full.
+        whole, half = self._tried(TRIED, kv_bits), self._tried(TRIED // 2, kv_bits)
+        return whole + (blocks - TRIED) * (whole - half) // (TRIED - TRIED // 2)
+
+    def _tried(self, blocks: int, kv_bits: int | None) -> int:
+        """The bytes of so many blocks, from the shapes that they would have."""
+        of = blocks, kv_bits
         if of not in self._known:
-            self._known[of] = self._target.cache_bytes(*of)
+            self._known[of] = self._target.cache_bytes(blocks * STEP, kv_bits)
             if isinstance(self._drafter, Weighed):
-                self._known[of] += self._drafter.cache_bytes(of[0])
+                self._known[of] += self._drafter.cache_bytes(blocks * STEP)
         return self._known[of]

@@ -162,7 +162,7 @@ class Seats:
 
     def _play(self) -> None:
         """All texts that can go on have a round together."""
-        while self._memory.overflows([seat.request for seat in self._seats]):
+        while self._memory.overflows([each.request for each in self._seats]) and self._seats[1:]:
             self.give_way()
         ready = [seat for seat in self._seats if seat.reading is None]
         party = next(([seat] for seat in ready if seat.suspect), ready)
@@ -193,7 +193,9 @@ class Seats:
     def _end(self, seat: _Seat, error: Exception | None = None) -> None:
         """A job has ended, and its caches are free."""
         self._vacate(seat)
-        seat.request.close()
+        with Attempt() as attempt:
+            seat.request.close()
+        error = error or attempt.error
         if error is not None:
             seat.job.fail(error)
 

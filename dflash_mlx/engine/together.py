@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import mlx.core as mx
 
-from ..drafter.forest import propose_together
+from ..drafter.forest import propose_together, propose_trees_together
+from ..drafter.protocol import TreeSession
 from ..errors import ProposalError
 from ..loop import Alone, Turn
-from ..policy.offer import Offer
+from ..policy.offer import Offer, Planting
 from ..proposal import Proposal
 from ..target import Target
 from ..target.forest import Forest
@@ -32,10 +34,7 @@ class Flat:
         if len(turns) == 1:
             self._alone.propose(turns)
             return
-        offers: list[tuple[Turn, Offer]] = []
-        for turn in turns:
-            with turn:
-                offers.append((turn, turn.request.offer()))
+        offers = self._offers(turns)
         rows = self._rows(offers)
         chains = []
         for (turn, offer), count in zip(offers, rows, strict=True):
@@ -47,6 +46,28 @@ class Flat:
                 else:
                     turn.proposal = checked(offer.draft(count), count)
         self._draft(chains)
+
+    def _offers(self, turns: Sequence[Turn]) -> list[tuple[Turn, Offer]]:
+        """What all of them could have verified; trees are drafted for it, in one pass."""
+        offers, plantings = [], []
+        for turn in turns:
+            with turn:
+                offer = turn.request.offer()
+                if isinstance(offer, Planting):
+                    plantings.append((turn, offer))
+                else:
+                    offers.append((turn, offer))
+        trees = propose_trees_together(
+            [cast(TreeSession, turn.request.drafter) for turn, _ in plantings],
+            [turn.request.anchor for turn, _ in plantings],
+            [planting.rows for _, planting in plantings],
+            [planting.width for _, planting in plantings],
+            [planting.calibration for _, planting in plantings],
+        )
+        for (turn, planting), tree in zip(plantings, trees, strict=True):
+            with turn:
+                offers.append((turn, planting.grow(tree)))
+        return offers
 
     def _rows(self, offers: Sequence[tuple[Turn, Offer]]) -> list[int]:
         if self._rounds is None or not offers:

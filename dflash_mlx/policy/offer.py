@@ -1,4 +1,8 @@
-"""What a request can draft in a round that it shares with others."""
+"""What a request can draft in a round that it shares with others.
+
+A chain's rows are worth what is believed of its slots, before it is drafted; a tree's are known
+when it is, so it is drafted first, together with those of others.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from ..drafter.calibration import Calibration
+from ..drafter.tree import DraftTree
 from ..proposal import Proposal
 
 
@@ -24,6 +30,21 @@ class Offer:
     chances: Sequence[float]
     draft: Callable[[int], Proposal] | None = None
     asked: bool = False
+
+
+@dataclass(frozen=True)
+class Planting:
+    """A tree that is to be drafted before it is known what it offers.
+
+    Attributes:
+        rows, width, calibration: as `TreeSession.propose_tree` takes them.
+        grow: what the tree offers.
+    """
+
+    rows: int
+    width: int
+    calibration: Calibration
+    grow: Callable[[DraftTree], Offer]
 
 
 def paths(rates: Sequence[float]) -> list[float]:

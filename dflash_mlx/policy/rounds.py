@@ -21,7 +21,7 @@ from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
 from .cuts import Cuts
-from .offer import Offer, paths
+from .offer import Offer, Planting, paths
 from .outcome import Outcome
 from .trees import Sizes, TreePolicy, matching, tree_policy
 from .widths import Policy, Widths
@@ -51,7 +51,7 @@ class Rounds(Protocol):
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
 
-    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer | Planting:
         """What could be proposed in a round that other requests share; else as `propose`."""
 
     def observe(self, outcome: Outcome) -> None:
@@ -208,15 +208,17 @@ class TreeRounds:
         tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
         return self._of(tree, self._sizes.cut(tree))
 
-    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer | Planting:
         _, rows = self._sizes.size(context, limit, self._certainty)
         self._is_tree, self._foreseen = rows > 1, 1
-        if not self._is_tree:
-            return Offer(paths(self._sizes.rates()[: limit - 1]))
-        tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
+        if self._is_tree:
+            return Planting(rows, limit, self._calibration, self._grow)
+        return Offer(paths(self._sizes.rates()[: limit - 1]))
+
+    def _grow(self, tree: DraftTree) -> Offer:
+        """What a tree offers."""
         chances = np.exp(tree.tree.log_probs[1:]).tolist()
-        asked = self._sizes.pinned
-        return Offer(chances, lambda rows: self._of(tree, tree.propose(rows)), asked)
+        return Offer(chances, lambda rows: self._of(tree, tree.propose(rows)), self._sizes.pinned)
 
     def _of(self, tree: DraftTree, proposal: Proposal) -> Proposal:
         """The part of a tree that is verified; the text will say what all of it was worth."""

@@ -162,6 +162,19 @@ def in_temporal_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     return cache._temporal_order(rows)
 
 
+def window_of(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
+    """A sliding window's keys and values [1, H, N, D], by position, without what it has passed."""
+    rows = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+    passed = rows[0].shape[2] - cache.max_size
+    keys, values = (cache._trim(passed, x) if passed > 0 else x for x in rows)
+    return keys, values
+
+
+def fill_window(cache: RotatingKVCache, position: int, keys: mx.array, values: mx.array) -> None:
+    """Make a sliding window the one of a position; its rows are as `window_of` gives them."""
+    cache.keys, cache.values, cache.offset, cache._idx = keys, values, position, keys.shape[2]
+
+
 def hook(
     cache: Any, make_mask: Callable[..., mx.array], update_and_fetch: Callable[..., Any]
 ) -> None:

@@ -20,7 +20,7 @@ from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..kernels.modules import Wiring
 from ..proposal import Proposal
 from ..threads import evaluate
-from . import internals, marks
+from . import contents, internals, marks
 from .attention import attend_with, check_exact
 from .kv_bits import make_cache
 from .mla import absorb
@@ -222,13 +222,16 @@ class TargetSession:
                 if isinstance(rollback, RecurrentTape):
                     rollback.compute_with(target.wiring.kernels, self._verify)
         self._tree_reader: TreeReader | None = None  # made for the first tree
-        self._layers = layers
+        self._layers, self.kv_bits = layers, kv_bits
         self._unsettled = 0  # rows of the last verify that commit has not decided about
         self.position = 0  # committed tokens in the caches
         self.whole = True  # False while a forward changes the caches, and if it never ended
 
     def prefill(
-        self, tokens: Sequence[int], step: Callable[[], int] = lambda: PREFILL_STEP
+        self,
+        tokens: Sequence[int],
+        stops: Sequence[int] = (),
+        step: Callable[[], int] = lambda: PREFILL_STEP,
     ) -> Iterator[tuple[mx.array | None, mx.array]]:
         """Read a prompt, forward by forward: logits and taps [1, S, K*D].
 
@@ -239,11 +242,15 @@ class TargetSession:
 
         Args:
             tokens: the prompt's.
-            step: says how many tokens the next forward may have, if it is not the last.
+            stops: positions at which a forward ends.
+            step: says how many tokens the next forward may have.
         """
-        body, end = max(0, len(tokens) - LAST_STEP), 0
+        last_begins = max(0, len(tokens) - LAST_STEP)
+        borders = sorted({last_begins, *(at - self.position for at in stops), len(tokens)})
+        end = 0
         while end < len(tokens):
-            start, end = end, min(end + step(), body) if end < body else len(tokens)
+            start = end
+            end = min(start + step(), next(border for border in borders if border > start))
             last, self.whole = end == len(tokens), False
             with self._prefill.installed():
                 logits = self._model(mx.array([list(tokens[start:end])]), cache=self._cache)[0, -1:]
@@ -330,6 +337,39 @@ class TargetSession:
         """Forget all tokens since the mark."""
         marks.rewind(self._cache, self.position, mark)
         self.position = mark.position
+
+    def rows(self, start: int, end: int) -> contents.Arrays:
+        """What belongs to the tokens from `start` to `end`, by name: slices, to be copied."""
+        found = {}
+        for at, (cache, layer) in enumerate(zip(self._cache, self._layers, strict=False)):
+            ratio = internals.compression(internals.attention_of(layer))
+            for name, x in contents.rows(cache, start, end, ratio).items():
+                found[f"{at}.{name}"] = x
+        return found
+
+    def state(self) -> contents.Arrays:
+        """The rest: what is good at this position alone, by name."""
+        return {
+            f"{at}.{name}": x
+            for at, cache in enumerate(self._cache)
+            for name, x in contents.state(cache).items()
+        }
+
+    def restore(
+        self, position: int, rows: Sequence[contents.Arrays], state: contents.Arrays, room: int
+    ) -> None:
+        """Begin with `position` tokens that other sessions have read.
+
+        Args:
+            rows: from `rows`, stretch after stretch, up to the position.
+            state: from `state` at the position.
+            room: tokens that are about to follow.
+        """
+        for at, cache in enumerate(self._cache):
+            pieces = [contents.inside(piece, f"{at}.") for piece in rows]
+            contents.fill(cache, position, pieces, contents.inside(state, f"{at}."), room)
+        self.position = position
+        self._start_computing()
 
     def _start_computing(self) -> None:
         """Leave nothing lazy in the caches: the next forward may be another thread's."""

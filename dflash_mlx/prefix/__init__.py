@@ -1,0 +1,1 @@
+"""What requests share of what they have read: prompts that begin alike are read once."""

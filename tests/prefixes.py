@@ -1,0 +1,101 @@
+"""Sessions without a model, for the store: each row is a hash of all tokens up to its own.
+
+So whatever the store mixes up, a parent, a border, a window of another place, is seen in the rows.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+import dflash_mlx as dm
+from dflash_mlx.sampling import Sampler
+
+CHUNK = 4
+
+
+def hashes(ids, start=0):
+    """The row of every token."""
+    values, value = [], start
+    for token in ids:
+        value = (value * 31 + token + 1) % 2**31
+        values.append(value)
+    return values
+
+
+class Session:
+    """What target and drafter keep: rows, and a state where they cannot be cut."""
+
+    whole = True
+
+    def __init__(self, can_be_cut=True, width=1, kv_bits=None):
+        self.can_be_cut, self.kv_bits, self.width, self.values = can_be_cut, kv_bits, width, []
+
+    @property
+    def position(self):
+        return len(self.values)
+
+    def take(self, ids):
+        self.values += hashes(ids, self.values[-1] if self.values else 0)
+        self._all = mx.broadcast_to(mx.array(self.values)[:, None], (self.position, self.width))
+
+    def rows(self, start, end):
+        return {"0.rows": self._all[start:end]}
+
+    def state(self):
+        return {} if self.can_be_cut else {"0.state": mx.array(self.values[-1:])}
+
+    def restore(self, position, rows, state, room):
+        pieces = [piece["0.rows"][:, 0] for piece in rows if "0.rows" in piece]
+        self.values = mx.concatenate(pieces).tolist()
+        assert self.position == position
+        assert self.can_be_cut or state["0.state"].tolist() == self.values[-1:]
+        self._all = mx.broadcast_to(mx.array(self.values)[:, None], (position, self.width))
+
+
+class Target:
+    """What the store asks of a target; `seed` is of its weights."""
+
+    def __init__(self, can_be_cut=True, width=1, seed=0):
+        self.can_be_cut, self.width, self.config = can_be_cut, width, {}
+        self.model = nn.Linear(2, 2, bias=False)
+        self.model.weight = mx.random.normal((2, 2), key=mx.random.key(seed))
+
+    def start(self, tap_layers=(), kv_bits=None):
+        return Session(self.can_be_cut, self.width, kv_bits)
+
+
+class Drafter:
+    tap_layers = ()
+
+    def __init__(self, can_be_cut=True):
+        self.can_be_cut = can_be_cut
+
+    def start(self, target, sampler):
+        return Session(self.can_be_cut)
+
+
+def store(target, drafter=None, **settings):
+    """A store of small chunks, with room for all."""
+    settings = {"memory": 2**30, "chunk": CHUNK, "stride": 4 * CHUNK, "disk_left": 0} | settings
+    return dm.PrefixStore(target, drafter or Drafter(), **settings)
+
+
+def request(store, prompt, answer=(), step=8, kv_bits=None, salt="", ends=()):
+    """A request as `Conversation` makes it; the tokens that it began with, which are right."""
+    of = {"kv_bits": kv_bits, "salt": salt}
+    target, drafter, held = store.open(prompt, Sampler(), **of)
+    sessions = target, drafter
+    for session in sessions:
+        assert session.values == hashes(prompt[:held])
+    assert held < len(prompt)
+    stops = store.stops(*sessions, prompt, ends, salt)
+    for stop in (*stops, len(prompt)):
+        while target.position < stop:
+            more = prompt[target.position : min(stop, target.position + step)]
+            for session in sessions:
+                session.take(more)
+            store.keep(*sessions, prompt[: target.position], target.position in stops, salt)
+    text = [*prompt, *answer[:-1]]  # the last token of an answer is in no cache
+    for session in sessions:
+        session.take(text[len(prompt) :])
+    store.keep(*sessions, text, True, salt)
+    return held

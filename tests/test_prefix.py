@@ -1,0 +1,276 @@
+"""The store of prefixes: what it finds, what it lets go of, and what it never mixes up."""
+
+import gc
+import random
+import threading
+
+import mlx.core as mx
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from prefixes import CHUNK, Drafter, Target, request, store
+
+import dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.prefix.keys import chunk_keys, mark_key
+from dflash_mlx.sampling import Sampler
+
+KINDS = pytest.mark.parametrize("kind", [(True, True), (True, False), (False, True)], ids=str)
+
+
+def text(length, seed=0):
+    """Tokens of a seed, or drawn from where a generator is."""
+    drawn = seed if isinstance(seed, random.Random) else random.Random(seed)
+    return [drawn.randrange(100) for _ in range(length)]
+
+
+def used(store):
+    """Bytes of what is stored, counted anew."""
+    return sum(entry.size for entry in store._entries.values())
+
+
+def pair(kind):
+    return Target(kind[0]), Drafter(kind[1])
+
+
+@KINDS
+def test_a_second_turn_reads_what_is_new_and_less_than_a_chunk(kind):
+    here, prompt, answer = store(*pair(kind)), text(50), text(30, 1)
+    assert request(here, prompt, answer) == 0
+    again = [*prompt, *answer, *text(9, 2)]
+    held = request(here, again)
+    # Where marks are needed, the end of an answer has one; else whole chunks are found.
+    assert held == (79 if kind != (True, True) else 79 // CHUNK * CHUNK)
+
+
+@KINDS
+def test_a_prompt_that_parts_is_found_up_to_there_the_third_time(kind):
+    """Marks are made where a second text parts from the first: it may not be the last."""
+    here, first = store(*pair(kind), stride=1000), text(60)
+    held = [request(here, [*first[:30], *text(30, seed)]) for seed in (1, 2, 3)]
+    assert held == [0, 28 if kind == (True, True) else 0, 28]
+
+
+@KINDS
+def test_a_system_prompt_serves_the_second_chat(kind):
+    """Where the first chat's messages say that others will part from it."""
+    here, system = store(*pair(kind), stride=1000), text(30)
+    held = [request(here, [*system, *text(40, seed)], ends=(30, 68)) for seed in (1, 2)]
+    assert held == [0, 28]
+
+
+@KINDS
+def test_the_end_of_a_prompt_is_always_read(kind):
+    """Two rows at least, so that they are computed as in a prompt that is read whole."""
+    here, prompt = store(*pair(kind)), text(4 * CHUNK)
+    for length in range(1, len(prompt) + 1):
+        assert request(here, prompt[:length]) <= max(0, length - 2)
+
+
+def test_a_long_prompt_has_marks_on_the_way():
+    here, prompt = store(Target(False)), text(100)
+    request(here, prompt)
+    assert request(here, [*prompt[:70], *text(9, 1)]) == 64
+
+
+def test_other_models_bits_and_people_share_nothing(tmp_path):
+    prompt = text(40)
+    shared = {"folder": tmp_path}
+    here = store(Target(), **shared)
+    held = [request(here, prompt, kv_bits=bits, salt=salt) for bits in (None, 8) for salt in "ab"]
+    assert held == [0] * 4
+    assert request(here, prompt, kv_bits=8, salt="b") == 36
+    here.flush()
+    assert request(store(Target(seed=1), **shared), prompt, kv_bits=8, salt="b") == 0
+    assert request(store(Target(), **shared, chunk=8), prompt, kv_bits=8, salt="b") == 0
+    assert request(store(Target(), **shared), prompt, kv_bits=8, salt="b") == 36
+
+
+def test_keys_are_of_all_the_text_before():
+    ids = text(12)
+    keys = chunk_keys(b"root", ids, 4)
+    assert len(set(keys)) == len(keys) == 3 == len(chunk_keys(b"root", text(15), 4))
+    other = chunk_keys(b"root", [ids[0] + 1, *ids[1:]], 4)
+    assert not set(keys) & set(other)
+    assert len({mark_key(keys[0], ids[4:end]) for end in (4, 5, 6, 7)}) == 4
+    assert mark_key(keys[0], ids[4:7]) != mark_key(keys[1], ids[4:7])
+
+
+def test_a_hit_is_kept_and_what_nobody_used_goes():
+    size = 8 * 4 * 2 * CHUNK  # two texts of 8 chunks, an int32 of each session a token
+    here = store(Target(), memory=2 * size)
+    first, second, third = (text(8 * CHUNK + 3, seed) for seed in range(3))
+    request(here, first), request(here, second)
+    assert request(here, first) == 8 * CHUNK
+    request(here, third)  # the second has to go, and goes from its end
+    assert request(here, first) == 8 * CHUNK
+    assert request(here, second) < 8 * CHUNK
+    assert here.ledger.stored == used(here) <= 2 * size
+
+
+def test_a_text_that_does_not_fit_is_kept_as_far_as_it_does():
+    here = store(Target(), memory=3 * 4 * 2 * CHUNK)
+    for _ in range(2):
+        held = request(here, text(20 * CHUNK))
+    assert held == 3 * CHUNK
+
+
+def test_live_requests_come_first():
+    here = store(Target(), memory=1000)
+    request(here, text(50))
+    stored = here.ledger.stored
+    assert here.leave_room(1000 - stored) and here.ledger.stored == stored
+    assert here.leave_room(900) and here.ledger.stored <= 100
+    assert not here.leave_room(1001) and here.ledger.live == 900
+    request(here, text(50))
+    assert here.ledger.stored == used(here) <= 100
+    assert here.leave_room(0) and here.ledger.over < 0
+
+
+def test_a_conversation_has_few_marks_and_keeps_its_first():
+    here, prompt = store(Target(False), stride=CHUNK), text(40 * CHUNK)
+    request(here, prompt)
+    keys = chunk_keys(here._root(None, ""), prompt, CHUNK)
+    places = [entry.place for entry in here._entries.values() if entry.place is not None]
+    # The last one is the prompt's end, without the token that is the first anchor.
+    assert sorted(keys.index(place.chunk) + 1 for place in places) == [1, *range(34, 41)]
+    assert request(here, [*prompt[: 30 * CHUNK], 1, 2, 3]) == CHUNK
+
+
+def test_what_did_not_end_well_is_not_kept():
+    here, prompt = store(Target()), text(20)
+    target, drafter, _ = here.open(prompt, Sampler())
+    for session, missing in ((target, 0), (drafter, 4)):
+        session.take(prompt[: 20 - missing])
+    here.keep(target, drafter, prompt)  # the drafter is behind
+    drafter.take(prompt[16:])
+    here.keep(target, drafter, prompt[:16])  # not what they hold
+    target.whole = False
+    here.keep(target, drafter, prompt)  # a forward broke off
+    assert used(here) == 0
+    target.whole = True
+    here.keep(target, drafter, prompt)
+    assert used(here) > 0
+
+
+def test_a_drafter_whose_features_cannot_be_stored_reads_everything():
+    class Foreign(Drafter):
+        def start(self, target, sampler):
+            return object()
+
+    here = store(Target(), Foreign())
+    target, drafter, held = here.open(text(40), Sampler())
+    target.take(text(40))
+    here.keep(target, drafter, text(40), mark=True)
+    assert held == used(here) == 0 and here.stops(target, drafter, text(40)) == []
+
+
+def test_what_is_let_go_is_free():
+    """Rows are copies: neither a slice of a live cache nor of each other."""
+    before = _active()
+    wide = Target(width=4096)  # 16 KiB a token
+    here = store(wide, memory=2**20)
+    for seed in range(4):
+        request(here, text(64, seed))
+        assert _active() - before < here.ledger.stored + 2**16
+    assert 2**19 < here.ledger.stored <= 2**20
+    here.clear()
+    assert here.ledger.stored == 0
+    assert _active() - before < 2**16
+
+
+def _active():
+    gc.collect()
+    mx.synchronize()
+    return mx.get_active_memory()
+
+
+@KINDS
+def test_ten_thousand_requests_end_where_they_began(kind):
+    drawn, here = random.Random(5), store(*pair(kind), memory=1500)
+    before, begun, hits = _active(), [text(24, seed) for seed in range(4)], 0
+    for _ in range(3400):  # of each kind
+        prompt = [*drawn.choice(begun)[: drawn.randrange(24)], *text(1 + drawn.randrange(8), drawn)]
+        hits += request(here, prompt, text(drawn.randrange(4), drawn), step=16) > 0
+        assert here.ledger.stored + here.ledger.live <= 1500
+        if drawn.random() < 0.1:
+            here.leave_room(drawn.randrange(1000))
+    assert here.ledger.stored == used(here) and hits > 1000
+    here.leave_room(0)
+    here.clear()
+    assert here.ledger.stored == 0 and not here._entries and not here._places.after(b"")
+    assert not here._places._of and _active() - before < 2**16
+
+
+class Requests(RuleBasedStateMachine):
+    """Any order of what can happen: `request` checks what it gets, these what is left."""
+
+    @initialize(kind=st.tuples(st.booleans(), st.booleans()), memory=st.integers(1, 3000))
+    def begin(self, kind, memory):
+        self.memory, self.texts = memory, [[0]]
+        self.here = store(*pair(kind), memory=memory)
+
+    @rule(
+        base=st.integers(0, 50),
+        cut=st.integers(0, 40),
+        more=st.lists(st.integers(0, 3), min_size=1, max_size=20),
+        answer=st.lists(st.integers(0, 3), max_size=9),
+        salt=st.sampled_from(["", "", "b"]),
+        step=st.integers(1, 20),
+    )
+    def ask(self, base, cut, more, answer, salt, step):
+        prompt = [*self.texts[base % len(self.texts)][:cut], *more]
+        request(self.here, prompt, answer, step=step, salt=salt)
+        self.texts.append([*prompt, *answer])
+
+    @rule(size=st.integers(0, 4000))
+    def grow(self, size):
+        assert self.here.leave_room(size) == (size <= self.memory)
+
+    @rule()
+    def clear(self):
+        self.here.clear()
+        assert not self.here._entries and not self.here._places._of
+
+    @invariant()
+    def books_are_right(self):
+        if hasattr(self, "here"):
+            ledger, entries = self.here.ledger, self.here._entries
+            assert ledger.stored == used(self.here) and ledger.over <= 0
+            marks = {key for key, entry in entries.items() if entry.place is not None}
+            assert marks == set(self.here._places._of)
+
+
+Requests.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
+TestRequests = Requests.TestCase
+
+
+def test_two_threads():
+    here, wrong = store(Target(False), memory=4000), []
+
+    def ask(seed):
+        drawn = random.Random(seed)
+        try:
+            for _ in range(150):
+                request(here, [*text(24, drawn.randrange(3))[: drawn.randrange(24)], 1, 2, 3, 4])
+        except AssertionError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and here.ledger.stored == used(here) <= 4000
+
+
+def test_another_pair_and_wrong_numbers_are_refused():
+    target, drafter = Target(), Drafter()
+    here = store(target, drafter)
+    for pair in ((Target(), drafter), (target, Drafter()), (target, None)):
+        with pytest.raises(SettingsError, match="of another target or drafter"):
+            dm.Conversation(*pair, prefix=here)
+    for name in ("memory", "disk", "chunk", "stride"):
+        with pytest.raises(SettingsError, match=f"{name} must be a whole number"):
+            store(target, **{name: 0})

@@ -1,0 +1,140 @@
+"""A hit is what reading it all would have been, on every family: tokens, and bit for bit logits."""
+
+import mlx.core as mx
+import pytest
+from families import FAMILIES, random_model, target_of
+from oracle import Oracle
+from test_conversation import ResumingOracle, small_prompt
+from tinymodels import random_drafter
+from tinymodels import target as tiny_target
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.beside import Beside
+from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.prefix.store import CHUNK
+from dflash_mlx.sampling import Sampler
+
+GIB = 2**30
+SMALL = 16  # tokens of a chunk; windows have 32 rows
+HYBRIDS = ("qwen3_5", "gpt_oss")
+SAMPLED = {"temperature": 0.8, "seed": 3}
+
+
+def logits_after(session, ids, rows=4):
+    """Logits [rows, V] of the last rows of a text, the rest of which a session has yet to read."""
+    for _ in session.prefill(ids[session.position : -rows]):
+        pass
+    logits, _ = session.verify(dm.Proposal(ids[-rows:]))
+    mx.eval(logits)
+    return logits
+
+
+def check_bits(target, store, ids, held, kv_bits=None):
+    """A session out of the store has the logits of one that reads all. It holds so much."""
+    session, _, found = store.open(ids, Sampler(), kv_bits)
+    assert found == held
+    fresh = target.start((), kv_bits)
+    assert mx.array_equal(logits_after(session, ids), logits_after(fresh, ids)).item()
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_bits"), [*((name, None) for name in FAMILIES), ("qwen3", 8), ("qwen3_5", 4)]
+)
+def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits):
+    """Second turns, greedy and sampled; another prompt that parts inside; a repeated one."""
+    target = target_of(random_model(family), family)
+    store = dm.PrefixStore(target, None, memory=GIB, chunk=SMALL)
+    settings = {"kv_bits": kv_bits}
+
+    def ask(prompt, count, **more):
+        return dm.generate(target, None, prompt, max_tokens=count, **settings, **more)
+
+    prompt = first = small_prompt(70, seed=1)
+    for more in ({}, {}, SAMPLED):  # a token a round, where windows are written in place
+        hit = ask(prompt, 5, prefix=store, **more)
+        if prompt is not first:
+            assert hit.tokens == ask(prompt, 5, **more).tokens
+            # What is new: nine tokens, and the last of the answer, which no forward has read.
+            assert len(prompt) - hit.stats.reused_tokens - 10 < 2 * SMALL
+        prompt = [*prompt, *hit.tokens, *small_prompt(9, seed=len(prompt))]
+    marked = hit.stats.reused_tokens % SMALL > 0  # such an answer has a mark at its end
+    other = [*first[:40], *small_prompt(30, seed=3)]
+    assert ask(other, 1, prefix=store).stats.reused_tokens == (0 if marked else 32)
+    check_bits(target, store, [*other[:40], *small_prompt(20, seed=4)], 32, kv_bits)
+    check_bits(target, store, [*first, *small_prompt(8, seed=4)], 64 - marked * SMALL, kv_bits)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_chunks_of_the_real_size(family):
+    """At most 512 tokens beyond what is new, after a long answer and after one that was undone."""
+    target = target_of(random_model(family), family)
+    prompt = small_prompt(2 * CHUNK + 100, seed=1)
+    answer = small_prompt(CHUNK + 50, seed=2)  # what it drafts is taken: no text is decoded
+    store = dm.PrefixStore(target, None, memory=GIB)
+    read(store, [*prompt, *answer], len(prompt))
+    for begun, new in (([*prompt, *answer], 10), (prompt, 60)):
+        ids = [*begun, *small_prompt(new, seed=3)]
+        session, _, held = store.open(ids, Sampler())
+        assert len(ids) - held <= new + 512 and held >= 2 * CHUNK
+        fresh = target.start()
+        assert mx.array_equal(logits_after(session, ids), logits_after(fresh, ids)).item()
+
+
+def read(store, ids, prompt):
+    """Have a store read a prompt, and an answer as if it had been decoded in blocks."""
+    target, drafter, _ = store.open(ids[:prompt], Sampler())
+    stops = store.stops(target, drafter, ids[:prompt])
+    for _, taps in target.prefill(ids[target.position : prompt], stops):
+        drafter.extend(taps)
+        store.keep(target, drafter, ids[: target.position], mark=target.position in stops)
+    while target.position < len(ids):
+        block = ids[target.position : target.position + 40]
+        _, taps = target.verify(dm.Proposal(block))
+        target.commit(range(len(block)))
+        drafter.extend(taps)
+    store.keep(target, drafter, ids, mark=True)
+
+
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2}
+MIXED = {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}
+DRAFTERS = {
+    "network": random_drafter,
+    "windows": lambda: random_drafter(**WINDOW),
+    "mixed": lambda: random_drafter(**MIXED),
+    "lookup": Lookup,
+    "network beside lookup": lambda: Beside(random_drafter()),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafters_go_on_as_if_they_had_read_it_all(drafter, tmp_path):
+    """Token for token and round for round, out of memory and out of the folder of another store."""
+    target, make, prompt = tiny_target(), DRAFTERS[drafter], small_prompt(60, seed=3)
+    prompt = [*prompt, *prompt[:30]]  # something to look up
+    kept, settings = make(), {"memory": GIB, "chunk": SMALL, "folder": tmp_path, "disk_left": 0}
+    store = dm.PrefixStore(target, kept, **settings)
+    for number in range(4):
+        sampled = {"max_tokens": 10, "temperature": 0.8, "seed": number}
+        fresh = dm.generate(target, make(), prompt, **sampled)
+        result = dm.generate(target, kept, prompt, **sampled, prefix=store)
+        assert result.tokens == fresh.tokens
+        if drafter != "network beside lookup" and drafter != "lookup":  # these learn from request
+            assert result.stats.accepted_per_round == fresh.stats.accepted_per_round
+        assert result.stats.reused_tokens > len(prompt) - 4 * SMALL or number == 0
+        begun = prompt[:-2] if number == 1 else [*prompt, *result.tokens]
+        prompt = [*begun, *small_prompt(5, seed=number)]
+        if number == 2:
+            store.flush()
+            kept = make()  # of the same weights: its fingerprint is the same
+            store = dm.PrefixStore(target, kept, **settings)
+
+
+def test_a_foreign_drafter_that_cannot_be_stored_reads_everything_again():
+    target, prompt = tiny_target(), small_prompt(40, seed=7)
+    answer = dm.generate(target, None, prompt, max_tokens=10).tokens
+    for kind in (Oracle, ResumingOracle):
+        for _ in range(2):
+            oracle = kind(prompt, answer, target.vocab_size, 0.5)
+            store = dm.PrefixStore(target, oracle, memory=GIB, chunk=SMALL)
+            result = dm.generate(target, oracle, prompt, max_tokens=10, prefix=store)
+            assert result.tokens == answer and result.stats.reused_tokens == 0
