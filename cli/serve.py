@@ -18,6 +18,7 @@ from .screen import error_line, note
 from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:
+    from dflash_mlx import PrefixStore
     from dflash_mlx.serve.access import Access
 
 STUCK_SECONDS: Final = 5.0
@@ -80,6 +81,7 @@ def _run(
         pair.target,
         pair.drafter,
         policy=pair.policy,
+        prefix=_prefix(pair, load, access),
         memory=None if load.memory is None else int(load.memory * 1e9),
         most_jobs=load.concurrency,
     )
@@ -98,6 +100,15 @@ def _run(
         error_line("The engine does not come back from the device: the process ends without it.")
         sys.stderr.flush()
         os._exit(STUCK_CODE)
+
+
+def _prefix(pair: Pair, load: Load, access: Access) -> PrefixStore | None:
+    """What prompts share; nothing where several people have keys, as time would tell."""
+    if not load.prefix_cache or len(access.keys) > 1:
+        return None
+    folder = None if load.cache_dir is None else load.cache_dir.expanduser()
+    memory = int(load.prefix_cache * 1e9)
+    return dflash_mlx.PrefixStore(pair.target, pair.drafter, memory=memory, folder=folder)
 
 
 def _log(verbose: bool) -> None:

@@ -83,6 +83,20 @@ class Load:
             min=0.001,
         ),
     ] = None
+    prefix_cache: Annotated[
+        float,
+        options.value(
+            group=SERVER, metavar="GB", help="For what prompts share; 0 reads all anew.", min=0
+        ),
+    ] = 4.0
+    cache_dir: Annotated[
+        Path | None,
+        options.value(
+            group=SERVER,
+            metavar="DIR",
+            help="Keep it on disk too, prompts and all.",
+        ),
+    ] = None
     drain_seconds: Annotated[
         float,
         options.value(

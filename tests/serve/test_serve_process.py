@@ -232,6 +232,24 @@ def test_anthropic_without_waiting(server):
     assert asyncio.run(ask())
 
 
+def test_prompts_that_begin_alike_are_read_once(chat, claude):
+    system = "Mind these rules. " * 80
+
+    def asked(question):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        answer = chat.chat.completions.create(model="m", messages=messages, max_tokens=8)
+        return answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
+
+    _, before = asked("What is 3 plus 4?")
+    tokens, cached = asked("What is 5 plus 6?")
+    assert before == 0 and tokens - 300 < cached < tokens and cached % 256 == 0
+    billing = {"type": "text", "text": "x-anthropic-billing-header: differs;"}
+    blocks = [billing, {"type": "text", "text": system}]
+    usage = claude.messages.create(model="m", max_tokens=8, system=blocks, messages=QUESTION).usage
+    assert usage.cache_read_input_tokens == cached
+    assert usage.cache_read_input_tokens + usage.input_tokens <= tokens + 9
+
+
 def test_errors_are_the_sdks_own(chat, claude):
     with pytest.raises(openai.BadRequestError) as refused:
         chat.chat.completions.create(model="m", messages=LONG)
