@@ -14,7 +14,20 @@ from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.machine.facts import installed
 
-from . import bench, chat, doctor, downloads, generate, models, report, roofline, train, tune
+from . import (
+    bench,
+    chat,
+    doctor,
+    downloads,
+    generate,
+    launch,
+    models,
+    report,
+    roofline,
+    serve,
+    train,
+    tune,
+)
 from .screen import error_line
 from .spread import spread
 
@@ -68,6 +81,8 @@ app = typer.Typer(
 COMMANDS = (
     generate.generate,
     chat.chat,
+    serve.serve,
+    launch.launch,
     bench.bench,
     tune.tune,
     report.report,

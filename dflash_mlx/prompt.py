@@ -35,7 +35,7 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
             one that raises anything, or as long as the context, so that there is no room for an
             answer.
     """
-    ids = _ids(target.tokenizer, prompt)
+    ids = token_ids(target.tokenizer, prompt)
     if not ids:
         raise PromptError("The prompt is empty: give some text, token ids or messages.")
     outside = next((i for i in ids if not 0 <= i < target.vocab_size), None)
@@ -51,7 +51,8 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     return ids
 
 
-def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt, which no target has judged. Raises `PromptError` for what is none."""
     if isinstance(prompt, str):
         if not prompt:
             return []

@@ -22,41 +22,62 @@ if TYPE_CHECKING:
     from .target import Target
 
 
-class JsonSchema:
-    """A logits processor that leaves only the tokens with which an answer still fits a schema.
+class GrammarTokens:
+    """A target's tokens as llguidance knows them; made once, for any number of grammars.
 
-    It serves one request. The first history it is shown is that request's prompt.
-
-    Args:
-        target: whose tokens these are.
-        schema: a JSON schema, as parsed.
-
-    Raises:
-        MissingDependencyError: llguidance is not installed.
-        SettingsError: the schema is not one, or says what llguidance does not support.
+    Raises `MissingDependencyError` where llguidance is not installed.
     """
 
-    def __init__(self, target: Target, schema: Mapping[str, Any]) -> None:
+    def __init__(self, target: Target) -> None:
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError as error:
             raise MissingDependencyError.of("llguidance is not installed", "structured") from error
-        self._eos_ids = frozenset(target.tokenizer.eos_token_ids)
-        tokenizer = LLTokenizer(
+        self.eos_ids = frozenset(target.tokenizer.eos_token_ids)
+        self._tokenizer = LLTokenizer(
             target.tokenizer.backend_tokenizer.to_str(),
             n_vocab=target.vocab_size,
-            eos_token=sorted(self._eos_ids),
+            eos_token=sorted(self.eos_ids),
         )
-        grammar = LLMatcher.grammar_from_json_schema(dict(schema))
-        problem = LLMatcher.validate_grammar(grammar, tokenizer)
+        self._matchers = LLMatcher
+
+    def of_schema(self, schema: Mapping[str, Any]) -> str:
+        """The grammar of what fits a JSON schema."""
+        return str(self._matchers.grammar_from_json_schema(dict(schema)))
+
+    def of_lark(self, lark: str) -> str:
+        """The grammar that a text in llguidance's dialect of Lark describes."""
+        return str(self._matchers.grammar_from_lark(lark))
+
+    def matcher(self, grammar: str, what: str) -> Any:
+        """What follows one text through a grammar. Raises `SettingsError`, about `what`."""
+        problem = self._matchers.validate_grammar(grammar, self._tokenizer)
         if problem:
-            raise SettingsError(f"The JSON schema cannot be used: {problem.splitlines()[0]}")
-        self._matcher = LLMatcher(tokenizer, grammar)
+            raise SettingsError(f"{what} cannot be used: {problem.splitlines()[0]}")
+        return self._matchers(self._tokenizer, grammar)
+
+
+class Grammar:
+    """A logits processor that leaves only the tokens with which an answer still fits a grammar.
+
+    It serves one request. The first history it is shown is that request's prompt.
+
+    Args:
+        tokens: the target's.
+        grammar: one of llguidance's.
+        what: it is called in an error.
+
+    Raises `SettingsError` for a grammar that is none, or says what llguidance does not support.
+    """
+
+    def __init__(self, tokens: GrammarTokens, grammar: str, what: str = "The grammar") -> None:
+        self._eos_ids = tokens.eos_ids
+        self._matcher = tokens.matcher(grammar, what)
         self._prompt: int | None = None
         self._read: list[int] = []  # tokens of an answer that the matcher has taken in
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits [1, V] with -inf where the schema allows no token after the history [H]."""
+        """Logits [1, V] with -inf where the grammar allows no token after the history [H]."""
         if self._prompt is None:
             self._prompt = len(tokens)
         answer: Any = tokens[self._prompt :].tolist()
@@ -76,3 +97,20 @@ class JsonSchema:
         taken = self._matcher.try_consume_tokens(answer[same:])
         self._read = answer[: same + taken]
         return len(self._read) == len(answer)
+
+
+class JsonSchema(Grammar):
+    """The same for answers that fit a JSON schema.
+
+    Args:
+        target: whose tokens these are.
+        schema: a JSON schema, as parsed.
+
+    Raises:
+        MissingDependencyError: llguidance is not installed.
+        SettingsError: the schema is not one, or says what llguidance does not support.
+    """
+
+    def __init__(self, target: Target, schema: Mapping[str, Any]) -> None:
+        tokens = GrammarTokens(target)
+        super().__init__(tokens, tokens.of_schema(schema), "The JSON schema")

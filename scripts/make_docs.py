@@ -1,4 +1,5 @@
-"""Write docs/commands/: a page for each command, from the declarations that --help prints.
+"""Write docs/commands/, a page for each command, from the declarations that --help prints, and
+docs/fields.md, what requests to the server may say, from the models that read them.
 
     python scripts/make_docs.py
 
@@ -13,7 +14,20 @@ from typing import Any
 from typer.main import get_command
 
 from dflash_mlx.cli.app import app
+from dflash_mlx.serve.chat import ChatBody
+from dflash_mlx.serve.completions import CompletionsBody
+from dflash_mlx.serve.fields import Body, support
+from dflash_mlx.serve.messages import CountBody, MessagesBody
+from dflash_mlx.serve.responses import ResponsesBody
 
+FIELDS = Path(__file__).parents[1] / "docs" / "fields.md"
+BODIES: tuple[type[Body], ...] = (
+    ChatBody,
+    CompletionsBody,
+    ResponsesBody,
+    MessagesBody,
+    CountBody,
+)
 FOLDER = Path(__file__).parents[1] / "docs" / "commands"
 MARK = "<!-- Above this line scripts/make_docs.py writes; below it people do. -->\n"
 PROGRAM = "dflash-mlx"
@@ -70,7 +84,28 @@ def pages() -> dict[Path, str]:
         found[path] = generated(name, command) + below
         lines.append(f"- [{PROGRAM} {name}]({path.name}): {command.help.strip().splitlines()[0]}")
     found[FOLDER / "README.md"] = "\n".join(lines) + "\n"
+    found[FIELDS] = fields()
     return found
+
+
+def fields() -> str:
+    """What each request may say, and what becomes of it."""
+    lines = [
+        "# Fields of requests",
+        "",
+        "Made from the models that read them, by `scripts/make_docs.py`. *yes*: it counts. "
+        "*ignored*: it changes no",
+        "answer and is read over. *refused*: it would change the answer and is answered with 400; "
+        "*only* names the",
+        "values that ask for nothing. A field that is not here is one that no dialect knows: it is "
+        "read over.",
+        "",
+    ]
+    for body in BODIES:
+        lines += [f"## {body.__doc__}", "", "| field | |", "|---|---|"]
+        lines += [f"| `{name}` | {said} |" for name, said in sorted(support(body))]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def main() -> None:

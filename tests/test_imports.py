@@ -38,7 +38,7 @@ LEVELS = [
     {"loop"},
     {"engine"},
     {"dflash_mlx"},  # the public names, which come from all of the above
-    {"bench", "train"},
+    {"bench", "serve", "train"},
     {"tiny.recipe"},
     {"cli"},
     {"__main__"},
@@ -123,6 +123,14 @@ def test_the_protocol_of_drafters_is_typed():
     assert "Any" not in (PACKAGE / "drafter" / "protocol.py").read_text()
     asking = re.compile(r"(has|get)attr\(.*\b(drafter|drafting|session)\b")
     assert not [path for path in PACKAGE.rglob("*.py") if asking.search(path.read_text())]
+
+
+def test_only_the_server_knows_the_web():
+    """Its packages are an extra that nothing else may need."""
+    web = {"httptools", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
+    for name, path in modules().items():
+        if part_of(name) != "serve":
+            assert not {one.split(".")[0] for one in imports(name, path)} & web, name
 
 
 def test_nothing_heavy_is_imported_early():

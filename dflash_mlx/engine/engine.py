@@ -7,6 +7,7 @@ after the other.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -55,6 +56,9 @@ class Engine:
         most_jobs: how many have rounds together; the others wait for their turn.
         together: how rounds draft and verify; None is in one pass of each.
 
+    Attributes:
+        progressed: when a step was last over, a round or a chunk of a prompt, by `time.monotonic`.
+
     Raises `SettingsError`, and `IncompatibleDrafterError` for a drafter of another target.
     """
 
@@ -87,6 +91,7 @@ class Engine:
         self._seats = Seats(together, self._memory, most_jobs, stall_ms / 1e3)
         self._arrived: deque[tuple[Job, Request]] = deque()  # what other threads have put there
         self._lock, self._scheduled, self._closed = threading.Lock(), False, False
+        self.progressed = time.monotonic()
         # Its thread waits for steps, ends with the engine, and is joined when the program ends.
         self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
 
@@ -168,6 +173,7 @@ class Engine:
         if self._closed:
             self._seats.dismiss()
         self._seats.step()
+        self.progressed = time.monotonic()
         with self._lock:
             if self._seats.busy and not self._scheduled and not self._schedule():
                 self._closed = True

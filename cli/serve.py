@@ -1,0 +1,141 @@
+"""`dflash-mlx serve`: a model for clients of OpenAI's and Anthropic's interfaces."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import dflash_mlx
+from dflash_mlx.errors import MissingDependencyError, OutputError, SettingsError
+
+from . import options
+from .pair import Pair, open_pair
+from .screen import error_line, note
+from .serve_options import Load, Reached, Verbose
+
+if TYPE_CHECKING:
+    from dflash_mlx import PrefixStore
+    from dflash_mlx.serve.access import Access
+
+STUCK_SECONDS: Final = 5.0
+STUCK_CODE: Final = 1
+
+
+def serve(
+    *,
+    names: options.Names,
+    no_draft: options.NoDraft = False,
+    weights: options.Weights,
+    reached: Reached,
+    load: Load,
+    max_tokens: options.MaxTokens = 4096,
+    sampling: options.Sampling,
+    rounds: options.Rounds,
+    verbose: Verbose = False,
+) -> None:
+    """Serve a model over HTTP: OpenAI's and Anthropic's dialects, and a page to chat on.
+
+    Settings of decoding are for requests that do not bring their own.
+    """
+    try:
+        from dflash_mlx.serve.access import Access
+        from dflash_mlx.serve.run import listen
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError.of(f"{error.name} is not installed", "serve") from error
+    access = Access(
+        reached.host,
+        _keys(reached),
+        frozenset(name.lower() for name in reached.allow_host or ()),
+        frozenset(origin.rstrip("/") for origin in reached.allow_origin or ()),
+        reached.no_auth,
+    )
+    socket = listen(reached.host, reached.port)  # before the weights: a taken port is told at once
+    with socket:
+        pair = open_pair(names, weights, rounds, no_draft)
+        settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
+        if pair.policy is None:
+            settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
+        _run(pair, names.model, access, load, settings, socket, verbose)
+
+
+def _run(
+    pair: Pair,
+    name: str,
+    access: Access,
+    load: Load,
+    settings: dict[str, Any],
+    socket: Any,
+    verbose: bool,
+) -> None:
+    from dflash_mlx.serve.app import Options, make_app
+    from dflash_mlx.serve.desk import Desk
+    from dflash_mlx.serve.metrics import Metrics
+    from dflash_mlx.serve.run import Limits, Server
+
+    _log(verbose)
+    engine = dflash_mlx.Engine(
+        pair.target,
+        pair.drafter,
+        policy=pair.policy,
+        prefix=_prefix(pair, load, access),
+        memory=None if load.memory is None else int(load.memory * 1e9),
+        most_jobs=load.concurrency,
+    )
+    desk = Desk(pair.target, engine, settings, load.concurrency + load.queue, Metrics())
+    app = make_app(desk, Options(name, access))
+    host, port = socket.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
+    server = Server(app, desk, Limits(drain_seconds=load.drain_seconds))
+    server.run(sockets=[socket])
+    # A call of the device that never returns would keep the process for ever.
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(STUCK_SECONDS)
+    if closing.is_alive():
+        error_line("The engine does not come back from the device: the process ends without it.")
+        sys.stderr.flush()
+        os._exit(STUCK_CODE)
+
+
+def _prefix(pair: Pair, load: Load, access: Access) -> PrefixStore | None:
+    """What prompts share; nothing where several people have keys, as time would tell."""
+    if not load.prefix_cache or len(access.keys) > 1:
+        return None
+    folder = None if load.cache_dir is None else load.cache_dir.expanduser()
+    memory = int(load.prefix_cache * 1e9)
+    return dflash_mlx.PrefixStore(pair.target, pair.drafter, memory=memory, folder=folder)
+
+
+def _log(verbose: bool) -> None:
+    """A line for each request on stderr, and nothing of what it says."""
+    logging.disable(logging.NOTSET)
+    logger = logging.getLogger("dflash_mlx.serve")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def _keys(reached: Reached) -> frozenset[str]:
+    """The keys that were given. Raises `SettingsError` for an empty file or one that is none."""
+    keys = set(reached.api_key or ())
+    if reached.api_key_file is not None:
+        keys |= _keys_in(reached.api_key_file.expanduser())
+    if "" in keys:
+        raise SettingsError("--api-key is empty: give a key.")
+    return frozenset(keys)
+
+
+def _keys_in(path: Path) -> set[str]:
+    try:
+        keys = {line.strip() for line in path.read_text().splitlines() if line.strip()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutputError(f"{path}: the keys cannot be read ({error}).") from error
+    if not keys:
+        raise SettingsError(f"{path} has no key in it.")
+    return keys

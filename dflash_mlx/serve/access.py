@@ -1,0 +1,95 @@
+"""Who may speak to the server: the hosts it is called by, the pages that may ask, the key.
+
+A page of another site that a browser shows on this machine can send requests to 127.0.0.1, too. It
+is kept out by its Origin; and where it lets its own name lead here (DNS rebinding), by the Host
+header.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.datastructures import Headers
+
+from ..errors import SettingsError
+from .errors import Refusal
+
+LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})
+OPEN: Final = frozenset({"/", "/health", "/ready"})  # without a key: they tell nothing of anybody
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may speak to a server.
+
+    Attributes:
+        host: the address it is bound to.
+        keys: any of which has to come with a request; none asks for none.
+        hosts: further names that it is called by.
+        origins: of pages of other sites that may ask.
+        everybody: whether another host than this machine may go without a key.
+
+    Raises `SettingsError` for another host's access without a key.
+    """
+
+    host: str = "127.0.0.1"
+    keys: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+    everybody: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.keys and not self.everybody and self.host not in LOOPBACK:
+            raise SettingsError(
+                f"--host {self.host} lets other machines in: give --api-key, or --no-auth if "
+                "everybody may use this server."
+            )
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raise `Refusal` for a request that may not be."""
+        host = _name(headers.get("host", ""))
+        if not self._is_ours(host):
+            raise Refusal(
+                f"This server is not called {host[:100]!r}: start it with --allow-host.", 403
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin not in self.origins:
+            same = {f"{scheme}://{headers.get('host', '')}" for scheme in ("http", "https")}
+            if origin not in same:
+                raise Refusal(
+                    f"Pages of {origin[:100]!r} may not ask: start the server with --allow-origin.",
+                    403,
+                )
+        if self.keys and path not in OPEN and not self._has_key(headers):
+            raise Refusal("The API key is missing or wrong.", 401, code="invalid_api_key")
+
+    def _is_ours(self, host: str) -> bool:
+        if host in LOOPBACK or host == self.host or host in self.hosts:
+            return True
+        return self.host in WILDCARDS and _is_address(host)  # which no name server can lead here
+
+    def _has_key(self, headers: Headers) -> bool:
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if kind.lower() == "bearer" else ""
+        offered = [one.encode() for one in (given, headers.get("x-api-key", "")) if one]
+        # Every pair is compared, so that time tells nothing.
+        return any([hmac.compare_digest(one, key.encode()) for one in offered for key in self.keys])
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

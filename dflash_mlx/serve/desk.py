@@ -1,0 +1,331 @@
+"""Between the dialects and the engine: requests become jobs, their rounds become steps.
+
+Nothing here waits for the device or holds up the loop that the sockets are served by: templates and
+grammars are worked out by two threads of their own, rounds by the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from ..errors import DFlashError
+from ..events import Event, Stats
+from ..foreign import Foreign
+from . import harmony
+from .ask import Ask
+from .errors import Refusal, of_library
+from .grammar import Grammars
+from .harmony import HarmonySplitter
+from .logprobs import Recorder, TokenLogprob, Vocabulary
+from .metrics import Metrics
+from .parts import Part, Splitter
+from .template import Encoded, encode
+from .tools import Syntax
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+THREADS: Final = 2
+RETRY_SECONDS: Final = 2
+
+Reason = Literal["stop", "length", "tool_calls"]
+
+
+class Job(Protocol):
+    """A request that an engine works on."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Its events."""
+
+    def cancel(self) -> None:
+        """End it, if it has not ended."""
+
+
+class Engine(Protocol):
+    """What works on requests, such as `dflash_mlx.Engine`.
+
+    Attributes:
+        progressed: when it last got on, with a round or with a prompt, by `time.monotonic`.
+    """
+
+    progressed: float
+
+    def submit(self, prompt: Sequence[int], **settings: Any) -> Job:
+        """A job that has these settings of `stream_generate`."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Why an answer ended, and what it took."""
+
+    reason: Reason
+    stats: Stats
+    reasoning_tokens: int
+    stop: str | None = None  # the stop string that did
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a round added to one of the answers.
+
+    Attributes:
+        choice: which answer, from 0 on.
+        parts: what has become certain.
+        tokens, accepted, drafted: how many the round brought, kept and tried.
+        logprobs: of its tokens, if asked for.
+        end: of the last step.
+    """
+
+    choice: int
+    parts: list[Part]
+    tokens: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    end: End | None = None
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A job, and what its events are read with."""
+
+    job: Job
+    splitter: Splitter | HarmonySplitter
+    recorder: Recorder | None
+
+
+class Answering:
+    """The answers to one request, while they are made.
+
+    Attributes:
+        ask: the request.
+        prompt_tokens: of its prompt.
+    """
+
+    def __init__(self, desk: Desk, ask: Ask, encoded: Encoded, jobs: Sequence[_Open]) -> None:
+        self.ask, self.prompt_tokens = ask, len(encoded.ids)
+        self._desk, self._thinking, self._jobs = desk, encoded.thinking, jobs
+        self._open = True
+        self._asked = time.monotonic()
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """Round after round, one answer after the other; they are made at the same time.
+
+        Raises `Refusal` when the engine gives up, or the server ends.
+        """
+        try:
+            for choice, one in enumerate(self._jobs):
+                async for step in self._follow(choice, one):
+                    yield step
+        except DFlashError as error:
+            raise of_library(error) from error
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Nobody waits for the rest."""
+        if self._open:
+            self._open = False
+            for one in self._jobs:
+                one.job.cancel()
+            self._desk.close(self, len(self._jobs))
+
+    async def _follow(self, choice: int, one: _Open) -> AsyncIterator[Step]:
+        metrics, last = self._desk.metrics, self._asked
+        tokens: list[int] = []
+        events = aiter(one.job)
+        while (event := await self._next(events)) is not None:
+            now = time.monotonic()
+            (metrics.gap if tokens else metrics.first_token).observe(now - last)
+            last = now
+            tokens += event.tokens
+            metrics.count_round(event)
+            parts = one.splitter.feed(event.text)
+            end = None
+            if event.finish_reason is not None:
+                parts += one.splitter.finish(cut=event.finish_reason == "length")
+                end = self._end(event, one.splitter, tokens)
+                metrics.count_end(event.stats, end.reason)
+            yield Step(
+                choice,
+                parts,
+                len(event.tokens),
+                event.accepted,
+                event.drafted,
+                self._desk.tell(one.recorder, event),
+                end,
+            )
+            if end is not None:
+                return
+        raise Refusal("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+
+    async def _next(self, events: AsyncIterator[Event]) -> Event | None:
+        """The next event; None when there is none, or nobody waits for it any more.
+
+        Raises `DFlashError` for whatever went wrong in the engine.
+        """
+        with Foreign(DFlashError, "The answer could not be finished"):
+            event = await anext(events, None)
+        return event if self._open else None
+
+    def _end(self, event: Event, splitter: Splitter | HarmonySplitter, tokens: list[int]) -> End:
+        reason: Reason = "length" if event.finish_reason == "length" else "stop"
+        if splitter.calls and reason == "stop":
+            reason = "tool_calls"
+        stop = self._desk.stop_string(tokens, self.ask) if event.finish_reason == "stop" else None
+        return End(reason, event.stats, self._desk.reasoning(tokens, self._thinking), stop)
+
+
+class Desk:
+    """Takes requests in, as many as there is room for.
+
+    Args:
+        target: whose answers these are.
+        engine: makes them.
+        defaults: settings of requests that do not name them.
+        room: answers that may be worked on or wait at once.
+        metrics: counted here.
+
+    Attributes:
+        draining: whether new requests are sent away, because the server ends.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        engine: Engine,
+        defaults: Mapping[str, Any],
+        room: int,
+        metrics: Metrics,
+    ) -> None:
+        self.target, self.metrics = target, metrics
+        speaks = harmony.speaks_harmony(target.tokenizer)
+        self.syntax = harmony.syntax() if speaks else Syntax.of(target.tokenizer)
+        self.draining = False
+        self._engine, self._defaults, self._room = engine, dict(defaults), room
+        self._grammars = Grammars(target)
+        self._vocabulary = Vocabulary(target.tokenizer)
+        self._threads = ThreadPoolExecutor(THREADS, "dflash-serve")
+        self._answering: set[Answering] = set()
+        self._jobs, self._since = 0, 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is to be done."""
+        return self._jobs > 0
+
+    @property
+    def still(self) -> float:
+        """Seconds since the engine got on, or had something to do; 0 while it has not."""
+        return time.monotonic() - max(self._since, self._engine.progressed) if self.busy else 0.0
+
+    async def encode(self, ask: Ask) -> Encoded:
+        """The prompt of a request. Raises `Refusal`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, encode, self.target, self.syntax, ask)
+
+    async def ask(self, ask: Ask) -> Answering:
+        """Start to answer. Raises `Refusal`."""
+        self._check_room(ask.n)
+        encoded = await self.encode(ask)
+        loop = asyncio.get_running_loop()
+        grammars = await loop.run_in_executor(
+            self._threads, self._grammars.of, self.syntax, ask, encoded.thinking
+        )
+        self._check_room(ask.n)  # others may have come meanwhile
+        jobs: list[_Open] = []
+        try:
+            for choice in range(ask.n):
+                jobs.append(self._submit(ask, encoded, grammars[choice], choice))
+        except DFlashError as error:
+            for one in jobs:
+                one.job.cancel()
+            raise of_library(error) from error
+        if not self._jobs:
+            self._since = time.monotonic()
+        self._jobs += ask.n
+        self.metrics.open.set(self._jobs)
+        answering = Answering(self, ask, encoded, jobs)
+        self._answering.add(answering)
+        return answering
+
+    def close(self, answering: Answering, jobs: int) -> None:
+        """An `Answering` is over."""
+        self._answering.discard(answering)
+        self._jobs -= jobs
+        self.metrics.open.set(self._jobs)
+
+    def abandon(self) -> None:
+        """End every answer where it is."""
+        for answering in list(self._answering):
+            answering.leave()
+
+    def tell(self, recorder: Recorder | None, event: Event) -> list[TokenLogprob] | None:
+        """The log-probabilities of a round's tokens, but for one that ends the text."""
+        if recorder is None:
+            return None
+        ends = self.target.tokenizer.eos_token_ids
+        return [one for one in recorder.take(event.tokens) if one.chosen.token not in ends]
+
+    def reasoning(self, tokens: Sequence[int], thinking: bool) -> int:
+        """How many tokens of an answer are the model's reasoning, its markers among them."""
+        tokenizer = self.target.tokenizer
+        if not tokenizer.has_thinking:
+            return 0
+        start = 0 if thinking else _find(tokens, tokenizer.think_start_tokens)
+        if start is None:
+            return 0
+        end = _find(tokens, tokenizer.think_end_tokens)
+        return (len(tokens) if end is None else end + len(tokenizer.think_end_tokens)) - start
+
+    def stop_string(self, tokens: Sequence[int], ask: Ask) -> str | None:
+        """The stop string that ended an answer; None if its last token did."""
+        tokenizer = self.target.tokenizer
+        stops = ask.settings.get("stop") or ()
+        if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
+            return None
+        text = tokenizer.decode(list(tokens))
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        return min(found)[1] if found else None
+
+    def _check_room(self, jobs: int) -> None:
+        if self.draining:
+            raise Refusal("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+        if self._jobs + jobs > self._room:
+            raise Refusal(
+                f"The queue is full ({self._room} answers): try again later.",
+                429,
+                code="rate_limit_exceeded",
+                retry_after=RETRY_SECONDS,
+            )
+
+    def _submit(self, ask: Ask, encoded: Encoded, grammar: Any, choice: int) -> _Open:
+        settings = self._defaults | dict(ask.settings)
+        if settings.get("seed") is not None:
+            settings["seed"] = (settings["seed"] + choice) % 2**32
+        recorder = None
+        if ask.top_logprobs is not None:
+            recorder = Recorder(self._vocabulary, ask.top_logprobs)
+        processors = [one for one in (recorder, grammar) if one is not None]
+        if processors:
+            settings["logits_processors"] = processors
+        splitter: Splitter | HarmonySplitter
+        if self.syntax.name == harmony.NAME:
+            splitter = HarmonySplitter(ask.callable, ask.parallel)
+        else:
+            splitter = Splitter(
+                self.target.tokenizer, self.syntax, ask.callable, encoded.thinking, ask.parallel
+            )
+        return _Open(self._engine.submit(encoded.ids, **settings), splitter, recorder)
+
+
+def _find(tokens: Sequence[int], marker: Sequence[int]) -> int | None:
+    """Where a marker begins among tokens."""
+    width = len(marker)
+    places = range(len(tokens) - width + 1)
+    return next((at for at in places if tuple(tokens[at : at + width]) == tuple(marker)), None)

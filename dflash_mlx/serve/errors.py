@@ -1,0 +1,117 @@
+"""What a client is told when it is not answered: one refusal, and the form each dialect gives it.
+
+Clients act on some of these words: they compact a conversation on `context_length_exceeded` or
+"prompt is too long", and try again later on 429, 503 and 529.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from ..errors import DFlashError, SettingsError
+
+# status -> the `type` of an error: of OpenAI, of Anthropic
+_TYPES: Final = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout_error", "timeout_error"),
+    413: ("request_too_large", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("overloaded_error", "overloaded_error"),
+}
+
+
+class Refusal(DFlashError):
+    """A request that is not answered, and why.
+
+    Args:
+        message: what is wrong and what to do, in a line.
+        status: of HTTP.
+        code: OpenAI's word for it, if there is one.
+        param: the field that is wrong.
+        retry_after: seconds after which it may go better.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with the answer."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+    def openai(self) -> dict[str, Any]:
+        """As OpenAI says it."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES[self.status][0],
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def anthropic(self, request_id: str) -> dict[str, Any]:
+        """As Anthropic says it."""
+        error = {"type": _TYPES[self.status][1], "message": str(self)}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+
+class TooLong(Refusal):
+    """A prompt that leaves no room for an answer; each dialect has words of its own for it."""
+
+    def __init__(self, tokens: int, most: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {most} tokens. However, your messages resulted"
+            f" in {tokens} tokens. Please reduce the length of the messages.",
+            code="context_length_exceeded",
+            param="messages",
+        )
+        self._tokens, self._most = tokens, most
+
+    def anthropic(self, request_id: str) -> dict[str, Any]:
+        """As Anthropic says it."""
+        form = super().anthropic(request_id)
+        form["error"]["message"] = (
+            f"prompt is too long: {self._tokens} tokens > {self._most} maximum"
+        )
+        return form
+
+
+def of_validation(error: ValidationError) -> Refusal:
+    """What is wrong with a body: a field that does not fit."""
+    # Of a field that may be of several kinds the last one is the most telling: a list, an object.
+    last = error.errors(include_url=False, include_input=False, include_context=False)[-1]
+    names = [str(part) for part in last["loc"] if isinstance(part, int) or _is_name(part)]
+    param = ".".join(names)[:200]
+    message = last["msg"].removeprefix("Value error, ")
+    return Refusal(f"{param}: {message}" if param else message, param=param or None)
+
+
+def _is_name(part: str) -> bool:
+    """Whether a step to a wrong value is a field, not the kind that a value was taken for."""
+    return part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool")
+
+
+def of_library(error: DFlashError) -> Refusal:
+    """A request that the engine refuses, or one that it cannot finish."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, SettingsError):
+        return Refusal(str(error))
+    return Refusal(str(error), 500)

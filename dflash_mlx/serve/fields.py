@@ -1,0 +1,70 @@
+"""What a body may say: fields that count, fields that change nothing, fields that are refused.
+
+A field that would change the answer and is not supported is declared with `Only` and what it may
+be without changing anything; one that changes nothing is `Ignored`. A field that is not declared
+is one that no dialect knows. So docs/serve.md can be made of the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from ..reading import shown
+
+
+class Body(BaseModel):
+    """What a client sends, or a part of it."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+@dataclass(frozen=True)
+class _Ignored:
+    """Marks a field that changes no answer."""
+
+
+Ignored = Annotated[Any, _Ignored()]
+
+
+class Only:
+    """Marks a field that is not supported: it may be absent, null, or one of these.
+
+    Args:
+        neutral: values that ask for nothing.
+    """
+
+    def __init__(self, *neutral: Any) -> None:
+        self.neutral = (None, *neutral)
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """A check after the field's own."""
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        # 0 == False, which would let a number pass for a switch
+        if not any(type(value) is type(one) and value == one for one in self.neutral):
+            raise ValueError(f"{shown(value)} is not supported")
+        return value
+
+
+Refused = Annotated[Any, Only()]
+
+
+def support(model: type[Body]) -> Iterator[tuple[str, str]]:
+    """The fields of a body by name, each "yes", "ignored" or what is not refused of it."""
+    for name, field in model.model_fields.items():
+        said = "yes"
+        for mark in field.metadata:
+            if isinstance(mark, _Ignored):
+                said = "ignored"
+            elif isinstance(mark, Only):
+                values = ", ".join(f"`{value!r}`" for value in mark.neutral if value is not None)
+                said = f"only {values}" if values else "refused"
+        yield field.alias or name, said

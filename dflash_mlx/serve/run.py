@@ -1,0 +1,223 @@
+"""The process: sockets within limits, and an end in order.
+
+uvicorn serves; what is added is what it leaves open. A connection that does not send a whole head
+is closed, where uvicorn would keep it and, at its limit of connections, answer 503 for ever. And at
+the limit the connection that has been silent for longest goes, not the one that has just come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from asyncio import Task, TimerHandle, Transport
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..errors import ServerError
+
+if TYPE_CHECKING:
+    from .desk import Desk
+
+BACKLOG: Final = 512
+GRACE: Final = 5.0  # seconds for answers that were broken off to say so
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What connections may take.
+
+    Attributes:
+        connections: at once.
+        head_bytes, head_seconds: of a request before its body.
+        keep_alive_seconds: of silence between two requests.
+        drain_seconds: for answers to end once the server is told to.
+    """
+
+    connections: int = 256
+    head_bytes: int = 64 * 2**10
+    head_seconds: float = 10.0
+    keep_alive_seconds: int = 5
+    drain_seconds: float = 30.0
+
+
+@dataclass
+class _Crowd:
+    """The connections of a server.
+
+    Attributes:
+        limits: of theirs.
+        here: all but those that were told to go.
+        silent: of these the ones without a request in work, the longest silent first.
+    """
+
+    limits: Limits
+    here: set[_Guarded] = field(default_factory=set)
+    silent: dict[_Guarded, None] = field(default_factory=dict)
+
+    def come(self, one: _Guarded) -> None:
+        """Somebody comes: somebody may have to go."""
+        self.here.add(one)
+        self.silent[one] = None
+        if len(self.here) > self.limits.connections:
+            longest = next(iter(self.silent))
+            self.go(longest)
+            longest.transport.abort()
+
+    def go(self, one: _Guarded) -> None:
+        """Somebody goes."""
+        self.here.discard(one)
+        self.silent.pop(one, None)
+
+
+class _Guarded(HttpToolsProtocol):
+    """A connection whose heads come whole and soon, or not at all."""
+
+    crowd: _Crowd  # of the server: `guarded` makes a class for each
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._timer: TimerHandle | None = None
+        self._head = 0  # bytes of a head that is not whole yet
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """It begins."""
+        super().connection_made(transport)
+        self._arm()
+        self.crowd.come(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is over."""
+        self._disarm()
+        self.crowd.go(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes, which are counted as long as they are a head."""
+        if self._timer is not None:
+            self._head += len(data)
+        super().data_received(data)
+        if self._timer is not None and self._head > self.crowd.limits.head_bytes:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        """The first byte of a head, which may be the second on this connection."""
+        super().on_message_begin()
+        if self._timer is None:
+            self._arm()
+
+    def on_headers_complete(self) -> None:
+        """A head is whole."""
+        self._disarm()
+        self.crowd.silent.pop(self, None)
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """The connection is silent again, unless the next request is there."""
+        super().on_response_complete()
+        if self in self.crowd.here and self.cycle.response_complete:
+            self.crowd.silent[self] = None
+
+    def _arm(self) -> None:
+        self._head = 0
+        self._timer = self.loop.call_later(self.crowd.limits.head_seconds, self.transport.abort)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def guarded(limits: Limits) -> type[HttpToolsProtocol]:
+    """The protocol of one server's connections."""
+    return type("Guarded", (_Guarded,), {"crowd": _Crowd(limits)})
+
+
+class Server(uvicorn.Server):
+    """A server that ends in order: told to once it finishes its answers, told twice it goes.
+
+    Args:
+        app: the application.
+        desk: its desk.
+        limits: of connections and of the end.
+    """
+
+    def __init__(self, app: ASGIApp, desk: Desk, limits: Limits) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=guarded(limits),
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=limits.keep_alive_seconds,
+                timeout_graceful_shutdown=int(limits.drain_seconds + GRACE),
+            )
+        )
+        self._desk, self._drain_seconds = desk, limits.drain_seconds
+        self._hurry: Task[None] | None = None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take nothing more in, and give the answers time."""
+        self._desk.draining = True
+        self._hurry = asyncio.create_task(self._abandon_late())
+        await super().shutdown(sockets)
+        self._hurry.cancel()
+        self._desk.abandon()
+
+    async def _abandon_late(self) -> None:
+        await asyncio.sleep(self._drain_seconds)
+        self._desk.abandon()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
+        loop = asyncio.get_running_loop()
+        for sent in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sent, self.handle_exit, sent, None)
+        try:
+            yield
+        finally:
+            for sent in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(sent)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Told to end."""
+        if not self.should_exit:
+            self.should_exit = self._desk.draining = True
+            return
+        self.force_exit = True
+        self._desk.abandon()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound. Raises `ServerError`: the port is taken, the host not ours."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ServerError(f"--host {host}: {error.strerror or error}.") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        bound.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ServerError(
+            f"{host}:{port} cannot be used ({reason}): give another --port."
+        ) from error
+    return bound

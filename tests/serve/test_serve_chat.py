@@ -1,0 +1,198 @@
+"""OpenAI's chat completions: what is asked reaches the engine, what it says reaches the client."""
+
+import json
+from pathlib import Path
+
+import pytest
+from serving import Says, a_target, client, frames
+
+from dflash_mlx.errors import DFlashError
+
+PATH = "/v1/chat/completions"
+REQUESTS = Path(__file__).parents[1] / "data" / "requests"
+
+
+def ask(**more):
+    return {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **more}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return a_target()
+
+
+def accumulated(chunks):
+    """The answer that the chunks of a stream are."""
+    text, reasons, calls = {}, {}, {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index, delta = choice["index"], choice["delta"]
+            text[index] = text.get(index, "") + (delta.get("content") or "")
+            for call in delta.get("tool_calls") or ():
+                calls.setdefault(index, []).append(call["function"])
+            reasons[index] = choice["finish_reason"] or reasons.get(index)
+    return text, reasons, calls
+
+
+def test_an_answer_whole_and_streamed(target):
+    engine = Says(target, ["Hel", "lo", " world"], cached=3)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask()).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = frames(server.post(PATH, json=ask(**options)).text)
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == "Hello world" and choice["finish_reason"] == "stop"
+    text, reasons, _ = accumulated(chunks)
+    assert text == {0: "Hello world"} and reasons == {0: "stop"}
+    usage = answer["usage"]
+    assert chunks[-1]["usage"] == usage and all(chunk["usage"] is None for chunk in chunks[:-1])
+    tokens = (
+        len(target.tokenizer.encode("Hello world")) + 1
+    )  # as many as rounds make of it, and EOS
+    assert usage["prompt_tokens"] == len(engine.asked[0][0])
+    assert usage["completion_tokens"] >= tokens
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    predicted = usage["completion_tokens_details"]
+    assert (
+        predicted["accepted_prediction_tokens"] + predicted["rejected_prediction_tokens"]
+        == (usage["completion_tokens"])
+    )
+
+
+def test_settings_reach_the_engine(target):
+    engine = Says(target)
+    with client(engine, defaults={"temperature": 0.5, "max_tokens": 7}) as server:
+        server.post(PATH, json=ask(max_completion_tokens=5, top_p=0.9, stop="x", seed=-1))
+        server.post(PATH, json=ask(logit_bias={"17": 3}, n=2, seed=4, top_k=-1, draft=False))
+    (_, first), (_, second), (_, third) = engine.asked
+    assert first == {
+        "temperature": 0.5,
+        "max_tokens": 5,
+        "top_p": 0.9,
+        "stop": ["x"],
+        "seed": 2**32 - 1,
+    }
+    assert second["seed"] == 4 and third["seed"] == 5
+    assert second["logit_bias"] == {17: 3.0} and second["top_k"] == 0 and second["block_size"] == 1
+
+
+def test_several_answers(target):
+    with client(Says(target)) as server:
+        answer = server.post(PATH, json=ask(n=3)).json()
+        text, reasons, _ = accumulated(frames(server.post(PATH, json=ask(n=3, stream=True)).text))
+    assert [one["index"] for one in answer["choices"]] == [0, 1, 2]
+    assert text == {0: "Hello world", 1: "Hello world", 2: "Hello world"}
+    assert set(reasons.values()) == {"stop"}
+    one = answer["usage"]["completion_tokens"] / 3
+    assert one == int(one)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
+def test_the_prefix_is_optional(target, path):
+    with client(Says(target)) as server:
+        assert server.post(path, json=ask()).status_code == 200
+
+
+def test_all_roles_reach_the_template(target):
+    engine = Says(target)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+    ]
+    with client(engine) as server:
+        assert server.post(PATH, json=ask(messages=messages)).status_code == 200
+    prompt = engine.prompt()
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in prompt and "user\nAB<|im_end|>" in prompt
+    assert '{"name": "f", "arguments": {"a": 1}}' in prompt  # in words, for this knows no tools
+    assert "<tool_response>\n42\n</tool_response>" in prompt
+    assert prompt.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"n": 9}, "n"),
+        ({"functions": []}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"temperature": -1}, "temperature"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": {"chat_template": "{{ x }}"}}, "messages"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ],
+)
+def test_what_is_not_supported_is_refused(target, wrong, param):
+    engine = Says(target)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask(**wrong))
+    assert answer.status_code == 400 and not engine.asked
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert error["param"] == param
+
+
+def test_what_changes_nothing_is_ignored(target):
+    same = {"store": True, "metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k"}
+    with client(Says(target)) as server:
+        body = ask(**same, never_heard_of=1, modalities=["text"], audio=None)
+        assert server.post(PATH, json=body).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_act_on():
+    with client(Says(a_target(context=20))) as server:
+        messages = [{"role": "user", "content": "word " * 50}]
+        answer = server.post(PATH, json=ask(messages=messages))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "maximum context length is 19 tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["opencode_chat_1", "opencode_chat_2"])
+def test_opencode_is_answered(target, name):
+    request = json.loads((REQUESTS / f"{name}.json").read_text())
+    engine = Says(target)
+    with client(engine) as server:
+        answer = server.post(request["path"], json=request["body"], headers=request["headers"])
+    chunks = frames(answer.text)
+    assert accumulated(chunks)[0] == {0: "Hello world"} and chunks[-1]["usage"]
+    prompt = engine.prompt()
+    assert "say hello" in prompt and ('"name": "grep"' in prompt) == (name == "opencode_chat_2")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DFlashError("The engine has stopped."), "The engine has stopped."),
+        (
+            RuntimeError("[metal] boom"),
+            "The answer could not be finished (RuntimeError: [metal] boom).",
+        ),
+    ],
+)
+def test_an_error_on_the_way(target, error, told):
+    engine = Says(target, ["Hello"], error=error)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask())
+        last = frames(server.post(PATH, json=ask(stream=True)).text)[-1]
+        metrics = server.get("/metrics").text
+    assert answer.status_code == 500 and answer.json() == last
+    assert last["error"]["message"] == told
+    assert "dflash_open_answers 0.0" in metrics
+
+
+def test_the_queue_has_an_end(target):
+    with client(Says(target), room=2) as server:
+        answer = server.post(PATH, json=ask(n=3))
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "2"
+        assert server.post(PATH, json=ask(n=2)).status_code == 200
+        assert server.post(PATH, json=ask(n=2)).status_code == 200  # the slots came back

@@ -1,0 +1,99 @@
+"""`dflash-mlx serve` and `launch`: what is refused at once, and what agents are told."""
+
+import json
+import socket
+import tomllib
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_mlx.cli.app import app
+from dflash_mlx.cli.launch import Agent, how
+from dflash_mlx.errors import MissingDependencyError
+
+
+def run(*arguments, **environment):
+    done = CliRunner(env={"COLUMNS": "1000", **environment}).invoke(app, arguments)
+    assert "Traceback" not in done.output
+    return done.exit_code, done.output
+
+
+def test_another_host_needs_a_key():
+    code, told = run("serve", "--host", "0.0.0.0")
+    assert code == 1 and "--api-key" in told and "--no-auth" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--api-key", ""], "empty"),
+        (["--api-key-file", "no such file"], "cannot be read"),
+        (["--api-key-file", "blank"], "no key"),
+        (["--host", "192.0.2.1", "--no-auth"], "--port"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line(options, word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blank").write_text("\n \n")
+    code, told = run("serve", *options)
+    assert code == 1 and word in told and told.strip().count("\n") == 0
+
+
+def test_a_port_that_is_taken_is_told_before_the_weights_are_read():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, told = run("serve", "--port", port, "--model", "no such model")
+    assert code == 1 and port in told and "another --port" in told
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+    import sys
+
+    for name in [one for one in sys.modules if one.startswith("dflash_mlx.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    monkeypatch.setitem(sys.modules, "starlette.datastructures", None)
+    code, told = run("serve")
+    assert code == 1 and str(MissingDependencyError.of("", "serve")).strip(": ") in told
+
+
+def test_claude_is_told_by_its_environment():
+    start = how(Agent.claude, "/bin/claude", "http://127.0.0.1:8000", "m", "k")
+    assert start.command == ["/bin/claude"]
+    assert start.environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8000"
+    assert start.environment["ANTHROPIC_AUTH_TOKEN"] == "k"
+    assert start.environment["ANTHROPIC_MODEL"] == "m"
+
+
+def test_codex_is_told_by_its_arguments():
+    start = how(Agent.codex, "codex", "http://127.0.0.1:8000", 'm"x', "k")
+    settings = {}
+    for argument in start.command[1:]:
+        name, _, value = argument.removeprefix("-c").partition("=")
+        settings[name] = tomllib.loads(f"x = {value}")["x"]  # as codex reads it
+    assert settings["model"] == 'm"x' and settings["model_provider"] == "dflash"
+    assert settings["model_providers.dflash.base_url"] == "http://127.0.0.1:8000/v1"
+    assert start.environment == {settings["model_providers.dflash.env_key"]: "k"}
+
+
+def test_opencode_is_told_by_its_environment():
+    start = how(Agent.opencode, "opencode", "http://127.0.0.1:8000", "m", "k")
+    config = json.loads(start.environment["OPENCODE_CONFIG_CONTENT"])
+    assert config["model"] == "dflash/m" and "m" in config["provider"]["dflash"]["models"]
+    assert config["provider"]["dflash"]["options"]["baseURL"] == "http://127.0.0.1:8000/v1"
+
+
+def test_an_agent_that_is_not_there():
+    code, told = run("launch", "codex", PATH="/nowhere")
+    assert code == 1 and "codex is not installed" in told
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path):
+    agent = tmp_path / "codex"
+    agent.write_text("#!/bin/sh\nexit 7\n")
+    agent.chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        code, told = run("launch", "codex", "--port", port, "--model", "x", PATH=str(tmp_path))
+    assert code == 1 and f"{port} cannot be used" in told

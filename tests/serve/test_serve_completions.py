@@ -1,0 +1,89 @@
+"""OpenAI's completions: text that is continued."""
+
+import pytest
+from serving import Says, a_target, client, frames
+
+PATH = "/v1/completions"
+
+
+def ask(**more):
+    return {"model": "m", "prompt": "One two", **more}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return a_target()
+
+
+def accumulated(chunks):
+    texts, reasons = {}, {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + choice["text"]
+            reasons[index] = choice["finish_reason"] or reasons.get(index)
+    return texts, reasons
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("One two", ["One two"]),
+        (["One", "Two"], ["One", "Two"]),
+        ([65, 66, 67], [[65, 66, 67]]),
+        ([[65], [66, 67]], [[65], [66, 67]]),
+    ],
+)
+def test_prompts_of_all_kinds_whole_and_streamed(target, prompt, prompts):
+    engine = Says(target)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask(prompt=prompt, n=2, echo=True)).json()
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = frames(server.post(PATH, json=ask(prompt=prompt, n=2, echo=True, **more)).text)
+    tokenizer = target.tokenizer
+    ids = [one if isinstance(one, list) else tokenizer.encode(one) for one in prompts]
+    asked = [prompt for prompt, _ in engine.asked[: len(engine.asked) // 2]]
+    assert asked == [one for one in ids for _ in range(2)]
+    texts = [f"{tokenizer.decode(one)}Hello world" for one in ids for _ in range(2)]
+    assert [one["text"] for one in answer["choices"]] == texts
+    assert [one["index"] for one in answer["choices"]] == list(range(len(texts)))
+    streamed, reasons = accumulated(chunks)
+    assert streamed == dict(enumerate(texts)) and set(reasons.values()) == {"stop"}
+    assert chunks[-1]["usage"] == answer["usage"]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_without_a_limit_it_is_short(target):
+    engine = Says(target)
+    with client(engine, defaults={"max_tokens": 4096}) as server:
+        server.post(PATH, json=ask())
+    assert engine.asked[0][1]["max_tokens"] == 16
+
+
+def test_a_prompt_that_is_refused_leaves_nothing_open(target):
+    engine = Says(target)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask(prompt=["One", ""]))
+        metrics = server.get("/metrics").text
+    assert answer.status_code == 400 and engine.jobs[0].cancelled
+    assert "dflash_open_answers 0.0" in metrics
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"suffix": "x"},
+        {"best_of": 2},
+        {"prompt": []},
+        {"prompt": [["a"]]},
+        {"prompt": [10**9]},
+        {"logprobs": 6},
+        {"echo": True, "logprobs": 1},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+def test_what_is_not_supported_is_refused(target, wrong):
+    engine = Says(target)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask(**wrong))
+    assert answer.status_code == 400 and not engine.asked

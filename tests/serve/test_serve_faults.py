@@ -1,0 +1,185 @@
+"""What goes wrong with connections: half heads, silence, those who leave, the server's own end."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from serving import LIMITS, Says, a_target, running
+
+from dflash_mlx.errors import ServerError
+from dflash_mlx.serve.run import listen
+
+
+@pytest.fixture(scope="module")
+def target():
+    return a_target()
+
+
+def post(path="/v1/chat/completions", **more):
+    body = {"messages": [{"role": "user", "content": "Hi"}], **more}
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def opened(server, content=b""):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(content)
+    await writer.drain()
+    return reader, writer
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def gone(reader):
+    """Whether the server closes a connection."""
+    async with asyncio.timeout(20):
+        try:
+            while await reader.read(65536):
+                pass
+        except ConnectionError:
+            pass
+    return True
+
+
+def test_half_heads_are_closed_and_hold_up_nobody(target):
+    async def faults():
+        async with running(Says(target), replace(LIMITS, connections=20)) as server:
+            halves = [await opened(server, b"POST /v1/messages HT") for _ in range(60)]
+            reader, writer = await opened(server, HEALTH)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            assert all([await gone(one) for one, _ in halves])
+            await until(lambda: len(server.server_state.connections) <= 1)
+            writer.close()
+            for _, half in halves:
+                half.close()
+
+    asyncio.run(faults())
+
+
+def test_in_a_crowd_the_longest_silent_goes_and_whoever_asks_is_answered(target):
+    async def faults():
+        limits = replace(LIMITS, connections=10, head_seconds=600)
+        async with running(Says(target), limits) as server:
+            crowd = await asyncio.gather(*(opened(server) for _ in range(100)))
+            await until(lambda: len(server.server_state.connections) == 10)
+            reader, writer = await opened(server, HEALTH)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            for one in (writer, *(writer for _, writer in crowd)):
+                one.close()
+
+    asyncio.run(faults())
+
+
+def test_a_half_head_may_be_the_second_of_a_connection(target):
+    async def faults():
+        async with running(Says(target)) as server:
+            reader, writer = await opened(server, HEALTH)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.write(b"GET /heal")
+            assert await gone(reader)
+            writer.close()
+
+    asyncio.run(faults())
+
+
+def test_a_head_has_an_end(target):
+    async def faults():
+        limits = replace(LIMITS, head_bytes=1000, head_seconds=60)
+        async with running(Says(target), limits) as server:
+            reader, writer = await opened(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 5000)
+            assert await gone(reader)
+            writer.close()
+            reader, writer = await opened(server, post(x="y" * 5000))  # a body may be longer
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    asyncio.run(faults())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_leaves_frees_the_slot(target, path, stream):
+    async def faults():
+        engine = Says(target, ["Hello"], reason=None)
+        async with running(engine) as server:
+            body = post(path, stream=stream, max_tokens=9, input="Hi")
+            if path == "/v1/responses":
+                body = post(path, stream=stream, input="Hi")
+            _, writer = await opened(server, body)
+            await until(lambda: engine.jobs)
+            assert server.desk.busy
+            writer.close()
+            await until(lambda: not server.desk.busy)
+            assert engine.jobs[0].cancelled
+
+    asyncio.run(faults())
+
+
+def test_hundreds_who_leave_leave_nothing_behind(target):
+    async def faults():
+        engine = Says(target, ["Hello"], reason=None)
+        async with running(engine) as server:
+            for _ in range(10):
+                clients = [await opened(server, post(stream=True)) for _ in range(20)]
+                for _, writer in clients:
+                    writer.close()
+                await until(lambda: not server.desk.busy)
+            assert all(job.cancelled for job in engine.jobs)
+            reader, writer = await opened(server, HEALTH)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+            await until(lambda: not server.server_state.tasks)
+
+    asyncio.run(faults())
+
+
+def test_told_to_end_it_gives_answers_time_and_then_says_why(target):
+    async def faults():
+        async with running(Says(target, ["Hello"], reason=None)) as server:
+            reader, writer = await opened(server, post(stream=True))
+            await until(lambda: server.desk.busy)
+            server.handle_exit(15, None)
+            text = (await reader.read()).decode()
+            assert "Hello" in text and "shutting down" in text
+            await server.task
+            writer.close()
+            with pytest.raises(OSError):
+                await opened(server)
+
+    asyncio.run(faults())
+
+
+def test_told_twice_it_ends_at_once(target):
+    async def faults():
+        limits = replace(LIMITS, drain_seconds=600)
+        async with running(Says(target, ["Hello"], reason=None), limits) as server:
+            reader, writer = await opened(server, post(stream=True))
+            await until(lambda: server.desk.busy)
+            server.handle_exit(15, None)
+            server.handle_exit(15, None)
+            assert await gone(reader)
+            async with asyncio.timeout(20):
+                await server.task
+            writer.close()
+
+    asyncio.run(faults())
+
+
+def test_a_port_that_is_taken_or_a_host_that_is_not_ours():
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ServerError, match="--port"):
+            listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(ServerError, match="--port"):
+        listen("192.0.2.1", 0)
+    with pytest.raises(ServerError, match="--host"):
+        listen("no such host", 0)

@@ -1,0 +1,128 @@
+"""Answers that fit a schema and calls that have to be made: no token leads out of their grammar."""
+
+import importlib
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from mlx_lm.tool_parsers import json_tools
+from serving import a_target
+
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.serve.ask import Ask, Tool
+from dflash_mlx.serve.errors import Refusal
+from dflash_mlx.serve.grammar import Grammars
+from dflash_mlx.serve.parts import Splitter, Text
+from dflash_mlx.serve.tools import Call, Syntax
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "New York"]},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["city", "unit", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [Tool("get_weather", "", SCHEMA), Tool("now", "", {"type": "object", "maxProperties": 0})]
+FAMILIES = ["json_tools", "qwen3_coder", "glm47", "mistral", "kimi_k2"]
+
+
+def ask(**more):
+    return Ask("m", [{"role": "user", "content": "Hi"}], **more)
+
+
+def follows(target, request, thinking=False):
+    """A function that says whether a text is an answer that the grammar takes whole."""
+    syntax = Syntax.of(target.tokenizer)
+    (grammar,) = Grammars(target).of(syntax, request, thinking)
+    matcher = grammar._matcher
+
+    def takes(text):
+        matcher.reset()
+        tokens = target.tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    return takes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_forced_calls_are_written_as_their_parser_reads_them(family, seed):
+    """Whatever a model would choose under the grammar is a call that fits."""
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{family}")
+    target = a_target(parser)
+    syntax = Syntax.of(target.tokenizer)
+    (grammar,) = Grammars(target).of(syntax, ask(tools=TOOLS, choice="required"), False)
+    text = at_random(target.tokenizer, grammar._matcher, np.random.default_rng(seed))
+    split = Splitter(target.tokenizer, syntax, TOOLS, False)
+    calls = split.feed(text) + split.finish(cut=False)
+    assert calls and all(isinstance(one, Call) for one in calls if one != Text("\n")), text
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    for call in calls:
+        if isinstance(call, Call):
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+def at_random(tokenizer, matcher, random, most=2000):
+    """A text of tokens that are allowed, one after the other."""
+    tokens = []
+    while not matcher.is_stopped() and len(tokens) < most:
+        (allowed,) = np.nonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8))
+        ends = [token for token in allowed if token in tokenizer.eos_token_ids]
+        if ends and random.random() < 0.5:
+            break
+        allowed = [token for token in allowed if token not in tokenizer.eos_token_ids]
+        token = int(random.choice(allowed))
+        assert matcher.try_consume_tokens([token]) == 1
+        tokens.append(token)
+    return tokenizer.decode(tokens)
+
+
+def test_other_families_refuse_to_be_forced(target):
+    syntax = Syntax.of(a_target(importlib.import_module("mlx_lm.tool_parsers.gemma4")).tokenizer)
+    with pytest.raises(Refusal, match="cannot be forced"):
+        Grammars(target).of(syntax, ask(tools=TOOLS, choice="required"), False)
+
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def target():
+    return a_target(json_tools, thinking="<think>\n")
+
+
+def test_which_calls_may_be_made(target):
+    takes = follows(target, ask(tools=TOOLS, choice="required"))
+    assert takes(CALL) and takes(f"{CALL}\n{CALL}") and not takes("Hm") and not takes("")
+    takes = follows(target, ask(tools=TOOLS, choice="required", parallel=False))
+    assert takes(CALL) and not takes(f"{CALL}\n{CALL}")
+    named = ask(tools=TOOLS, choice="required", allowed=frozenset({"get_weather"}))
+    assert not follows(target, named)(CALL)
+
+
+def test_the_model_may_think_first(target):
+    takes = follows(target, ask(tools=TOOLS, choice="required"), thinking=True)
+    assert takes(f"Hm.\n</think>\n\n{CALL}") and not takes(CALL) and not takes("Hm</think>no")
+    takes = follows(target, ask(schema=SCHEMA), thinking=True)
+    assert takes('Hm</think>{"city": "Rome", "unit": "C", "days": 3}') and not takes("Hm</think>{}")
+
+
+def test_strict_tools_are_strict_and_text_is_free(target):
+    strict = [Tool("get_weather", "", SCHEMA, strict=True)]
+    takes = follows(target, ask(tools=strict))
+    good = json.dumps(
+        {"name": "get_weather", "arguments": {"city": "Rome", "unit": "F", "days": 1}}
+    )
+    wrong = good.replace('"F"', '"K"')
+    assert takes("Hello.") and takes(f"So: <tool_call>\n{good}\n</tool_call>")
+    assert not takes(f"So: <tool_call>\n{wrong}\n</tool_call>")
+
+
+def test_what_cannot_be_a_grammar_is_refused(target):
+    for schema in ({"type": "nonsense"}, {"$ref": "https://example.org/x"}, {"not": {}}):
+        with pytest.raises((SettingsError, Refusal)):
+            Grammars(target).of(Syntax.of(target.tokenizer), ask(schema=schema), False)

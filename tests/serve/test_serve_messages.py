@@ -1,0 +1,217 @@
+"""Anthropic's messages: what is asked reaches the engine, what it says reaches the client."""
+
+import json
+from pathlib import Path
+
+import pytest
+from serving import Says, a_target, client, frames
+
+PATH = "/v1/messages"
+REQUESTS = Path(__file__).parents[1] / "data" / "requests"
+
+
+def ask(**more):
+    return {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **more}
+
+
+def stored(name):
+    return json.loads((REQUESTS / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return a_target()
+
+
+def accumulated(events):
+    """The message that a stream's events are."""
+    message = {}
+    for event in events:
+        if event["type"] == "message_start":
+            message = event["message"]
+        elif event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][event["index"]], event["delta"]
+            if delta["type"] == "input_json_delta":
+                block["input"] = json.loads(delta["partial_json"])
+            else:
+                key = delta["type"].removesuffix("_delta")
+                block[key] += delta[key]
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"]}
+    return message
+
+
+def test_an_answer_whole_and_streamed(target):
+    engine = Says(target, ["Hel", "lo", " world"], cached=3)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask()).json()
+        events = frames(server.post(PATH, json=ask(stream=True)).text)
+    assert answer["content"] == [{"type": "text", "text": "Hello world", "citations": None}]
+    assert answer["stop_reason"] == "end_turn" and answer["stop_sequence"] is None
+    usage = answer["usage"]
+    prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert usage["cache_read_input_tokens"] == 3 and prompt == len(engine.asked[0][0])
+    streamed = accumulated(events)
+    for key in ("content", "usage", "stop_reason", "model", "role"):
+        assert streamed[key] == answer[key]
+    assert [one["type"] for one in events][-2:] == ["message_delta", "message_stop"]
+
+
+def test_the_stop_sequence_that_ended_the_text_is_told(target):
+    engine = Says(target, ["one", " two three"], reason="length")
+    with client(engine) as server:
+        assert server.post(PATH, json=ask()).json()["stop_reason"] == "max_tokens"
+    engine = Says(target, ["one"])
+    # What the text stream cut away is in the tokens still.
+    tokens = target.tokenizer.encode("one two", add_special_tokens=False)
+    engine._events = lambda stats: iter([_event("one", tokens, stats)])
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask(stop_sequences=["x", " two"])).json()
+    assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == " two"
+    assert engine.asked[0][1]["stop"] == ["x", " two"]
+
+
+def _event(text, tokens, stats):
+    from dflash_mlx.events import Event
+
+    return Event(text, tokens, 0, 0, "stop", stats)
+
+
+def test_turns_reach_the_template(target):
+    engine = Says(target)
+    content = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
+    ]
+    result = [{"type": "text", "text": "42"}]
+    answered = [
+        {"type": "tool_result", "tool_use_id": "t", "content": result},
+        {"type": "text", "text": "Go on."},
+    ]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": answered},
+    ]
+    with client(engine) as server:
+        assert server.post(PATH, json=ask(messages=turns, system="Be brief.")).status_code == 200
+    prompt = engine.prompt()
+    places = ["system\nBe brief.", "user\nHi", "Let me see.", '"name": "f"', "42", "Go on."]
+    assert sorted(places, key=prompt.index) == places
+
+
+def test_an_answer_may_be_begun(target):
+    engine = Says(target)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The sum is"}]
+    with client(engine) as server:
+        assert server.post(PATH, json=ask(messages=turns)).status_code == 200
+    assert engine.prompt().endswith("assistant\nThe sum is")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": None},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"container": "c"},
+        {"temperature": 1.5},
+    ],
+)
+def test_what_is_not_supported_is_refused(target, wrong):
+    engine = Says(target)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask(**wrong))
+    assert answer.status_code == 400 and not engine.asked
+    content = answer.json()
+    assert content["type"] == "error" and content["error"]["type"] == "invalid_request_error"
+    assert content["request_id"] == answer.headers["request-id"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_act_on():
+    with client(Says(a_target(context=20))) as server:
+        content = server.post(PATH, json=ask(system="word " * 50)).json()
+    assert content["error"]["message"].startswith("prompt is too long: ")
+    assert content["error"]["message"].endswith(" tokens > 19 maximum")
+
+
+def test_tokens_are_counted_as_they_are_read(target):
+    engine = Says(target)
+    body = ask(system="Be brief.")
+    with client(engine) as server:
+        counted = server.post(f"{PATH}/count_tokens", json=body | {"max_tokens": None}).json()
+        read = server.post(PATH, json=body).json()["usage"]["input_tokens"]
+    assert counted == {"input_tokens": read}
+
+
+def test_two_sessions_of_claude_code_differ_in_the_tail_alone(target):
+    engine = Says(target)
+    prompts = []
+    with client(engine) as server:
+        assert server.head("/").status_code == 200
+        for name in ("claude_code_messages", "claude_code_messages_second_session"):
+            request = stored(name)
+            answer = server.post(request["path"], json=request["body"], headers=request["headers"])
+            assert answer.status_code == 200, answer.text
+            prompts.append(engine.asked[-1][0])
+            assert "billing" not in engine.prompt()
+    first, second = prompts
+    same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    tail = target.tokenizer.decode(first[same:])
+    # Tools and system prompt are shared; what follows begins with the user's words.
+    assert "hello" in tail and tail.count("word") < target.tokenizer.decode(first).count("word") / 3
+
+
+REFUSES = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ALTERNATES = REFUSES.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}"
+    "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}",
+)
+DROPS = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [REFUSES, ALTERNATES, DROPS])
+def test_a_system_message_in_the_middle_is_folded_in(template):
+    target = a_target(template=template)
+    engine = Says(target)
+    turns = [
+        {"role": "user", "content": "One"},
+        {"role": "system", "content": "Two"},
+        {"role": "user", "content": "Three"},
+    ]
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask(messages=turns, system="Zero"))
+    assert answer.status_code == 200, answer.text
+    prompt = engine.prompt()
+    assert sorted(["Zero", "One", "Two", "Three"], key=prompt.index) == [
+        "Zero",
+        "One",
+        "Two",
+        "Three",
+    ]
+    assert prompt.count("<|im_start|>system") <= 1
+
+
+def test_a_template_that_takes_it_keeps_a_system_message_where_it_was(target):
+    engine = Says(target)
+    turns = [{"role": "user", "content": "One"}, {"role": "system", "content": "Two"}]
+    with client(engine) as server:
+        server.post(PATH, json=ask(messages=turns))
+    assert "user\nOne<|im_end|>\n<|im_start|>system\nTwo<|im_end|>" in engine.prompt()

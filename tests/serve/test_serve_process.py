@@ -1,0 +1,260 @@
+"""The real process with the embedded pair, asked by the clients that people have."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+QUESTION = [{"role": "user", "content": "What is 37 plus 48?"}]
+LONG = [{"role": "user", "content": "x " * 4000}]
+OPTIONS = ("--no-policy", "--stock-blas", "--port", "0", "--block-size", "8")
+
+
+class Process:
+    """A server, and where it is."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "dflash_mlx", "serve", *OPTIONS, *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.before = ""
+        for line in self.process.stderr:
+            self.before += line
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                self.port = int(found[1])
+                return
+        raise AssertionError(self.before)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> tuple[int, str]:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def end(self, sent: int = signal.SIGTERM) -> int:
+        self.process.send_signal(sent)
+        return self.ended()
+
+    def ended(self) -> int:
+        self.process.stderr.read()
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = Process("--concurrency", "8", "--queue", "8")
+    yield process
+    assert process.end() == 0
+
+
+@pytest.fixture(scope="module")
+def chat(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def test_openai_chat(chat):
+    story = [{"role": "user", "content": "Tell me of a turtle and of the sea."}]
+    settings = {"model": "m", "messages": story, "max_tokens": 300, "seed": 3, "temperature": 1}
+    whole = chat.chat.completions.create(**settings, n=2, logprobs=True, top_logprobs=2)
+    with chat.chat.completions.stream(
+        **settings, n=2, logprobs=True, top_logprobs=2, stream_options={"include_usage": True}
+    ) as stream:
+        streamed = stream.until_done().get_final_completion()
+    for one, other in zip(whole.choices, streamed.choices, strict=True):
+        assert one.message.content == other.message.content != ""
+        assert one.finish_reason == other.finish_reason
+        assert one.logprobs.content == other.logprobs.content
+        text = b"".join(bytes(token.bytes) for token in one.logprobs.content).decode()
+        assert text == one.message.content
+        for token in one.logprobs.content:
+            assert len(token.top_logprobs) == 2 and token.logprob <= 0
+    assert whole.usage == streamed.usage
+    tokens = sum(len(one.logprobs.content) for one in whole.choices)
+    stopped = sum(one.finish_reason == "stop" for one in whole.choices)
+    assert whole.usage.completion_tokens == tokens + stopped
+
+
+def test_openai_chat_without_waiting(server):
+    """Several at once, and what each says is what it says alone."""
+
+    async def ask():
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+
+        async def one(number):
+            messages = [{"role": "user", "content": f"What is {number} plus 48?"}]
+            stream = await client.chat.completions.create(
+                model="m", messages=messages, stream=True, max_tokens=40
+            )
+            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            whole = await client.chat.completions.create(
+                model="m", messages=messages, max_tokens=40
+            )
+            return "".join(parts), whole.choices[0].message.content
+
+        return await asyncio.gather(*(one(number) for number in range(11, 15)))
+
+    answers = asyncio.run(ask())
+    assert all(streamed == whole for streamed, whole in answers) and len(set(answers)) == 4
+
+
+def test_openai_completions_and_models(chat):
+    settings = {"model": "m", "prompt": "What is 12 plus", "max_tokens": 12}
+    whole = chat.completions.create(**settings, logprobs=2)
+    parts = list(chat.completions.create(**settings, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert len(whole.choices[0].logprobs.tokens) == 12
+    assert chat.models.list().data[0].id == "tiny" == chat.models.retrieve("tiny").id
+
+
+class Sum(BaseModel):
+    """What an answer is parsed to."""
+
+    right: bool
+    digits: Annotated[list[int], Field(max_length=2)]
+
+
+SUM = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2}
+SCHEMA = {
+    "type": "object",
+    "properties": {"right": {"type": "boolean"}, "digits": SUM},
+    "required": ["right", "digits"],
+    "additionalProperties": False,
+}
+
+
+def test_openai_responses(chat):
+    settings = {"model": "m", "input": "What is 37 plus 48?", "max_output_tokens": 30}
+    whole = chat.responses.create(**settings)
+    with chat.responses.stream(**settings) as stream:
+        for _ in stream:
+            pass
+    # The SDK knows of a final response only where the answer was not cut.
+    assert whole.status == "incomplete" and whole.output_text
+    with chat.responses.stream(**settings | {"max_output_tokens": 200}) as stream:
+        final = stream.get_final_response()
+    whole = chat.responses.create(**settings | {"max_output_tokens": 200})
+    assert final.output_text == whole.output_text and final.usage == whole.usage
+    assert whole.status == "completed"
+
+
+def test_schemas_and_forced_tools_validate(chat, claude):
+    """At concurrency 8, with and without drafting's own order of rounds."""
+    named = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+    function = {"name": "tell", "parameters": SCHEMA}
+    tools = [{"type": "function", "function": function}]
+
+    def structured(seed):
+        answer = chat.chat.completions.create(
+            model="m", messages=QUESTION, response_format=named, seed=seed, temperature=1
+        )
+        jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+
+    def called(seed):
+        answer = chat.chat.completions.create(
+            model="m",
+            messages=QUESTION,
+            tools=tools,
+            tool_choice="required",
+            seed=seed,
+            temperature=1,
+            parallel_tool_calls=False,
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "tell"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+    def used(seed):
+        answer = claude.messages.create(
+            model="m",
+            max_tokens=300,
+            messages=QUESTION,
+            extra_body={"temperature": seed / 8},
+            tools=[{"name": "tell", "input_schema": SCHEMA}],
+            tool_choice={"type": "tool", "name": "tell", "disable_parallel_tool_use": True},
+        )
+        assert answer.stop_reason == "tool_use"
+        jsonschema.validate(answer.content[-1].input, SCHEMA)
+
+    with ThreadPoolExecutor(8) as threads:
+        ways = [(how, seed) for how in (structured, called, used) for seed in range(2)]
+        for asked in [threads.submit(how, seed) for how, seed in ways]:
+            asked.result(120)
+
+
+def test_openai_parses_answers(chat):
+    answer = chat.chat.completions.parse(model="m", messages=QUESTION, response_format=Sum)
+    assert isinstance(answer.choices[0].message.parsed, Sum)
+
+
+def test_anthropic_messages(claude):
+    settings = {"model": "m", "max_tokens": 60, "messages": QUESTION}
+    whole = claude.messages.create(**settings)
+    with claude.messages.stream(**settings) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert text == whole.content[0].text == streamed.content[0].text
+    assert streamed.usage.output_tokens == whole.usage.output_tokens == 60
+    assert streamed.usage.input_tokens == whole.usage.input_tokens
+    assert whole.stop_reason == streamed.stop_reason == "max_tokens"
+    counted = claude.messages.count_tokens(model="m", messages=QUESTION)
+    assert counted.input_tokens == whole.usage.input_tokens
+    stopped = claude.messages.create(**settings, stop_sequences=["Ones"])
+    assert stopped.stop_sequence == "Ones" and "Ones" not in stopped.content[0].text
+
+
+def test_anthropic_without_waiting(server):
+    async def ask():
+        client = anthropic.AsyncAnthropic(base_url=server.url, api_key="x", max_retries=0)
+        async with client.messages.stream(model="m", max_tokens=9, messages=QUESTION) as stream:
+            return await stream.get_final_text()
+
+    assert asyncio.run(ask())
+
+
+def test_prompts_that_begin_alike_are_read_once(chat, claude):
+    system = "Mind these rules. " * 80
+
+    def asked(question):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        answer = chat.chat.completions.create(model="m", messages=messages, max_tokens=8)
+        return answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
+
+    _, before = asked("What is 3 plus 4?")
+    tokens, cached = asked("What is 5 plus 6?")
+    assert before == 0 and tokens - 300 < cached < tokens and cached % 256 == 0
+    billing = {"type": "text", "text": "x-anthropic-billing-header: differs;"}
+    blocks = [billing, {"type": "text", "text": system}]
+    usage = claude.messages.create(model="m", max_tokens=8, system=blocks, messages=QUESTION).usage
+    assert usage.cache_read_input_tokens == cached
+    assert usage.cache_read_input_tokens + usage.input_tokens <= tokens + 9
+
+
+def test_errors_are_the_sdks_own(chat, claude):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat.chat.completions.create(model="m", messages=LONG)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        claude.messages.create(model="m", max_tokens=1, messages=LONG)
+    with pytest.raises(openai.NotFoundError):
+        chat.models.retrieve("other")

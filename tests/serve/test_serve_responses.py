@@ -1,0 +1,129 @@
+"""OpenAI's responses: what is asked reaches the engine, what it says reaches the client."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mlx_lm.tool_parsers import json_tools
+from serving import Says, a_target, client, frames
+
+PATH = "/v1/responses"
+CODEX = Path(__file__).parents[1] / "data" / "requests" / "codex_responses.json"
+
+
+def ask(**more):
+    return {"model": "m", "input": "Hi", **more}
+
+
+def tool(name, **more):
+    return {"type": "function", "name": name, "parameters": {"type": "object"}, **more}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return a_target(json_tools, thinking="<think>\n")
+
+
+def streamed(server, body):
+    events = frames(server.post(PATH, json=body | {"stream": True}).text)
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    return events
+
+
+def comparable(item):
+    """An item without the ids of its own."""
+    return {key: value for key, value in item.items() if key not in ("id", "call_id")}
+
+
+def test_reasoning_text_and_calls_whole_and_streamed(target):
+    said = ["Hm", ".\n</think>", "\n\nYes", ".<tool_call>\n", '{"name": "sp__f", "arguments"']
+    engine = Says(target, [*said, ': {"a": 1}}\n</tool_call>'], cached=4)
+    space = {"type": "namespace", "name": "sp", "tools": [tool("f")]}
+    body = ask(tools=[space, {"type": "web_search"}, tool("g")])
+    with client(engine) as server:
+        answer = server.post(PATH, json=body).json()
+        events = streamed(server, body)
+    thought, text, call = answer["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert text["content"][0]["text"] == "Yes."
+    assert (call["namespace"], call["name"], call["arguments"]) == ("sp", "f", '{"a": 1}')
+    assert answer["status"] == "completed" and "web_search" not in engine.prompt()
+    # The stream's last object is the answer, and its events add up to it.
+    last = events[-1]["response"]
+    assert events[-1]["type"] == "response.completed"
+    assert list(map(comparable, last["output"])) == list(map(comparable, answer["output"]))
+    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert done == last["output"]
+    text = "".join(one["delta"] for one in events if one["type"] == "response.output_text.delta")
+    assert text == "Yes."
+    usage = answer["usage"]
+    assert usage == last["usage"] and usage["input_tokens"] == len(engine.asked[0][0])
+    assert usage["input_tokens_details"]["cached_tokens"] == 4
+    details = usage["output_tokens_details"]
+    reasoning = target.tokenizer.encode("".join(said[:2]), add_special_tokens=False)
+    assert abs(details["reasoning_tokens"] - len(reasoning)) <= 1  # rounds cut words in pieces
+
+
+def test_an_answer_that_is_cut(target):
+    with client(Says(target, ["x</think>cut"], reason="length")) as server:
+        answer = server.post(PATH, json=ask()).json()
+        events = streamed(server, ask())
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert events[-1]["type"] == "response.incomplete"
+
+
+def test_items_reach_the_template(target):
+    engine = Says(target)
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "message", "role": "user", "content": "Hi"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "42"},
+        {"role": "user", "content": "Go on."},
+    ]
+    with client(engine) as server:
+        body = ask(input=items, instructions="First.", tools=[tool("f")])
+        assert server.post(PATH, json=body).status_code == 200
+    prompt = engine.prompt()
+    places = ["First.", "Be brief.", "user\nHi", '[f {"a": 1}]', "42", "Go on."]
+    assert sorted(places, key=prompt.index) == places
+
+
+def test_codex_is_answered(target):
+    request = json.loads(CODEX.read_text())
+    engine = Says(target, ["x</think>Hello"])
+    with client(engine) as server:
+        answer = server.post(request["path"], json=request["body"], headers=request["headers"])
+    events = frames(answer.text)
+    assert events[-1]["response"]["output"][1]["content"][0]["text"] == "Hello"
+    prompt = engine.prompt()
+    assert "multi_agent_v1__close_agent" in prompt and "exec_command" in prompt
+    assert prompt.rstrip().endswith("<think>") and "say hello" in prompt
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"previous_response_id": "r"},
+        {"background": True},
+        {"truncation": "auto"},
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"input": []},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": {"type": "function", "name": "f"}},
+    ],
+)
+def test_what_is_not_supported_is_refused(target, wrong):
+    engine = Says(target)
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask(**wrong))
+    assert answer.status_code == 400 and answer.json()["error"]["message"] and not engine.asked
+
+
+def test_nothing_is_stored(target):
+    with client(Says(target)) as server:
+        for method, path in (("GET", "/x"), ("DELETE", "/x"), ("POST", "/x/cancel")):
+            assert server.request(method, PATH + path).status_code == 404
