@@ -6,23 +6,27 @@ is another text than plain decoding's, whatever the seed, so nobody can check it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafter.protocol import Drafter
-from dflash_mlx.sampling import Pick, Sampler, Sampling
+from dflash_mlx.sampling import Sampler, Sampling, Trials
 from dflash_mlx.target import Target
 
 
 class _Drawing(Sampler):
     """Drafts by drawing each token from q on its own, and remembers the rows of q."""
 
-    def draft(self, logits: mx.array, pick: Pick | None = None) -> mx.array:
+    def trials(self, logits: mx.array) -> Trials:
         log_q = self.log_probs(logits)
         self.q = mx.exp(log_q)
-        return mx.random.categorical(log_q)
+        return [log_q + mx.random.gumbel(log_q.shape)], [1.0]
+
+    def settle(self, blocks: Sequence[mx.array]) -> mx.array:
+        return blocks[0]
 
 
 def rejection_rounds(
@@ -36,7 +40,7 @@ def rejection_rounds(
     mx.random.seed(settings.seed or 0)
     sampler = _Drawing(settings, prompt)
     session, drafting = target.start(drafter.tap_layers), drafter.start(target, sampler)
-    for taps in session.prefill(prompt[:-1]):
+    for _, taps in session.prefill(prompt[:-1]):
         drafting.extend(taps)
     anchor, made, rounds = prompt[-1], 0, 0
     while made < tokens:

@@ -34,7 +34,7 @@ class BigramTarget:
     def check_trees(self):
         pass
 
-    def prefill(self, tokens, step=None):
+    def prefill(self, tokens, stops=(), step=None):
         return [(self.table[mx.array(tokens[-1:])], mx.zeros((1, len(tokens), 0)))]
 
     def verify(self, proposal):

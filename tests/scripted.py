@@ -32,7 +32,7 @@ class Scripted:
     def check_trees(self):
         pass
 
-    def prefill(self, tokens):
+    def prefill(self, tokens, stops=(), step=None):
         self.position += len(tokens)
         logits = np.zeros((1, self.vocab_size), np.float32)
         logits[0, self.text[self.position]] = 20.0

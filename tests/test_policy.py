@@ -74,10 +74,12 @@ def test_it_is_as_good_as_plain_and_as_the_best_width(last_row, draft, drafter, 
 
     best = max(mean(lambda rows=rows: Fixed(rows)) for rows in (1, 2, 3, 4, 6, 8, 12, 16))
     assert best >= 1.0
-    if draft > 1 and best > 1:  # a first try as dear as seven tokens or more has to wait
-        assert mean(lambda: Policy(pair, WIDEST)) >= 0.95
+    # A first try as dear as seven tokens has to wait; one dearer than all credit waits for ever.
+    least = 0.94 if draft < 1 or best == 1 else 0.86
+    if draft + last_row > 1 + CREDIT and best > 1:
+        assert mean(lambda: Policy(pair, WIDEST)) >= 0.99
     else:
-        assert mean(lambda: Policy(pair, WIDEST)) >= 0.94 * best
+        assert mean(lambda: Policy(pair, WIDEST)) >= least * best
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -114,7 +116,7 @@ def test_what_was_learnt_stays_in_the_policy():
     policy = Policy(pair, WIDEST)
     run(policy, pair, DRAFTERS["always wrong"], 1000)
     _, widths = run(policy, pair, DRAFTERS["always wrong"], 100)
-    assert sum(width > 1 for width in widths) <= 6
+    assert sum(width > 1 for width in widths) <= 5
 
 
 def test_many_requests_lose_no_more_than_one_does():

@@ -4,8 +4,11 @@ It books what every round brought against what plain decoding would have taken f
 be drafted if what it is *expected* to lose is there: a share of the tokens so far, and what
 drafting is ahead by. So where the target is sure, and drafts are mostly right, whole blocks are
 drafted from the first round on; where it is not, the same block has to wait until the answer is
-long enough to pay for it, or a narrower one is drafted if that is cheaper. What is really lost is
-booked in full.
+long enough to pay for it, or a narrower one is drafted if that is cheaper.
+
+What is really lost is booked twice. In full, and this limits the loss of the longest answer; and
+as a debt that fades with the tokens, and this decides about the next try. A bad start is a reason
+to wait for a while, and not for as many tokens as would earn it back.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FIRST = 0.2  # plain tokens that the first round may be expected to lose,
-SHARE = 0.03  # the share of the tokens so far that may be lost besides,
-CREDIT = 6.0  # both together at most,
-ALLOWANCE = 0.01  # and the share of all tokens that may be lost in the long run
+SHARE = 0.06  # the share of the tokens so far that may be lost besides,
+RISK = 2.0  # and both together at most
+FADING = 0.96  # what a token leaves of a debt, as the next try sees it
+CREDIT = 6.0  # tokens that a request may really lose,
+ALLOWANCE = 0.01  # and the share of all its tokens besides
 SAVINGS = 10.0  # plain tokens gained that the account remembers at most
 
 
@@ -23,7 +28,9 @@ class Account:
     """One request's account, in units of a plain token's cost."""
 
     def __init__(self) -> None:
-        self._tokens, self._ahead = 0.0, 0.0  # of the rounds so far, and gained by drafting
+        self._tokens = 0.0  # of the rounds so far,
+        self._ahead = 0.0  # what drafting has gained by them, booked in full,
+        self._felt = 0.0  # and as the next try sees it: debts fade
 
     def affordable(self, rates: Sequence[float]) -> float:
         """The cost of the dearest round that may be drafted; 1, a plain one's, at least.
@@ -34,8 +41,7 @@ class Account:
         Args:
             rates: a_1, a_2, ...: how often the slots are right when those before them are.
         """
-        risk = min(CREDIT, FIRST + SHARE * (self._tokens + 1)) + self._ahead
-        cost, path = 1.0, 1.0
+        risk, cost, path = self._risk, 1.0, 1.0
         for rate in rates:
             path *= rate
             if risk <= 1 - path:
@@ -46,15 +52,23 @@ class Account:
         return max(1.0, min(cost, 1 + CREDIT + self._ahead))
 
     @property
+    def _risk(self) -> float:
+        """What the next round may be expected to lose."""
+        return min(RISK, FIRST + SHARE * (self._tokens + 1)) + self._felt
+
+    @property
     def affordable_together(self) -> float:
         """As `affordable`, of a round that many requests share.
 
         The luck of many evens out: so what counts is what was lost, not what might be.
         """
-        risk = min(CREDIT, FIRST + SHARE * (self._tokens + 1)) + self._ahead
-        return 1 + CREDIT + self._ahead if risk > 0 else 1.0
+        return 1 + CREDIT + self._ahead if self._risk > 0 else 1.0
 
     def book(self, cost: float, tokens: float) -> None:
         """Take in what a round cost and brought."""
         self._tokens += tokens
-        self._ahead = min(SAVINGS, self._ahead + (1 + ALLOWANCE) * tokens - cost)
+        gain = (1 + ALLOWANCE) * tokens - cost
+        if self._felt < 0:
+            self._felt *= FADING**tokens
+        self._felt = min(SAVINGS, self._felt + gain)
+        self._ahead = min(SAVINGS, self._ahead + gain)
