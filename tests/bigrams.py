@@ -35,7 +35,8 @@ class BigramTarget:
         pass
 
     def prefill(self, tokens, stops=(), step=None):
-        return [(self.table[mx.array(tokens[-1:])], mx.zeros((1, len(tokens), 0)))]
+        last = mx.array(tokens[-1:], mx.int32)
+        return [(self.table[last], mx.zeros((1, len(tokens), 0)))]
 
     def verify(self, proposal):
         tokens = mx.array(proposal.tokens)

@@ -165,8 +165,8 @@ def test_many_rows_are_left_to_stock_layers():
     launches = Launches()
     target = exact_target("qwen3", launches)
     session = target.start()
-    list(session.prefill(families.random_prompt(65, seed=1)))
-    assert not launches.counts
+    next(session.prefill(families.random_prompt(130, seed=1)))  # 66 tokens; the last 64 are ours
+    assert session.position == 66 and not launches.counts
     session.verify(Proposal([1]))
     assert launches.counts
     with pytest.raises(SettingsError, match="at most 64 rows"):
