@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from asyncio import Task, TimerHandle, Transport
+from asyncio import AbstractEventLoop, Task, TimerHandle, Transport
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..errors import ServerError
@@ -120,21 +120,23 @@ def guarded(crowd: Crowd) -> type[HttpToolsProtocol]:
 class Server(uvicorn.Server):
     """A server that ends in order: told to once it finishes its answers, told twice it goes.
 
+    It may run in any thread, and what it is told may come from any other.
+
     Args:
-        app: the application.
-        desk: its desk.
+        app: what answers until `open` brings the application.
         limits: of connections and of the end.
     """
 
-    def __init__(self, app: ASGIApp, desk: Desk, limits: Limits) -> None:
-        self._crowd = Crowd(limits)
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app, self._crowd = app, Crowd(limits)
         super().__init__(
             uvicorn.Config(
-                app,
+                self._answer,
                 http=guarded(self._crowd),
                 ws="none",
                 lifespan="off",
                 loop="asyncio",
+                interface="asgi3",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -142,14 +144,31 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(limits.drain_seconds + GRACE),
             )
         )
-        self._desk, self._drain_seconds = desk, limits.drain_seconds
+        self._desk: Desk | None = None
+        self._drain_seconds = limits.drain_seconds
         self._hurry: Task[None] | None = None
         self._doors: list[Door] = []
+        self._loop: AbstractEventLoop | None = None
+
+    def open(self, app: ASGIApp, desk: Desk) -> None:
+        """Have the application answer, whose desk this is."""
+        self._desk, self._app = desk, app
+
+    def tell(self) -> None:
+        """Have it end; told a second time it ends at once."""
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.handle_exit, signal.SIGTERM, None)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the doors; uvicorn itself is to take no connections."""
-        await super().startup([])
+        self._loop = asyncio.get_running_loop()
         self._doors = [Door(bound, self._crowd, self._enter) for bound in sockets or ()]
+        await super().startup([])
 
     async def _enter(self, connection: socket.socket, head: bytes) -> None:
         """Serve a connection that has sent this."""
@@ -169,37 +188,35 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing more in, and give the answers time."""
-        self._desk.draining = True
         self._hurry = asyncio.create_task(self._abandon_late())
         for door in self._doors:
             door.close()
         await super().shutdown()
         self._hurry.cancel()
-        self._desk.abandon()
+        self._abandon()
 
     async def _abandon_late(self) -> None:
         await asyncio.sleep(self._drain_seconds)
-        self._desk.abandon()
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if self._desk is not None:
+            self._desk.abandon()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
-        loop = asyncio.get_running_loop()
-        for sent in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(sent, self.handle_exit, sent, None)
-        try:
-            yield
-        finally:
-            for sent in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(sent)
+        """They are the process's, which has an exit code of its own; it calls `tell`."""
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Told to end."""
+        if self._desk is not None:
+            self._desk.draining = True
         if not self.should_exit:
-            self.should_exit = self._desk.draining = True
+            self.should_exit = True
             return
         self.force_exit = True
-        self._desk.abandon()
+        self._abandon()
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 

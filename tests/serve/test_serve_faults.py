@@ -240,3 +240,20 @@ def test_a_port_that_is_taken_or_a_host_that_is_not_ours():
         listen("192.0.2.1", 0)
     with pytest.raises(ServerError, match="--host"):
         listen("no such host", 0)
+
+
+def test_while_the_model_loads_it_says_so(target):
+    async def faults():
+        async with running(Says(target), loaded=False) as server:
+            told = {}
+            for path in ("/health", "/ready", "/", "/v1/models", "/v1/messages"):
+                request = post(path) if path.endswith("messages") else HEALTH
+                request = request.replace(b"/health", path.encode())
+                reader, writer = await opened(server, request)
+                told[path] = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                writer.close()
+            assert " 200 " in told["/health"]
+            for path in set(told) - {"/health"}:
+                assert " 503 " in told[path] and "retry-after: 2" in told[path]
+
+    asyncio.run(faults())
