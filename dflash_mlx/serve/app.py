@@ -66,7 +66,7 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         body = await self._read(request, ChatBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         if body.stream:
             options = body.stream_options
             usage = bool(options and options.include_usage)
@@ -81,7 +81,7 @@ class Endpoints:
         opened: list[Answering] = []
         with ExitStack() as leaving:  # what is open when another prompt is refused
             for ask in asks:
-                opened.append(await self._desk.ask(ask))
+                opened.append(await self._desk.ask(ask, request.state.who))
                 leaving.callback(opened[-1].leave)
             texts = await asyncio.to_thread(self._texts, asks)
             leaving.pop_all()
@@ -99,7 +99,7 @@ class Endpoints:
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses."""
         body = await self._read(request, ResponsesBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         answers = responses_answers.Answers(body, answering)
         if body.stream:
             return EventStream(with_pings(answers.stream(), COMMENT), answering.leave)
@@ -112,7 +112,7 @@ class Endpoints:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         body = await self._read(request, MessagesBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         if body.stream:
             frames = messages_answers.stream(answering, request.state.request_id)
             return EventStream(with_pings(frames, messages_answers.PING), answering.leave)

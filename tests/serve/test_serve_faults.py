@@ -3,13 +3,15 @@
 import asyncio
 import json
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
-from serving import LIMITS, Says, a_target, running
+from serving import LIMITS, Says, a_desk, a_target, running
 
 from dflash_mlx.errors import ServerError
 from dflash_mlx.events import Event
+from dflash_mlx.serve.ask import Ask
 from dflash_mlx.serve.run import listen
 
 
@@ -172,8 +174,7 @@ def test_whoever_leaves_frees_the_slot(target, path, stream):
             if path == "/v1/responses":
                 body = post(path, stream=stream, input="Hi")
             _, writer = await opened(server, body)
-            await until(lambda: engine.jobs)
-            assert server.desk.busy
+            await until(lambda: server.desk.busy)
             writer.close()
             await until(lambda: not server.desk.busy)
             assert engine.jobs[0].cancelled
@@ -195,6 +196,48 @@ def test_hundreds_who_leave_leave_nothing_behind(target):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.close()
             await until(lambda: not server.server_state.tasks)
+
+    asyncio.run(faults())
+
+
+def test_what_is_slow_to_begin_holds_up_nobody(target):
+    """A long prompt, a grammar: while one request is worked out, others are answered."""
+
+    class Slow(Says):
+        def submit(self, prompt, **settings):
+            begun.set()
+            assert go_on.wait(20)
+            return super().submit(prompt, **settings)
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def faults():
+        async with running(Slow(target)) as server:
+            reader, writer = await opened(server, post())
+            await until(begun.is_set)
+            other, health = await opened(server, HEALTH)
+            async with asyncio.timeout(20):
+                assert (await other.readline()).startswith(b"HTTP/1.1 200")
+            go_on.set()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            for one in (writer, health):
+                one.close()
+
+    asyncio.run(faults())
+
+
+def test_who_is_given_up_before_it_began_leaves_nothing(target):
+    async def faults():
+        engine = Says(target, ["Hello"], reason=None)
+        desk = a_desk(engine)
+        asking = asyncio.create_task(desk.ask(Ask("m", "Hi")))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: all(job.cancelled for job in engine.jobs))
+        desk.abandon()
+        answering = await desk.ask(Ask("m", "Hi"))
+        assert engine.jobs[-1].cancelled and not desk.busy and answering
 
     asyncio.run(faults())
 
