@@ -278,6 +278,8 @@ class Desk:
     def reasoning(self, tokens: Sequence[int], thinking: bool) -> int:
         """How many tokens of an answer are the model's reasoning, its markers among them."""
         tokenizer = self.target.tokenizer
+        if self.syntax.name == harmony.NAME:
+            return harmony.reasoning_tokens(tokens, tokenizer)
         if not tokenizer.has_thinking:
             return 0
         start = 0 if thinking else _find(tokens, tokenizer.think_start_tokens)
