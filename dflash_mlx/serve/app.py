@@ -32,7 +32,7 @@ from .front import guarded
 from .messages import CountBody, MessagesBody
 from .metrics import CONTENT_TYPE
 from .responses import ResponsesBody
-from .sse import COMMENT, EventStream, unless_gone, with_pings
+from .sse import COMMENT, EventStream, unless_gone
 
 STALLED_SECONDS: Final = 30.0
 
@@ -71,7 +71,7 @@ class Endpoints:
             options = body.stream_options
             usage = bool(options and options.include_usage)
             frames = chat_answers.stream(answering, usage)
-            return EventStream(with_pings(frames, COMMENT), answering.leave)
+            return EventStream(frames, COMMENT, answering.leave)
         return await _whole(request, chat_answers.whole(answering), answering.leave)
 
     async def completions(self, request: Request) -> Response:
@@ -87,7 +87,7 @@ class Endpoints:
             leaving.pop_all()
         answers = completions.Answers(body, opened, texts)
         if body.stream:
-            return EventStream(with_pings(answers.stream(), COMMENT), answers.leave)
+            return EventStream(answers.stream(), COMMENT, answers.leave)
         return await _whole(request, answers.whole(), answers.leave)
 
     def _texts(self, asks: Sequence[Ask]) -> list[str]:
@@ -102,7 +102,7 @@ class Endpoints:
         answering = await self._desk.ask(body.ask(), request.state.who)
         answers = responses_answers.Answers(body, answering)
         if body.stream:
-            return EventStream(with_pings(answers.stream(), COMMENT), answering.leave)
+            return EventStream(answers.stream(), COMMENT, answering.leave)
         return await _whole(request, answers.whole(), answering.leave)
 
     async def no_response(self, request: Request) -> Response:
@@ -115,7 +115,7 @@ class Endpoints:
         answering = await self._desk.ask(body.ask(), request.state.who)
         if body.stream:
             frames = messages_answers.stream(answering, request.state.request_id)
-            return EventStream(with_pings(frames, messages_answers.PING), answering.leave)
+            return EventStream(frames, messages_answers.PING, answering.leave)
         return await _whole(request, messages_answers.whole(answering), answering.leave)
 
     async def count_tokens(self, request: Request) -> Response:
