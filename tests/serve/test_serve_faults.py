@@ -27,6 +27,7 @@ def post(path="/v1/chat/completions", **more):
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
+SOON = replace(LIMITS, head_seconds=0.2)
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -56,7 +57,7 @@ async def gone(reader):
 
 def test_half_heads_are_closed_and_hold_up_nobody(target):
     async def faults():
-        async with running(Says(target), replace(LIMITS, connections=20)) as server:
+        async with running(Says(target), replace(SOON, connections=20)) as server:
             halves = [await opened(server, b"POST /v1/messages HT") for _ in range(60)]
             reader, writer = await opened(server, HEALTH)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
@@ -71,7 +72,7 @@ def test_half_heads_are_closed_and_hold_up_nobody(target):
 
 def test_in_a_crowd_the_longest_silent_goes_and_whoever_asks_is_answered(target):
     async def faults():
-        limits = replace(LIMITS, connections=10, head_seconds=600)
+        limits = replace(LIMITS, connections=10)
         async with running(Says(target), limits) as server:
             crowd = await asyncio.gather(*(opened(server) for _ in range(100)))
             await until(lambda: sum(one.at_eof() for one, _ in crowd) == 90)
@@ -88,7 +89,7 @@ def test_who_speaks_is_heard_in_a_crowd_that_says_nothing(target):
     """A question that comes with a crowd of the same moment is read before the crowd is shed."""
 
     async def faults():
-        limits = replace(LIMITS, connections=40, head_seconds=600)
+        limits = replace(LIMITS, connections=40)
         async with running(Says(target), limits) as server:
             # All of them are there before the server takes the first one.
             crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
@@ -129,7 +130,7 @@ def test_a_client_that_reads_nothing_of_its_answer_is_closed(target):
 
 def test_silent_connections_are_closed_when_their_time_is_over(target):
     async def faults():
-        async with running(Says(target)) as server:
+        async with running(Says(target), SOON) as server:
             crowd = [await opened(server) for _ in range(3)]
             assert all([await gone(one) for one, _ in crowd])
             for _, writer in crowd:
@@ -140,7 +141,7 @@ def test_silent_connections_are_closed_when_their_time_is_over(target):
 
 def test_a_half_head_may_be_the_second_of_a_connection(target):
     async def faults():
-        async with running(Says(target)) as server:
+        async with running(Says(target), replace(SOON, head_seconds=2)) as server:
             reader, writer = await opened(server, HEALTH)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.write(b"GET /heal")
@@ -152,7 +153,7 @@ def test_a_half_head_may_be_the_second_of_a_connection(target):
 
 def test_a_head_has_an_end(target):
     async def faults():
-        limits = replace(LIMITS, head_bytes=1000, head_seconds=60)
+        limits = replace(LIMITS, head_bytes=1000)
         async with running(Says(target), limits) as server:
             reader, writer = await opened(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 5000)
             assert await gone(reader)
