@@ -358,7 +358,8 @@ class Sampler:
             token = (row if noise is None else s * row + noise[slot]).argmax(axis=-1)
             history = mx.concatenate([history, token.astype(mx.int32)])
             if self._rules:
-                drafted.append(int(token.item()))
+                chosen: Any = token.tolist()
+                drafted += chosen
         return mx.concatenate(rows)
 
     def _noise_rows(self, rows: int, vocab_size: int) -> mx.array:
