@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from ..drafter.forest import propose_together, propose_trees_together
 from ..drafter.protocol import TreeSession
-from ..errors import ProposalError
 from ..loop import Alone, Turn
 from ..policy.offer import Offer, Planting
+from ..policy.rounds import checked
 from ..proposal import Proposal
 from ..target import Target
 from ..target.forest import Forest
@@ -99,10 +99,3 @@ class Flat:
         if self._rounds is not None and len(turns) > 1:
             events = [(turn.request, turn.event) for turn in turns if turn.event is not None]
             self._rounds.observe([(request, len(event.tokens)) for request, event in events])
-
-
-def checked(proposal: Proposal, rows: int) -> Proposal:
-    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
-    if len(proposal) > rows:
-        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
-    return proposal

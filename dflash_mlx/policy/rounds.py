@@ -281,7 +281,11 @@ def _pinned(policy: AnyPolicy) -> bool:
 
 def chain(session: Session, anchor: int, width: int) -> Proposal:
     """A session's proposal of at most `width` rows. Raises `ProposalError` when it has more."""
-    proposal = session.propose(anchor, width)
-    if len(proposal) > width:
-        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {width} were asked.")
+    return checked(session.propose(anchor, width), width)
+
+
+def checked(proposal: Proposal, rows: int) -> Proposal:
+    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
+    if len(proposal) > rows:
+        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
     return proposal
