@@ -127,7 +127,7 @@ def _measure_at(
             clock = time.perf_counter()
             if row > 1:
                 drafted = propose_together(drafting, [token] * MANY, [row] * MANY)
-                mx.eval([p.tokens for p in drafted if isinstance(p.tokens, mx.array)])
+                mx.eval([p.tokens for p in drafted if p and isinstance(p.tokens, mx.array)])
             middle = time.perf_counter()
             proposals = [Proposal([token] * row)] * MANY
             answers = forest.verify(sessions, proposals)

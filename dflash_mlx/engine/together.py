@@ -63,10 +63,12 @@ class Flat:
             [planting.rows for _, planting in plantings],
             [planting.width for _, planting in plantings],
             [planting.calibration for _, planting in plantings],
+            guards=[turn for turn, _ in plantings],
         )
         for (turn, planting), tree in zip(plantings, trees, strict=True):
-            with turn:
-                offers.append((turn, planting.grow(tree)))
+            if tree is not None:  # else its turn has the error
+                with turn:
+                    offers.append((turn, planting.grow(tree)))
         return offers
 
     def _rows(self, offers: Sequence[tuple[Turn, Offer]]) -> list[int]:
@@ -82,10 +84,12 @@ class Flat:
             return
         requests = [turn.request for turn, _ in chains]
         sessions, anchors = [r.drafter for r in requests], [r.anchor for r in requests]
-        proposals = propose_together(sessions, anchors, [count for _, count in chains])
+        counts, guards = [count for _, count in chains], [turn for turn, _ in chains]
+        proposals = propose_together(sessions, anchors, counts, guards)
         for (turn, count), proposal in zip(chains, proposals, strict=True):
-            with turn:
-                turn.proposal = checked(proposal, count)
+            if proposal is not None:
+                with turn:
+                    turn.proposal = checked(proposal, count)
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
