@@ -77,14 +77,17 @@ class Alone:
     """Each request by itself: what a round of one request is."""
 
     def propose(self, turns: Sequence[Turn]) -> None:
+        """Each has its own policy's proposal."""
         for turn in turns:
             with turn:
                 turn.proposal = turn.request.propose()
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+        """A forward for each."""
         return [turn.request.target.verify(turn.proposal) for turn in turns]
 
     def observe(self, turns: Sequence[Turn]) -> None:
+        """Requests learn by themselves."""
         pass
 
 
