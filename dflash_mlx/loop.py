@@ -11,10 +11,10 @@ of the text and the first anchor: text already, like every anchor after it. So n
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from inspect import signature
 from itertools import accumulate, pairwise
-from types import TracebackType
-from typing import Any, ParamSpec, Protocol, Self
+from typing import Any, ParamSpec, Protocol
 
 import mlx.core as mx
 
@@ -26,7 +26,7 @@ from .request import Request
 Settings = ParamSpec("Settings")
 
 
-class Attempt:
+class Attempt(AbstractContextManager["Attempt", bool]):
     """A context that keeps what is raised in it, for whom it concerns.
 
     Attributes:
@@ -37,16 +37,7 @@ class Attempt:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def __enter__(self) -> Self:
-        """This."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Keep an error."""
         if isinstance(error, Exception):
             self.error = error
@@ -86,14 +77,17 @@ class Alone:
     """Each request by itself: what a round of one request is."""
 
     def propose(self, turns: Sequence[Turn]) -> None:
+        """Each has its own policy's proposal."""
         for turn in turns:
             with turn:
                 turn.proposal = turn.request.propose()
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+        """A forward for each."""
         return [turn.request.target.verify(turn.proposal) for turn in turns]
 
     def observe(self, turns: Sequence[Turn]) -> None:
+        """Requests learn by themselves."""
         pass
 
 

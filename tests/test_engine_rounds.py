@@ -125,6 +125,40 @@ def test_one_job_is_left_to_its_own_policy(pair, alone):
     assert job.result().tokens == result.tokens and job.stats.drafted_tokens > 0
 
 
+class Counted(Flat):
+    """Rounds whose drafting broke off are counted."""
+
+    broken = 0
+
+    def propose(self, turns):
+        self.broken += 1
+        super().propose(turns)
+        self.broken -= 1
+
+
+def no_longer(tokens: mx.array, logits: mx.array) -> mx.array:
+    if len(tokens) > 14:
+        raise ZeroDivisionError("the grammar is broken")
+    return logits
+
+
+@pytest.mark.parametrize("settings", [{}, {"tree_budget": 6}])
+def test_an_error_in_drafting_is_its_request_s_own(settings):
+    """Of a processor that the network's logits are shown to, in a pass over the blocks of all."""
+    model, drafter = tiny_target(), random_drafter()
+    together = Counted(model, None)
+    played = Played(model, drafter, together)
+    prompts = [prompt_of(5 + number, number) for number in range(3)]
+    bad = played.submit(prompt_of(9, 9), logits_processors=lambda: [no_longer], **settings)
+    jobs = [played.submit(prompt, max_tokens=20, **settings) for prompt in prompts]
+    played.run()
+    with pytest.raises(ZeroDivisionError):
+        bad.result()
+    assert together.broken == 0, "nobody else had to read anything again"
+    for job, prompt in zip(jobs, prompts, strict=True):
+        assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens
+
+
 def test_a_lookup_and_a_network_draft_for_many(pair, alone):
     from dflash_mlx.drafter.beside import Beside
     from dflash_mlx.drafter.lookup import Lookup

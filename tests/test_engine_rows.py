@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinymodels import random_drafter, target
 
-from dflash_mlx.engine import costs as engine_costs
 from dflash_mlx.engine.costs import MANY, SharedCosts, measure_shared
 from dflash_mlx.engine.rows import FLOOR, GAIN, STANDING, Share, SharedRounds, Standing, share
+from dflash_mlx.policy import timing
 from dflash_mlx.policy.account import ALLOWANCE, CREDIT
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.offer import Offer, paths
@@ -172,8 +172,8 @@ def test_costs_grow_with_rows_requests_and_depth():
 
 
 def test_measuring_a_pair_s_shared_rounds(monkeypatch):
-    monkeypatch.setattr(engine_costs, "DEPTHS", (4, 8))
-    monkeypatch.setattr(engine_costs, "REPEATS", 1)
+    monkeypatch.setattr(timing, "DEPTHS", (4, 8))
+    monkeypatch.setattr(timing, "REPEATS", 1)
     measured = measure_shared(target("qwen3"), random_drafter(), 4)
     assert sorted(measured.verify) == sorted(measured.draft) == [4, 8]
     assert all(sorted(points) == [8, 16, 32] for points in measured.verify.values())

@@ -10,9 +10,8 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import Any, Self
+from contextlib import AbstractContextManager, ExitStack, suppress
+from typing import Any
 
 from ..begin import begin, check_kinds
 from ..drafter.plain import NoDrafter
@@ -40,7 +39,7 @@ MOST_JOBS = 32
 STALL_MS = 250.0
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine", None]):
     """Many requests of one pair, in one forward a round.
 
     Close it when done; as a context it closes itself.
@@ -127,16 +126,7 @@ class Engine:
         self._wake()
         self._thread.shutdown()
 
-    def __enter__(self) -> Self:
-        """This."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 

@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from ..drafter.forest import propose_together, propose_trees_together
 from ..drafter.protocol import TreeSession
-from ..errors import ProposalError
 from ..loop import Alone, Turn
 from ..policy.offer import Offer, Planting
+from ..policy.rounds import checked
 from ..proposal import Proposal
 from ..target import Target
 from ..target.forest import Forest
@@ -63,10 +63,12 @@ class Flat:
             [planting.rows for _, planting in plantings],
             [planting.width for _, planting in plantings],
             [planting.calibration for _, planting in plantings],
+            guards=[turn for turn, _ in plantings],
         )
         for (turn, planting), tree in zip(plantings, trees, strict=True):
-            with turn:
-                offers.append((turn, planting.grow(tree)))
+            if tree is not None:  # else its turn has the error
+                with turn:
+                    offers.append((turn, planting.grow(tree)))
         return offers
 
     def _rows(self, offers: Sequence[tuple[Turn, Offer]]) -> list[int]:
@@ -82,10 +84,12 @@ class Flat:
             return
         requests = [turn.request for turn, _ in chains]
         sessions, anchors = [r.drafter for r in requests], [r.anchor for r in requests]
-        proposals = propose_together(sessions, anchors, [count for _, count in chains])
+        counts, guards = [count for _, count in chains], [turn for turn, _ in chains]
+        proposals = propose_together(sessions, anchors, counts, guards)
         for (turn, count), proposal in zip(chains, proposals, strict=True):
-            with turn:
-                turn.proposal = checked(proposal, count)
+            if proposal is not None:
+                with turn:
+                    turn.proposal = checked(proposal, count)
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
@@ -99,10 +103,3 @@ class Flat:
         if self._rounds is not None and len(turns) > 1:
             events = [(turn.request, turn.event) for turn in turns if turn.event is not None]
             self._rounds.observe([(request, len(event.tokens)) for request, event in events])
-
-
-def checked(proposal: Proposal, rows: int) -> Proposal:
-    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
-    if len(proposal) > rows:
-        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
-    return proposal

@@ -68,6 +68,7 @@ class FixedWidth:
     ranking: Sharpness | None = None
 
     def sharpness(self, temperature: float) -> Sharpness:
+        """What drafts are ranked by: as given, or to be learnt."""
         return self.ranking or Sharpness()
 
 
@@ -83,15 +84,19 @@ class FixedRounds:
         self.sharpness = sharpness
 
     def begin(self, certainty: float | None) -> None:
+        """Nothing depends on it."""
         pass
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        """The session's own draft, as wide as allowed."""
         return chain(session, anchor, limit)
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+        """All rows, asked for whatever they cost."""
         return Offer([1.0] * (limit - 1), asked=True)
 
     def observe(self, outcome: Outcome) -> None:
+        """Nothing is learnt."""
         pass
 
 
@@ -112,9 +117,11 @@ class ChainRounds:
         self._rows = 1  # of this round's drafted chain
 
     def begin(self, certainty: float | None) -> None:
+        """Where the first chain begins to be believed in."""
         self._certainty = certainty
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        """The chain, or the two branches, that bring the most tokens per second."""
         widths, self._kind = self._widths, "drafted"
         width = self._rows = widths.width(context, limit, self._certainty)
         if not self._can.foresees(session):
@@ -132,6 +139,7 @@ class ChainRounds:
         return self._cut(both.propose_network(anchor, width), session, context)
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+        """The chain of which more is expected, drafted or foreseen."""
         self._widths.look(context, self._certainty)
         self._kind, chances = "drafted", paths(self._widths.rates()[: limit - 1])
         if not self._can.foresees(session):
@@ -143,6 +151,7 @@ class ChainRounds:
         return Offer(chances, lambda rows: cast(Both, session).propose_network(anchor, rows))
 
     def observe(self, outcome: Outcome) -> None:
+        """Learn how wide chains are right, and book what the round cost."""
         self._certainty = outcome.certainty
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
         if outcome.shared:
@@ -194,9 +203,11 @@ class TreeRounds:
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
 
     def begin(self, certainty: float | None) -> None:
+        """Where the first tree begins to be believed in."""
         self._certainty = certainty
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        """The part of a tree, or the chain, that brings the most tokens per second."""
         width, rows = self._sizes.size(context, limit, self._certainty)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._can.foresees(session):
@@ -209,6 +220,7 @@ class TreeRounds:
         return self._of(tree, self._sizes.cut(tree))
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer | Planting:
+        """A tree to be drafted, or a chain."""
         _, rows = self._sizes.size(context, limit, self._certainty)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._is_tree:
@@ -226,6 +238,7 @@ class TreeRounds:
         return proposal
 
     def observe(self, outcome: Outcome) -> None:
+        """Learn how large trees are right, and book what the round cost."""
         self._certainty = outcome.certainty
         if outcome.shared:
             if not self._is_tree:
@@ -281,7 +294,11 @@ def _pinned(policy: AnyPolicy) -> bool:
 
 def chain(session: Session, anchor: int, width: int) -> Proposal:
     """A session's proposal of at most `width` rows. Raises `ProposalError` when it has more."""
-    proposal = session.propose(anchor, width)
-    if len(proposal) > width:
-        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {width} were asked.")
+    return checked(session.propose(anchor, width), width)
+
+
+def checked(proposal: Proposal, rows: int) -> Proposal:
+    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
+    if len(proposal) > rows:
+        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
     return proposal
