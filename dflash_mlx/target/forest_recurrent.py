@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..kernels.modules import Kernels
 from .forest_rows import Caches
 from .internals import gated_delta_update
 from .recurrent_tree import convolve, delta_gates, first_state, heads, held_inputs, project, recur
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
 
 
 def flat_recurrence(index: int) -> Callable[..., mx.array]:

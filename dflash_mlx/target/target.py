@@ -17,11 +17,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
-from ..kernels.modules import Wiring
 from ..proposal import Proposal
 from ..threads import evaluate
 from . import contents, internals, marks
-from .attention import attend_with, check_exact
 from .kv_bits import make_cache
 from .mla import absorb
 from .overrides import Overrides
@@ -33,6 +31,8 @@ from .tree_attention import TreeReader, why_no_trees
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..kernels.modules import Wiring
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
 LAST_STEP = 64  # tokens at most of its last forward, whose logits are asked for
@@ -82,6 +82,8 @@ class Target:
         problems = (why_no_trees(*of) for of in zip_longest(layers, rollbacks))
         self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
+            from .attention import check_exact
+
             check_exact(layers, caches)
         evaluate(model)
 
@@ -213,6 +215,8 @@ class TargetSession:
         absorb(layers, self._verify)
         self._widest: int | None = None  # rows of a verify
         if target.wiring is not None:
+            from .attention import attend_with
+
             attend_with(target.wiring, layers, self._verify)
             self._widest = target.wiring.widest
             for rollback in self._rollback if target.wiring.exact else ():
