@@ -18,7 +18,7 @@ from ..events import Event, Stats
 from ..foreign import Foreign
 from . import harmony
 from .ask import Ask
-from .errors import Refusal, of_library
+from .errors import RETRY_SECONDS, Refusal, of_library
 from .grammar import Grammars
 from .harmony import HarmonySplitter
 from .logprobs import Recorder, TokenLogprob, Vocabulary
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..target import Target
 
 THREADS: Final = 2
-RETRY_SECONDS: Final = 2
 
 Reason = Literal["stop", "length", "tool_calls"]
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 
 import pytest
 from serving import LIMITS, Says, a_target, running
 
 from dflash_mlx.errors import ServerError
+from dflash_mlx.events import Event
 from dflash_mlx.serve.run import listen
 
 
@@ -70,11 +72,66 @@ def test_in_a_crowd_the_longest_silent_goes_and_whoever_asks_is_answered(target)
         limits = replace(LIMITS, connections=10, head_seconds=600)
         async with running(Says(target), limits) as server:
             crowd = await asyncio.gather(*(opened(server) for _ in range(100)))
-            await until(lambda: len(server.server_state.connections) == 10)
+            await until(lambda: sum(one.at_eof() for one, _ in crowd) == 90)
+            assert not any(one.at_eof() for one, _ in crowd[90:])
             reader, writer = await opened(server, HEALTH)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             for one in (writer, *(writer for _, writer in crowd)):
                 one.close()
+
+    asyncio.run(faults())
+
+
+def test_who_speaks_is_heard_in_a_crowd_that_says_nothing(target):
+    """A question that comes with a crowd of the same moment is read before the crowd is shed."""
+
+    async def faults():
+        limits = replace(LIMITS, connections=40, head_seconds=600)
+        async with running(Says(target), limits) as server:
+            # All of them are there before the server takes the first one.
+            crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+            asker = crowd[100]
+            asker.sendall(HEALTH)
+            asker.setblocking(False)
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(20):
+                assert (await loop.sock_recv(asker, 100)).startswith(b"HTTP/1.1 200")
+            for one in crowd:
+                one.close()
+
+    asyncio.run(faults())
+
+
+class Talks(Says):
+    """Says more than sockets hold."""
+
+    def _events(self, stats):
+        for _ in range(20):
+            yield Event("x" * 2**20, [65], 0, 0, None, stats)
+
+
+def test_a_client_that_reads_nothing_of_its_answer_is_closed(target):
+    async def faults():
+        limits = replace(LIMITS, unread_seconds=0.1)
+        engine = Talks(target, reason=None)
+        async with running(engine, limits) as server:
+            _, writer = await opened(server, post(stream=True))
+            writer.transport.pause_reading()
+            await until(lambda: server.desk.busy)
+            await until(lambda: not server.desk.busy)
+            assert engine.jobs[0].cancelled
+            writer.close()
+
+    asyncio.run(faults())
+
+
+def test_silent_connections_are_closed_when_their_time_is_over(target):
+    async def faults():
+        async with running(Says(target)) as server:
+            crowd = [await opened(server) for _ in range(3)]
+            assert all([await gone(one) for one, _ in crowd])
+            for _, writer in crowd:
+                writer.close()
 
     asyncio.run(faults())
 
@@ -183,3 +240,20 @@ def test_a_port_that_is_taken_or_a_host_that_is_not_ours():
         listen("192.0.2.1", 0)
     with pytest.raises(ServerError, match="--host"):
         listen("no such host", 0)
+
+
+def test_while_the_model_loads_it_says_so(target):
+    async def faults():
+        async with running(Says(target), loaded=False) as server:
+            told = {}
+            for path in ("/health", "/ready", "/", "/v1/models", "/v1/messages"):
+                request = post(path) if path.endswith("messages") else HEALTH
+                request = request.replace(b"/health", path.encode())
+                reader, writer = await opened(server, request)
+                told[path] = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                writer.close()
+            assert " 200 " in told["/health"]
+            for path in set(told) - {"/health"}:
+                assert " 503 " in told[path] and "retry-after: 2" in told[path]
+
+    asyncio.run(faults())
