@@ -255,9 +255,7 @@ def _kept(
         drafter.freeze(keys="d2t", recurse=False)
         drafter.lm_head.freeze()
         return Kept.of(known, target.vocab_size)
-    own = "lm_head" in drafter or (
-        "embed_tokens" in drafter and drafter.config.tie_word_embeddings
-    )
+    own = "lm_head" in drafter or ("embed_tokens" in drafter and drafter.config.tie_word_embeddings)
     # Of the target's head, some rows are enough.
     return occurring(samples, target.vocab_size) if settings.occurring and not own else None
 
