@@ -21,6 +21,7 @@ from dflash_mlx.policy.trees import TreePolicy
 from dflash_mlx.policy.widths import Policy
 
 MANY = 32
+STILL = float  # a clock that stands still, so that no round says that made-up costs are wrong
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -94,7 +95,7 @@ def policies() -> dict[str, Any]:
 @pytest.mark.parametrize("row", [0.01, 1.0])
 def test_a_policy_shares_out_rows_and_changes_no_text(pair, alone, name, row):
     policy = policies()[name]
-    together = Flat(pair[0], SharedRounds(shared_costs(row, 0.01, 0.2)))
+    together = Flat(pair[0], SharedRounds(shared_costs(row, 0.01, 0.2), STILL))
     played = Played(*pair, together)
     jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:4]]
     played.run()
@@ -119,7 +120,7 @@ class NeverShared(SharedRounds):
 def test_one_job_is_left_to_its_own_policy(pair, alone):
     """Whose widths are those that sharing out would give it: see test_engine_rows."""
     ask, result = alone[0]
-    played = Played(*pair, Flat(pair[0], NeverShared(shared_costs(0.01, 0.01, 0.2))))
+    played = Played(*pair, Flat(pair[0], NeverShared(shared_costs(0.01, 0.01, 0.2), STILL)))
     job = played.submit(ask, max_tokens=24, policy=policies()["chains"])
     played.run()
     assert job.result().tokens == result.tokens and job.stats.drafted_tokens > 0
@@ -166,7 +167,7 @@ def test_a_lookup_and_a_network_draft_for_many(pair, alone):
     for drafter in (Lookup(), Beside(pair[1])):
         for policy in (None, policies()["chains"]):
             played = Played(
-                pair[0], drafter, Flat(pair[0], SharedRounds(shared_costs(0.01, 0.01, 0.2)))
+                pair[0], drafter, Flat(pair[0], SharedRounds(shared_costs(0.01, 0.01, 0.2), STILL))
             )
             jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:3]]
             played.run()
