@@ -73,7 +73,7 @@ class Engine(AbstractContextManager["Engine", None]):
         most_jobs: int = MOST_JOBS,
         together: Together | None = None,
     ) -> None:
-        check_kinds(drafter, policy, prefix=prefix)
+        check_kinds(target, drafter, policy, prefix=prefix)
         if memory is not None and not is_whole(memory, 1, 2**63):
             raise SettingsError(f"memory must be None or a number of bytes, not {shown(memory)}.")
         if not is_positive(stall_ms):
@@ -93,6 +93,7 @@ class Engine(AbstractContextManager["Engine", None]):
         self.progressed = time.monotonic()
         # Its thread waits for steps, ends with the engine, and is joined when the program ends.
         self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
+        self._owner: int | None = None  # the thread, once it takes steps
 
     def submit(self, prompt: Prompt, **settings: Any) -> Job:
         """Have a text made; from any thread.
@@ -103,6 +104,9 @@ class Engine(AbstractContextManager["Engine", None]):
         Raises at once what `stream_generate` raises at once; `NotEnoughMemoryError` where the text
         could outgrow the engine's memory, and `EngineError` when the engine is closed.
         """
+        for name in ("target", "drafter"):
+            if name in settings:
+                raise SettingsError(f"{name} is the engine's: make another engine for another one.")
         settings.setdefault("policy", self._policy)
         if settings.get("conversation") is None:
             settings.setdefault("prefix", self._prefix)
@@ -124,7 +128,8 @@ class Engine(AbstractContextManager["Engine", None]):
         with self._lock:
             self._closed = True
         self._wake()
-        self._thread.shutdown()
+        # One of its own jobs cannot wait for itself to end.
+        self._thread.shutdown(wait=threading.get_ident() != self._owner)
 
     def __exit__(self, *_: object) -> None:
         """Close it."""
@@ -157,7 +162,7 @@ class Engine(AbstractContextManager["Engine", None]):
     def _step(self) -> None:
         """A step of all, and another while anybody is left."""
         with self._lock:
-            self._scheduled = False
+            self._scheduled, self._owner = False, threading.get_ident()
             while self._arrived:
                 self._seats.add(*self._arrived.popleft())
         if self._closed:

@@ -24,7 +24,7 @@ from .account import Account
 from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
 from .confidence import Confidence
 from .costs import Costs, costs_file, curve, keep_costs, pair_costs
-from .watch import SEEN, Surcharge, Watch
+from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -317,12 +317,10 @@ class Widths:
         Only one that would bring clearly more tokens, that was hardly ever run, and that the
         account can pay for.
         """
-        seen = self._policy.watch.runs
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
-                and seen(best) >= SEEN
-                and seen(rows) < SEEN
+                and self._policy.watch.is_unknown(rows, beside=best)
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
             ):
