@@ -19,6 +19,7 @@ from ..errors import ProposalError, SettingsError
 from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
+from .beliefs import Certainty
 from .cuts import Cuts
 from .offer import Offer, Planting, paths
 from .outcome import Outcome
@@ -107,16 +108,16 @@ class ChainRounds:
     def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
         self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
         self._branches, self._can = branches, Abilities()
-        self._certainty: float | None = None
+        self._certainty = Certainty()
         self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
         self._rows = 1  # of this round's drafted chain
 
     def begin(self, certainty: float | None) -> None:
-        self._certainty = certainty
+        self._certainty.take(1, certainty)
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         widths, self._kind = self._widths, "drafted"
-        width = self._rows = widths.width(context, limit, self._certainty)
+        width = self._rows = widths.width(context, limit, self._certainty.mean)
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session, context)
         rates = session.foresee(anchor, limit)
@@ -132,8 +133,8 @@ class ChainRounds:
         return self._cut(both.propose_network(anchor, width), session, context)
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
-        self._widths.look(context, self._certainty)
-        self._kind, chances = "drafted", paths(self._widths.rates()[: limit - 1])
+        self._widths.look(context, self._certainty.mean)
+        self._kind, chances = "drafted", paths(self._widths.hopes()[: limit - 1])
         if not self._can.foresees(session):
             return Offer(chances)
         foreseen = paths(session.foresee(anchor, limit))
@@ -143,7 +144,7 @@ class ChainRounds:
         return Offer(chances, lambda rows: cast(Both, session).propose_network(anchor, rows))
 
     def observe(self, outcome: Outcome) -> None:
-        self._certainty = outcome.certainty
+        self._certainty.take(len(outcome.tokens), outcome.certainty)
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
         if outcome.shared:
             if self._kind == "drafted":
@@ -189,15 +190,15 @@ class TreeRounds:
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
         self._waiting: Hindsight[tuple[DraftTree, Proposal, int]] = Hindsight()
-        self._certainty: float | None = None
+        self._certainty = Certainty()
         self._is_tree = False  # what this round drafted
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
 
     def begin(self, certainty: float | None) -> None:
-        self._certainty = certainty
+        self._certainty.take(1, certainty)
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
-        width, rows = self._sizes.size(context, limit, self._certainty)
+        width, rows = self._sizes.size(context, limit, self._certainty.mean)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._can.foresees(session):
             self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
@@ -209,11 +210,11 @@ class TreeRounds:
         return self._of(tree, self._sizes.cut(tree))
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer | Planting:
-        _, rows = self._sizes.size(context, limit, self._certainty)
+        _, rows = self._sizes.size(context, limit, self._certainty.mean)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._is_tree:
             return Planting(rows, limit, self._calibration, self._grow)
-        return Offer(paths(self._sizes.rates()[: limit - 1]))
+        return Offer(paths(self._sizes.hopes()[: limit - 1]))
 
     def _grow(self, tree: DraftTree) -> Offer:
         """What a tree offers."""
@@ -226,7 +227,7 @@ class TreeRounds:
         return proposal
 
     def observe(self, outcome: Outcome) -> None:
-        self._certainty = outcome.certainty
+        self._certainty.take(len(outcome.tokens), outcome.certainty)
         if outcome.shared:
             if not self._is_tree:
                 self._sizes.observe_shared(len(outcome.proposal) - 1, outcome.accepted)
