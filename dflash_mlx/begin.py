@@ -87,7 +87,7 @@ def begin(
         raise SettingsError(
             f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
         )
-    check_kinds(drafter, policy, conversation, prefix)
+    check_kinds(target, drafter, policy, conversation, prefix)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
@@ -109,8 +109,12 @@ def begin(
     return request
 
 
-def check_kinds(drafter: Any, policy: Any, conversation: Any = None, prefix: Any = None) -> None:
+def check_kinds(
+    target: Any, drafter: Any, policy: Any, conversation: Any = None, prefix: Any = None
+) -> None:
     """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
+    if not hasattr(target, "tokenizer"):
+        raise SettingsError(f"target must be such as dm.load_target(...), not {shown(target)}.")
     for name, value, kind, how in (
         ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
         ("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)"),

@@ -73,7 +73,7 @@ class Engine(AbstractContextManager["Engine", None]):
         most_jobs: int = MOST_JOBS,
         together: Together | None = None,
     ) -> None:
-        check_kinds(drafter, policy, prefix=prefix)
+        check_kinds(target, drafter, policy, prefix=prefix)
         if memory is not None and not is_whole(memory, 1, 2**63):
             raise SettingsError(f"memory must be None or a number of bytes, not {shown(memory)}.")
         if not is_positive(stall_ms):
