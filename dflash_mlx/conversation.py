@@ -22,7 +22,7 @@ from .prefix.protocol import Prefix
 from .sampling import Sampler
 from .target import Target, TargetSession
 from .target.taps import gathered
-from .target.target import PREFILL_STEP
+from .target.target import LAST_STEP, PREFILL_STEP
 
 MOST_HELD = 2 * PREFILL_STEP  # tokens whose features wait for the first token, but in a store
 MOST_MARKS = 8  # each holds the windows and the states of the target and the drafter
@@ -74,7 +74,8 @@ class Conversation:
         self._marks: list[tuple[Any, Any]] = []  # of target and drafter, in the order of positions
         self._started = False
         self._prompt: Sequence[int] = ()  # that is read
-        self._held: list[mx.array] = []  # features of it that the drafter has not got yet,
+        # Features of it that the drafter has not got yet, and the target's mark behind them,
+        self._held: list[tuple[mx.array, Any]] = []
         self._reader_thread = 0  # lazy, in this thread
         self._settled = True
         self._reader: ReadsText | None = None  # the drafter, if it drafts from the text itself,
@@ -155,6 +156,9 @@ class Conversation:
         The drafter gets the features with `settle`, and those of a long prompt's beginning before:
         the first token need not wait for it. A store gets what is read as soon as both have read
         it. `step` says how many tokens the next forward may have.
+
+        There is a mark where the last forward begins: whoever asks the same again, or says the end
+        of it differently, has that one to read. Behind it nobody could go back to it.
         """
         stops: list[int] = []
         if self._prefix is not None:
@@ -162,8 +166,10 @@ class Conversation:
             stops = self._prefix.stops(*sessions, prompt, self._ends, self._salt)
         self._prompt, self._reader_thread, self._settled = prompt, threading.get_ident(), False
         for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, step):
-            self._held.append(taps)
-            if logits is None and (self.shares or _rows(self._held) > MOST_HELD):
+            last_begins = self.target.position == len(prompt) - LAST_STEP
+            self._held.append((taps, self.target.mark() if last_begins else None))
+            rows = sum(taps.shape[1] for taps, _ in self._held)
+            if logits is None and (self.shares or rows > MOST_HELD):
                 self._hand_over()
             if logits is None and self.shares:
                 self.keep(mark=len(self.ids) in stops)
@@ -182,14 +188,15 @@ class Conversation:
         if not self._settled:
             self._hand_over()
             self.keep(mark=False)
-            self._mark()
             self._settled = True
         return True
 
     def _hand_over(self) -> None:
         held, self._held = self._held, []
-        for taps in held:
+        for taps, mark in held:
             self.extend(self._prompt[len(self.ids) :][: taps.shape[1]], taps)
+            if mark is not None:
+                self._mark(mark)
 
     def keep(self, mark: bool = True) -> None:
         """Store what the caches hold, if there is a store; at the end of a request, with a mark."""
@@ -254,17 +261,12 @@ class Conversation:
                     drafting.rewind(drafter)
             del self.ids[self.target.position :]
         elif self.ids:
-            self._mark()
+            self._mark(self.target.mark())
         return True
 
-    def _mark(self) -> None:
-        """Mark this place, where caches cannot be cut at any."""
+    def _mark(self, target: Any) -> None:
+        """Mark this place, of which `target` is the target's, where caches cannot be cut at any."""
         drafting = self.drafter
         if isinstance(drafting, Resumable) and not (self.target.can_be_cut and drafting.can_be_cut):
             mark = None if drafting.can_be_cut else drafting.mark()
-            self._marks = [*self._marks, (self.target.mark(), mark)][-MOST_MARKS:]
-
-
-def _rows(features: Sequence[mx.array]) -> int:
-    """How many tokens' features [1, S, K*D] these are."""
-    return sum(taps.shape[1] for taps in features)
+            self._marks = [*self._marks, (target, mark)][-MOST_MARKS:]

@@ -250,7 +250,7 @@ def _open_drafter(
     _check_memory(name, check_safetensors(folder), quantization)
     with Foreign(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
         drafter = read_drafter(folder)
-    check_types(name, drafter)
+    check_types(name, drafter, {"d2t"})
     if quantization is not None and drafter.config.quantization is not None:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
     if drafter.config.quantization is not None and _on_cpu():

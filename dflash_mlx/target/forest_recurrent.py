@@ -26,6 +26,7 @@ def flat_recurrence(index: int) -> Callable[..., mx.array]:
     """What stands for the Gated DeltaNet of a layer: x [1, R, D] -> [1, R, D]."""
 
     def call(mixer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """x [1, R, D] of all requests -> [1, R, D]; `cache` are those of all."""
         caches: Caches = cache
         rows, size = caches.rows, mixer.conv_kernel_size
         mixed, z, b, a = project(mixer, x)

@@ -24,7 +24,7 @@ from .kv_bits import make_cache
 from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
-from .rollback import rollback_for
+from .rollback import rollbacks_for
 from .segment import Segment
 from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
@@ -77,10 +77,8 @@ class Target:
         shape = config.get("text_config") or config
         self.context_length = int(shape.get("max_position_embeddings") or 2**31)
         self._forwards = threading.Lock()
-        layers, caches, unused = self._backbone.layers, make_cache(model), self.overrides()
-        rollbacks = [
-            rollback_for(cache, layer, unused) for cache, layer in zip(caches, layers, strict=False)
-        ]
+        layers, caches = self._backbone.layers, make_cache(model)
+        rollbacks = rollbacks_for(caches, layers, self.overrides())
         problems = (why_no_trees(*of) for of in zip_longest(layers, rollbacks))
         self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
@@ -213,11 +211,7 @@ class TargetSession:
         # What one forward may leave lazy for the next; an indexer's keys, for one, are not always
         # read, and windows and states are cut anew.
         self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
-        # Layers that share an earlier layer's keys and values come last and have no cache.
-        self._rollback = [
-            rollback_for(cache, layer, self._verify)
-            for cache, layer in zip(self._cache, layers, strict=False)
-        ]
+        self._rollback = rollbacks_for(self._cache, layers, self._verify)
         absorb(layers, self._verify)
         self._widest: int | None = None  # rows of a verify
         if target.wiring is not None:
