@@ -82,7 +82,7 @@ class Rules:
             if noise is not None:
                 scores = sharpness * scores + noise[first : first + len(scores)]
             chosen: Any = scores.argmax(axis=-1).tolist()
-            return chosen  # type: ignore[no-any-return]
+            return chosen
 
         scores = log_probs(logits)
         wanted, answer, slot = best(scores, 0), [*self._answer], 0

@@ -1,4 +1,4 @@
-"""A server asked by several clients at once: what it brings them all, and what each waits for."""
+"""A server asked by many clients at once: what it brings them all, and what each waits for."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Engine(AbstractContextManager["Engine", None]):
             refused.callback(request.close)
             self._check(request.kv_bits)
             self._memory.check(request)
-            job = Job(request.stats, self._wake)
+            job = Job(request.stats, self._wake, self._is_mine)
             with self._lock:
                 if self._closed or not (self._scheduled or self._schedule()):
                     raise EngineError("The engine is closed: make another.")
@@ -129,7 +129,7 @@ class Engine(AbstractContextManager["Engine", None]):
             self._closed = True
         self._wake()
         # One of its own jobs cannot wait for itself to end.
-        self._thread.shutdown(wait=threading.get_ident() != self._owner)
+        self._thread.shutdown(wait=not self._is_mine())
 
     def __exit__(self, *_: object) -> None:
         """Close it."""
@@ -143,6 +143,10 @@ class Engine(AbstractContextManager["Engine", None]):
             target.start(drafter.tap_layers, kv_bits)
             drafter.start(target, Sampler())
             self._fits.add(kv_bits)
+
+    def _is_mine(self) -> bool:
+        """Whether this is the engine's thread."""
+        return threading.get_ident() == self._owner
 
     def _wake(self) -> None:
         """Have a step taken, unless one is to be taken anyway."""
