@@ -28,6 +28,7 @@ from dflash_mlx.loading.registry import NONE
 from . import bench_comparison as comparison
 from . import bench_options, options
 from .bench_clients import compare_clients
+from .bench_counts import count_rounds
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
 from .options import AUTO, OFF, tree_rows
@@ -54,6 +55,7 @@ def bench(
     context_length: bench_options.ContextLength = None,
     tree_budget: bench_options.TreeBudget = OFF,
     trees: bench_options.Trees = None,
+    counts: bench_options.Counts = False,
     openai: bench_options.OpenAI = None,
     concurrency: bench_options.Concurrency = None,
     out: bench_options.Out = None,
@@ -92,10 +94,14 @@ def bench(
     rounds = replace(WHOLE_BLOCKS, block_size=block_size)
     bits = (weights.target_bits, weights.draft_bits)
     ours = (names.draft, block_size, *bits, lengths, budget, sizes)
-    if openai and any(ours):
+    if openai and (any(ours) or counts):
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
+    if counts and (out or sizes or budget or lengths):
+        raise typer.BadParameter("goes with a pair and prompts alone", param_hint="--counts")
     opened = partial(open_pair, names, weights, rounds)
-    if sizes:
+    if counts:
+        count_rounds(opened(), chosen, json)
+    elif sizes:
         if plot is not None:
             check_matplotlib()
         drawn = compare_trees(opened(), chosen, sizes, max_tokens, repeats, json)

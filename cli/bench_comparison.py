@@ -123,11 +123,11 @@ def show(content: Mapping[str, Any]) -> None:
     overhead = overall["overhead_ms_per_round"]
     if overhead is not None and overhead < 0:
         note(
-            f"overhead per round: unknown, for the machine was busy: the bare forwards took "
-            f"{-overhead:.2f} ms longer than whole rounds"
+            f"overhead per round: unknown, for the machine was busy: the leanest rounds took "
+            f"{-overhead:.2f} ms longer than ours"
         )
     elif overhead is not None:
-        note(f"overhead per round, beyond the bare forwards: {overhead:.2f} ms")
+        note(f"overhead per round, beyond the leanest: {overhead:.2f} ms")
 
 
 def _by_protocol(figures: Mapping[str, Any]) -> str:
