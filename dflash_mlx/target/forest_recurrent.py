@@ -17,7 +17,16 @@ import mlx.core as mx
 from ..kernels.modules import Kernels
 from .forest_rows import Caches
 from .internals import gated_delta_update
-from .recurrent_tree import convolve, delta_gates, first_state, heads, held_inputs, project, recur
+from .recurrent_tree import (
+    convolve,
+    delta_gates,
+    first_state,
+    heads,
+    held_inputs,
+    leave,
+    project,
+    recur,
+)
 
 
 def flat_recurrence(index: int) -> Callable[..., mx.array]:
@@ -41,7 +50,7 @@ def flat_recurrence(index: int) -> Callable[..., mx.array]:
                 one[0] = mx.contiguous(own[:, 1 - size :])
         kernels = tapes[0].kernels  # of the target, so the same for all
         out = _recur(mixer, (*heads(mixer, convolved), a, b), caches, kernels)
-        return mixer.out_proj(mixer.norm(out, z).reshape(*x.shape[:2], -1))
+        return leave(mixer, mixer.norm(out, z))
 
     return call
 
