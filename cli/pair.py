@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.trees import TreePolicy
 
+    from .machines import Member
+
 WHOLE_BLOCKS = Rounds(no_policy=True)
 
 
@@ -38,6 +41,7 @@ class Pair:
     kv_bits: int | None = None
     policy: Policy | TreePolicy | None = None
     tree_budget: int | str | None = None
+    member: Member | None = None  # of the machines that share the target
 
     @property
     def rows(self) -> int:
@@ -72,7 +76,8 @@ class Pair:
         elif self.policy is not None:
             drafting = "block size as large as pays"
         exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
-        return f"{self.target.name} · {drafting} · {self.blas.name}{exact}"
+        spread = "" if self.member is None else f" · {self.member.cluster.size} machines"
+        return f"{self.target.name} · {drafting} · {self.blas.name}{exact}{spread}"
 
     def limit_reached(self, stats: Stats) -> str:
         """Which limit ended a text of finish reason "length"."""
@@ -87,11 +92,14 @@ def open_pair(
     rounds: Rounds = WHOLE_BLOCKS,
     no_draft: bool = False,
     warm: bool = True,
+    join: Callable[[], Member | None] = lambda: None,
 ) -> Pair:
     """Put the BLAS in place and load the weights.
 
-    `warm` runs a few rounds, too, which compile what is compiled: for whoever compares speeds, or
-    asks more than once. Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
+    `join` meets the machines that share the target. `warm` runs a few rounds, too, which compile
+    what is compiled: for whoever compares speeds, or asks more than once.
+
+    Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
     """
     if no_draft and (names.draft or rounds.block_size):
         raise typer.BadParameter(
@@ -105,7 +113,9 @@ def open_pair(
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
+    member = join()
     settings = weights.settings | {"exact": weights.exact}
+    settings |= {} if member is None else {"cluster": member.cluster}
     drafter: Drafter | None = None
     with waiting(f"Loading {names.model}", quiet=_is_remote(names)):
         if draft == NONE:
@@ -118,7 +128,8 @@ def open_pair(
             f"one, --draft {LOOKUP} asks for this one, --draft {NONE} does not draft."
         )
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
-    pair = Pair(target, drafter, rounds.block_size, blas, bits_of(rounds.kv_bits), policy, budget)
+    kv_bits = bits_of(rounds.kv_bits)
+    pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
     if warm:
         from dflash_mlx.bench.measure import warm_up
 

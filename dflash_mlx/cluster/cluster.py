@@ -14,6 +14,7 @@ from ..loading.load import load_target
 from ..loading.soundness import check_runs
 from ..target import Target
 from .leader import LOST, Leader
+from .post import LOADED, MET
 from .sessions import LeadingTarget
 from .shards import split_by_heads
 from .watchdog import STALL_SECONDS, Watch
@@ -32,7 +33,8 @@ class Cluster:
     Args:
         stall: seconds after which a forward that does not end is given up.
         lost: called once, in any thread, when machines have lost each other, with what is wrong;
-            a forward that waits for them never returns.
+            and whether a thread waits for them that will not come back.
+        tell: called with `LOADED` when this one's part is in memory, and `MET` when all are.
 
     Attributes:
         rank, size: of this process, and how many there are; a size of 1 is no cluster.
@@ -43,11 +45,13 @@ class Cluster:
     def __init__(
         self,
         stall: float = STALL_SECONDS,
-        lost: Callable[[ClusterError], None] = lambda error: None,
+        lost: Callable[[ClusterError, bool], Any] = lambda error, stuck: None,
+        tell: Callable[[str], Any] = lambda phase: None,
     ) -> None:
         with Foreign(ClusterError, "The machines of the cluster cannot be reached"):
             group = mx.distributed.init()
         self._wire, self._stall, self._lost = Wire(group), stall, lost
+        self._tell = tell
         self._patience = max(SILENCE_SECONDS, stall)
         self._whole_head: nn.Module | None = None
         self._leader: Leader | None = None
@@ -95,8 +99,10 @@ class Cluster:
 
     def open(self, *of: Any) -> Target:
         """A target of this rank's part; see `loading.spread`."""
+        self._tell(LOADED)
         with Foreign(ClusterError, "The machines of the cluster do not come together"):
             self._wire.meet()
+        self._tell(MET)
         if self.rank:
             return Target(*of)
         self._leader = Leader(self._wire, self._stall, self._lost)
@@ -105,4 +111,4 @@ class Cluster:
         return target
 
     def _silent(self, seconds: float) -> None:
-        self._lost(ClusterError(f"{LOST}: rank 0 has been silent for {seconds:.0f} seconds."))
+        self._lost(ClusterError(f"{LOST}: rank 0 has been silent for {seconds:.0f} s."), True)

@@ -39,13 +39,16 @@ class Leader:
     Args:
         wire: to them; all are there.
         stall: seconds that a forward may take before the others are given up.
-        lost: called once with what is wrong, in any thread, when they are.
+        lost: called once with what is wrong, in any thread, when they are; and whether a thread
+            waits for them that will not come back.
 
     Attributes:
         messages: forwards that were told; `beats` are not among them.
     """
 
-    def __init__(self, wire: Wire, stall: float, lost: Callable[[ClusterError], None]) -> None:
+    def __init__(
+        self, wire: Wire, stall: float, lost: Callable[[ClusterError, bool], None]
+    ) -> None:
         self._wire, self._lost = wire, lost
         self._numbers = count()
         self._told: deque[Told] = deque()  # since the last message
@@ -99,20 +102,21 @@ class Leader:
             known.append(Proposal(ids, proposal.parents))
         return self.lead(lambda: forward(sessions, known), Kind.VERIFY, numbers)
 
-    def give_up(self, problem: str) -> None:
+    def give_up(self, problem: str, stuck: bool = False) -> None:
         """The others are lost: whatever is led from now on fails."""
         if self._problem is None:
             self._problem = problem
             self._ended.set()
             self._watch.close()
-            self._lost(ClusterError(problem))
+            self._lost(ClusterError(problem), stuck)
 
     def close(self) -> None:
         """Let the others go."""
         atexit.unregister(self.close)
         self._ended.set()
-        if threading.current_thread() is not self._beating:
-            self._beating.join()
+        if self._problem is not None:  # then threads may wait for ever
+            return
+        self._beating.join()
         with self._lock:
             if self._problem is None:
                 self._problem = "The cluster is closed: join it anew."
@@ -140,7 +144,7 @@ class Leader:
             self._leading = False
 
     def _stalled(self, seconds: float) -> None:
-        self.give_up(f"{LOST}: nothing has come back for {seconds:.0f} seconds.")
+        self.give_up(f"{LOST}: nothing has come back for {seconds:.0f} s.", stuck=True)
 
     def _beat(self) -> None:
         """Have the others rest while there is nothing to do, and see that they are there."""
