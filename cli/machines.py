@@ -161,3 +161,11 @@ def join(machines: Machines, context: typer.Context) -> Member | None:
         return None
     context.call_on_close(member.cluster.close)
     return member
+
+
+def inherited(context: typer.Context) -> socket.socket | None:
+    """A server's socket, from a supervisor that listens on it while this process does not."""
+    found = context.find_object(Place)
+    if found is None or found.listening is None:
+        return None
+    return socket.socket(fileno=found.listening)

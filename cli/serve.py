@@ -6,26 +6,35 @@ import logging
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import typer
+
 import dflash_mlx
-from dflash_mlx.errors import MissingDependencyError, OutputError, SettingsError
+from dflash_mlx.cluster.post import READY
+from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
 
 from . import options
+from .machines import Machines, inherited, join, shared
 from .pair import Pair, open_pair
 from .screen import error_line, note
 from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:
-    from dflash_mlx import PrefixStore
+    from dflash_mlx import Engine, PrefixStore
     from dflash_mlx.serve.access import Access
+    from dflash_mlx.serve.desk import Desk
+    from dflash_mlx.serve.run import Server
 
 STUCK_SECONDS: Final = 5.0
 STUCK_CODE: Final = 1
+LAST_SECONDS: Final = 2.0  # for clients to hear what is wrong
 
 
 def serve(
+    context: typer.Context,
     *,
     names: options.Names,
     no_draft: options.NoDraft = False,
@@ -35,6 +44,7 @@ def serve(
     max_tokens: options.MaxTokens = 4096,
     sampling: options.Sampling,
     rounds: options.Rounds,
+    machines: Machines,
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's dialects, and a page to chat on.
@@ -53,9 +63,12 @@ def serve(
         frozenset(origin.rstrip("/") for origin in reached.allow_origin or ()),
         reached.no_auth,
     )
-    socket = listen(reached.host, reached.port)  # before the weights: a taken port is told at once
-    with socket:
-        pair = open_pair(names, weights, rounds, no_draft)
+    # Before the weights: a taken port is told at once.
+    listening = partial(listen, reached.host, reached.port)
+    if shared(machines, names, weights, context, listening):
+        return
+    with inherited(context) or listening() as socket:
+        pair = open_pair(names, weights, rounds, no_draft, join=partial(join, machines, context))
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
@@ -91,6 +104,9 @@ def _run(
     shown = f"[{host}]" if ":" in host else host
     note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
     server = Server(app, desk, Limits(drain_seconds=load.drain_seconds))
+    if pair.member is not None:
+        pair.member.end = partial(_give_up, engine, desk, server)
+        pair.member.tell(READY)
     server.run(sockets=[socket])
     # A call of the device that never returns would keep the process for ever.
     closing = threading.Thread(target=engine.close, daemon=True)
@@ -102,13 +118,29 @@ def _run(
         os._exit(STUCK_CODE)
 
 
+def _give_up(engine: Engine, desk: Desk, server: Server, error: DFlashError) -> None:
+    """The machines have lost each other: clients are told, and then the process ends."""
+    desk.draining = desk.lost = True
+    engine.abandon(error)
+
+    def end() -> None:
+        server.should_exit = True
+
+    last = threading.Timer(LAST_SECONDS, end)
+    last.daemon = True
+    last.start()
+
+
 def _prefix(pair: Pair, load: Load, access: Access) -> PrefixStore | None:
     """What prompts share; nothing where several people have keys, as time would tell."""
     if not load.prefix_cache or len(access.keys) > 1:
         return None
     folder = None if load.cache_dir is None else load.cache_dir.expanduser()
     memory = int(load.prefix_cache * 1e9)
-    return dflash_mlx.PrefixStore(pair.target, pair.drafter, memory=memory, folder=folder)
+    store: type[PrefixStore] = dflash_mlx.PrefixStore
+    if pair.member is not None:
+        from dflash_mlx.cluster.store import LeadingStore as store
+    return store(pair.target, pair.drafter, memory=memory, folder=folder)
 
 
 def _log(verbose: bool) -> None:

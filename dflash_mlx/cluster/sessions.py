@@ -32,17 +32,17 @@ class LeadingTarget(Target):
     """
 
     def __init__(self, leader: Leader, whole_head: nn.Module | None, *of: Any) -> None:
-        self._leader, self._whole_head = leader, whole_head
+        self.leader, self._whole_head = leader, whole_head
         super().__init__(*of)
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """As of `Target`."""
         with self.at_rest:
-            return LeadingSession(self._leader, self, self._backbone.layers, tap_layers, kv_bits)
+            return LeadingSession(self.leader, self, self._backbone.layers, tap_layers, kv_bits)
 
     def together(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
         """As of `Target`; the others run it, too."""
-        return self._leader.verify(forward, sessions, proposals)
+        return self.leader.verify(forward, sessions, proposals)
 
     def head(self, hidden: mx.array) -> mx.array:
         """As of `Target`; rank 0 has all of it."""

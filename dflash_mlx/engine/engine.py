@@ -120,6 +120,14 @@ class Engine:
             refused.pop_all()
         return job
 
+    def abandon(self, error: Exception) -> None:
+        """End every job with an error, from any thread, even while a step never ends."""
+        with self._lock:
+            self._closed = True
+            jobs = [*(job for job, _ in self._arrived), *self._seats.jobs]
+        for job in jobs:
+            job.fail(error)
+
     def close(self) -> None:
         """Cancel what is left, and end the thread."""
         with self._lock:
