@@ -29,6 +29,7 @@ from . import bench_comparison as comparison
 from . import bench_options, options
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
+from .machines import Machines, join, shared
 from .options import AUTO, OFF, tree_rows
 from .pair import WHOLE_BLOCKS, open_pair
 from .screen import note, print_json
@@ -56,9 +57,14 @@ def bench(
     openai: bench_options.OpenAI = None,
     out: bench_options.Out = None,
     plot: bench_options.Plot = None,
+    machines: Machines,
     json: options.Json = False,
 ) -> None:
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
+    if openai and machines.hosts:
+        raise typer.BadParameter("goes without --openai", param_hint="--hosts")
+    if shared(machines, names, weights, context):
+        return
     if names.draft == NONE:
         raise typer.BadParameter(f"goes without {NONE}: name what drafts", param_hint="--draft")
     lengths = _numbers("--context-length", context_length)
@@ -90,7 +96,7 @@ def bench(
     ours = (names.draft, block_size, *bits, lengths, budget, sizes)
     if openai and any(ours):
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
-    opened = partial(open_pair, names, weights, rounds)
+    opened = partial(open_pair, names, weights, rounds, join=partial(join, machines, context))
     if sizes:
         if plot is not None:
             check_matplotlib()
@@ -100,9 +106,7 @@ def bench(
     elif openai is not None:
         _run(out, json, lambda: comparison.of_server(openai, names.model, chosen, setup))
     else:
-        _run(
-            out, json, lambda: comparison.of_pair(open_pair(names, weights, rounds), chosen, setup)
-        )
+        _run(out, json, lambda: comparison.of_pair(opened(), chosen, setup))
 
 
 def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) -> None:
