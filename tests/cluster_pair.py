@@ -1,6 +1,6 @@
 """A rank that plays the embedded pair with the others, and compares with one machine.
 
-    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_pair.py TOKENS
+    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_pair.py texts turns together sums=256
 
 Rank 0 prints JSON objects, for tests/test_cluster.py and scripts/cluster_check.py.
 """
@@ -48,36 +48,40 @@ class Pairs:
 
 
 def texts(pairs: Pairs) -> Iterator[dict[str, Any]]:
-    for temperature in (0.0, 0.8):
-        for tree in (None, TREE):
-            settings = {"temperature": temperature, "seed": 7, "tree_budget": tree}
-            found = pairs.same(QUESTION, max_tokens=24, **settings)
-            yield {"what": "text", "temperature": temperature, "tree": tree} | found
+    """Greedy and with a seed, chains and trees."""
+    for temperature, tree in ((0.0, TREE), (0.8, None), (0.0, None), (0.8, TREE)):
+        settings = {"temperature": temperature, "seed": 7, "tree_budget": tree}
+        found = pairs.same(QUESTION, max_tokens=16, **settings)
+        yield {"what": "text", "temperature": temperature, "tree": tree} | found
 
 
-def together(pairs: Pairs) -> dict[str, Any]:
-    """Three requests in an engine, and two more that begin as one of them did."""
+def turns(pairs: Pairs) -> Iterator[dict[str, Any]]:
+    """A conversation that goes on, and goes back."""
+    asked = [QUESTION, QUESTION + " 5 and", QUESTION + " 6"]
+    yield {"what": "turns"} | pairs.same(*asked, turns=True, max_tokens=5)
+
+
+def together(pairs: Pairs) -> Iterator[dict[str, Any]]:
+    """Requests of an engine, one that is cancelled, and two that begin as one of them did."""
     requests = [
-        (QUESTION, {"temperature": 0.0}),
         (LONG, {"temperature": 0.8, "seed": 1}),
-        (QUESTION + " 5", {"temperature": 0.8, "seed": 2, "tree_budget": TREE}),
+        (QUESTION, {"temperature": 0.0, "tree_budget": TREE}),
         (LONG, {"temperature": 0.0}),
         (LONG, {"temperature": 0.8, "seed": 1}),
     ]
-    alone = [dm.generate(pairs.whole, pairs.own, q, max_tokens=12, **s) for q, s in requests]
-    store = LeadingStore(pairs.target, pairs.drafter, memory=2**20)
+    alone = [dm.generate(pairs.whole, pairs.own, q, max_tokens=6, **s) for q, s in requests]
+    store = LeadingStore(pairs.target, pairs.drafter, memory=2**26)
     with dm.Engine(pairs.target, pairs.drafter, prefix=store) as engine:
-        jobs = [engine.submit(q, max_tokens=12, **s) for q, s in requests[:3]]
-        gone = engine.submit(QUESTION, max_tokens=200)
+        jobs = [engine.submit(q, max_tokens=6, **s) for q, s in requests[:2]]
+        gone = engine.submit(QUESTION, max_tokens=200, block_size=2)
         next(gone)
         gone.cancel()
         found = [job.result() for job in jobs]
-        for question, settings in requests[3:]:  # what they begin with is stored by now
-            found.append(engine.submit(question, max_tokens=12, **settings).result())
-            store.leave_room(2**20)  # and let go of
-            store.leave_room(0)
+        found.append(engine.submit(requests[2][0], max_tokens=6).result())
+        store.clear()
+        found.append(engine.submit(requests[3][0], max_tokens=6, **requests[3][1]).result())
         cancelled = gone.result().finish_reason
-    return {
+    yield {
         "what": "together",
         "equal": [one.tokens == other.tokens for one, other in zip(found, alone, strict=True)],
         "reused": [one.stats.reused_tokens for one in found],
@@ -101,33 +105,42 @@ def counted() -> Iterator[list[int]]:
         mx.distributed.all_sum = own
 
 
-def collectives(pairs: Pairs, tokens: int) -> dict[str, Any]:
+def collectives(pairs: Pairs, tokens: int) -> Iterator[dict[str, Any]]:
     """What so many tokens take, drafted and plain."""
     found: dict[str, Any] = {"what": "collectives", "tokens": tokens}
-    settings: dict[str, Any] = {"max_tokens": tokens}
     for name, drafter in (("plain", None), ("drafted", pairs.drafter)):
-        with counted() as count:
-            result = dm.generate(pairs.target, drafter, [1, 2, 3, 4, 5], **settings)
-        found[name] = {"sums": count[0], "tokens": len(result.tokens)}
-        found[name]["rounds"] = result.stats.rounds
-    return found
+        sums = made = rounds = 0
+        for number in range(tokens):
+            if made == tokens:
+                break
+            with counted() as count:
+                result = dm.generate(
+                    pairs.target,
+                    drafter,
+                    f"What is {31 + number} plus {47 + number}?",
+                    max_tokens=tokens - made,
+                )
+            sums, made = sums + count[0], made + len(result.tokens)
+            rounds += result.stats.rounds
+        found[name] = {"sums": sums, "tokens": made, "rounds": rounds}
+    yield found
 
 
-def main(tokens: int) -> None:
+def main(parts: list[str]) -> None:
     cluster = Cluster()
     if cluster.rank:
         cluster.follow("tiny")
         return
     pairs = Pairs(cluster)
-    for found in texts(pairs):
-        print(json.dumps(found, default=str), flush=True)
-    turns = [QUESTION, QUESTION + " 5 and", QUESTION + " 6"]
-    done = {"what": "turns"} | pairs.same(*turns, turns=True, max_tokens=10)
-    print(json.dumps(done, default=str), flush=True)
-    print(json.dumps(together(pairs)), flush=True)
-    print(json.dumps(collectives(pairs, tokens)), flush=True)
+    for part in parts:
+        name, _, tokens = part.partition("=")
+        shown = collectives(pairs, int(tokens)) if tokens else PARTS[name](pairs)
+        for found in shown:
+            print(json.dumps(found, default=str), flush=True)
     cluster.close()
 
 
+PARTS = {"texts": texts, "turns": turns, "together": together}
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1:])
