@@ -34,7 +34,8 @@ class Rank:
         process: here: itself, or the ssh that carries it.
         writing: the file descriptor of our end of its line.
         pid: of the process over there.
-        heard: when it last said anything.
+        heard: when it last said anything, or was started.
+        spoke: whether it ever did.
         rest: what has been read of a line.
     """
 
@@ -45,6 +46,7 @@ class Rank:
     writing: int
     pid: int | None = None
     heard: float = field(default_factory=time.monotonic)
+    spoke: bool = False
     rest: bytes = b""
 
     @property
@@ -118,7 +120,7 @@ class Ranks:
             if not content:
                 self._selector.unregister(rank.reading)
                 continue
-            rank.heard = time.monotonic()
+            rank.heard, rank.spoke = time.monotonic(), True
             *lines, rank.rest = (rank.rest + content).split(b"\n")
             for line in lines:
                 word, _, more = line.decode(errors="replace").partition(" ")

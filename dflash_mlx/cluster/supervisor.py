@@ -21,7 +21,8 @@ from .post import LOADED, LOST, MET, READY
 from .ranks import Rank, Ranks
 
 LOOK_SECONDS = 0.25
-SILENT_SECONDS = 15.0  # without a beat: a process that is stopped, a machine that is gone
+SILENT_SECONDS = 20.0  # without a beat: a process that is stopped, a machine that is gone
+START_SECONDS = 30.0  # until the first: ssh connects, and Python imports
 GRACE_SECONDS = 3.0  # for rank 0 to tell its clients
 AGREE_SECONDS = 1.0  # within which what is wrong with one rank shows on the others
 MOST_STARTS = 3  # that come to nothing, one after the other
@@ -80,6 +81,7 @@ class Supervisor:
         say: a line for people.
         listening: of a server, which is started again when it fails; None for other commands.
         silent: seconds without a beat after which a rank is given up.
+        start: starts all of their processes.
     """
 
     def __init__(
@@ -89,34 +91,40 @@ class Supervisor:
         say: Callable[[str], None],
         listening: socket.socket | None = None,
         silent: float = SILENT_SECONDS,
+        start: Callable[[Hosts, Sequence[str], socket.socket | None], Ranks] = Ranks,
     ) -> None:
         self._hosts, self._arguments, self._say = hosts, arguments, say
-        self._listening, self._silent = listening, silent
+        self._listening, self._silent, self._start = listening, silent, start
         self._told_to_end = 0
 
     def run(self) -> int:
         """Until the command has ended; its exit code."""
-        starts = 0
-        with self._signals():
-            while True:
-                starts += 1
-                end = self._once()
-                if end.problem is None or self._told_to_end:
-                    return end.code
-                starts = 0 if end.served else starts
-                if self._listening is None or starts == MOST_STARTS:
-                    self._say(f"{end.problem}: the cluster has ended.")
-                    return FAILED
-                self._say(f"{end.problem}: all are started again.")
-
-    def _once(self) -> End:
-        """Start all, and see them to their end."""
+        away = None if self._listening is None else Away(self._listening)
         with ExitStack() as stack:
-            away = None if self._listening is None else Away(self._listening)
+            stack.enter_context(self._signals())
             if away is not None:
                 stack.callback(away.close)
+            return self._until_it_ends(away)
+
+    def _until_it_ends(self, away: Away | None) -> int:
+        starts = 0
+        while True:
+            starts += 1
+            end = self._once(away)
+            if end.problem is None or self._told_to_end:
+                return end.code
+            starts = 0 if end.served else starts
+            if self._listening is None or starts == MOST_STARTS:
+                self._say(f"{end.problem}: the cluster has ended.")
+                return FAILED
+            self._say(f"{end.problem}: all are started again.")
+
+    def _once(self, away: Away | None) -> End:
+        """Start all, and see them to their end."""
+        with ExitStack() as stack:
+            if away is not None:
                 away.answer()
-            ranks = Ranks(self._hosts, self._arguments, self._listening)
+            ranks = self._start(self._hosts, self._arguments, self._listening)
             stack.callback(ranks.end)
             return self._see(ranks, away)
 
@@ -156,7 +164,8 @@ class Supervisor:
             if rank.process.poll():
                 return _how(rank)
             silent = time.monotonic() - rank.heard
-            if rank.process.poll() is None and silent > self._silent:
+            most = self._silent if rank.spoke else max(self._silent, START_SECONDS)
+            if rank.process.poll() is None and silent > most:
                 return f"{rank.name} has been silent for {silent:.0f} seconds"
         return None
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STALL_SECONDS = 20.0  # clients are to have an error within 30
-SLOWER = 20  # times the longest so far, where that is longer
+SLOWER = 4  # times the longest so far, where that is longer
 CHECK_SECONDS = 0.25
 
 
