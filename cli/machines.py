@@ -21,7 +21,6 @@ from . import options
 from .options import bits_of
 from .screen import error_line, note
 
-MACHINES: Final = "Machines"
 RANK: Final = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")  # what launchers of MLX tell a process
 LOST_CODE: Final = 1
 
@@ -33,16 +32,13 @@ class Machines:
     hosts: Annotated[
         Path | None,
         options.value(
-            group=MACHINES, metavar="FILE", help="Share the model: mlx.launch's file of hosts."
+            group=options.MODEL, metavar="FILE", help="Machines to share it: mlx.launch's file."
         ),
     ] = None
     stall_seconds: Annotated[
         float,
         options.value(
-            group=MACHINES,
-            metavar="S",
-            help="Without an answer until a machine is given up.",
-            min=0.1,
+            group=options.MODEL, metavar="S", help="Then one that is silent is given up."
         ),
     ] = 20.0
 
@@ -117,6 +113,8 @@ def shared(
     Args:
         listening: makes a server's socket.
     """
+    if not machines.stall_seconds > 0:
+        raise typer.BadParameter("must be above 0", param_hint="--stall-seconds")
     if rank() is not None and machines.hosts is not None:
         raise typer.BadParameter("goes without mlx.launch", param_hint="--hosts")
     if machines.hosts is not None:

@@ -171,8 +171,9 @@ class Faults(threading.Thread):
                     if len(lines) > 4:
                         hit.set()
                 told = b"".join(lines[-3:])
-            if b'"error"' in told:
-                outcome.told = told.decode()[-120:]
+            if b'"error"' in told or (outcome.phase == "round" and b"[DONE]" not in told):
+                # An answer whose chunks break off is an error for clients, not for http.client.
+                outcome.told = told.decode()[-120:] or "broken off"
                 outcome.error = time.monotonic()
         except urllib.error.HTTPError as error:
             outcome.told = f"{error.code} {error.read()[:100]!r}"

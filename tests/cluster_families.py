@@ -26,7 +26,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.target import TargetSession
 
 WINDOWED = 40  # tokens of a prompt, more than the windows of the families
-TOKENS = 16
+TOKENS = 8
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": TOKENS},
     {"temperature": 0.8, "seed": 3, "max_tokens": TOKENS},
@@ -61,9 +61,10 @@ def play(family: str, cluster: Cluster, model: Any) -> None:
     crowd = Crowd(target_of(random_model(family), family), requests)
     found: dict[str, Any] = {"family": family, "ranks": cluster.size, "texts": {}}
     conversation = None
-    for shape in ("plain", "chain", "tree") if target.supports_trees else ("plain", "chain"):
+    for at, shape in enumerate(("chain", "tree") if target.supports_trees else ("chain",)):
         drafter = drafter_of(crowd, shape)
-        for (prompt, settings), text in zip(crowd.requests[:2], crowd.alone, strict=False):
+        alone = list(zip(crowd.requests, crowd.alone, strict=True))
+        for (prompt, settings), text in alone[:2] if at == 0 else alone[1:2]:
             conversation = dm.Conversation(target, drafter)
             before = cluster.leader.messages
             result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
@@ -79,15 +80,13 @@ def play(family: str, cluster: Cluster, model: Any) -> None:
     report(found, cluster, conversation.target)
 
 
-def drafter_of(crowd: Crowd, shape: str) -> Knowing | None:
-    if shape == "plain":
-        return None
+def drafter_of(crowd: Crowd, shape: str) -> Knowing:
     drafter = crowd.knowing(0.8, (0, crowd.target.num_layers - 1))
     drafter.branches = shape == "tree"
     return drafter
 
 
-def together(target: dm.Target, crowd: Crowd, drafter: Knowing | None) -> bool:
+def together(target: dm.Target, crowd: Crowd, drafter: Knowing) -> bool:
     """Three requests that join one after the other, and a fourth that is cancelled on its way."""
     played = Played(target, drafter, Flat(target, None))
     jobs = []

@@ -47,9 +47,12 @@ class Pairs:
         return {"equal": equal, "rounds": stats.rounds, "messages": told, "stats": vars(stats)}
 
 
-def texts(pairs: Pairs) -> Iterator[dict[str, Any]]:
+SHAPES = ((0.0, TREE), (0.8, None), (0.0, None), (0.8, TREE))
+
+
+def texts(pairs: Pairs, shapes: Any = SHAPES) -> Iterator[dict[str, Any]]:
     """Greedy and with a seed, chains and trees."""
-    for temperature, tree in ((0.0, TREE), (0.8, None), (0.0, None), (0.8, TREE)):
+    for temperature, tree in shapes:
         settings = {"temperature": temperature, "seed": 7, "tree_budget": tree}
         found = pairs.same(QUESTION, max_tokens=16, **settings)
         yield {"what": "text", "temperature": temperature, "tree": tree} | found
@@ -58,7 +61,7 @@ def texts(pairs: Pairs) -> Iterator[dict[str, Any]]:
 def turns(pairs: Pairs) -> Iterator[dict[str, Any]]:
     """A conversation that goes on, and goes back."""
     asked = [QUESTION, QUESTION + " 5 and", QUESTION + " 6"]
-    yield {"what": "turns"} | pairs.same(*asked, turns=True, max_tokens=5)
+    yield {"what": "turns"} | pairs.same(*asked, turns=True, max_tokens=3)
 
 
 def together(pairs: Pairs) -> Iterator[dict[str, Any]]:
@@ -69,17 +72,17 @@ def together(pairs: Pairs) -> Iterator[dict[str, Any]]:
         (LONG, {"temperature": 0.0}),
         (LONG, {"temperature": 0.8, "seed": 1}),
     ]
-    alone = [dm.generate(pairs.whole, pairs.own, q, max_tokens=6, **s) for q, s in requests]
+    alone = [dm.generate(pairs.whole, pairs.own, q, max_tokens=4, **s) for q, s in requests]
     store = LeadingStore(pairs.target, pairs.drafter, memory=2**26)
     with dm.Engine(pairs.target, pairs.drafter, prefix=store) as engine:
-        jobs = [engine.submit(q, max_tokens=6, **s) for q, s in requests[:2]]
+        jobs = [engine.submit(q, max_tokens=4, **s) for q, s in requests[:2]]
         gone = engine.submit(QUESTION, max_tokens=200, block_size=2)
         next(gone)
         gone.cancel()
         found = [job.result() for job in jobs]
-        found.append(engine.submit(requests[2][0], max_tokens=6).result())
+        found.append(engine.submit(requests[2][0], max_tokens=4).result())
         store.clear()
-        found.append(engine.submit(requests[3][0], max_tokens=6, **requests[3][1]).result())
+        found.append(engine.submit(requests[3][0], max_tokens=4, **requests[3][1]).result())
         cancelled = gone.result().finish_reason
     yield {
         "what": "together",
@@ -109,20 +112,16 @@ def collectives(pairs: Pairs, tokens: int) -> Iterator[dict[str, Any]]:
     """What so many tokens take, drafted and plain."""
     found: dict[str, Any] = {"what": "collectives", "tokens": tokens}
     for name, drafter in (("plain", None), ("drafted", pairs.drafter)):
-        sums = made = rounds = 0
-        for number in range(tokens):
-            if made == tokens:
-                break
+        sums = made = rounds = requests = 0
+        while made < tokens:
+            asked = f"What is {31 + requests} plus {47 + requests}?"
+            question = [{"role": "user", "content": asked}]
             with counted() as count:
-                result = dm.generate(
-                    pairs.target,
-                    drafter,
-                    f"What is {31 + number} plus {47 + number}?",
-                    max_tokens=tokens - made,
-                )
+                result = dm.generate(pairs.target, drafter, question, max_tokens=tokens - made)
             sums, made = sums + count[0], made + len(result.tokens)
-            rounds += result.stats.rounds
-        found[name] = {"sums": sums, "tokens": made, "rounds": rounds}
+            rounds, requests = rounds + result.stats.rounds, requests + 1
+        found[name] = {"sums": sums, "tokens": made, "rounds": rounds, "requests": requests}
+        found[name]["a forward"] = sums // (rounds + requests)
     yield found
 
 
@@ -140,7 +139,12 @@ def main(parts: list[str]) -> None:
     cluster.close()
 
 
-PARTS = {"texts": texts, "turns": turns, "together": together}
+PARTS = {
+    "texts": texts,
+    "two": lambda pairs: texts(pairs, SHAPES[:2]),
+    "turns": turns,
+    "together": together,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

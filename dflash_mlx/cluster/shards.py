@@ -18,9 +18,9 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
     Raises `SettingsError` for a model that cannot be split so, or not so often.
     """
     if not hasattr(model, "shard"):
-        layers = hasattr(internals.backbone(internals.text_model(model)), "pipeline")
-        how = "by heads, only by layers: add --pipeline" if layers else "over machines: use one"
-        raise SettingsError(f"{name}: mlx-lm does not split a {_type(model)} {how}.")
+        raise SettingsError(
+            f"{name}: mlx-lm does not split the heads of a {_type(model)} over machines: use one."
+        )
     text, size = internals.text_model(model), group.size()
     head, before = internals.own_head(text), [_heads(layer) for layer in model.layers]
     wrong = f"{name} cannot be split over {size} machines"
