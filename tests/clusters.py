@@ -30,7 +30,9 @@ def environment(rank: int, hostfile: Path) -> dict[str, str]:
     return {**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)}
 
 
-def run_ranks(program: str, size: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def run_ranks(
+    program: str, size: int, folder: Path, *arguments: str, seconds: float = SECONDS
+) -> list[dict[str, Any]]:
     """Run a program of this folder as all ranks; the JSON objects that rank 0 prints, a line each.
 
     A rank that fails fails the test, with what it said.
@@ -49,7 +51,7 @@ def run_ranks(program: str, size: int, folder: Path, *arguments: str) -> list[di
         for rank in range(size)
     ]
     try:
-        told, *_ = [one.communicate(timeout=SECONDS)[0] for one in ranks]
+        told, *_ = [one.communicate(timeout=seconds)[0] for one in ranks]
     finally:
         for one in ranks:
             one.kill()
