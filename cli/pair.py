@@ -17,6 +17,7 @@ from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
+from .garbage import nothing_collected
 from .options import AUTO, Names, Rounds, Weights, bits_of, tree_rows
 from .screen import note, sized, waiting
 
@@ -110,14 +111,14 @@ def open_pair(
     check_name(names.model)  # before the seconds that MLX takes to start
     announce(names.model, Hub(offline=weights.offline))
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
-    with waiting("Starting MLX"):
+    with waiting("Starting MLX"), nothing_collected():
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
     member = join()
     settings = weights.settings | {"exact": weights.exact}
     settings |= {} if member is None else {"cluster": member.cluster}
     drafter: Drafter | None = None
-    with waiting(f"Loading {names.model}", quiet=_is_remote(names)):
+    with waiting(f"Loading {names.model}", quiet=_is_remote(names)), nothing_collected():
         if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:

@@ -21,7 +21,7 @@ from .errors import SettingsError
 from .prefix.protocol import Prefix
 from .sampling import Sampler
 from .target import Target, TargetSession
-from .target.target import PREFILL_STEP
+from .target.target import LAST_STEP, PREFILL_STEP
 
 MOST_MARKS = 8  # each holds the windows and the states of the target and the drafter
 
@@ -146,29 +146,34 @@ class Conversation:
         The drafter gets the last features when the logits were looked at: the first token need
         not wait for it. A store gets what is read as soon as both have read it. `step` says how
         many tokens the next forward may have.
+
+        There is a mark where the last forward begins: whoever asks the same again, or says the end
+        of it differently, has that one to read. Behind it nobody could go back to it.
         """
         stops: list[int] = []
         if self._prefix is not None:
             sessions = self.target, self.drafter
             stops = self._prefix.stops(*sessions, prompt, self._ends, self._salt)
-        held: list[mx.array] = []
+        held: list[tuple[mx.array, Any]] = []  # features, and the target's mark behind them
 
         def hand_over() -> None:
-            for taps in held:
+            for taps, mark in held:
                 self.extend(prompt[len(self.ids) :][: taps.shape[1]], taps)
+                if mark is not None:
+                    self._mark(mark)
             held.clear()
 
         for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, step):
             if logits is None:
                 hand_over()
-            held.append(taps)
+            last_begins = self.target.position == len(prompt) - LAST_STEP
+            held.append((taps, self.target.mark() if last_begins else None))
             if logits is None and self.shares:
                 hand_over()
                 self.keep(mark=len(self.ids) in stops)
             yield logits
         hand_over()
         self.keep(mark=False)
-        self._mark()
 
     def keep(self, mark: bool = True) -> None:
         """Store what the caches hold, if there is a store; at the end of a request, with a mark."""
@@ -225,12 +230,12 @@ class Conversation:
                     drafting.rewind(drafter)
             del self.ids[self.target.position :]
         elif self.ids:
-            self._mark()
+            self._mark(self.target.mark())
         return True
 
-    def _mark(self) -> None:
-        """Mark this place, where caches cannot be cut at any."""
+    def _mark(self, target: Any) -> None:
+        """Mark this place, of which `target` is the target's, where caches cannot be cut at any."""
         drafting = self.drafter
         if isinstance(drafting, Resumable) and not (self.target.can_be_cut and drafting.can_be_cut):
             mark = None if drafting.can_be_cut else drafting.mark()
-            self._marks = [*self._marks, (self.target.mark(), mark)][-MOST_MARKS:]
+            self._marks = [*self._marks, (target, mark)][-MOST_MARKS:]

@@ -60,7 +60,7 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
         special = bos is None or not prompt.startswith(bos)
         with Foreign(PromptError, "The tokenizer cannot encode this prompt"):
             return list(tokenizer.encode(prompt, add_special_tokens=special))
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise PromptError(_FORMS)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
         return list(prompt)  # type: ignore[arg-type]

@@ -134,6 +134,18 @@ def test_the_same_costs_and_tokens_make_the_same_widths():
     assert runs[0] == runs[1] and len(set(runs[0])) > 1
 
 
+def test_a_policy_of_one_row_is_plain_decoding():
+    """Nothing is ever drafted, and its account of expectations has a line for a plain token."""
+    pair = costs(1.8, 0.4)
+    policy = Policy(pair, 1)
+    speed, widths = run(policy, pair, DRAFTERS["always right"], 20)
+    assert speed == 1 and set(widths) == {1}
+    request = policy.start()
+    request.look(64, 0.0)
+    assert request.free([0.9, 0.9], 3) == (1, 1.0) and request.branch(1, [0.9], 0.9) == 0
+    assert request.expected_tokens() == [1.0] and len(policy.describe(64)) == 1
+
+
 def test_costs_are_looked_up_again_when_the_context_has_doubled():
     asked = []
 

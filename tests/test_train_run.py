@@ -55,13 +55,16 @@ def recipe(data: Path, **more: Any) -> Recipe:
     return Recipe(data=data, **{**small, **more})
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [("dflash", None), ("dflash2", None), ("dspark", None), ("dspark", 20)],
+)
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_drafter_comes_out_that_drafts(
-    tmp_path: Path, target: Target, data: Path, kind: str, cached: bool
+    tmp_path: Path, target: Target, data: Path, kind: str, known: int | None, cached: bool
 ) -> None:
     seen = []
-    chosen = recipe(data, kind=kind, cache_features=cached, bits=8)
+    chosen = recipe(data, kind=kind, cache_features=cached, draft_tokens=known, bits=8)
     done = train(target, tmp_path / "out", chosen, listen=seen.append)
     assert [event.step for event in seen if isinstance(event, Report)] == [1, 2, 3]
     [begun] = [event for event in seen if isinstance(event, Begun)]

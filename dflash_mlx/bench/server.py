@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server, asked the same prompts and timed from outside.
 
-One request at a time, streamed: what is measured is what one person would wait for. The server's
-own count of tokens is used; it alone knows its tokenizer.
+One request at a time, streamed: what is measured is what one person would wait for (`clients` has
+many at once). The server's own count of tokens is used; it alone knows its tokenizer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
+from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -22,6 +23,14 @@ from .summary import SERVER, Measured
 
 TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine may take minutes
 END = "[DONE]"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An answer, and the seconds between its pieces of text."""
+
+    result: Result
+    gaps: list[float]
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,12 @@ class Server:
     def ask(
         self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
     ) -> Result:
+        """One streamed answer; as `timed`."""
+        return self.timed(messages, max_tokens, temperature, seed).result
+
+    def timed(
+        self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
+    ) -> Timed:
         """One streamed answer and its times; token ids are unknown.
 
         Decoding is timed from the first piece of text to the last one, and brings all tokens but
@@ -89,7 +104,8 @@ class Server:
         if times:
             stats.prefill_seconds = stats.first_token_seconds = times[0] - start
             stats.decode_seconds = times[-1] - times[0]
-        return Result("".join(text), [], finish_reason, stats)
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        return Timed(Result("".join(text), [], finish_reason, stats), gaps)
 
 
 def measure_server(

@@ -15,7 +15,7 @@ from ..events import Event, FinishReason, Result, Stats
 class Job(Iterator[Event], AsyncIterator[Event]):
     """A request in an engine: an iterator of its events, for `for` and for `async for`.
 
-    One reader at a time takes the events. `result` waits beside it, and needs no reader. Whoever
+    Several readers share the events among them. `result` waits beside them, and needs none. Whoever
     reads slowly, or not at all, delays nobody: events wait here.
 
     Args:
@@ -28,12 +28,19 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         self._wake = wake
         self._news = threading.Condition()
         self._events: deque[Event] = deque()
-        self._asleep: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._asleep: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.cancelled = False
+
+    def __repr__(self) -> str:
+        """A line: how it ended, and how many tokens there are."""
+        state = (
+            type(self._error).__name__ if self._error else repr(self._finish_reason or "goes on")
+        )
+        return f"Job({state}, {len(self._tokens)} tokens)"
 
     def __iter__(self) -> Job:
         """This."""
@@ -62,7 +69,7 @@ class Job(Iterator[Event], AsyncIterator[Event]):
                     break
                 loop = asyncio.get_running_loop()
                 arrived = loop.create_future()
-                self._asleep = loop, arrived
+                self._asleep.append((loop, arrived))
             await arrived
         if event is None:
             raise StopAsyncIteration
@@ -102,7 +109,7 @@ class Job(Iterator[Event], AsyncIterator[Event]):
             self._finish_reason = event.finish_reason
             self._tell()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """It cannot go on, says the engine."""
         # The frames hold the request and its caches for as long as somebody holds the error.
         traceback.clear_frames(error.__traceback__)
@@ -121,8 +128,8 @@ class Job(Iterator[Event], AsyncIterator[Event]):
     def _tell(self) -> None:
         """Wake who waits."""
         self._news.notify_all()
-        if self._asleep is not None:
-            (loop, arrived), self._asleep = self._asleep, None
+        asleep, self._asleep = self._asleep, []
+        for loop, arrived in asleep:
             with suppress(RuntimeError):  # its loop is closed: nobody waits there any more
                 loop.call_soon_threadsafe(_arrive, arrived)
 

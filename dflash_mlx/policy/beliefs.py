@@ -9,6 +9,7 @@ together, so theirs are about slot j when the slots before it are right.
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Sequence
 from math import log
 
 # Log-probability of the target's favourite, where one level of certainty ends and the next begins.
@@ -95,10 +96,10 @@ class Mood:
         self._right *= MOOD_MEMORY
 
 
-def expected_tokens(first: float, later: list[float]) -> list[float]:
-    """What rounds of 1, 2, ... rows bring when the slots are right so often."""
+def expected_tokens(rates: Sequence[float]) -> list[float]:
+    """What rounds of 1, 2, ... rows bring when slots 1, 2, ... are right so often."""
     tokens, path = [1.0], 1.0
-    for rate in (first, *later):
+    for rate in rates:
         path *= rate
         tokens.append(tokens[-1] + path)
     return tokens

@@ -24,7 +24,7 @@ from .account import Account
 from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
 from .confidence import Confidence
 from .costs import Costs, costs_file, curve, keep_costs, pair_costs
-from .watch import SEEN, Surcharge, Watch
+from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -134,7 +134,7 @@ class Policy:
             context: tokens before the round that is spoken of.
         """
         seconds = self.watch.corrected(self.seconds(context))
-        expected = expected_tokens(self.beliefs.first(level(0.0)), self.beliefs.later())
+        expected = expected_tokens([self.beliefs.first(level(0.0)), *self.beliefs.later()])
         plain = 1e3 * self.plain_seconds(context)
         lines = [f"a plain token: {plain:.2f} ms at {context} tokens of context"]
         for row in (2, 4, 8, 12, 16):
@@ -174,7 +174,7 @@ class Widths:
         """
         self.look(context, certainty)
         rates = self.rates()
-        expected, affordable = _tokens(rates), self._affordable(rates)
+        expected, affordable = expected_tokens(rates), self._affordable(rates)
         speeds = [
             tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
@@ -197,7 +197,7 @@ class Widths:
         plain decoding, and their tokens per second.
         """
         rates, verify = rates[: limit - 1], self._verify()
-        expected, affordable = _tokens(rates), self._affordable(rates)
+        expected, affordable = expected_tokens(rates), self._affordable(rates)
         speeds = [
             tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, verify, strict=False)
@@ -221,7 +221,7 @@ class Widths:
         if not rates or room < 1:
             return 0
         missed = 1 - self.rates()[0]
-        brought = _tokens([rescue, *rates[1:]])  # the first token is the round's own
+        brought = expected_tokens([rescue, *rates[1:]])  # the first token is the round's own
         factor, best, most = self._policy.branching.factor, 0, LEAST_RESCUE
         for more in range(1, min(room, len(rates)) + 1):
             seconds = factor * verify[rows + more - 1] - verify[rows - 1]
@@ -259,13 +259,12 @@ class Widths:
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
-        beliefs = self._policy.beliefs
-        return [self._mood.first(beliefs.first(self._at)), *beliefs.later()]
+        beliefs, slots = self._policy.beliefs, self._policy.widest - 1
+        return [self._mood.first(beliefs.first(self._at)), *beliefs.later()][:slots]
 
     def expected_tokens(self) -> list[float]:
         """What rounds of 1, 2, ... rows are expected to bring now."""
-        first, *later = self.rates()
-        return expected_tokens(first, later)
+        return expected_tokens(self.rates())
 
     def observe(self, drafted: int, accepted: int, seconds: float | None = None) -> None:
         """Take in a round that drafted so many rows, of which the target kept the first ones.
@@ -318,19 +317,12 @@ class Widths:
         Only one that would bring clearly more tokens, that was hardly ever run, and that the
         account can pay for.
         """
-        seen = self._policy.watch.runs
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
-                and seen(best) >= SEEN
-                and seen(rows) < SEEN
+                and self._policy.watch.is_unknown(rows, beside=best)
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
             ):
                 return rows
         return None
-
-
-def _tokens(rates: Sequence[float]) -> list[float]:
-    """What rounds of 1, 2, ... rows bring when the slots are right so often."""
-    return expected_tokens(rates[0], list(rates[1:])) if rates else [1.0]

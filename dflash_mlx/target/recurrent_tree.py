@@ -9,12 +9,11 @@ left as it was: the tape, which gets what entered the recurrence, replays the ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.modules import Kernels
 from .internals import (
     Qwen3NextGatedDeltaNet,
     compute_g,
@@ -23,6 +22,9 @@ from .internals import (
     sharding_group,
 )
 from .tree import Tree
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
 
 
 def mix(

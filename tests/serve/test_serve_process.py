@@ -263,3 +263,17 @@ def test_errors_are_the_sdks_own(chat, claude):
         claude.messages.create(model="m", max_tokens=1, messages=LONG)
     with pytest.raises(openai.NotFoundError):
         chat.models.retrieve("other")
+
+
+def test_told_to_end_it_finishes_its_answers(server, chat):
+    """The last test: it ends the server of all."""
+    stream = chat.chat.completions.create(
+        model="m", messages=QUESTION, max_tokens=600, stream=True, temperature=1, seed=5
+    )
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    *_, last = stream
+    assert last.choices[0].finish_reason in ("stop", "length")
+    assert server.ended() == 0
+    with pytest.raises(ConnectionError):
+        server.connect()
