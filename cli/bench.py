@@ -65,8 +65,8 @@ def bench(
     json: options.Json = False,
 ) -> None:
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
-    if openai and machines.hosts:
-        raise typer.BadParameter("goes without --openai", param_hint="--hosts")
+    if machines.hosts and (openai or counts):
+        raise typer.BadParameter("goes without --openai and --counts", param_hint="--hosts")
     if shared(machines, names, weights, context):
         return
     if names.draft == NONE:
@@ -102,10 +102,8 @@ def bench(
     ours = (names.draft, block_size, *bits, lengths, budget, sizes)
     if openai and (any(ours) or counts):
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
-    if counts and (out or sizes or budget or lengths or machines.hosts):
-        raise typer.BadParameter(
-            "goes with a pair of this machine and prompts alone", param_hint="--counts"
-        )
+    if counts and (out or sizes or budget or lengths):
+        raise typer.BadParameter("goes with a pair and prompts alone", param_hint="--counts")
     opened = partial(open_pair, names, weights, rounds, join=partial(join, machines, context))
     if counts:
         count_rounds(opened(), chosen, json)
