@@ -47,7 +47,7 @@ class GrammarTokens:
         self._matchers = LLMatcher
 
     def of_schema(self, schema: Mapping[str, Any]) -> str:
-        """The grammar of what fits a JSON schema; one with `x-guidance` says itself what is blank."""
+        """The grammar of what fits a JSON schema; an `x-guidance` in it knows blanks better."""
         blanks = None if "x-guidance" in schema else {"whitespace_pattern": BLANKS}
         return str(self._matchers.grammar_from_json_schema(dict(schema), blanks))
 
@@ -59,7 +59,7 @@ class GrammarTokens:
         """What follows one text through a grammar. Raises `SettingsError`, about `what`."""
         problem = self._matchers.validate_grammar(grammar, self._tokenizer)
         if problem:
-            # A regular expression's error has the place on further lines, and the reason on the last.
+            # A pattern's error has the place on further lines, and the reason on the last.
             raise SettingsError(f"{what} cannot be used: {' '.join(problem.split())}")
         return self._matchers(self._tokenizer, grammar)
 
