@@ -54,11 +54,16 @@ def _trees(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
         return tree_policy(pair.target, pair.drafter, pair.kv_bits)
 
 
+def server_at(url: str, model: str) -> Server:
+    """A server, and the model that was named, or its own first one. Raises `ServerError`."""
+    return Server.find(url, None if model == TINY else model)
+
+
 def of_server(
     url: str, model: str, prompts: list[BenchPrompt], setup: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Measure a server from outside; everything about it, as JSON holds it."""
-    server = Server.find(url, None if model == TINY else model)
+    server = server_at(url, model)
     measured = measure_server(
         server,
         prompts,

@@ -106,6 +106,14 @@ OpenAI = Annotated[
         help="Instead, measure an OpenAI-compatible server; --model is its name there.",
     ),
 ]
+Concurrency = Annotated[
+    str | None,
+    value(
+        group=WHAT,
+        metavar="N,N",
+        help="Measure the server of --openai under so many clients at once.",
+    ),
+]
 Out = Annotated[
     Path | None,
     value(group=OUTPUT, metavar="DIR", help="Write JSON, CSV, Markdown and plots to this folder."),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import dflash_mlx
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from dflash_mlx.serve.metrics import Metrics
     from dflash_mlx.serve.run import Server
 
-STUCK_SECONDS: Final = 5.0
+STUCK_SECONDS: Final = 30.0  # a chunk of a long prompt may take a large model as long
 STUCK_CODE: Final = 1
 
 
@@ -72,7 +73,7 @@ def serve(
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
-        with _signals_to(server):
+        with _signals_to(server, over):
             over.result()
             _close(engine)
 
@@ -129,7 +130,7 @@ def _open(
         pair.target,
         pair.drafter,
         policy=pair.policy,
-        prefix=_prefix(pair, load, access),
+        prefix=_prefix(pair, load),
         memory=None if load.memory is None else int(load.memory * 1e9),
         most_jobs=load.concurrency,
     )
@@ -139,10 +140,15 @@ def _open(
 
 
 @contextmanager
-def _signals_to(server: Server) -> Iterator[None]:
+def _signals_to(server: Server, over: Future[None]) -> Iterator[None]:
     """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
-    told = (signal.SIGINT, signal.SIGTERM)
-    before = {sent: signal.signal(sent, lambda *_: server.tell()) for sent in told}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if over.done():  # nobody is answered any more, and the engine is not waited for
+            os._exit(0)
+        server.tell()
+
+    before = {sent: signal.signal(sent, end) for sent in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -150,9 +156,9 @@ def _signals_to(server: Server) -> Iterator[None]:
             signal.signal(sent, handler)
 
 
-def _prefix(pair: Pair, load: Load, access: Access) -> PrefixStore | None:
-    """What prompts share; nothing where several people have keys, as time would tell."""
-    if not load.prefix_cache or len(access.keys) > 1:
+def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
+    """What prompts share."""
+    if not load.prefix_cache:
         return None
     folder = None if load.cache_dir is None else load.cache_dir.expanduser()
     memory = int(load.prefix_cache * 1e9)

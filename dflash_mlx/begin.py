@@ -41,6 +41,7 @@ def begin(
     stop: str | Sequence[str] | None = None,
     conversation: Conversation | None = None,
     prefix: Prefix | None = None,
+    salt: str = "",
     **history: Unpack[History],
 ) -> Request:
     """Text, as it becomes certain: an event of the prefill, then one a round.
@@ -70,6 +71,7 @@ def begin(
         conversation: keeps the caches for the next request, which reads only what is new to them.
         prefix: a `PrefixStore` of the pair, to begin in and to store what is read for any other
             request; a conversation has its own.
+        salt: who may share in what the prefix store has of this request: those with the same.
 
     Returns:
         The events; the last one has a `finish_reason`. (`begin` itself: the request, whose caches
@@ -92,9 +94,10 @@ def begin(
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
-    if conversation is not None and prefix is not None:
-        raise SettingsError("prefix: give it to the Conversation, when that is made.")
-    conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix)
+    if conversation is not None and (prefix is not None or salt):
+        name = "salt" if prefix is None else "prefix"
+        raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
+    conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
     conversation.check(target, drafter, kv_bits)
     policy = policy if drafter is not None else None
     rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)

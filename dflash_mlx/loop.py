@@ -30,18 +30,17 @@ class Attempt(AbstractContextManager["Attempt", bool]):
     """A context that keeps what is raised in it, for whom it concerns.
 
     Attributes:
-        error: what was raised; None if nothing was. What ends the program, or closes a generator,
-            is not kept but goes on.
+        error: what was raised; None if nothing was. In a thread of ours even what would end the
+            program ends nothing, so it is kept, too.
     """
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Keep an error."""
-        if isinstance(error, Exception):
-            self.error = error
-        return isinstance(error, Exception)
+        self.error = error or self.error
+        return error is not None
 
 
 class Turn(Attempt):
@@ -146,9 +145,9 @@ def _decode(request: Request) -> Generator[Event, None, None]:
                 yield event
         while not request.finished:
             (turn,) = play_round([request], Alone())
-            if turn.event is None:
-                assert turn.error is not None
+            if turn.error is not None:
                 raise turn.error
+            assert turn.event is not None
             yield turn.event
     finally:
         request.close()

@@ -219,7 +219,7 @@ class Request:
 
         # accept
         kept, self._anchor = accept(tokens, proposal.parents, choices)
-        certainty = sure[kept[-1]] if sure else None
+        certainty = sure[-1 if proposal.is_chain else kept[-1]] if sure else None
         certain = [*(tokens[row] for row in kept[1:]), self._anchor]
         drafted, right = len(proposal) - 1, len(kept) - 1
         piece = self._text.add(certain)

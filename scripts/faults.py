@@ -99,7 +99,7 @@ class Process:
         for sent in signals or (signal.SIGTERM,):
             self.process.send_signal(sent)
             time.sleep(0.2)
-        return self.process.wait(120)
+        return self.process.wait(660)
 
 
 def post(body: dict[str, Any] | bytes, path: str = CHAT, length: int | None = None) -> bytes:
@@ -208,18 +208,24 @@ def _read(connection: socket.socket, answer: list[int]) -> None:
 
 def leavers(server: Process, args: argparse.Namespace) -> dict[str, Any]:
     """Clients that leave: in the queue, while their prompt is read, amid their answer."""
-    for name in KINDS:  # these warm up
-        leave(server, name, args.at_once, args.at_once)
+    for name in KINDS:  # as much as there may be at once has to have been there once
+        leave(server, name, 4 * args.at_once, args.at_once)
+    answers(server)
     before = server.megabytes
     found: dict[str, Any] = {}
     for name in KINDS:
         settled = leave(server, name, args.leavers, args.at_once)
         found[name] = {"left": args.leavers, "nothing_open": settled}
-    with server.connect(post(question(max_tokens=8))) as connection:
-        answered = status_of(connection) == 200
+    answered = answers(server)
     grown = server.megabytes - before
     good = answered and grown <= MEGABYTES and all(one["nothing_open"] for one in found.values())
     return found | {"answered": answered, "megabytes_grown": round(grown, 1), "good": good}
+
+
+def answers(server: Process) -> bool:
+    """Whether it does; the step is over then in which those who left before had their last part."""
+    with server.connect(post(question(max_tokens=8))) as connection:
+        return status_of(connection) == 200
 
 
 KINDS = {"decode": (0, True), "prefill": (900, False), "queue": (0, False)}
@@ -240,11 +246,12 @@ def leave(server: Process, kind: str, count: int, at_once: int) -> bool:
 
 def ends(server: Process, args: argparse.Namespace) -> dict[str, Any]:
     """SIGTERM amid an answer, with time to drain and without; twice; Ctrl-C."""
+    long = ("--drain-seconds", "600")
     cases: dict[str, tuple[tuple[str, ...], list[int], bytes]] = {
-        "drained": ((), [signal.SIGTERM], b"[DONE]"),
+        "drained": (long, [signal.SIGTERM], b"[DONE]"),
         "no time": (("--drain-seconds", "0"), [signal.SIGTERM], b"shutting down"),
-        "twice": ((), [signal.SIGTERM, signal.SIGTERM], b""),
-        "Ctrl-C": ((), [signal.SIGINT], b"[DONE]"),
+        "twice": (long, [signal.SIGTERM, signal.SIGTERM], b""),
+        "Ctrl-C": (long, [signal.SIGINT], b"[DONE]"),
     }
     found: dict[str, Any] = {}
     for name, (options, signals, last) in cases.items():

@@ -146,6 +146,17 @@ class Both(Foresees, Protocol):
     """A session with drafts of a network as well."""
 
     @property
+    def network(self) -> Session:
+        """Whose drafts those are; they may be made together with those of other requests."""
+
+    @property
+    def rate(self) -> float:
+        """How often a slot of the network is right when those before it are, at any time."""
+
+    def drafted(self, anchor: int, proposal: Proposal) -> None:
+        """Take in what `network` has drafted after an anchor that was foreseen."""
+
+    @property
     def rescue(self) -> float:
         """How often the foreseen draft is right at once where the network's is wrong at once."""
 

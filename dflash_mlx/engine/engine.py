@@ -93,6 +93,7 @@ class Engine(AbstractContextManager["Engine", None]):
         self.progressed = time.monotonic()
         # Its thread waits for steps, ends with the engine, and is joined when the program ends.
         self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
+        self._owner: int | None = None  # the thread, once it takes steps
 
     def submit(self, prompt: Prompt, **settings: Any) -> Job:
         """Have a text made; from any thread.
@@ -103,6 +104,9 @@ class Engine(AbstractContextManager["Engine", None]):
         Raises at once what `stream_generate` raises at once; `NotEnoughMemoryError` where the text
         could outgrow the engine's memory, and `EngineError` when the engine is closed.
         """
+        for name in ("target", "drafter"):
+            if name in settings:
+                raise SettingsError(f"{name} is the engine's: make another engine for another one.")
         settings.setdefault("policy", self._policy)
         if settings.get("conversation") is None:
             settings.setdefault("prefix", self._prefix)
@@ -111,7 +115,7 @@ class Engine(AbstractContextManager["Engine", None]):
             refused.callback(request.close)
             self._check(request.kv_bits)
             self._memory.check(request)
-            job = Job(request.stats, self._wake)
+            job = Job(request.stats, self._wake, self._is_mine)
             with self._lock:
                 if self._closed or not (self._scheduled or self._schedule()):
                     raise EngineError("The engine is closed: make another.")
@@ -124,7 +128,8 @@ class Engine(AbstractContextManager["Engine", None]):
         with self._lock:
             self._closed = True
         self._wake()
-        self._thread.shutdown()
+        # One of its own jobs cannot wait for itself to end.
+        self._thread.shutdown(wait=not self._is_mine())
 
     def __exit__(self, *_: object) -> None:
         """Close it."""
@@ -138,6 +143,10 @@ class Engine(AbstractContextManager["Engine", None]):
             target.start(drafter.tap_layers, kv_bits)
             drafter.start(target, Sampler())
             self._fits.add(kv_bits)
+
+    def _is_mine(self) -> bool:
+        """Whether this is the engine's thread."""
+        return threading.get_ident() == self._owner
 
     def _wake(self) -> None:
         """Have a step taken, unless one is to be taken anyway."""
@@ -157,7 +166,7 @@ class Engine(AbstractContextManager["Engine", None]):
     def _step(self) -> None:
         """A step of all, and another while anybody is left."""
         with self._lock:
-            self._scheduled = False
+            self._scheduled, self._owner = False, threading.get_ident()
             while self._arrived:
                 self._seats.add(*self._arrived.popleft())
         if self._closed:

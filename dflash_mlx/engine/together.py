@@ -40,7 +40,7 @@ class Flat:
         for (turn, offer), count in zip(offers, rows, strict=True):
             with turn:
                 if offer.draft is None and count > 1:
-                    chains.append((turn, count))
+                    chains.append((turn, offer, count))
                 elif offer.draft is None:
                     turn.proposal = Proposal([turn.request.anchor])
                 else:
@@ -58,7 +58,7 @@ class Flat:
                 else:
                     offers.append((turn, offer))
         trees = propose_trees_together(
-            [cast(TreeSession, turn.request.drafter) for turn, _ in plantings],
+            [cast(TreeSession, of.session or turn.request.drafter) for turn, of in plantings],
             [turn.request.anchor for turn, _ in plantings],
             [planting.rows for _, planting in plantings],
             [planting.width for _, planting in plantings],
@@ -78,18 +78,20 @@ class Flat:
         context = sum(request.target.position for request in requests) // len(requests)
         return self._rounds.rows(requests, [offer for _, offer in offers], context)
 
-    def _draft(self, chains: Sequence[tuple[Turn, int]]) -> None:
+    def _draft(self, chains: Sequence[tuple[Turn, Offer, int]]) -> None:
         """Draft chains of so many rows in one pass."""
         if not chains:
             return
-        requests = [turn.request for turn, _ in chains]
-        sessions, anchors = [r.drafter for r in requests], [r.anchor for r in requests]
-        counts, guards = [count for _, count in chains], [turn for turn, _ in chains]
+        sessions = [offer.session or turn.request.drafter for turn, offer, _ in chains]
+        anchors = [turn.request.anchor for turn, _, _ in chains]
+        counts, guards = [count for _, _, count in chains], [turn for turn, _, _ in chains]
         proposals = propose_together(sessions, anchors, counts, guards)
-        for (turn, count), proposal in zip(chains, proposals, strict=True):
+        for (turn, offer, count), proposal in zip(chains, proposals, strict=True):
             if proposal is not None:
                 with turn:
                     turn.proposal = checked(proposal, count)
+                    if offer.drafted is not None:
+                        offer.drafted(proposal)
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""

@@ -181,9 +181,9 @@ class Sizes:
         rows, speed = self._chains.free(rates, limit)
         return rows if speed > max(self._policy.speeds(self._table)) else 1
 
-    def rates(self) -> list[float]:
-        """How often the slots of a chain are right now, when those before them are."""
-        return self._chains.rates()
+    def hopes(self) -> list[float]:
+        """How often the slots of a chain may be right now, when those before them are."""
+        return self._chains.hopes()
 
     @property
     def pinned(self) -> bool:

@@ -32,7 +32,7 @@ from .front import guarded
 from .messages import CountBody, MessagesBody
 from .metrics import CONTENT_TYPE
 from .responses import ResponsesBody
-from .sse import COMMENT, EventStream, unless_gone, with_pings
+from .sse import COMMENT, EventStream, unless_gone
 
 STALLED_SECONDS: Final = 30.0
 
@@ -66,12 +66,12 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         body = await self._read(request, ChatBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         if body.stream:
             options = body.stream_options
             usage = bool(options and options.include_usage)
             frames = chat_answers.stream(answering, usage)
-            return EventStream(with_pings(frames, COMMENT), answering.leave)
+            return EventStream(frames, COMMENT, answering.leave)
         return await _whole(request, chat_answers.whole(answering), answering.leave)
 
     async def completions(self, request: Request) -> Response:
@@ -81,13 +81,13 @@ class Endpoints:
         opened: list[Answering] = []
         with ExitStack() as leaving:  # what is open when another prompt is refused
             for ask in asks:
-                opened.append(await self._desk.ask(ask))
+                opened.append(await self._desk.ask(ask, request.state.who))
                 leaving.callback(opened[-1].leave)
             texts = await asyncio.to_thread(self._texts, asks)
             leaving.pop_all()
         answers = completions.Answers(body, opened, texts)
         if body.stream:
-            return EventStream(with_pings(answers.stream(), COMMENT), answers.leave)
+            return EventStream(answers.stream(), COMMENT, answers.leave)
         return await _whole(request, answers.whole(), answers.leave)
 
     def _texts(self, asks: Sequence[Ask]) -> list[str]:
@@ -99,10 +99,10 @@ class Endpoints:
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses."""
         body = await self._read(request, ResponsesBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         answers = responses_answers.Answers(body, answering)
         if body.stream:
-            return EventStream(with_pings(answers.stream(), COMMENT), answering.leave)
+            return EventStream(answers.stream(), COMMENT, answering.leave)
         return await _whole(request, answers.whole(), answering.leave)
 
     async def no_response(self, request: Request) -> Response:
@@ -112,10 +112,10 @@ class Endpoints:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         body = await self._read(request, MessagesBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         if body.stream:
             frames = messages_answers.stream(answering, request.state.request_id)
-            return EventStream(with_pings(frames, messages_answers.PING), answering.leave)
+            return EventStream(frames, messages_answers.PING, answering.leave)
         return await _whole(request, messages_answers.whole(answering), answering.leave)
 
     async def count_tokens(self, request: Request) -> Response:
