@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+import typer
+
 import dflash_mlx
-from dflash_mlx.errors import MissingDependencyError, OutputError, SettingsError
+from dflash_mlx.cluster.post import READY
+from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
 
 from . import options
+from .machines import Machines, inherited, join, shared
 from .pair import Pair, open_pair
 from .screen import error_line, note
 from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:
-    from dflash_mlx import PrefixStore
+    from dflash_mlx import Engine, PrefixStore
     from dflash_mlx.serve.access import Access
+    from dflash_mlx.serve.desk import Desk
+    from dflash_mlx.serve.metrics import Metrics
+    from dflash_mlx.serve.run import Server
 
-STUCK_SECONDS: Final = 5.0
+STUCK_SECONDS: Final = 30.0  # a chunk of a long prompt may take a large model as long
 STUCK_CODE: Final = 1
+LAST_SECONDS: Final = 2.0  # for clients to hear what is wrong
 
 
 def serve(
+    context: typer.Context,
     *,
     names: options.Names,
     no_draft: options.NoDraft = False,
@@ -35,6 +50,7 @@ def serve(
     max_tokens: options.MaxTokens = 4096,
     sampling: options.Sampling,
     rounds: options.Rounds,
+    machines: Machines,
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's dialects, and a page to chat on.
@@ -53,46 +69,29 @@ def serve(
         frozenset(origin.rstrip("/") for origin in reached.allow_origin or ()),
         reached.no_auth,
     )
-    socket = listen(reached.host, reached.port)  # before the weights: a taken port is told at once
-    with socket:
-        pair = open_pair(names, weights, rounds, no_draft)
+    listening = partial(listen, reached.host, reached.port)
+    if shared(machines, names, weights, context, listening):
+        return
+    _log(verbose)
+    with (
+        inherited(context) or listening() as socket,  # a taken port is told before all else
+        _serving(socket, access, load) as (server, metrics, over),
+    ):
+        pair = open_pair(names, weights, rounds, no_draft, join=partial(join, machines, context))
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
-        _run(pair, names.model, access, load, settings, socket, verbose)
+        engine = _open(server, pair, names.model, access, load, settings, metrics)
+        host, port = socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
+        with _signals_to(server, over):
+            over.result()
+            _close(engine)
 
 
-def _run(
-    pair: Pair,
-    name: str,
-    access: Access,
-    load: Load,
-    settings: dict[str, Any],
-    socket: Any,
-    verbose: bool,
-) -> None:
-    from dflash_mlx.serve.app import Options, make_app
-    from dflash_mlx.serve.desk import Desk
-    from dflash_mlx.serve.metrics import Metrics
-    from dflash_mlx.serve.run import Limits, Server
-
-    _log(verbose)
-    engine = dflash_mlx.Engine(
-        pair.target,
-        pair.drafter,
-        policy=pair.policy,
-        prefix=_prefix(pair, load, access),
-        memory=None if load.memory is None else int(load.memory * 1e9),
-        most_jobs=load.concurrency,
-    )
-    desk = Desk(pair.target, engine, settings, load.concurrency + load.queue, Metrics())
-    app = make_app(desk, Options(name, access))
-    host, port = socket.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
-    server = Server(app, desk, Limits(drain_seconds=load.drain_seconds))
-    server.run(sockets=[socket])
-    # A call of the device that never returns would keep the process for ever.
+def _close(engine: Engine) -> None:
+    """End the engine; the process, where a call of the device never returns."""
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
     closing.join(STUCK_SECONDS)
@@ -102,13 +101,95 @@ def _run(
         os._exit(STUCK_CODE)
 
 
-def _prefix(pair: Pair, load: Load, access: Access) -> PrefixStore | None:
-    """What prompts share; nothing where several people have keys, as time would tell."""
-    if not load.prefix_cache or len(access.keys) > 1:
+@contextmanager
+def _serving(
+    socket: Any, access: Access, load: Load
+) -> Iterator[tuple[Server, Metrics, Future[None]]]:
+    """A server in a thread of its own, which says that the model loads until there is one.
+
+    So loading stays in the main thread, where Ctrl-C ends it.
+    """
+    from dflash_mlx.serve.front import make_waiting_app
+    from dflash_mlx.serve.metrics import Metrics
+    from dflash_mlx.serve.run import Limits, Server
+
+    metrics = Metrics()
+    limits = Limits(drain_seconds=load.drain_seconds)
+    server = Server(make_waiting_app(access, metrics), limits)
+    with ThreadPoolExecutor(1, "dflash-http") as threads:
+        over = threads.submit(server.run, sockets=[socket])
+        try:
+            yield server, metrics, over
+        finally:
+            if not over.done():  # loading failed, or was interrupted
+                server.tell()
+
+
+def _open(
+    server: Server,
+    pair: Pair,
+    name: str,
+    access: Access,
+    load: Load,
+    settings: dict[str, Any],
+    metrics: Metrics,
+) -> Engine:
+    """Have the model answer; what makes its answers."""
+    from dflash_mlx.serve.app import Options, make_app
+    from dflash_mlx.serve.desk import Desk
+
+    engine = dflash_mlx.Engine(
+        pair.target,
+        pair.drafter,
+        policy=pair.policy,
+        prefix=_prefix(pair, load),
+        memory=None if load.memory is None else int(load.memory * 1e9),
+        most_jobs=load.concurrency,
+    )
+    desk = Desk(pair.target, engine, settings, load.concurrency + load.queue, metrics)
+    server.open(make_app(desk, Options(name, access)), desk)
+    if pair.member is not None:
+        pair.member.end = partial(_give_up, engine, desk, server)
+        pair.member.tell(READY)
+    return engine
+
+
+def _give_up(engine: Engine, desk: Desk, server: Server, error: DFlashError) -> None:
+    """The machines have lost each other: clients are told, and then the process ends."""
+    desk.draining = desk.lost = True
+    engine.abandon(error)
+    last = threading.Timer(LAST_SECONDS, server.tell)
+    last.daemon = True
+    last.start()
+
+
+@contextmanager
+def _signals_to(server: Server, over: Future[None]) -> Iterator[None]:
+    """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if over.done():  # nobody is answered any more, and the engine is not waited for
+            os._exit(0)
+        server.tell()
+
+    before = {sent: signal.signal(sent, end) for sent in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sent, handler in before.items():
+            signal.signal(sent, handler)
+
+
+def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
+    """What prompts share."""
+    if not load.prefix_cache:
         return None
     folder = None if load.cache_dir is None else load.cache_dir.expanduser()
     memory = int(load.prefix_cache * 1e9)
-    return dflash_mlx.PrefixStore(pair.target, pair.drafter, memory=memory, folder=folder)
+    store: type[PrefixStore] = dflash_mlx.PrefixStore
+    if pair.member is not None:
+        from dflash_mlx.cluster.store import LeadingStore as store
+    return store(pair.target, pair.drafter, memory=memory, folder=folder)
 
 
 def _log(verbose: bool) -> None:

@@ -61,6 +61,10 @@ Layers = Annotated[
     int | None, _value(SHAPE, "N", "By default one for every eight of the model's, and one.", min=1)
 ]
 Causal = Annotated[bool, _flag("--causal", SHAPE, "Rows of a block see only rows before them.")]
+DraftTokens = Annotated[
+    int | None,
+    _value(SHAPE, "N", "Draft the N likeliest tokens only, by a head of its own (dspark).", min=16),
+]
 WarmStart = Annotated[
     str | None,
     _value(SHAPE, "NAME", "Start from a drafter, or from the model's own layers (target)."),

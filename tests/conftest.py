@@ -19,6 +19,11 @@ hypothesis.settings.register_profile("dflash", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("dflash")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--ranks 2` has the tests of the real server ask one of so many ranks on this machine."""
+    parser.addoption("--ranks", type=int, default=1, help="of the server in test_serve_process")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Say what xdist keeps in one process: a file's tests, whose fixtures are then made once.
 
@@ -39,8 +44,15 @@ def group_of(item: pytest.Item) -> str:
     return item.get_closest_marker("xdist_group").args[0]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups with a slow test begin first, so that no process ends long after the others."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Groups with a slow test begin first, so that no process ends long after the others.
+
+    What is marked `matrix` runs where it is asked for.
+    """
+    if "matrix" not in config.getoption("markexpr"):
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=left_out)
     slow = {group_of(item) for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: group_of(item) not in slow)
 

@@ -55,13 +55,16 @@ def recipe(data: Path, **more: Any) -> Recipe:
     return Recipe(data=data, **{**small, **more})
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [("dflash", None), ("dflash2", None), ("dspark", None), ("dspark", 20)],
+)
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_drafter_comes_out_that_drafts(
-    tmp_path: Path, target: Target, data: Path, kind: str, cached: bool
+    tmp_path: Path, target: Target, data: Path, kind: str, known: int | None, cached: bool
 ) -> None:
     seen = []
-    chosen = recipe(data, kind=kind, cache_features=cached, bits=8)
+    chosen = recipe(data, kind=kind, cache_features=cached, draft_tokens=known, bits=8)
     done = train(target, tmp_path / "out", chosen, listen=seen.append)
     assert [event.step for event in seen if isinstance(event, Report)] == [1, 2, 3]
     [begun] = [event for event in seen if isinstance(event, Begun)]
@@ -113,6 +116,18 @@ def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Pat
     data.write_text(json.dumps(PROMPTS[0]) + "\n")
     with pytest.raises(SettingsError, match="another data"):
         train(target, tmp_path / "out", recipe(data))
+
+
+def test_a_folder_where_nothing_was_made_is_free_for_another_recipe(
+    tmp_path: Path, target: Target, data: Path
+) -> None:
+    """Or a command with a broken file has to be mended twice: the file, and what it left behind."""
+    whole = data.read_text()
+    data.write_text(whole + '{"prompt": broken')
+    with pytest.raises(DataError, match="not valid JSON"):
+        train(target, tmp_path / "out", recipe(data))
+    data.write_text(whole)
+    assert train(target, tmp_path / "out", recipe(data, steps=1)).curve
 
 
 def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> None:

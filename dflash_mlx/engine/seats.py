@@ -64,6 +64,11 @@ class Seats:
         """Whether anybody is left."""
         return bool(self._seats or self._queue)
 
+    @property
+    def jobs(self) -> list[Job]:
+        """Of all that are left, for any thread."""
+        return [seat.job for seat in [*self._seats, *self._queue]]
+
     def add(self, job: Job, request: Request) -> None:
         """A request waits for its seat."""
         self._count += 1
@@ -180,7 +185,7 @@ class Seats:
             if seat.request.finished or turn.error is not None:
                 self._end(seat, turn.error)
 
-    def _break_off(self, party: list[_Seat], error: Exception) -> None:
+    def _break_off(self, party: list[_Seat], error: BaseException) -> None:
         """A forward of these broke off."""
         if len(party) == 1:
             self._end(party[0], error)
@@ -190,7 +195,7 @@ class Seats:
             seat.request.suspend()
             self._begin(seat)
 
-    def _end(self, seat: _Seat, error: Exception | None = None) -> None:
+    def _end(self, seat: _Seat, error: BaseException | None = None) -> None:
         """A job has ended, and its caches are free."""
         self._vacate(seat)
         with Attempt() as attempt:

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size
+from ..errors import SettingsError
+from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import UNKNOWN, Beliefs, expected_tokens, level
 from .confidence import Confidence
 from .costs import Costs, costs_file, curve, keep_costs, pair_costs
-from .watch import SEEN, Surcharge, Watch
+from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -80,7 +82,11 @@ class Policy:
             widest: the most rows a round may have; the drafter's block size limits it too.
             kv_bits: of the target's keys and values, as in `stream_generate`.
             again: measure even if the cache knows: the machine may have been busy then.
+
+        Raises `SettingsError` without a drafter: plain decoding has no widths.
         """
+        if not isinstance(drafter, Drafter):
+            raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
         widest = min(widest, block_size(drafter) or widest)
         file = costs_file(target, drafter, widest, kv_bits)
         return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)
@@ -316,12 +322,10 @@ class Widths:
         Only one that would bring clearly more tokens, that was hardly ever run, and that the
         account can pay for.
         """
-        seen = self._policy.watch.runs
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
-                and seen(best) >= SEEN
-                and seen(rows) < SEEN
+                and self._policy.watch.is_unknown(rows, beside=best)
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
             ):

@@ -151,6 +151,7 @@ def draft_loss(
     def loss(
         parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *known: mx.array
     ) -> tuple[mx.array, mx.array]:
+        """Loss [] and tau []; the arguments are those that `draft_loss` says."""
         drafter.update(parameters)
         (n, a), block = anchors.shape, config.block_size
         found = Features(*known) if known else features(target, ids, config.target_layer_ids)
@@ -217,9 +218,7 @@ def train_drafter(
     anchors = Anchors(settings.anchors)
     collate = anchors if store is None else Stored(anchors, store)
     gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
-    own = "lm_head" in drafter or ("embed_tokens" in drafter and config.tie_word_embeddings)
-    some = settings.occurring and not own  # of the target's head, some rows are enough
-    kept = occurring(samples(0), target.vocab_size) if some else None
+    kept = _kept(drafter, target, settings, samples(0))
     loss = draft_loss(drafter, target, gamma, settings.mix, kept)
     parameters = fit(
         loss,
@@ -240,12 +239,32 @@ def train_drafter(
     return drafter
 
 
+def start_own_head(drafter: DFlash, target: Target, tokens: mx.array) -> None:
+    """Give a drafter of some tokens [DV], ascending ids, the target's rows of the head for them."""
+    drafter.lm_head.weight = target.head_rows(tokens).astype(mx.float32) * 1
+    drafter.d2t = tokens.astype(mx.int64) - mx.arange(len(tokens))
+    mx.eval(drafter.lm_head.weight, drafter.d2t)
+
+
+def _kept(
+    drafter: DFlash, target: Target, settings: DrafterSettings, samples: Sequence[Sample]
+) -> Kept | None:
+    """The tokens that the loss runs over; those that a drafter knows stay its own for good."""
+    known = drafter.token_ids()
+    if known is not None:
+        drafter.freeze(keys="d2t", recurse=False)
+        drafter.lm_head.freeze()
+        return Kept.of(known, target.vocab_size)
+    own = "lm_head" in drafter or ("embed_tokens" in drafter and drafter.config.tie_word_embeddings)
+    # Of the target's head, some rows are enough.
+    return occurring(samples, target.vocab_size) if settings.occurring and not own else None
+
+
 def _check_trainable(drafter: DFlash) -> None:
     """Raise `SettingsError` for published parts that the training forward does not have."""
     config = drafter.config
     parts = {
         "a recurrent Markov head": config.markov is not None and config.markov.type == "rnn",
-        "a vocabulary of its own": config.draft_vocab_size != config.vocab_size,
         "an adapter of widths": config.target_hidden_size != config.hidden_size,
         "attention sinks": any(config.sinks),
     }
@@ -277,7 +296,10 @@ def save_drafter(drafter: DFlash, raw_config: dict[str, Any], folder: Path) -> N
     bits; the drafter itself stays as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {k: v.astype(mx.bfloat16) for k, v in tree_flatten(drafter.parameters())}
+    weights = {
+        name: weight.astype(mx.bfloat16) if mx.issubdtype(weight.dtype, mx.floating) else weight
+        for name, weight in tree_flatten(drafter.parameters())
+    }
     if "quantization" in raw_config:
         stored = type(drafter)(drafter.config)
         stored.load_weights(list(weights.items()))

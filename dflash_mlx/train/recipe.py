@@ -27,7 +27,7 @@ class Recipe:
         data: a file of prompts, conversations or texts; see `data`.
         synthesize: instead, how many user turns the target writes itself.
         keep_answers: learn the file's answers, instead of the target's own to its prompts.
-        kind, block_size, layers, causal: see `draft_shape`.
+        kind, block_size, layers, causal, draft_tokens: see `draft_shape`.
         steps, hours: how long to train; without either, `EPOCHS` times over the data.
         anchors, tokens, learning_rate, optimizer, mix, occurring, seed: see `DrafterSettings`.
         cache_features: keep the target's features on disk.
@@ -43,6 +43,7 @@ class Recipe:
     block_size: int = 8
     layers: int | None = None
     causal: bool = False
+    draft_tokens: int | None = None
     warm_start: str | None = None
     steps: int | None = None
     hours: float | None = None
@@ -78,6 +79,7 @@ class Recipe:
             "turn_tokens": 4,
             "held_out": 1,
             "layers": 1,
+            "draft_tokens": 16,
         }
         for name, limit in least.items():
             value = getattr(self, name)
@@ -101,7 +103,8 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
             raise DataError(f"{recipe.data}: cannot be read ({error.strerror}).") from error
     now = json.loads(json.dumps(now))
     path = work / "recipe.json"
-    if path.exists():
+    # A command that failed at its data leaves its recipe and nothing to go on with.
+    if path.exists() and any(file.stem != path.stem for file in work.iterdir()):
         try:
             then = read_json(path)
         except ConfigError as error:

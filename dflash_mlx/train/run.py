@@ -21,12 +21,19 @@ from ..target import Target
 from .answers import AnswersProgress
 from .batches import bucket_length
 from .data import Sample
-from .drafter import DrafterSettings, new_drafter, save_drafter, train_drafter
+from .drafter import (
+    DrafterSettings,
+    new_drafter,
+    save_drafter,
+    start_own_head,
+    train_drafter,
+)
 from .fit import Report
 from .gather import Written, gather, split
 from .plan import Estimate, check, estimate
 from .recipe import EPOCHS, TARGET, Recipe, claim
 from .shape import draft_shape, mask_token
+from .slots import frequent
 from .store import Store, build_store
 from .synthesize import user_header
 from .warm import start_from_target
@@ -123,7 +130,7 @@ def train(
             listen(Read(done, all, needed.features))
 
         store = build_store(target, samples, config.target_layer_ids, work / "features", seen)
-    start = _start(target, config, recipe, warm)
+    start = _start(target, config, recipe, warm, training)
     if recipe.hours is not None:
         settings = _timed(target, config, settings, training, start, store, work, recipe)
     begun = Begun(
@@ -178,7 +185,13 @@ def _shape(
         used = {token for sample in samples for token in sample.tokens}
         mask = mask_token(target, used)
         raw = draft_shape(
-            target, recipe.kind, recipe.block_size, mask, recipe.layers, recipe.causal
+            target,
+            recipe.kind,
+            recipe.block_size,
+            mask,
+            recipe.layers,
+            recipe.causal,
+            recipe.draft_tokens,
         )
     if recipe.bits is not None:
         raw["quantization"] = {
@@ -193,9 +206,13 @@ def _start(
     config: DraftConfig,
     recipe: Recipe,
     warm: tuple[DFlash, dict[str, Any]] | None,
+    training: Sequence[Sample],
 ) -> DFlash:
     """The drafter that training starts from."""
     drafter = new_drafter(config, recipe.seed)
+    if recipe.draft_tokens is not None:
+        known = frequent(training, config.draft_vocab_size, target.vocab_size)
+        start_own_head(drafter, target, known)
     if warm is not None:
         drafter.update(warm[0].parameters())
     elif recipe.warm_start == TARGET:

@@ -25,6 +25,7 @@ def draft_shape(
     mask_token: int,
     layers: int | None = None,
     causal: bool = False,
+    draft_tokens: int | None = None,
 ) -> dict[str, Any]:
     """The config.json of a new drafter.
 
@@ -34,6 +35,8 @@ def draft_shape(
         mask_token: what the other rows' input is.
         layers: of the drafter; None is one for every eight of the target's, and one, at most five.
         causal: whether a row of a block sees only the rows before it.
+        draft_tokens: how many tokens can be drafted, through a head of the drafter's own; None is
+            all of them, through the target's head. For "dspark" only.
 
     Raises `SettingsError`.
     """
@@ -41,6 +44,8 @@ def draft_shape(
         raise SettingsError(f"A drafter is of kind {' or '.join(ARCHITECTURES)}, not {kind!r}.")
     if block_size < 2:
         raise SettingsError(f"A block has two rows at least, not {block_size}.")
+    if draft_tokens is not None and kind != "dspark":
+        raise SettingsError(f"A head of some tokens goes with dspark, not with {kind}.")
     shape = target.config.get("text_config") or target.config
     hidden, heads = target.hidden_size, shape["num_attention_heads"]
     layers = layers or min(5, 1 + round(target.num_layers / 8))
@@ -84,6 +89,8 @@ def draft_shape(
             "enable_confidence_head": False,
             "sample_from_anchor": True,
         }
+    if draft_tokens is not None:
+        config["draft_vocab_size"] = min(draft_tokens, target.vocab_size)
     return config
 
 

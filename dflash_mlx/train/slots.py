@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Kept:
     """The part of a vocabulary that a loss runs over: tokens that never occur cost nothing.
 
     Attributes:
-        tokens: their ids [V'], ascending.
+        tokens: their ids [V'].
         places: where each id of the whole vocabulary is among them [V], 0 for none.
         inside: whether it is [V].
     """
@@ -50,9 +50,9 @@ class Kept:
     inside: mx.array
 
     @classmethod
-    def of(cls, tokens: Iterable[int], vocab_size: int) -> Kept:
-        """These tokens of a vocabulary."""
-        chosen = np.unique(np.fromiter(tokens, np.int32))
+    def of(cls, tokens: mx.array, vocab_size: int) -> Kept:
+        """These tokens of a vocabulary, no two the same."""
+        chosen = np.array(tokens).astype(np.int32)
         places, inside = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.bool_)
         places[chosen], inside[chosen] = np.arange(len(chosen)), True
         return cls(mx.array(chosen), mx.array(places), mx.array(inside))
@@ -61,8 +61,18 @@ class Kept:
 def occurring(samples: Iterable[Sample], vocab_size: int) -> Kept:
     """The tokens of the samples' answers: all that can be a label where answers are the target's
     own."""
-    spans = ((sample.tokens[a:b]) for sample in samples for a, b in sample.answers)
-    return Kept.of((token for span in spans for token in span), vocab_size)
+    return Kept.of(mx.array(np.unique(np.fromiter(_answered(samples), np.int32))), vocab_size)
+
+
+def frequent(samples: Iterable[Sample], count: int, vocab_size: int) -> mx.array:
+    """The ids [count] of the tokens that the samples' answers have most often, ascending."""
+    often = np.bincount(np.fromiter(_answered(samples), np.int64), minlength=vocab_size)
+    return mx.array(np.sort(np.argsort(-often, kind="stable")[:count]))
+
+
+def _answered(samples: Iterable[Sample]) -> Iterator[int]:
+    spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
+    return (token for span in spans for token in span)
 
 
 def slot_loss(
@@ -74,7 +84,11 @@ def slot_loss(
     likeliest tokens with their probabilities [M, T].
     """
     config = drafter.config
-    rows = None if kept is None else target.head_rows(kept.tokens).astype(mx.float32)
+    reduced = "d2t" in drafter  # its head has a row for each token that is kept
+    rows = None
+    if kept is not None:
+        rows = drafter.lm_head.weight if reduced else target.head_rows(kept.tokens)
+        rows = rows.astype(mx.float32)
     width = config.vocab_size if kept is None else len(kept.tokens)
     selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
     markov = drafter.markov_head if isinstance(drafter, DSpark) and config.markov else None
@@ -105,7 +119,7 @@ def slot_loss(
         if markov is not None:
             inner, _ = markov.inner(hidden, before, mx.zeros((len(hidden), markov.rank)))
             after = markov.markov_w2.weight
-            bias = inner @ (after if kept is None else after[kept.tokens]).T
+            bias = inner @ (after if kept is None or reduced else after[kept.tokens]).T
             logits = logits + config.logit_scale * bias
         if kept is not None:
             weights = weights * kept.inside[labels]
