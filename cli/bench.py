@@ -28,8 +28,10 @@ from dflash_mlx.loading.registry import NONE
 from . import bench_comparison as comparison
 from . import bench_options, options
 from .bench_clients import compare_clients
+from .bench_counts import count_rounds
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
+from .machines import Machines, join, shared
 from .options import AUTO, OFF, tree_rows
 from .pair import WHOLE_BLOCKS, open_pair
 from .screen import note, print_json
@@ -54,13 +56,19 @@ def bench(
     context_length: bench_options.ContextLength = None,
     tree_budget: bench_options.TreeBudget = OFF,
     trees: bench_options.Trees = None,
+    counts: bench_options.Counts = False,
     openai: bench_options.OpenAI = None,
     concurrency: bench_options.Concurrency = None,
     out: bench_options.Out = None,
     plot: bench_options.Plot = None,
+    machines: Machines,
     json: options.Json = False,
 ) -> None:
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
+    if machines.hosts and (openai or counts):
+        raise typer.BadParameter("goes without --openai and --counts", param_hint="--hosts")
+    if shared(machines, names, weights, context):
+        return
     if names.draft == NONE:
         raise typer.BadParameter(f"goes without {NONE}: name what drafts", param_hint="--draft")
     lengths = _numbers("--context-length", context_length)
@@ -92,10 +100,14 @@ def bench(
     rounds = replace(WHOLE_BLOCKS, block_size=block_size)
     bits = (weights.target_bits, weights.draft_bits)
     ours = (names.draft, block_size, *bits, lengths, budget, sizes)
-    if openai and any(ours):
+    if openai and (any(ours) or counts):
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
-    opened = partial(open_pair, names, weights, rounds)
-    if sizes:
+    if counts and (out or sizes or budget or lengths):
+        raise typer.BadParameter("goes with a pair and prompts alone", param_hint="--counts")
+    opened = partial(open_pair, names, weights, rounds, join=partial(join, machines, context))
+    if counts:
+        count_rounds(opened(), chosen, json)
+    elif sizes:
         if plot is not None:
             check_matplotlib()
         drawn = compare_trees(opened(), chosen, sizes, max_tokens, repeats, json)
@@ -106,9 +118,7 @@ def bench(
     elif openai is not None:
         _run(out, json, lambda: comparison.of_server(openai, names.model, chosen, setup))
     else:
-        _run(
-            out, json, lambda: comparison.of_pair(open_pair(names, weights, rounds), chosen, setup)
-        )
+        _run(out, json, lambda: comparison.of_pair(opened(), chosen, setup))
 
 
 def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) -> None:

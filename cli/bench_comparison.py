@@ -35,6 +35,7 @@ def of_pair(pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]) ->
     if setup["temperature"]:
         settings["sampling"] = {"temperature": setup["temperature"], "seed": setup["seed"]}
     settings["trees"] = _trees(pair, setup["tree_budget"])
+    settings["against_mlx_lm"] = pair.member is None
     measured = measure_all(target, pair.drafter, prompts, setup["repeats"], **settings)
     what = {"model": target.name, "title": pair.title, "block_size": pair.rows}
     done = _shown(measured, len(prompts))
@@ -123,11 +124,11 @@ def show(content: Mapping[str, Any]) -> None:
     overhead = overall["overhead_ms_per_round"]
     if overhead is not None and overhead < 0:
         note(
-            f"overhead per round: unknown, for the machine was busy: the bare forwards took "
-            f"{-overhead:.2f} ms longer than whole rounds"
+            f"overhead per round: unknown, for the machine was busy: the leanest rounds took "
+            f"{-overhead:.2f} ms longer than ours"
         )
     elif overhead is not None:
-        note(f"overhead per round, beyond the bare forwards: {overhead:.2f} ms")
+        note(f"overhead per round, beyond the leanest: {overhead:.2f} ms")
 
 
 def _by_protocol(figures: Mapping[str, Any]) -> str:

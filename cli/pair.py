@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
+from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.fits import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.names import check_name
-from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, pair_of
+from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, WITH_LOOKUP, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from dflash_mlx import Policy, Stats, Target
     from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.trees import TreePolicy
+
+    from .machines import Member
 
 WHOLE_BLOCKS = Rounds(no_policy=True)
 
@@ -39,6 +44,7 @@ class Pair:
     kv_bits: int | None = None
     policy: Policy | TreePolicy | None = None
     tree_budget: int | str | None = None
+    member: Member | None = None  # of the machines that share the target
 
     @property
     def rows(self) -> int:
@@ -73,7 +79,8 @@ class Pair:
         elif self.policy is not None:
             drafting = "block size as large as pays"
         exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
-        return f"{self.target.name} · {drafting} · {self.blas.name}{exact}"
+        spread = "" if self.member is None else f" · {self.member.cluster.size} machines"
+        return f"{self.target.name} · {drafting} · {self.blas.name}{exact}{spread}"
 
     def limit_reached(self, stats: Stats) -> str:
         """Which limit ended a text of finish reason "length"."""
@@ -88,11 +95,14 @@ def open_pair(
     rounds: Rounds = WHOLE_BLOCKS,
     no_draft: bool = False,
     warm: bool = True,
+    join: Callable[[], Member | None] = lambda: None,
 ) -> Pair:
     """Put the BLAS in place and load the weights.
 
-    `warm` runs a few rounds, too, which compile what is compiled: for whoever compares speeds, or
-    asks more than once. Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
+    `join` meets the machines that share the target. `warm` runs a few rounds, too, which compile
+    what is compiled: for whoever compares speeds, or asks more than once.
+
+    Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
     """
     if no_draft and (names.draft or rounds.block_size):
         raise typer.BadParameter(
@@ -101,12 +111,17 @@ def open_pair(
     draft = _drafting(names, no_draft)
     budget = _tree_budget(rounds, no_draft, draft)
     check_name(names.model)  # before the seconds that MLX takes to start
-    announce(names.model, Hub(offline=weights.offline))
+    hub = Hub(offline=weights.offline)
+    announce(names.model, hub)
+    with suppress(ModelNotFoundError, DownloadError):  # loading says it, and what else can draft
+        announce_drafter(draft or _known_drafter(names.model), hub)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"), nothing_collected():
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
+    member = join()
     settings = weights.settings | {"exact": weights.exact}
+    settings |= {} if member is None else {"cluster": member.cluster}
     drafter: Drafter | None = None
     with waiting(f"Loading {names.model}", quiet=_is_remote(names)), nothing_collected():
         if draft == NONE:
@@ -119,7 +134,8 @@ def open_pair(
             f"one, --draft {LOOKUP} asks for this one, --draft {NONE} does not draft."
         )
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
-    pair = Pair(target, drafter, rounds.block_size, blas, bits_of(rounds.kv_bits), policy, budget)
+    kv_bits = bits_of(rounds.kv_bits)
+    pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
     if warm:
         from dflash_mlx.bench.measure import warm_up
 
@@ -182,16 +198,37 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(line)
 
 
-def announce(name: str, hub: Hub, drafts: bool = False) -> None:
+def announce(name: str, hub: Hub) -> None:
     """Say how much is about to be downloaded, where something is, and whether a target fits.
 
     Raises the errors of `Hub.fetch`.
     """
-    there = "/" not in name or Path(name).expanduser().is_dir() or hub.offline
-    if not there and hub.downloaded(name) is None:
+    if _on_hub(name) and not hub.offline and hub.downloaded(name) is None:
         size = hub.remote_bytes(name, WEIGHTS)
-        more = "drafts for it" if drafts else fits_here(size, looks_quantized(name))
-        note(f"{name}: {sized(size)} to download, {more}")
+        note(f"{name}: {sized(size)} to download, {fits_here(size, looks_quantized(name))}")
+
+
+def announce_drafter(name: str | None, hub: Hub) -> None:
+    """Say what drafts, where it is a repository, and how large it is. Raises as `announce`."""
+    name = name.removesuffix(WITH_LOOKUP) if name else None
+    if name is None or not _on_hub(name):
+        return
+    size = hub.downloaded(name)
+    if size is not None:
+        note(f"drafted by {name}, {sized(size)}")
+    elif not hub.offline:
+        note(f"drafted by {name}, {sized(hub.remote_bytes(name, WEIGHTS))} to download")
+
+
+def _known_drafter(model: str) -> str | None:
+    """The drafter that is known for a model, if one is."""
+    pair = pair_of(model)
+    return None if pair is None else pair.drafter
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a name is a repository's and not a folder's."""
+    return "/" in name and not Path(name).expanduser().is_dir()
 
 
 def _is_remote(names: Names) -> bool:

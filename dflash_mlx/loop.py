@@ -127,8 +127,7 @@ def _read(arrays: Sequence[mx.array], along: Sequence[mx.array]) -> list[list[in
     if not arrays:
         return []
     lazy = arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))
-    if along := [array for array in along if array.size]:
-        mx.eval(lazy, *along)
+    mx.eval(lazy, *(array for array in along if array.size))
     values: Any = lazy.tolist()
     borders = accumulate((array.size for array in arrays), initial=0)
     return [values[start:end] for start, end in pairwise(borders)]

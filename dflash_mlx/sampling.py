@@ -216,7 +216,7 @@ class Sampler:
         tokens = tokens.astype(mx.int32)
         paths = proposal.paths() if self._processors or self._rules else []
         chosen = self.log_probs(self._processed(logits, tokens, paths))
-        nats = _certainty(chosen) if certainty else None
+        scores = chosen
         if self.temperature > 0:
             rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
@@ -224,6 +224,10 @@ class Sampler:
         if paths or self.settings.logit_bias:
             # The largest of NaN is token 0, for ever: it is told from a choice by its sign.
             choices = mx.where(mx.isnan(chosen).any(axis=-1), NO_CHOICE, choices)
+        nats = None
+        if certainty:  # of the row it is asked for alone: a vocabulary's exponentials are dear
+            one = proposal.is_chain and len(proposal) > 1
+            nats = _certainty(scores[_last_kept(tokens, choices)[None]] if one else scores)
         blocks, self._blocks = self._blocks, None
         return Decision.of(tokens, choices, nats, blocks)
 
@@ -373,6 +377,11 @@ class Sampler:
         noise = mx.concatenate(parts) if len(parts) > 1 else parts[0]
         self._noise, self._noise_start = noise, self._position
         return noise[:rows]
+
+
+def _last_kept(tokens: mx.array, choices: mx.array) -> mx.array:
+    """The last row of a chain of tokens [N] before which all were as chosen; see `accept`."""
+    return mx.cumprod((tokens[1:] == choices[:-1]).astype(mx.int32)).sum()
 
 
 def _certainty(scores: mx.array) -> mx.array:

@@ -65,6 +65,18 @@ def test_a_job_is_submitted_by_another_one_s_processor(engine):
     assert len(found[0].result(SOON).tokens) == 3
 
 
+@pytest.mark.parametrize("wait", [next, dm.Job.result, lambda job: job.result(SOON)])
+def test_nobody_waits_for_a_job_in_the_thread_that_makes_it(engine, wait):
+    """It would be for ever, and all others with it."""
+
+    def ask():
+        wait(engine.submit(PROMPT, max_tokens=2))
+
+    job = engine.submit(PROMPT, max_tokens=5, logits_processors=[at(len(PROMPT), ask)])
+    with pytest.raises(EngineError, match="thread of your own"):
+        job.result(SOON)
+
+
 def test_a_job_has_several_readers(engine):
     """Each gets some of the events, and nobody waits for ever."""
 

@@ -18,7 +18,6 @@ from mlx_lm import stream_generate as mlx_lm_generate
 from mlx_lm.sample_utils import make_sampler
 
 from ..begin import widest_block
-from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter, label
 from ..errors import PromptError
 from ..events import FinishReason, Result, Stats
@@ -27,7 +26,7 @@ from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
 from ..target import Target
 from .datasets import BenchPrompt
-from .overhead import raw_forwards
+from .overhead import overhead
 from .summary import DDTREE, MLX_LM, PLAIN, Difference, Measured
 
 WARM_UP_TOKENS = 32
@@ -44,6 +43,7 @@ class Comparison:
         max_tokens, block_size, stop, kv_bits, policy: see `stream_generate`.
         trees: a policy that drafts trees, see `stream_generate`; None leaves them out.
         sampling: settings of `stream_generate` that say how tokens are chosen, with a seed.
+        against_mlx_lm: whether mlx-lm takes part; of a target on several machines it cannot.
         plain, drafted, tree, mlx_lm: the runs so far; at least one of each of the first two is
             needed before the properties can be read.
     """
@@ -58,6 +58,7 @@ class Comparison:
     policy: AnyPolicy | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     trees: AnyPolicy | None = None
+    against_mlx_lm: bool = True
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
     tree: list[Result] = field(default_factory=list)
@@ -95,8 +96,9 @@ class Comparison:
 
     def run_turn(self) -> None:
         """Decode once in every way, in the opposite order of the last turn."""
-        tree = [] if self.trees is None else [self.run_tree]
-        self._take_turns([self.run_plain, self.run_drafted, *tree, self.run_mlx_lm])
+        others = [] if self.trees is None else [self.run_tree]
+        others += [self.run_mlx_lm] if self.against_mlx_lm else []
+        self._take_turns([self.run_plain, self.run_drafted, *others])
 
     def _take_turns(self, contestants: list[Callable[[], None]]) -> None:
         for run in reversed(contestants) if len(self.plain) % 2 else contestants:
@@ -154,7 +156,7 @@ class Comparison:
 
 
 def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) -> Measured:
-    """Decode one prompt `repeats` times in every way, and time its rounds' bare forwards as often.
+    """Decode one prompt `repeats` times in every way, and its rounds as lean as can be as often.
 
     Args:
         prompt: what is asked.
@@ -165,12 +167,10 @@ def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) 
     overheads = []
     for _ in range(repeats):
         runs.run_turn()
-        drafted = runs.drafted[-1]
-        if drafted.stats.rounds and isinstance(runs.drafter, DFlash):
-            raw = raw_forwards(runs.target, runs.drafter, ids, drafted, runs.max_tokens)
-            overheads.append(raw.overhead(drafted.stats.decode_seconds))
-    overhead = median(overheads) if overheads else None
-    return Measured(prompt, runs.ways, runs.differences(), overhead)
+        of = overhead(runs.target, runs.drafter, ids, runs.drafted[-1], runs.max_tokens)
+        overheads += [] if of is None else [of]
+    beyond = median(overheads) if overheads else None
+    return Measured(prompt, runs.ways, runs.differences(), beyond)
 
 
 def measure_all(

@@ -185,6 +185,10 @@ class BesideSession:
         """Take in the features of newly committed tokens, for the network."""
         self.network.extend(taps)
 
+    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """The same, of a round; see `DraftSession.extend_by`."""
+        self.network.extend_by(taps, kept)
+
     @property
     def position(self) -> int:
         """Tokens that were taken in."""

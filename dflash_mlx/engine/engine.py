@@ -115,7 +115,7 @@ class Engine(AbstractContextManager["Engine", None]):
             refused.callback(request.close)
             self._check(request.kv_bits)
             self._memory.check(request)
-            job = Job(request.stats, self._wake)
+            job = Job(request.stats, self._wake, self._is_mine)
             with self._lock:
                 if self._closed or not (self._scheduled or self._schedule()):
                     raise EngineError("The engine is closed: make another.")
@@ -123,13 +123,21 @@ class Engine(AbstractContextManager["Engine", None]):
             refused.pop_all()
         return job
 
+    def abandon(self, error: Exception) -> None:
+        """End every job with an error, from any thread, even while a step never ends."""
+        with self._lock:
+            self._closed = True
+            jobs = [*(job for job, _ in self._arrived), *self._seats.jobs]
+        for job in jobs:
+            job.fail(error)
+
     def close(self) -> None:
         """Cancel what is left, and end the thread."""
         with self._lock:
             self._closed = True
         self._wake()
         # One of its own jobs cannot wait for itself to end.
-        self._thread.shutdown(wait=threading.get_ident() != self._owner)
+        self._thread.shutdown(wait=not self._is_mine())
 
     def __exit__(self, *_: object) -> None:
         """Close it."""
@@ -143,6 +151,10 @@ class Engine(AbstractContextManager["Engine", None]):
             target.start(drafter.tap_layers, kv_bits)
             drafter.start(target, Sampler())
             self._fits.add(kv_bits)
+
+    def _is_mine(self) -> bool:
+        """Whether this is the engine's thread."""
+        return threading.get_ident() == self._owner
 
     def _wake(self) -> None:
         """Have a step taken, unless one is to be taken anyway."""

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 
+from ..errors import EngineError
 from ..events import Event, FinishReason, Result, Stats
 
 
@@ -21,11 +22,14 @@ class Job(Iterator[Event], AsyncIterator[Event]):
     Args:
         stats: the request's counters.
         wake: has the engine look at this job again.
+        makes: whether the calling thread is the one that makes the text.
     """
 
-    def __init__(self, stats: Stats, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, stats: Stats, wake: Callable[[], None], makes: Callable[[], bool] = lambda: False
+    ) -> None:
         self.stats = stats
-        self._wake = wake
+        self._wake, self._makes = wake, makes
         self._news = threading.Condition()
         self._events: deque[Event] = deque()
         self._asleep: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -47,10 +51,12 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         return self
 
     def __next__(self) -> Event:
-        """The next event. Raises what the request raised, after the events before it."""
+        """The next event. Raises what the request raised, after the events before it.
+
+        Raises `EngineError` in the thread that makes the text, where it could not come.
+        """
         with self._news:
-            while not (self._events or self.done):
-                self._news.wait()
+            self._wait_for(lambda: bool(self._events) or self.done)
             event = self._take()
         if event is None:
             raise StopIteration
@@ -83,10 +89,11 @@ class Job(Iterator[Event], AsyncIterator[Event]):
     def result(self, timeout: float | None = None) -> Result:
         """All of it, once it has ended; of a cancelled job what there was.
 
-        Raises what the request raised, and `TimeoutError` after `timeout` seconds.
+        Raises what the request raised, `TimeoutError` after `timeout` seconds, and `EngineError` as
+        `next` does.
         """
         with self._news:
-            if not self._news.wait_for(lambda: self.done, timeout):
+            if not self._wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"The job has not ended within {timeout} seconds.")
             if self._error is not None:
                 raise self._error
@@ -101,6 +108,8 @@ class Job(Iterator[Event], AsyncIterator[Event]):
     def put(self, event: Event) -> None:
         """An event, from the engine."""
         with self._news:
+            if self._error is not None:  # it was abandoned meanwhile
+                return
             self._events.append(event)
             self._text.append(event.text)
             self._tokens += event.tokens
@@ -112,8 +121,17 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         # The frames hold the request and its caches for as long as somebody holds the error.
         traceback.clear_frames(error.__traceback__)
         with self._news:
-            self._error = error
+            self._error = self._error or error
             self._tell()
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait for news; whether they came. Raises `EngineError` where they never can."""
+        if not condition() and self._makes():
+            raise EngineError(
+                "A job cannot be waited for by the thread that makes its text, as a logits "
+                "processor of another job: wait in a thread of your own."
+            )
+        return self._news.wait_for(condition, timeout)
 
     def _take(self) -> Event | None:
         """The first event that waits; None at the end. Raises what the request raised."""

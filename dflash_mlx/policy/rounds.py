@@ -19,6 +19,7 @@ from ..errors import ProposalError, SettingsError
 from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
+from .beliefs import Certainty
 from .cuts import Cuts
 from .offer import Offer, Planting, offer_chain, paths
 from .outcome import Outcome
@@ -115,18 +116,18 @@ class ChainRounds:
     def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
         self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
         self._branches, self._can = branches, Abilities()
-        self._certainty: float | None = None
+        self._certainty = Certainty()
         self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
         self._rows = 1  # of this round's drafted chain
 
     def begin(self, certainty: float | None) -> None:
         """Where the first chain begins to be believed in."""
-        self._certainty = certainty
+        self._certainty.take(1, certainty)
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The chain, or the two branches, that bring the most tokens per second."""
         widths, self._kind = self._widths, "drafted"
-        width = self._rows = widths.width(context, limit, self._certainty)
+        width = self._rows = widths.width(context, limit, self._certainty.mean)
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session, context)
         rates = session.foresee(anchor, limit)
@@ -143,15 +144,15 @@ class ChainRounds:
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
         """The chain of which more is expected, drafted or foreseen."""
-        self._widths.look(context, self._certainty)
-        chances = paths(self._widths.rates()[: limit - 1])
+        self._widths.look(context, self._certainty.mean)
+        chances = paths(self._widths.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
         self._kind = "drafted" if offer.draft is None else "foreseen"
         return offer
 
     def observe(self, outcome: Outcome) -> None:
         """Learn how wide chains are right, and book what the round cost."""
-        self._certainty = outcome.certainty
+        self._certainty.take(len(outcome.tokens), outcome.certainty)
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
         if outcome.shared:
             if self._kind == "drafted":
@@ -197,17 +198,17 @@ class TreeRounds:
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
         self._waiting: Hindsight[tuple[DraftTree, Proposal, int]] = Hindsight()
-        self._certainty: float | None = None
+        self._certainty = Certainty()
         self._is_tree = False  # what this round drafted
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
 
     def begin(self, certainty: float | None) -> None:
         """Where the first tree begins to be believed in."""
-        self._certainty = certainty
+        self._certainty.take(1, certainty)
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The part of a tree, or the chain, that brings the most tokens per second."""
-        width, rows = self._sizes.size(context, limit, self._certainty)
+        width, rows = self._sizes.size(context, limit, self._certainty.mean)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._can.foresees(session):
             self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
@@ -220,12 +221,12 @@ class TreeRounds:
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer | Planting:
         """A tree to be drafted, or a chain."""
-        _, rows = self._sizes.size(context, limit, self._certainty)
+        _, rows = self._sizes.size(context, limit, self._certainty.mean)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._is_tree:
             network = _network(session, self._can)
             return Planting(rows, limit, self._calibration, self._grow, network)
-        chances = paths(self._sizes.rates()[: limit - 1])
+        chances = paths(self._sizes.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
         self._foreseen = 1 if offer.draft is None else 1 + len(offer.chances)
         return offer
@@ -242,7 +243,7 @@ class TreeRounds:
 
     def observe(self, outcome: Outcome) -> None:
         """Learn how large trees are right, and book what the round cost."""
-        self._certainty = outcome.certainty
+        self._certainty.take(len(outcome.tokens), outcome.certainty)
         if outcome.shared:
             if not self._is_tree and self._foreseen == 1:
                 self._sizes.observe_shared(len(outcome.proposal) - 1, outcome.accepted)
