@@ -45,6 +45,7 @@ from .registry import (
     LOOKUP,
     NONE,
     OTHERWISE,
+    PACKAGED,
     WITH_LOOKUP,
     no_drafter,
     pair_of,
@@ -54,11 +55,12 @@ from .soundness import check_finite, check_runs, check_types
 from .target_config import read_target_config
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
-# What comes with the package: (name, part) -> folder in dflash_mlx/tiny.
+# What comes with the package: (name, part) -> its folder in dflash_mlx.
 _EMBEDDED_FOLDERS = {
-    (EMBEDDED, "target"): "target",
-    (EMBEDDED, "drafter"): "drafter",
-    (f"{EMBEDDED}-dflash2", "drafter"): "dflash2",
+    (EMBEDDED, "target"): "tiny/target",
+    (EMBEDDED, "drafter"): "tiny/drafter",
+    (f"{EMBEDDED}-dflash2", "drafter"): "tiny/dflash2",
+    ("smollm2", "drafter"): "smollm2",
 }
 
 
@@ -138,8 +140,8 @@ def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
         raise SettingsError(f"draft {draft}{WITH_LOOKUP}: name a network before {WITH_LOOKUP}.")
     if draft:
         return draft, beside
-    if name == EMBEDDED:
-        return EMBEDDED, beside
+    if name in PACKAGED:
+        return name, beside
     known = pair_of(name)
     if known is None:
         warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=3)
@@ -372,7 +374,7 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     """The local folder of a model: embedded, given, or fetched from the hub."""
     embedded = _EMBEDDED_FOLDERS.get((name, part))
     if embedded is not None:
-        return Path(str(files("dflash_mlx.tiny"))) / embedded
+        return Path(str(files("dflash_mlx"))) / embedded
     check_name(name)
     if gguf := gguf_file(name):
         if part != "target":

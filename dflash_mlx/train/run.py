@@ -154,7 +154,7 @@ def train(
         curve,
         start,
         store,
-        fresh=recipe.warm_start is None,
+        fresh=warm is None and recipe.warm_start is None,
     )
     try:
         save_drafter(drafter, raw, out)
