@@ -5,37 +5,69 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.machine.facts import installed
 
-from . import (
-    bench,
-    chat,
-    doctor,
-    downloads,
-    generate,
-    launch,
-    models,
-    report,
-    roofline,
-    serve,
-    train,
-    tune,
-)
+from .garbage import nothing_collected
 from .screen import error_line
 from .spread import spread
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as a shell reports it
+COMMANDS = {  # name -> the module beside this one and the function in it
+    "generate": "generate.generate",
+    "chat": "chat.chat",
+    "serve": "serve.serve",
+    "launch": "launch.launch",
+    "bench": "bench.bench",
+    "tune": "tune.tune",
+    "report": "report.report",
+    "roofline": "roofline.roofline",
+    "train": "train.train",
+    "models": "models.models",
+    "pull": "downloads.pull",
+    "list": "downloads.list_",
+    "rm": "downloads.rm",
+    "doctor": "doctor.doctor",
+}
 
 
-class Commands(TyperGroup):
+class Commands(Mapping[str, Any]):
+    """The commands by name, each imported when it is asked for: an answer waits for one alone."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _declared(name, *COMMANDS[name].split("."))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+@cache
+def _declared(name: str, module: str, function: str) -> Any:
+    """The command that Typer makes of a function."""
+    alone = typer.Typer(add_completion=False)
+    with nothing_collected():
+        alone.command(name)(spread(vars(import_module(f".{module}", __package__))[function]))
+        return get_command(alone)
+
+
+class Program(TyperGroup):
     """Every command runs inside this: the errors of the library end here, in one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"commands": Commands()})
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; an error of the library becomes a line on stderr and an exit code."""
@@ -71,31 +103,13 @@ def _forget_output() -> None:
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=Program,
     help="Lossless speculative decoding on MLX: the same text, several times faster.",
     epilog="Try: dflash-mlx generate 'What is 47 plus 38?'",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (
-    generate.generate,
-    chat.chat,
-    serve.serve,
-    launch.launch,
-    bench.bench,
-    tune.tune,
-    report.report,
-    roofline.roofline,
-    train.train,
-    models.models,
-    downloads.pull,
-    downloads.list_,
-    downloads.rm,
-    doctor.doctor,
-)
-for command in COMMANDS:
-    app.command(command.__name__.rstrip("_"))(spread(command))
 
 
 def _show_version(wanted: bool) -> None:

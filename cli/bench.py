@@ -27,6 +27,8 @@ from dflash_mlx.loading.registry import NONE
 
 from . import bench_comparison as comparison
 from . import bench_options, options
+from .bench_clients import compare_clients
+from .bench_counts import count_rounds
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
 from .options import AUTO, OFF, tree_rows
@@ -53,7 +55,9 @@ def bench(
     context_length: bench_options.ContextLength = None,
     tree_budget: bench_options.TreeBudget = OFF,
     trees: bench_options.Trees = None,
+    counts: bench_options.Counts = False,
     openai: bench_options.OpenAI = None,
+    concurrency: bench_options.Concurrency = None,
     out: bench_options.Out = None,
     plot: bench_options.Plot = None,
     json: options.Json = False,
@@ -63,6 +67,8 @@ def bench(
         raise typer.BadParameter(f"goes without {NONE}: name what drafts", param_hint="--draft")
     lengths = _numbers("--context-length", context_length)
     sizes = _numbers("--trees", trees, least=2)
+    levels = _numbers("--concurrency", concurrency)
+    _check_levels(levels, openai, out)
     budget = tree_rows(tree_budget)
     if budget == AUTO and block_size is not None:
         raise typer.BadParameter("auto goes without --block-size", param_hint="--tree-budget")
@@ -88,15 +94,21 @@ def bench(
     rounds = replace(WHOLE_BLOCKS, block_size=block_size)
     bits = (weights.target_bits, weights.draft_bits)
     ours = (names.draft, block_size, *bits, lengths, budget, sizes)
-    if openai and any(ours):
+    if openai and (any(ours) or counts):
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
+    if counts and (out or sizes or budget or lengths):
+        raise typer.BadParameter("goes with a pair and prompts alone", param_hint="--counts")
     opened = partial(open_pair, names, weights, rounds)
-    if sizes:
+    if counts:
+        count_rounds(opened(), chosen, json)
+    elif sizes:
         if plot is not None:
             check_matplotlib()
         drawn = compare_trees(opened(), chosen, sizes, max_tokens, repeats, json)
         if plot is not None:
             write_picture(plot, draw_trees(drawn))
+    elif openai is not None and levels:
+        compare_clients(comparison.server_at(openai, names.model), chosen, levels, setup, json)
     elif openai is not None:
         _run(out, json, lambda: comparison.of_server(openai, names.model, chosen, setup))
     else:
@@ -126,6 +138,14 @@ def _plots(content: Mapping[str, Any]) -> dict[str, bytes]:
     except MissingDependencyError as error:
         note(f"no plots: {error}")
         return {}
+
+
+def _check_levels(levels: list[int], openai: str | None, out: Path | None) -> None:
+    """Raise `BadParameter` for numbers of clients without a server, or with files."""
+    if levels and openai is None:
+        raise typer.BadParameter("goes with --openai", param_hint="--concurrency")
+    if levels and out is not None:
+        raise typer.BadParameter("goes without --out", param_hint="--concurrency")
 
 
 def _check_trees(sizes: list[int], others: Mapping[str, Any], plot: Path | None) -> None:

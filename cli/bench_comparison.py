@@ -54,11 +54,16 @@ def _trees(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
         return tree_policy(pair.target, pair.drafter, pair.kv_bits)
 
 
+def server_at(url: str, model: str) -> Server:
+    """A server, and the model that was named, or its own first one. Raises `ServerError`."""
+    return Server.find(url, None if model == TINY else model)
+
+
 def of_server(
     url: str, model: str, prompts: list[BenchPrompt], setup: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Measure a server from outside; everything about it, as JSON holds it."""
-    server = Server.find(url, None if model == TINY else model)
+    server = server_at(url, model)
     measured = measure_server(
         server,
         prompts,
@@ -118,11 +123,11 @@ def show(content: Mapping[str, Any]) -> None:
     overhead = overall["overhead_ms_per_round"]
     if overhead is not None and overhead < 0:
         note(
-            f"overhead per round: unknown, for the machine was busy: the bare forwards took "
-            f"{-overhead:.2f} ms longer than whole rounds"
+            f"overhead per round: unknown, for the machine was busy: the leanest rounds took "
+            f"{-overhead:.2f} ms longer than ours"
         )
     elif overhead is not None:
-        note(f"overhead per round, beyond the bare forwards: {overhead:.2f} ms")
+        note(f"overhead per round, beyond the leanest: {overhead:.2f} ms")
 
 
 def _by_protocol(figures: Mapping[str, Any]) -> str:

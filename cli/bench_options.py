@@ -8,7 +8,7 @@ from typing import Annotated
 
 from dflash_mlx.bench.suites import SUITES
 
-from .options import DECODING, OUTPUT, value
+from .options import DECODING, OUTPUT, flag, value
 
 WHAT = "What is measured"  # the group that --help shows
 EMBEDDED = "embedded"
@@ -98,12 +98,21 @@ Trees = Annotated[
         help="Instead, compare chains with draft trees of these sizes.",
     ),
 ]
+Counts = Annotated[bool, flag("--counts", WHAT, "Instead, count what a round asks of the device.")]
 OpenAI = Annotated[
     str | None,
     value(
         group=WHAT,
         metavar="URL",
         help="Instead, measure an OpenAI-compatible server; --model is its name there.",
+    ),
+]
+Concurrency = Annotated[
+    str | None,
+    value(
+        group=WHAT,
+        metavar="N,N",
+        help="Measure the server of --openai under so many clients at once.",
     ),
 ]
 Out = Annotated[

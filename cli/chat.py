@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+import typer
 
 from dflash_mlx.errors import PromptError
+from dflash_mlx.loading.registry import EMBEDDED
 
 from . import options
 from .chat_commands import obey, reader
@@ -13,7 +16,7 @@ from .chat_dialogue import Dialogue, read_messages
 from .chat_loop import Chat
 from .generate_options import System
 from .generate_question import utf8
-from .pair import open_pair
+from .pair import Pair, open_pair
 
 Resume = Annotated[
     Path | None,
@@ -23,6 +26,21 @@ Resume = Annotated[
         metavar="FILE",
         help="Go on with a conversation that /save has written.",
     ),
+]
+
+
+Address = Annotated[
+    str | None,
+    options.value(
+        "--server",
+        group=options.DECODING,
+        metavar="URL",
+        help="Talk to a server that runs; no model is loaded here.",
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    options.value("--api-key", group=options.DECODING, metavar="KEY", help="The server's key."),
 ]
 
 
@@ -37,24 +55,42 @@ def chat(
     stop: options.Stop = None,
     system: System = None,
     resume: Resume = None,
+    server: Address = None,
+    api_key: ApiKey = None,
     verbose: options.Verbose = False,
 ) -> None:
     """Chat with a model. In a pipe, each line is a turn and stdout has only the answers."""
     messages = [] if resume is None else read_messages(resume.expanduser())
     if system is not None:
         utf8(system, "The system message")
-    pair = open_pair(names, weights, rounds, no_draft)
-    if not pair.target.tokenizer.has_chat_template:
-        raise PromptError(f"{pair.target.name} has no chat template: it cannot chat.")
-    settings = sampling.settings() | {
-        "max_tokens": max_tokens,
-        "block_size": pair.block_size,
-        "kv_bits": pair.kv_bits,
-        "policy": pair.policy,
-        "stop": stop or (),
-    }
-    dialogue = Dialogue(pair, settings)
+    settings = sampling.settings() | {"max_tokens": max_tokens, "stop": stop or ()}
+    if server is not None:
+        dialogue = _served(server, names, api_key, settings)
+    else:
+        dialogue = _loaded(open_pair(names, weights, rounds, no_draft), settings)
     dialogue.messages = messages
     if system is not None:
         dialogue.set_system(system)
-    Chat(dialogue, obey, reader, verbose).run()
+    Chat(dialogue, obey, reader, verbose and server is None).run()
+
+
+def _loaded(pair: Pair, settings: dict[str, Any]) -> Dialogue:
+    """With a model in this process."""
+    if not pair.target.tokenizer.has_chat_template:
+        raise PromptError(f"{pair.target.name} has no chat template: it cannot chat.")
+    decoding = {"block_size": pair.block_size, "kv_bits": pair.kv_bits, "policy": pair.policy}
+    return Dialogue(pair, settings | decoding)
+
+
+def _served(url: str, names: options.Names, key: str | None, settings: dict[str, Any]) -> Dialogue:
+    """With the model of a server."""
+    from dflash_mlx.bench.server import Server
+
+    from .chat_server import Served
+
+    if names.draft is not None:
+        raise typer.BadParameter(
+            "goes without --draft: the server has its own", param_hint="--server"
+        )
+    model = None if names.model == EMBEDDED else names.model
+    return Served(Server.find(url, model, key), settings)

@@ -153,11 +153,13 @@ def _stats(chat: Chat, _: str) -> None:
     reused = sum(stats.reused_tokens for stats in all_stats)
     read = sum(stats.prompt_tokens for stats in all_stats) - reused
     note(f"answers    {len(all_stats)}, {counted(tokens, 'token')} in {seconds:.2f} s")
-    note(f"speed      {tokens / seconds:,.0f} tok/s, {tokens / rounds:.1f} tokens per round")
+    if rounds and seconds:
+        note(f"speed      {tokens / seconds:,.0f} tok/s, {tokens / rounds:.1f} tokens per round")
     if chat.plain:
         note(f"plain      ~{chat.plain:,.0f} tok/s, measured now and then")
     note(f"prompts    {counted(read, 'token')} read, {reused} kept from earlier turns")
-    note(f"memory     {max(stats.peak_bytes for stats in all_stats) / 1e6:,.0f} MB at most")
+    if peak := max(stats.peak_bytes for stats in all_stats):
+        note(f"memory     {peak / 1e6:,.0f} MB at most")
 
 
 def _compare(chat: Chat, _: str) -> None:
@@ -165,8 +167,12 @@ def _compare(chat: Chat, _: str) -> None:
     if answer is None or answer.stats is None:
         note("There is no answer to compare with.")
         return
-    with waiting("Decoding plainly"):
-        plain = chat.dialogue.compare(answer)
+    try:
+        with waiting("Decoding plainly"):
+            plain = chat.dialogue.compare(answer)
+    except SettingsError as error:
+        error_line(str(error))
+        return
     ours, theirs = answer.stats, plain.stats
     for name, stats in (("drafted", ours), ("plain", theirs)):
         note(f"{name:8}{stats.decode_seconds:7.2f} s  {stats.tokens_per_second:7,.0f} tok/s")

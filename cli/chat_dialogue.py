@@ -67,6 +67,19 @@ class Dialogue:
         self.last: Answer | None = None  # the answer that the messages end with
         self._kept = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
 
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return self.pair.target.name
+
+    def thinking(self, answer: Answer) -> tuple[tuple[str, str] | None, bool]:
+        """What is around reasoning, if the model has any, and whether an answer begins in it."""
+        tokenizer = self.pair.target.tokenizer
+        if not getattr(tokenizer, "has_thinking", False):
+            return None, False
+        tags = tokenizer.think_start, tokenizer.think_end
+        return tags, tokenizer.decode(answer.prompt[-8:]).rstrip().endswith(tags[0])
+
     def ask(self, text: str) -> Answer:
         """Begin a turn. Raises `PromptError` when it does not fit, and then forgets it."""
         self.messages.append({"role": "user", "content": text})
@@ -142,7 +155,7 @@ class Dialogue:
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON, all or nothing. Raises `OutputError`."""
-        content = {"model": self.pair.target.name, "messages": self.messages}
+        content = {"model": self.name, "messages": self.messages}
         write_whole(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, path: Path) -> None:

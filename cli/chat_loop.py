@@ -12,7 +12,7 @@ from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dflash_mlx.errors import PromptError
+from dflash_mlx.errors import PromptError, ServerError
 
 from .chat_dialogue import Answer, Dialogue, measure_plain
 from .chat_wrap import BETWEEN, packed
@@ -94,11 +94,12 @@ class Chat:
                     writer.write(event.text)
                     if answer.stopped:
                         break
-        except PromptError as error:
+        except (PromptError, ServerError) as error:
             if not self.interactive:
                 raise
             self.dialogue.undo()
-            error_line(f"{error} /clear starts a new conversation.")
+            further = " /clear starts a new conversation." * isinstance(error, PromptError)
+            error_line(f"{error}{further}")
             return
         except KeyboardInterrupt:
             if not self.interactive:
@@ -117,13 +118,11 @@ class Chat:
             explain(self.dialogue.pair, answer.stats)
 
     def _writer(self, answer: Answer) -> Writer:
-        tokenizer = self.dialogue.pair.target.tokenizer
+        tags, begun = self.dialogue.thinking(answer)
         plain = stderr().is_dumb_terminal
         size = terminal_size if sys.stdout.isatty() and not plain else None
-        if not getattr(tokenizer, "has_thinking", False):
+        if tags is None:
             return Writer(None, size=size)
-        tags = tokenizer.think_start, tokenizer.think_end
-        begun = tokenizer.decode(answer.prompt[-8:]).rstrip().endswith(tags[0])
         return Writer(tags, thinking=begun, styled=self.interactive and not plain, size=size)
 
     def _first_awaited(self, events: Generator[Event], answer: Answer) -> Iterator[Event]:

@@ -12,7 +12,7 @@ from dflash_mlx.loading.names import check_name
 from dflash_mlx.loading.registry import OTHERWISE, pair_of
 
 from . import options
-from .pair import announce
+from .pair import announce, announce_drafter
 from .screen import Figures, note, print_json, sized, stdout
 
 Name = Annotated[
@@ -36,7 +36,7 @@ def pull(*, name: Name, no_draft: NoDrafter = False) -> None:
     names = [name]
     if pair is not None and not no_draft:
         names.append(pair.drafter)
-        announce(pair.drafter, hub, drafts=True)
+        announce_drafter(pair.drafter, hub)
     elif not no_draft:
         note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
     for one in names:

@@ -30,6 +30,8 @@ from .screen import note, waiting
 from .serve_options import SERVER, Port
 
 SOON: Final = 5.0  # seconds for a server on this machine to say whether it is there
+PAUSE: Final = 0.2  # seconds before it is asked again
+LOADING: Final = 503  # its status until the model is there
 KEY: Final = "dflash-mlx"  # agents want one, and a server without keys takes any
 
 
@@ -116,7 +118,10 @@ def how(agent: Agent, program: str, url: str, model: str, key: str) -> Started:
 @contextmanager
 def _server(url: str, port: int, names: options.Names) -> Iterator[None]:
     """A server at this address: the one that runs, or one that ends with the agent."""
-    if _ready(url):
+    with waiting(f"Waiting for the server at {url}"):  # its model loads, or it ends
+        while (there := _ready(url)) is False:
+            time.sleep(PAUSE)
+    if there:
         yield
         return
     command = [sys.executable, "-m", "dflash_mlx", "serve", "--port", str(port)]
@@ -140,20 +145,23 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
             log.seek(0)
             told = log.read().decode(errors="replace").strip().splitlines()
             raise ServerError(told[-1].removeprefix("error: ") if told else "The server ended.")
-        time.sleep(0.2)
+        time.sleep(PAUSE)
 
 
-def _ready(url: str) -> bool:
+def _ready(url: str) -> bool | None:
+    """Whether a server takes requests; None where there is none. Raises `ServerError`."""
     try:
         with urlopen(f"{url}/ready", timeout=SOON):
             return True
     except HTTPError as error:
         with error:
+            if error.code == LOADING:
+                return False
             raise ServerError(
                 f"{url} answers {error.code}, as no server of ours does: give another --port."
             ) from error
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def _model(url: str, key: str) -> str:

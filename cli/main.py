@@ -3,6 +3,8 @@
 import io
 import sys
 
+from .garbage import nothing_collected
+
 
 def main() -> None:
     """Run the command line and exit: 0, or 1 (error), 2 (usage), 130 (Ctrl-C), 141 (pipe closed).
@@ -13,7 +15,8 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the character shows "?"
     try:
-        from .app import app
+        with nothing_collected():
+            from .app import app
 
         app(prog_name="dflash-mlx")
     except KeyboardInterrupt:

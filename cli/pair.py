@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
+from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.fits import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.names import check_name
-from dflash_mlx.loading.registry import LOOKUP, NONE, PACKAGED, pair_of
+from dflash_mlx.loading.registry import LOOKUP, NONE, PACKAGED, WITH_LOOKUP, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
+from .garbage import nothing_collected
 from .options import AUTO, Names, Rounds, Weights, bits_of, tree_rows
 from .screen import note, sized, waiting
 
@@ -100,14 +103,17 @@ def open_pair(
     draft = _drafting(names, no_draft)
     budget = _tree_budget(rounds, no_draft, draft)
     check_name(names.model)  # before the seconds that MLX takes to start
-    announce(names.model, Hub(offline=weights.offline))
+    hub = Hub(offline=weights.offline)
+    announce(names.model, hub)
+    with suppress(ModelNotFoundError, DownloadError):  # loading says it, and what else can draft
+        announce_drafter(draft or _known_drafter(names.model), hub)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
-    with waiting("Starting MLX"):
+    with waiting("Starting MLX"), nothing_collected():
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
     settings = weights.settings | {"exact": weights.exact}
     drafter: Drafter | None = None
-    with waiting(f"Loading {names.model}", quiet=_is_remote(names)):
+    with waiting(f"Loading {names.model}", quiet=_is_remote(names)), nothing_collected():
         if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:
@@ -181,16 +187,37 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(line)
 
 
-def announce(name: str, hub: Hub, drafts: bool = False) -> None:
+def announce(name: str, hub: Hub) -> None:
     """Say how much is about to be downloaded, where something is, and whether a target fits.
 
     Raises the errors of `Hub.fetch`.
     """
-    there = "/" not in name or Path(name).expanduser().is_dir() or hub.offline
-    if not there and hub.downloaded(name) is None:
+    if _on_hub(name) and not hub.offline and hub.downloaded(name) is None:
         size = hub.remote_bytes(name, WEIGHTS)
-        more = "drafts for it" if drafts else fits_here(size, looks_quantized(name))
-        note(f"{name}: {sized(size)} to download, {more}")
+        note(f"{name}: {sized(size)} to download, {fits_here(size, looks_quantized(name))}")
+
+
+def announce_drafter(name: str | None, hub: Hub) -> None:
+    """Say what drafts, where it is a repository, and how large it is. Raises as `announce`."""
+    name = name.removesuffix(WITH_LOOKUP) if name else None
+    if name is None or not _on_hub(name):
+        return
+    size = hub.downloaded(name)
+    if size is not None:
+        note(f"drafted by {name}, {sized(size)}")
+    elif not hub.offline:
+        note(f"drafted by {name}, {sized(hub.remote_bytes(name, WEIGHTS))} to download")
+
+
+def _known_drafter(model: str) -> str | None:
+    """The drafter that is known for a model, if one is."""
+    pair = pair_of(model)
+    return None if pair is None else pair.drafter
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a name is a repository's and not a folder's."""
+    return "/" in name and not Path(name).expanduser().is_dir()
 
 
 def _is_remote(names: Names) -> bool:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import dflash_mlx
@@ -18,10 +23,12 @@ from .screen import error_line, note
 from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:
-    from dflash_mlx import PrefixStore
+    from dflash_mlx import Engine, PrefixStore
     from dflash_mlx.serve.access import Access
+    from dflash_mlx.serve.metrics import Metrics
+    from dflash_mlx.serve.run import Server
 
-STUCK_SECONDS: Final = 5.0
+STUCK_SECONDS: Final = 30.0  # a chunk of a long prompt may take a large model as long
 STUCK_CODE: Final = 1
 
 
@@ -53,46 +60,26 @@ def serve(
         frozenset(origin.rstrip("/") for origin in reached.allow_origin or ()),
         reached.no_auth,
     )
-    socket = listen(reached.host, reached.port)  # before the weights: a taken port is told at once
-    with socket:
+    _log(verbose)
+    with (
+        listen(reached.host, reached.port) as socket,  # a taken port is told before all else
+        _serving(socket, access, load) as (server, metrics, over),
+    ):
         pair = open_pair(names, weights, rounds, no_draft)
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
-        _run(pair, names.model, access, load, settings, socket, verbose)
+        engine = _open(server, pair, names.model, access, load, settings, metrics)
+        host, port = socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
+        with _signals_to(server, over):
+            over.result()
+            _close(engine)
 
 
-def _run(
-    pair: Pair,
-    name: str,
-    access: Access,
-    load: Load,
-    settings: dict[str, Any],
-    socket: Any,
-    verbose: bool,
-) -> None:
-    from dflash_mlx.serve.app import Options, make_app
-    from dflash_mlx.serve.desk import Desk
-    from dflash_mlx.serve.metrics import Metrics
-    from dflash_mlx.serve.run import Limits, Server
-
-    _log(verbose)
-    engine = dflash_mlx.Engine(
-        pair.target,
-        pair.drafter,
-        policy=pair.policy,
-        prefix=_prefix(pair, load, access),
-        memory=None if load.memory is None else int(load.memory * 1e9),
-        most_jobs=load.concurrency,
-    )
-    desk = Desk(pair.target, engine, settings, load.concurrency + load.queue, Metrics())
-    app = make_app(desk, Options(name, access))
-    host, port = socket.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
-    server = Server(app, desk, Limits(drain_seconds=load.drain_seconds))
-    server.run(sockets=[socket])
-    # A call of the device that never returns would keep the process for ever.
+def _close(engine: Engine) -> None:
+    """End the engine; the process, where a call of the device never returns."""
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
     closing.join(STUCK_SECONDS)
@@ -102,9 +89,76 @@ def _run(
         os._exit(STUCK_CODE)
 
 
-def _prefix(pair: Pair, load: Load, access: Access) -> PrefixStore | None:
-    """What prompts share; nothing where several people have keys, as time would tell."""
-    if not load.prefix_cache or len(access.keys) > 1:
+@contextmanager
+def _serving(
+    socket: Any, access: Access, load: Load
+) -> Iterator[tuple[Server, Metrics, Future[None]]]:
+    """A server in a thread of its own, which says that the model loads until there is one.
+
+    So loading stays in the main thread, where Ctrl-C ends it.
+    """
+    from dflash_mlx.serve.front import make_waiting_app
+    from dflash_mlx.serve.metrics import Metrics
+    from dflash_mlx.serve.run import Limits, Server
+
+    metrics = Metrics()
+    limits = Limits(drain_seconds=load.drain_seconds)
+    server = Server(make_waiting_app(access, metrics), limits)
+    with ThreadPoolExecutor(1, "dflash-http") as threads:
+        over = threads.submit(server.run, sockets=[socket])
+        try:
+            yield server, metrics, over
+        finally:
+            if not over.done():  # loading failed, or was interrupted
+                server.tell()
+
+
+def _open(
+    server: Server,
+    pair: Pair,
+    name: str,
+    access: Access,
+    load: Load,
+    settings: dict[str, Any],
+    metrics: Metrics,
+) -> Engine:
+    """Have the model answer; what makes its answers."""
+    from dflash_mlx.serve.app import Options, make_app
+    from dflash_mlx.serve.desk import Desk
+
+    engine = dflash_mlx.Engine(
+        pair.target,
+        pair.drafter,
+        policy=pair.policy,
+        prefix=_prefix(pair, load),
+        memory=None if load.memory is None else int(load.memory * 1e9),
+        most_jobs=load.concurrency,
+    )
+    desk = Desk(pair.target, engine, settings, load.concurrency + load.queue, metrics)
+    server.open(make_app(desk, Options(name, access)), desk)
+    return engine
+
+
+@contextmanager
+def _signals_to(server: Server, over: Future[None]) -> Iterator[None]:
+    """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if over.done():  # nobody is answered any more, and the engine is not waited for
+            os._exit(0)
+        server.tell()
+
+    before = {sent: signal.signal(sent, end) for sent in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sent, handler in before.items():
+            signal.signal(sent, handler)
+
+
+def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
+    """What prompts share."""
+    if not load.prefix_cache:
         return None
     folder = None if load.cache_dir is None else load.cache_dir.expanduser()
     memory = int(load.prefix_cache * 1e9)

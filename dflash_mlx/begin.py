@@ -41,6 +41,7 @@ def begin(
     stop: str | Sequence[str] | None = None,
     conversation: Conversation | None = None,
     prefix: Prefix | None = None,
+    salt: str = "",
     **history: Unpack[History],
 ) -> Request:
     """Text, as it becomes certain: an event of the prefill, then one a round.
@@ -70,6 +71,7 @@ def begin(
         conversation: keeps the caches for the next request, which reads only what is new to them.
         prefix: a `PrefixStore` of the pair, to begin in and to store what is read for any other
             request; a conversation has its own.
+        salt: who may share in what the prefix store has of this request: those with the same.
 
     Returns:
         The events; the last one has a `finish_reason`. (`begin` itself: the request, whose caches
@@ -87,14 +89,15 @@ def begin(
         raise SettingsError(
             f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
         )
-    check_kinds(drafter, policy, conversation, prefix)
+    check_kinds(target, drafter, policy, conversation, prefix)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
-    if conversation is not None and prefix is not None:
-        raise SettingsError("prefix: give it to the Conversation, when that is made.")
-    conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix)
+    if conversation is not None and (prefix is not None or salt):
+        name = "salt" if prefix is None else "prefix"
+        raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
+    conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
     conversation.check(target, drafter, kv_bits)
     policy = policy if drafter is not None else None
     rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
@@ -109,8 +112,12 @@ def begin(
     return request
 
 
-def check_kinds(drafter: Any, policy: Any, conversation: Any = None, prefix: Any = None) -> None:
+def check_kinds(
+    target: Any, drafter: Any, policy: Any, conversation: Any = None, prefix: Any = None
+) -> None:
     """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
+    if not hasattr(target, "tokenizer"):
+        raise SettingsError(f"target must be such as dm.load_target(...), not {shown(target)}.")
     for name, value, kind, how in (
         ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
         ("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)"),

@@ -20,7 +20,8 @@ class Choices(NamedTuple):
     Attributes:
         tokens: the proposal's.
         choices: the target's, after each of them.
-        certainty: log-probability of the target's favourite after each of them, if asked for.
+        certainty: if asked for, log-probability of the target's favourite after each of them; of a
+            chain, after the last one that is kept, alone.
     """
 
     tokens: list[int]
@@ -34,13 +35,13 @@ class Decision(NamedTuple):
     Attributes:
         values: [M] int32, lazy; they are for `read`, once they are on the host.
         rows: N, the proposal's.
-        certain: whether certainties are among them.
+        certain: how many certainties are among them.
         slots: L of the drafts that are read along; 0 for none.
     """
 
     values: mx.array
     rows: int
-    certain: bool
+    certain: int
     slots: int
 
     @classmethod
@@ -49,7 +50,7 @@ class Decision(NamedTuple):
     ) -> Decision:
         """Of a proposal's tokens and its choices, [N] each.
 
-        `nats` [N] are the certainties; `drafts` [T, L] were not proposed, and are to be judged.
+        `nats` [C] are the certainties; `drafts` [T, L] were not proposed, and are to be judged.
         """
         parts = [tokens.astype(mx.int32), choices.astype(mx.int32)]
         if nats is not None:
@@ -57,7 +58,8 @@ class Decision(NamedTuple):
         if drafts is not None:
             parts.append(drafts.flatten().astype(mx.int32))
         slots = 0 if drafts is None else drafts.shape[1]
-        return cls(mx.concatenate(parts), tokens.shape[0], nats is not None, slots)
+        certain = 0 if nats is None else nats.shape[0]
+        return cls(mx.concatenate(parts), tokens.shape[0], certain, slots)
 
     def read(self, values: Sequence[int]) -> tuple[Choices, list[list[int]]]:
         """The choices in the values, and the drafts that were read along."""
@@ -65,6 +67,6 @@ class Decision(NamedTuple):
         tokens, choices, rest = rest[:rows], rest[rows : 2 * rows], rest[2 * rows :]
         sure = None
         if self.certain:
-            sure, rest = [NAT * part for part in rest[:rows]], rest[rows:]
+            sure, rest = [NAT * part for part in rest[: self.certain]], rest[self.certain :]
         drafts = [rest[at : at + slots] for at in range(0, len(rest), slots)] if slots else []
         return Choices(tokens, choices, sure), drafts

@@ -16,13 +16,15 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from .drafter.plain import NoDrafter
-from .drafter.protocol import Drafter, ReadsText, Resumable, Session
+from .drafter.protocol import Drafter, Gathers, ReadsText, Resumable, Session
 from .errors import SettingsError
 from .prefix.protocol import Prefix
 from .sampling import Sampler
 from .target import Target, TargetSession
-from .target.target import PREFILL_STEP
+from .target.taps import gathered
+from .target.target import LAST_STEP, PREFILL_STEP
 
+MOST_HELD = 2 * PREFILL_STEP  # tokens whose features wait for the first token, but in a store
 MOST_MARKS = 8  # each holds the windows and the states of the target and the drafter
 
 
@@ -71,7 +73,13 @@ class Conversation:
         self._ends: Sequence[int] = ()
         self._marks: list[tuple[Any, Any]] = []  # of target and drafter, in the order of positions
         self._started = False
-        self._reader: ReadsText | None = None  # the drafter, if it drafts from the text itself
+        self._prompt: Sequence[int] = ()  # that is read
+        # Features of it that the drafter has not got yet, and the target's mark behind them,
+        self._held: list[tuple[mx.array, Any]] = []
+        self._reader_thread = 0  # lazy, in this thread
+        self._settled = True
+        self._reader: ReadsText | None = None  # the drafter, if it drafts from the text itself,
+        self._gatherer: Gathers | None = None  # and if it takes features of a round as they are
         self._opening = threading.Lock()
         self._request: weakref.ref[Holder] | None = None  # the last one
         self.ids: list[int] = []
@@ -130,6 +138,7 @@ class Conversation:
             self._begin(prompt, sampler)
         # Asked once a request: what a protocol has is looked up by name, each time.
         self._reader = self.drafter if isinstance(self.drafter, ReadsText) else None
+        self._gatherer = self.drafter if isinstance(self.drafter, Gathers) else None
         return len(self.ids)
 
     def forget(self) -> None:
@@ -137,55 +146,81 @@ class Conversation:
         if self._started:
             del self.target, self.drafter
         self._started, self._marks, self.ids = False, [], []
+        self._held, self._settled = [], True
 
     def prefill(
         self, prompt: Sequence[int], step: Callable[[], int] = lambda: PREFILL_STEP
     ) -> Iterator[mx.array | None]:
         """Read the rest of the prompt, forward by forward; the last one yields the logits [1, V].
 
-        The drafter gets the last features when the logits were looked at: the first token need
-        not wait for it. A store gets what is read as soon as both have read it. `step` says how
-        many tokens the next forward may have.
+        The drafter gets the features with `settle`, and those of a long prompt's beginning before:
+        the first token need not wait for it. A store gets what is read as soon as both have read
+        it. `step` says how many tokens the next forward may have.
+
+        There is a mark where the last forward begins: whoever asks the same again, or says the end
+        of it differently, has that one to read. Behind it nobody could go back to it.
         """
         stops: list[int] = []
         if self._prefix is not None:
             sessions = self.target, self.drafter
             stops = self._prefix.stops(*sessions, prompt, self._ends, self._salt)
-        held: list[mx.array] = []
-
-        def hand_over() -> None:
-            for taps in held:
-                self.extend(prompt[len(self.ids) :][: taps.shape[1]], taps)
-            held.clear()
-
+        self._prompt, self._reader_thread, self._settled = prompt, threading.get_ident(), False
         for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, step):
-            if logits is None:
-                hand_over()
-            held.append(taps)
+            last_begins = self.target.position == len(prompt) - LAST_STEP
+            self._held.append((taps, self.target.mark() if last_begins else None))
+            rows = sum(taps.shape[1] for taps, _ in self._held)
+            if logits is None and (self.shares or rows > MOST_HELD):
+                self._hand_over()
             if logits is None and self.shares:
-                hand_over()
                 self.keep(mark=len(self.ids) in stops)
             yield logits
-        hand_over()
-        self.keep(mark=False)
-        self._mark()
+        if threading.current_thread() is not threading.main_thread():
+            self.settle()  # a pool of threads would read the next event in another one
+
+    def settle(self) -> bool:
+        """Let the drafter know all of the prompt that was read; before a round, and at the end.
+
+        Features may still be lazy, and then only the thread that has read the prompt can take
+        them. Returns whether it is this one; else the caches are to be given up.
+        """
+        if self._held and threading.get_ident() != self._reader_thread:
+            return False
+        if not self._settled:
+            self._hand_over()
+            self.keep(mark=False)
+            self._settled = True
+        return True
+
+    def _hand_over(self) -> None:
+        held, self._held = self._held, []
+        for taps, mark in held:
+            self.extend(self._prompt[len(self.ids) :][: taps.shape[1]], taps)
+            if mark is not None:
+                self._mark(mark)
 
     def keep(self, mark: bool = True) -> None:
         """Store what the caches hold, if there is a store; at the end of a request, with a mark."""
         if self._prefix is not None:
             self._prefix.keep(self.target, self.drafter, self.ids, mark, self._salt)
 
-    def extend(self, tokens: Sequence[int], taps: mx.array) -> None:
+    def extend(
+        self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int] | None = None
+    ) -> None:
         """Let the drafter know the tokens that the target has just committed.
 
         Args:
             tokens: S of them.
-            taps: their features, [1, S, K*D].
+            taps: their features, [1, S, K*D], perhaps lazy; or a round's, [1, N, K*D], computed,
+            kept: and which rows of those they are, rising.
         """
-        mx.async_eval(taps)  # the drafter may use them in another thread
         if self._reader is not None:
             self._reader.read(tokens)
-        self.drafter.extend(taps)
+        if kept is not None and self._gatherer is not None:
+            self._gatherer.extend_by(taps, kept)
+        else:
+            taps = taps if kept is None else gathered(taps, kept)
+            mx.async_eval(taps)  # the drafter may use them in another thread
+            self.drafter.extend(taps)
         self.ids += tokens
 
     def _begin(self, prompt: Sequence[int], sampler: Sampler) -> None:
@@ -199,6 +234,7 @@ class Conversation:
             opened = self._prefix.open(prompt, sampler, kv_bits, self._salt)
             self.target, self.drafter, held = opened
         self._started, self._marks, self.ids = True, [], list(prompt[:held])
+        self._held, self._settled = [], True
 
     def _resumable(self) -> Resumable[Any] | None:
         """The drafter's session, if the caches are whole: no forward was left out or broken off."""
@@ -225,12 +261,12 @@ class Conversation:
                     drafting.rewind(drafter)
             del self.ids[self.target.position :]
         elif self.ids:
-            self._mark()
+            self._mark(self.target.mark())
         return True
 
-    def _mark(self) -> None:
-        """Mark this place, where caches cannot be cut at any."""
+    def _mark(self, target: Any) -> None:
+        """Mark this place, of which `target` is the target's, where caches cannot be cut at any."""
         drafting = self.drafter
         if isinstance(drafting, Resumable) and not (self.target.can_be_cut and drafting.can_be_cut):
             mark = None if drafting.can_be_cut else drafting.mark()
-            self._marks = [*self._marks, (self.target.mark(), mark)][-MOST_MARKS:]
+            self._marks = [*self._marks, (target, mark)][-MOST_MARKS:]

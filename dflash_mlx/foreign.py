@@ -8,7 +8,7 @@ here, once; anything else is a bug of ours or of theirs, and is not hidden.
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
@@ -33,7 +33,7 @@ _KNOWN = (
 )
 
 
-class Foreign:
+class Foreign(AbstractContextManager["Foreign", None]):
     """A context in which other libraries work: what they raise leaves it as `error`.
 
     Args:
@@ -44,18 +44,11 @@ class Foreign:
     def __init__(self, error: type[DFlashError], message: str) -> None:
         self._error, self._message = error, message
 
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Raise our error in place of a known one."""
-        if kind is None or error is None or issubclass(kind, DFlashError):
+        if error is None or isinstance(error, DFlashError):
             return
+        kind = type(error)
         if issubclass(kind, _KNOWN) or _is_from_rust(kind):
             # A KeyError says only the key; these say what is wrong.
             speaks = kind is Exception or issubclass(kind, OSError | ValueError | TemplateError)

@@ -11,10 +11,10 @@ of the text and the first anchor: text already, like every anchor after it. So n
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from inspect import signature
 from itertools import accumulate, pairwise
-from types import TracebackType
-from typing import Any, ParamSpec, Protocol, Self
+from typing import Any, ParamSpec, Protocol
 
 import mlx.core as mx
 
@@ -26,31 +26,21 @@ from .request import Request
 Settings = ParamSpec("Settings")
 
 
-class Attempt:
+class Attempt(AbstractContextManager["Attempt", bool]):
     """A context that keeps what is raised in it, for whom it concerns.
 
     Attributes:
-        error: what was raised; None if nothing was. What ends the program, or closes a generator,
-            is not kept but goes on.
+        error: what was raised; None if nothing was. In a thread of ours even what would end the
+            program ends nothing, so it is kept, too.
     """
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
-    def __enter__(self) -> Self:
-        """This."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Keep an error."""
-        if isinstance(error, Exception):
-            self.error = error
-        return isinstance(error, Exception)
+        self.error = error or self.error
+        return error is not None
 
 
 class Turn(Attempt):
@@ -86,14 +76,17 @@ class Alone:
     """Each request by itself: what a round of one request is."""
 
     def propose(self, turns: Sequence[Turn]) -> None:
+        """Each has its own policy's proposal."""
         for turn in turns:
             with turn:
                 turn.proposal = turn.request.propose()
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+        """A forward for each."""
         return [turn.request.target.verify(turn.proposal) for turn in turns]
 
     def observe(self, turns: Sequence[Turn]) -> None:
+        """Requests learn by themselves."""
         pass
 
 
@@ -134,8 +127,7 @@ def _read(arrays: Sequence[mx.array], along: Sequence[mx.array]) -> list[list[in
     if not arrays:
         return []
     lazy = arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))
-    if along := [array for array in along if array.size]:
-        mx.eval(lazy, *along)
+    mx.eval(lazy, *(array for array in along if array.size))
     values: Any = lazy.tolist()
     borders = accumulate((array.size for array in arrays), initial=0)
     return [values[start:end] for start, end in pairwise(borders)]
@@ -152,9 +144,9 @@ def _decode(request: Request) -> Generator[Event, None, None]:
                 yield event
         while not request.finished:
             (turn,) = play_round([request], Alone())
-            if turn.event is None:
-                assert turn.error is not None
+            if turn.error is not None:
                 raise turn.error
+            assert turn.event is not None
             yield turn.event
     finally:
         request.close()

@@ -35,7 +35,10 @@ class Proposal:
         rows = len(self.tokens)
         if rows < 1:
             raise ProposalError("A proposal holds at least the anchor, the last committed token.")
-        parents = tuple(self.parents) or tuple(range(-1, rows - 1))
+        parents = tuple(self.parents)
+        if not parents:
+            object.__setattr__(self, "parents", tuple(range(-1, rows - 1)))
+            return
         if len(parents) != rows:
             raise ProposalError(f"A proposal of {rows} tokens names {len(parents)} parents.")
         if parents[0] != -1 or any(not 0 <= p < row for row, p in enumerate(parents) if row):
@@ -63,4 +66,4 @@ class Proposal:
     @property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the one before it."""
-        return all(parent == row - 1 for row, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))

@@ -171,7 +171,7 @@ class Request:
 
     def _keep(self) -> None:
         """Store what was read, for others that begin so; not what a round that broke off left."""
-        if self._between_rounds:
+        if self._between_rounds and self._conversation.settle():
             self._conversation.keep()
 
     def propose(self) -> Proposal:
@@ -187,7 +187,13 @@ class Request:
 
     def _begin_round(self, shared: bool) -> tuple[int, int, int]:
         """The anchor, the tokens before it, and the most rows of a path."""
-        self._clock, self._shared, self._between_rounds = time.perf_counter(), shared, False
+        clock = time.perf_counter()
+        if not self._conversation.settle():  # another thread has read the prompt
+            self.suspend()
+            self.resume()
+            for _ in self.read():
+                pass
+        self._clock, self._shared, self._between_rounds = clock, shared, False
         # A round that accepts everything still adds a token of the target's own.
         limit = min(self.stats.block_size, self._text.remaining)
         return self.anchor, self.target.position, limit
@@ -219,7 +225,7 @@ class Request:
 
         # accept
         kept, self._anchor = accept(tokens, proposal.parents, choices)
-        certainty = sure[kept[-1]] if sure else None
+        certainty = sure[-1 if proposal.is_chain else kept[-1]] if sure else None
         certain = [*(tokens[row] for row in kept[1:]), self._anchor]
         drafted, right = len(proposal) - 1, len(kept) - 1
         piece = self._text.add(certain)
@@ -227,9 +233,7 @@ class Request:
 
         # commit
         self.target.commit(kept)
-        on_a_path = kept[-1] >= len(kept)  # with rejected siblings in between
-        taps = taps[:, mx.array(kept)] if on_a_path else taps[:, : len(kept)]
-        self._conversation.extend([tokens[row] for row in kept], taps)
+        self._conversation.extend([tokens[row] for row in kept], taps, kept)
         self._sampler.commit(certain)
         self._further += certain
         self._between_rounds = True

@@ -10,7 +10,8 @@ The settings mean what they mean in mlx-lm, in mlx-lm's order: logit bias, penal
 processors, top-p, min-p, top-k, temperature. Processors that look at the history cost: they are
 called row by row, each row with the history of its own path, and drafts are chosen one after the
 other, each with those before it in its history. Nothing waits for the device unless the processor
-itself does, as one that reads token ids on the host has to.
+itself does, as one that reads token ids on the host has to. Processors that are rules (`rules`) and
+come last are asked about all rows at once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .errors import SettingsError
 from .hindsight import Hindsight
 from .proposal import Proposal
 from .reading import is_whole, shown
+from .rules import Rule, Rules
 from .sharpness import Sharpness, matching
 
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
@@ -186,6 +188,10 @@ class Sampler:
         self.sharpness = sharpness or Sharpness()
         self._trials: Hindsight[list[list[int]]] = Hindsight()  # a block for each s of the grid
         self._processors = settings.processors()
+        rules: list[Rule] = []
+        while self._processors and isinstance(self._processors[-1], Rule):
+            rules.append(self._processors.pop())
+        self._rules = Rules(rules)
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
         self._noise: mx.array | None = None  # of the positions from `_noise_start` on
@@ -208,16 +214,20 @@ class Sampler:
         if not isinstance(tokens, mx.array):
             tokens = mx.array(list(tokens))
         tokens = tokens.astype(mx.int32)
-        paths = proposal.paths() if self._processors else []
+        paths = proposal.paths() if self._processors or self._rules else []
         chosen = self.log_probs(self._processed(logits, tokens, paths))
-        nats = _certainty(chosen) if certainty else None
+        scores = chosen
         if self.temperature > 0:
             rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
-        if self._processors or self.settings.logit_bias:
+        if paths or self.settings.logit_bias:
             # The largest of NaN is token 0, for ever: it is told from a choice by its sign.
             choices = mx.where(mx.isnan(chosen).any(axis=-1), NO_CHOICE, choices)
+        nats = None
+        if certainty:  # of the row it is asked for alone: a vocabulary's exponentials are dear
+            one = proposal.is_chain and len(proposal) > 1
+            nats = _certainty(scores[_last_kept(tokens, choices)[None]] if one else scores)
         blocks, self._blocks = self._blocks, None
         return Decision.of(tokens, choices, nats, blocks)
 
@@ -277,6 +287,7 @@ class Sampler:
     def commit(self, tokens: Sequence[int]) -> None:
         """The text goes on by these tokens, the next anchor last."""
         self._position += len(tokens)
+        self._rules.commit(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
             mx.async_eval(self._history)  # the next round may be another thread's
@@ -306,12 +317,17 @@ class Sampler:
     ) -> mx.array:
         """Logits [N, V] after bias and processors; `paths` are each row's rows after the anchor."""
         logits = self._biased(logits)
-        if self._history is None:
-            return logits
+        if self._history is not None:
+            logits = self._after_histories(self._history, logits, tokens, paths)
+        return self._rules.restrict(logits, tokens, paths) if self._rules else logits
+
+    def _after_histories(
+        self, history: mx.array, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]
+    ) -> mx.array:
         rows = []
         for row, path in enumerate(paths):
-            seen = mx.concatenate([self._history, tokens[mx.array(path)]]) if path else None
-            rows.append(self._apply(self._history if seen is None else seen, logits[row : row + 1]))
+            seen = mx.concatenate([history, tokens[mx.array(path)]]) if path else history
+            rows.append(self._apply(seen, logits[row : row + 1]))
         return mx.concatenate(rows)
 
     def _biased(self, logits: mx.array) -> mx.array:
@@ -335,13 +351,19 @@ class Sampler:
         """The drafter's log-probabilities [L, V], each row after the drafts of those before it."""
         logits = self._biased(logits)
         if self._history is None:
+            if self._rules:
+                return self._rules.drafts(logits, noise, s, self.log_probs)
             return self.log_probs(logits)
-        history, rows = self._history, []
+        history, rows, drafted = self._history, [], list[int]()
         for slot in range(len(logits)):
-            row = self.log_probs(self._apply(history, logits[slot : slot + 1]))
+            row = self._apply(history, logits[slot : slot + 1])
+            row = self.log_probs(self._rules.restrict_row(row, drafted))
             rows.append(row)
             token = (row if noise is None else s * row + noise[slot]).argmax(axis=-1)
             history = mx.concatenate([history, token.astype(mx.int32)])
+            if self._rules:
+                chosen: Any = token.tolist()
+                drafted += chosen
         return mx.concatenate(rows)
 
     def _noise_rows(self, rows: int, vocab_size: int) -> mx.array:
@@ -355,6 +377,11 @@ class Sampler:
         noise = mx.concatenate(parts) if len(parts) > 1 else parts[0]
         self._noise, self._noise_start = noise, self._position
         return noise[:rows]
+
+
+def _last_kept(tokens: mx.array, choices: mx.array) -> mx.array:
+    """The last row of a chain of tokens [N] before which all were as chosen; see `accept`."""
+    return mx.cumprod((tokens[1:] == choices[:-1]).astype(mx.int32)).sum()
 
 
 def _certainty(scores: mx.array) -> mx.array:

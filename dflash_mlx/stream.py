@@ -91,6 +91,8 @@ class TextStream:
 
     def _cut_at_stop(self) -> bool:
         """End the text before the first stop string, if one is complete."""
+        if not self._stop:
+            return False
         places = [self._held.find(stop) for stop in self._stop]
         if not any(place >= 0 for place in places):
             return False
@@ -100,7 +102,9 @@ class TextStream:
 
     def _possible_stop(self) -> int:
         """How many of the last held characters may be the start of a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        if not self._stop:
+            return 0
+        longest = max(len(stop) - 1 for stop in self._stop)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length

@@ -3,14 +3,15 @@
     schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
     dm.generate(target, drafter, "What is 37 + 48?", logits_processors=[JsonSchema(target, schema)])
 
-The grammar is llguidance's (the `structured` extra). A processor sees every row of a draft with its
-own path, so the drafter's tokens fit the schema as well and are accepted as often as any others.
-It reads token ids on the host, so drafting waits for the device once a token instead of never.
+The grammar is llguidance's (the `structured` extra). A grammar is
+asked about every row with its own path, so the drafter's tokens fit the schema as well and are
+accepted as often as any others. It reads token ids on the host, so drafting waits for the device
+once a round, and once for each draft that does not fit (`rules`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -20,6 +21,11 @@ from .errors import MissingDependencyError, SettingsError
 
 if TYPE_CHECKING:
     from .target import Target
+
+
+# Between the parts of an object: a space, or a line break and an indentation. llguidance's own rule
+# has no end, and a small model that does not know what to say writes blanks until it is cut off.
+BLANKS = r" |\r?\n[ \t]{0,40}"
 
 
 class GrammarTokens:
@@ -42,8 +48,9 @@ class GrammarTokens:
         self._matchers = LLMatcher
 
     def of_schema(self, schema: Mapping[str, Any]) -> str:
-        """The grammar of what fits a JSON schema."""
-        return str(self._matchers.grammar_from_json_schema(dict(schema)))
+        """The grammar of what fits a schema; one with `x-guidance` says itself what is blank."""
+        blanks = None if "x-guidance" in schema else {"whitespace_pattern": BLANKS}
+        return str(self._matchers.grammar_from_json_schema(dict(schema), blanks))
 
     def of_lark(self, lark: str) -> str:
         """The grammar that a text in llguidance's dialect of Lark describes."""
@@ -53,14 +60,16 @@ class GrammarTokens:
         """What follows one text through a grammar. Raises `SettingsError`, about `what`."""
         problem = self._matchers.validate_grammar(grammar, self._tokenizer)
         if problem:
-            raise SettingsError(f"{what} cannot be used: {problem.splitlines()[0]}")
+            # Of a regular expression the first line has the place, and the last one the reason.
+            raise SettingsError(f"{what} cannot be used: {' '.join(problem.split())}")
         return self._matchers(self._tokenizer, grammar)
 
 
 class Grammar:
     """A logits processor that leaves only the tokens with which an answer still fits a grammar.
 
-    It serves one request. The first history it is shown is that request's prompt.
+    It serves one request. The first history it is shown is that request's prompt. Where it stands
+    last among the processors it is asked as a `Rule`, for all rows of a round at once.
 
     Args:
         tokens: the target's.
@@ -81,12 +90,25 @@ class Grammar:
         if self._prompt is None:
             self._prompt = len(tokens)
         answer: Any = tokens[self._prompt :].tolist()
-        if not self._move_to(answer):
-            return logits  # a draft that does not fit, whose row will be rejected
-        allowed = mx.array(np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)) > 0
-        return mx.where(allowed, logits, -mx.inf)
+        allowed = self.allowed(answer)
+        return logits if allowed is None else mx.where(mx.array(allowed), logits, -mx.inf)
 
-    def _move_to(self, answer: list[int]) -> bool:
+    def allowed(self, answer: Sequence[int]) -> np.ndarray | None:
+        """As `Rule`; None also after a draft that does not fit, whose row will be rejected."""
+        if not self._move_to(answer):
+            return None
+        return np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
+
+    def follows(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
+        """As `Rule`; what comes after the end of the text may be anything."""
+        if not self._move_to(answer):
+            return len(tokens)
+        ends = next((at for at, token in enumerate(tokens) if token in self._eos_ids), None)
+        inside = list(tokens if ends is None else tokens[: ends + 1])
+        fit = int(self._matcher.validate_tokens(inside))
+        return len(tokens) if fit == len(inside) else fit
+
+    def _move_to(self, answer: Sequence[int]) -> bool:
         """Bring the matcher to the end of an answer; False if the grammar does not lead there."""
         if not self._eos_ids.isdisjoint(answer):
             return False
@@ -94,8 +116,8 @@ class Grammar:
         while same < min(len(answer), len(self._read)) and answer[same] == self._read[same]:
             same += 1
         self._matcher.rollback(len(self._read) - same)
-        taken = self._matcher.try_consume_tokens(answer[same:])
-        self._read = answer[: same + taken]
+        taken = self._matcher.try_consume_tokens(list(answer[same:]))
+        self._read = list(answer[: same + taken])
         return len(self._read) == len(answer)
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import dflash_mlx as dm
 
 
-def options_of(doc: str, **numbers: int) -> argparse.Namespace:
-    """The options of the command line: those of every experiment, and whole numbers by default."""
+def options_of(doc: str, **defaults: int | str) -> argparse.Namespace:
+    """The options of the command line: those of every experiment, and others by default."""
     options = argparse.ArgumentParser(description=doc.splitlines()[0])
     options.add_argument("--model", default="tiny")
     options.add_argument("--draft")
     options.add_argument("--stock-blas", action="store_true", help="keep MLX's own BLAS on Linux")
-    for name, default in numbers.items():
-        options.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    for name, default in defaults.items():
+        options.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return options.parse_args()
 
 

@@ -1,10 +1,12 @@
 """Our rounds beside the leanest ones: the same two forwards written by hand, and nothing else.
 
     taskset -c 1 python scripts/leanest_round.py [--rows 1,8,16] [--context 100,1000] [--policy]
+    python scripts/leanest_round.py --counts
 
 Both sides (`stream_generate` and `dflash_mlx/bench/leanest.py`) answer the same prompts with the
 same weights, a round each in turn, and must say the same. Of each round the CPU time of the whole
 process counts, with what it left on the device; printed are the medians and their ratio.
+`--counts` needs no quiet machine: what both ask of the device, counted in the graphs.
 """
 
 from __future__ import annotations
@@ -55,6 +57,23 @@ def paired(
             yield ours, theirs
 
 
+def count(target: dm.Target, drafter: dm.DFlash, prompts: list[list[int]], rows: int) -> None:
+    """Print what a round of both sides asks of the device, of the first prompt long enough."""
+    from dflash_mlx.bench.counts import count_leanest, count_round
+
+    of = drafter if rows > 1 else None
+    found = ((prompt, count_round(target, of, prompt, rows)) for prompt in prompts)
+    prompt, ours = next((prompt, ours) for prompt, ours in found if ours is not None)
+    sides = {"ours": ours, "leanest": count_leanest(target, drafter, prompt, rows)}
+    for name, side in sides.items():
+        graph = side.graph
+        print(
+            f"{len(prompt):5} tokens, {rows:2} rows, {name:7}: {graph.nodes:5} nodes, "
+            f"{graph.launches:4} kernels, {graph.copies:3} copies, {graph.copied_bytes:9,} bytes, "
+            f"{side.passes} passes, {side.waits} waits"
+        )
+
+
 def main() -> None:
     """Measure and print."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -65,6 +84,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=120, help="that count, of each kind")
     options.add_argument("--policy", action="store_true", help="ours: a policy that knows no cost")
     options.add_argument("--stock-blas", action="store_true", help="keep MLX's own BLAS on Linux")
+    options.add_argument("--counts", action="store_true", help="count, and time nothing")
     asked = options.parse_args()
     print(f"BLAS: {dm.use_fast_blas(stock=asked.stock_blas).name}")
 
@@ -77,6 +97,12 @@ def main() -> None:
     if (why := why_not(target, drafter)) is not None:
         raise SystemExit(f"No leanest round of this pair: {why}.")
     text = [token for one in embedded_prompts() for token in encode_prompt(target, one.messages)]
+    if asked.counts:
+        for context in map(int, asked.context.split(",")):
+            for rows in map(int, asked.rows.split(",")):
+                prompts = [text[at : at + context] for at in range(0, len(text) - context, context)]
+                count(target, drafter, prompts, rows)
+        return
     print("context  rows  ours ms  leanest ms  ratio")
     for context in map(int, asked.context.split(",")):
         for rows in map(int, asked.rows.split(",")):

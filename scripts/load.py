@@ -16,10 +16,11 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import quantiles
 from typing import Any
 
 import httpx2 as httpx
+
+from dflash_mlx.bench.clients import spread
 
 SYSTEM = "You answer questions about sums, step by step. "
 TIMEOUT = 600
@@ -136,18 +137,6 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "tokens_per_second": round(tokens / seconds, 1),
         "first_token_seconds": spread([one.first for one in answers if one.first is not None]),
         "gap_seconds": spread([gap for answer in answers for gap in answer.gaps]),
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and tail."""
-    if len(values) < 2:
-        return {"median": round(values[0], 4)} if values else {}
-    percent = quantiles(values, n=100, method="inclusive")
-    return {
-        "median": round(percent[49], 4),
-        "p95": round(percent[94], 4),
-        "most": round(max(values), 4),
     }
 
 

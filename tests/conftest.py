@@ -39,8 +39,15 @@ def group_of(item: pytest.Item) -> str:
     return item.get_closest_marker("xdist_group").args[0]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups with a slow test begin first, so that no process ends long after the others."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Groups with a slow test begin first, so that no process ends long after the others.
+
+    What is marked `matrix` runs where it is asked for.
+    """
+    if "matrix" not in config.getoption("markexpr"):
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=left_out)
     slow = {group_of(item) for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: group_of(item) not in slow)
 

@@ -78,8 +78,17 @@ class Crowd:
     def __init__(
         self, target: dm.Target, requests: Sequence[tuple[list[int], dict[str, Any]]]
     ) -> None:
-        self.target, self.requests = target, requests
+        self.target, self.requests = target, [*requests]
         self.alone = [self.plain(*request) for request in requests]
+
+    @classmethod
+    def of(cls, crowds: Sequence[Crowd]) -> Crowd:
+        """All of several crowds of a target, in one."""
+        whole = cls(crowds[0].target, [])
+        for crowd in crowds:
+            whole.requests += crowd.requests
+            whole.alone += crowd.alone
+        return whole
 
     def plain(self, prompt: list[int], settings: dict[str, Any]) -> list[int]:
         return dm.generate(self.target, None, prompt, **fresh(settings)).tokens

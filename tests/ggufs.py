@@ -73,6 +73,8 @@ def value(content: Any) -> bytes:
             return struct.pack("<I", 8) + text(content)
         case [str(), *_]:
             return struct.pack("<IIQ", 9, 8, len(content)) + b"".join(map(text, content))
+        case [float(), *_]:
+            return struct.pack(f"<IIQ{len(content)}f", 9, 6, len(content), *content)
         case [*numbers]:
             return struct.pack(f"<IIQ{len(numbers)}i", 9, 5, len(numbers), *numbers)
     raise TypeError(content)

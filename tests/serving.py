@@ -17,6 +17,7 @@ from dflash_mlx.events import Event, Stats
 from dflash_mlx.serve.access import Access
 from dflash_mlx.serve.app import Options, make_app
 from dflash_mlx.serve.desk import Desk
+from dflash_mlx.serve.front import make_waiting_app
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.run import Limits, Server, listen
 
@@ -146,14 +147,16 @@ def frames(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 
-LIMITS = Limits(head_seconds=0.2, drain_seconds=0.05)
+LIMITS = Limits(head_seconds=60, drain_seconds=0.05)  # what is slow is no fault by itself
 
 
 @asynccontextmanager
-async def running(engine, limits=LIMITS):
-    """A server in this event loop, and its port."""
+async def running(engine, limits=LIMITS, loaded=True):
+    """A server in this event loop, and its port; not `loaded` it still waits for its model."""
     desk = a_desk(engine)
-    server = Server(make_app(desk, Options("told", Access())), desk, limits)
+    server = Server(make_waiting_app(Access(), desk.metrics), limits)
+    if loaded:
+        server.open(make_app(desk, Options("told", Access())), desk)
     bound = listen("127.0.0.1", 0)
     server.port, server.desk = bound.getsockname()[1], desk
     task = asyncio.create_task(server.serve(sockets=[bound]))

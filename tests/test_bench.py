@@ -1,4 +1,4 @@
-"""The benchmark's parts: prompts, turns, verdicts, sums, and the bare forwards of a round."""
+"""The benchmark's parts: prompts, turns, verdicts and sums."""
 
 import json
 
@@ -16,7 +16,6 @@ from dflash_mlx.bench.measure import (
     run_mlx_lm,
     warm_up,
 )
-from dflash_mlx.bench.overhead import raw_forwards
 from dflash_mlx.bench.summary import (
     Difference,
     Measured,
@@ -25,7 +24,6 @@ from dflash_mlx.bench.summary import (
     differences,
     summarize,
 )
-from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
@@ -206,29 +204,6 @@ def test_mlx_lm_keeps_the_token_that_ends_the_text():
     expected = answer[: answer.index(answer[5]) + 1]
     assert run_mlx_lm(ending, PROMPT, 12).tokens == expected
     assert generate(ending, None, PROMPT, max_tokens=12).tokens == expected
-
-
-class Listening(DFlash):
-    """A network that writes down the shapes it was called with."""
-
-    def __call__(self, block_embeddings, taps, cache):
-        self.calls.append((block_embeddings.shape[1], taps.shape[1], cache[0].offset))
-        return super().__call__(block_embeddings, taps, cache)
-
-
-def test_bare_forwards_repeat_the_rounds_shapes():
-    target = tinymodels.target()
-    drafter = tinymodels.random_drafter()
-    drafter.__class__ = Listening
-    drafter.calls = []
-    drafted = generate(target, drafter, PROMPT, max_tokens=20, block_size=6)
-    real, drafter.calls = drafter.calls, []
-    raw = raw_forwards(target, drafter, PROMPT, drafted, 20)
-    assert drafter.calls == real
-    assert raw.rounds == drafted.stats.rounds
-    assert raw.draft_seconds > 0 and raw.verify_seconds > 0
-    whole = raw.draft_seconds + raw.verify_seconds + raw.rounds * 0.25
-    assert raw.overhead(whole) == pytest.approx(0.25)
 
 
 def test_warm_up_leaves_no_trace():

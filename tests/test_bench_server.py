@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
+from dflash_mlx.bench.clients import measure_clients
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.bench.server import Server, measure_server
 from dflash_mlx.cli.app import app
@@ -151,3 +152,34 @@ def test_bench_measures_a_server(chat, tmp_path):
     compared = wide.invoke(app, ["report", str(out), str(out)], prog_name="dflash-mlx")
     assert compared.exit_code == 0 and compared.stdout.count("server") == 2
     assert "run (2)" in compared.stdout
+
+
+def test_several_clients_at_once(chat):
+    """Every prompt is asked, each client asks twice, and no more ask at once than are told to."""
+    prompts = [BenchPrompt("talk", ({"role": "user", "content": word},)) for word in "abc"]
+    found = measure_clients(Server(f"{chat.url}/v1", "x"), prompts, 4, 9)
+    words = [body["messages"][0]["content"] for body in chat.asked]
+    assert sorted(words) == ["a"] * 3 + ["b"] * 3 + ["c"] * 2
+    assert found["requests"] == 8 and found["tokens"] == 8 * 5
+    assert found["tokens_per_second"] == pytest.approx(40 / found["seconds"], rel=0.1)
+    assert found["first_token_seconds"]["median"] > 0
+    assert found["gap_seconds"]["most"] >= found["gap_seconds"]["median"]
+    chat.status = 500
+    with pytest.raises(ServerError, match="500"):
+        measure_clients(Server(f"{chat.url}/v1", "x"), prompts, 2, 9)
+
+
+def test_bench_shows_clients_side_by_side(chat):
+    def bench(*options):
+        return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["bench", *options], "dflash-mlx")
+
+    done = bench("--openai", chat.url, "--concurrency", "1,2", "--limit", "1")
+    assert done.exit_code == 0, done.output
+    head, one, two = done.stdout.splitlines()
+    assert head.split()[:3] == ["clients", "tok/s", "first"]
+    assert one.split()[0] == "1" and two.split()[0] == "2"
+    done = bench("--openai", chat.url, "--concurrency", "2", "--limit", "1", "--json")
+    (told,) = json.loads(done.stdout)["concurrency"]
+    assert told["clients"] == 2 and told["tokens"] == 5 * told["requests"]
+    for wrong in (["--concurrency", "2"], ["--openai", chat.url, "--concurrency", "0"]):
+        assert bench(*wrong).exit_code == 2

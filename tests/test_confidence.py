@@ -83,7 +83,7 @@ def test_a_head_that_knows_something_makes_rounds_better(says):
     """Whichever way round it says it: what it says is calibrated by what was right."""
     ignoring, _ = mean(None, 3.0)
     using, cut = mean(says, 3.0)
-    assert using > 1.05 * ignoring and cut > 100
+    assert using > 1.04 * ignoring and cut > 100
 
 
 @pytest.mark.parametrize("last_row", [1.05, 1.8, 3.0, 4.6])

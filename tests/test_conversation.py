@@ -8,6 +8,7 @@ from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
+from dflash_mlx.target.target import LAST_STEP
 
 ANSWER = 20
 WINDOW = 16
@@ -52,6 +53,26 @@ def test_a_turn_reads_only_its_own_tokens(family, p):
         prompt = [*begun, *small_prompt(9, seed=2 + number)]
     assert read[:3] == [30, 10, 10]
     assert read[3] < len(prompt) / 2
+
+
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [("qwen3", WINDOW), ("gpt_oss", None), ("gpt_oss", WINDOW), ("qwen3_next", None)],
+)
+def test_asking_again_reads_the_end_of_the_prompt_only(family, window):
+    """A long first prompt, a short second one and a long third; then with another end, too."""
+    sliding = {"sliding_window": window, "layer_types": ["sliding_attention"] * 2}
+    target = tiny_target(family, num_hidden_layers=4) if "next" in family else tiny_target(family)
+    drafter = random_drafter(num_target_layers=target.num_layers, **(sliding if window else {}))
+    kept, prompt = dm.Conversation(target, drafter), small_prompt(200, seed=1)
+    for length in (20, 150, 0):
+        other = [*prompt[:-3], *small_prompt(5, seed=length)]
+        results = [turn(target, drafter, asked, kept) for asked in (prompt, prompt, other)]
+        for result, asked in zip(results, (prompt, prompt, other), strict=True):
+            assert result.tokens == turn(target, None, asked).tokens
+        reused = [result.stats.reused_tokens for result in results[1:]]
+        assert len(prompt) - min(reused) <= LAST_STEP
+        prompt = [*other, *results[-1].tokens, *small_prompt(length, seed=length)]
 
 
 @pytest.mark.parametrize("trees", [{}, {"tree_budget": 12}], ids=["chains", "trees"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinymodels import random_drafter, target
 
-from dflash_mlx.policy import costs
+from dflash_mlx.policy import costs, timing
 from dflash_mlx.policy.costs import Costs, curve, measure, monotone, pair_costs
 
 
@@ -38,7 +38,7 @@ def test_a_plain_round_drafts_nothing():
 def test_measuring_a_pair():
     measured = measure(target("qwen3"), random_drafter(), 16)
     for table in (measured.verify, measured.draft):
-        assert list(table) == list(costs.DEPTHS)
+        assert list(table) == list(timing.DEPTHS)
         assert all(list(points) == list(costs.ROWS) for points in table.values())
     rounds = measured.rounds(300, 16)
     assert len(rounds) == 16 and rounds == sorted(rounds) and 0 < rounds[0] < 1

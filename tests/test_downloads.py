@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from dflash_mlx.cli import downloads
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.pair import announce
+from dflash_mlx.cli.pair import announce, announce_drafter
 from dflash_mlx.loading.fits import fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 
@@ -66,6 +66,23 @@ def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
     for name in (TARGET, "tiny", str(tmp_path / "target")):
         announce(name, hub)
     assert not capsys.readouterr().err
+
+
+def test_what_drafts_is_announced_with_its_size(server, capsys, monkeypatch, tmp_path):
+    hub = downloads.Hub()
+    announce_drafter(DRAFTER, hub)
+    assert capsys.readouterr().err == f"drafted by {DRAFTER}, 0.3 MB to download\n"
+    for name in (TARGET, DRAFTER):
+        hub.fetch(name)
+    capsys.readouterr()
+    for name in (None, "tiny-dflash2", "lookup", str(tmp_path), f"{DRAFTER}+lookup"):
+        announce_drafter(name, hub)
+    assert capsys.readouterr().err == f"drafted by {DRAFTER}, 0.3 MB\n"
+    monkeypatch.setattr("dflash_mlx.cli.pair.Hub", lambda offline: Hub(hub.url, hub.cache, offline))
+    asked = program("generate", "hi", "--model", TARGET, "--offline")
+    assert asked.stderr.startswith(f"drafted by {DRAFTER}, 0.3 MB\n")
+    plain = program("generate", "hi", "--model", TARGET, "--offline", "--draft", "none")
+    assert "drafted by" not in plain.stderr
 
 
 def test_the_drafter_can_stay_where_it_is(server):

@@ -14,6 +14,9 @@ from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
+from dflash_mlx.drafter.beside import Beside
+from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.engine.rows import SharedRounds
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.policy.costs import Costs
@@ -21,6 +24,7 @@ from dflash_mlx.policy.trees import TreePolicy
 from dflash_mlx.policy.widths import Policy
 
 MANY = 32
+STILL = float  # a clock that stands still, so that no round says that made-up costs are wrong
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -94,7 +98,7 @@ def policies() -> dict[str, Any]:
 @pytest.mark.parametrize("row", [0.01, 1.0])
 def test_a_policy_shares_out_rows_and_changes_no_text(pair, alone, name, row):
     policy = policies()[name]
-    together = Flat(pair[0], SharedRounds(shared_costs(row, 0.01, 0.2)))
+    together = Flat(pair[0], SharedRounds(shared_costs(row, 0.01, 0.2), STILL))
     played = Played(*pair, together)
     jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:4]]
     played.run()
@@ -119,25 +123,71 @@ class NeverShared(SharedRounds):
 def test_one_job_is_left_to_its_own_policy(pair, alone):
     """Whose widths are those that sharing out would give it: see test_engine_rows."""
     ask, result = alone[0]
-    played = Played(*pair, Flat(pair[0], NeverShared(shared_costs(0.01, 0.01, 0.2))))
+    played = Played(*pair, Flat(pair[0], NeverShared(shared_costs(0.01, 0.01, 0.2), STILL)))
     job = played.submit(ask, max_tokens=24, policy=policies()["chains"])
     played.run()
     assert job.result().tokens == result.tokens and job.stats.drafted_tokens > 0
 
 
-def test_a_lookup_and_a_network_draft_for_many(pair, alone):
-    from dflash_mlx.drafter.beside import Beside
-    from dflash_mlx.drafter.lookup import Lookup
+class Counted(Flat):
+    """Rounds whose drafting broke off are counted."""
 
-    for drafter in (Lookup(), Beside(pair[1])):
-        for policy in (None, policies()["chains"]):
-            played = Played(
-                pair[0], drafter, Flat(pair[0], SharedRounds(shared_costs(0.01, 0.01, 0.2)))
-            )
-            jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:3]]
-            played.run()
-            for job, (_, result) in zip(jobs, alone, strict=False):
-                assert job.result().tokens == result.tokens
+    broken = 0
+
+    def propose(self, turns):
+        self.broken += 1
+        super().propose(turns)
+        self.broken -= 1
+
+
+def no_longer(tokens: mx.array, logits: mx.array) -> mx.array:
+    if len(tokens) > 14:
+        raise ZeroDivisionError("the grammar is broken")
+    return logits
+
+
+@pytest.mark.parametrize("settings", [{}, {"tree_budget": 6}])
+def test_an_error_in_drafting_is_its_request_s_own(settings):
+    """Of a processor that the network's logits are shown to, in a pass over the blocks of all."""
+    model, drafter = tiny_target(), random_drafter()
+    together = Counted(model, None)
+    played = Played(model, drafter, together)
+    prompts = [prompt_of(5 + number, number) for number in range(3)]
+    bad = played.submit(prompt_of(9, 9), logits_processors=lambda: [no_longer], **settings)
+    jobs = [played.submit(prompt, max_tokens=20, **settings) for prompt in prompts]
+    played.run()
+    with pytest.raises(ZeroDivisionError):
+        bad.result()
+    assert together.broken == 0, "nobody else had to read anything again"
+    for job, prompt in zip(jobs, prompts, strict=True):
+        assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens
+
+
+def drafted_for_three(pair: Any, alone: Any, drafter: Any, policy: Any) -> list[dm.Job]:
+    """Jobs whose texts are those alone."""
+    together = Flat(pair[0], SharedRounds(shared_costs(0.01, 0.01, 0.2), STILL))
+    played = Played(pair[0], drafter, together)
+    jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:3]]
+    played.run()
+    for job, (_, result) in zip(jobs, alone, strict=False):
+        assert job.result().tokens == result.tokens
+    return jobs
+
+
+def test_a_lookup_drafts_for_many(pair, alone):
+    for policy in (None, policies()["chains"]):
+        drafted_for_three(pair, alone, Lookup(), policy)
+
+
+@pytest.mark.parametrize("name", [None, *policies()])
+def test_a_network_beside_a_lookup_drafts_for_many(pair, alone, name, monkeypatch):
+    """In one pass for all, as without the lookup."""
+    passes, logits = [], DFlash.logits
+    monkeypatch.setattr(DFlash, "logits", lambda *of: passes.append(1) or logits(*of))
+    policy = None if name is None else policies()[name]
+    jobs = drafted_for_three(pair, alone, Beside(pair[1]), policy)
+    rounds = [job.stats.rounds for job in jobs]
+    assert 0 < len(passes) <= max(rounds) + 1 < sum(rounds)
 
 
 def test_a_grammar_among_other_requests(pair, alone):

@@ -135,20 +135,20 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path, monkeypatch: pytest.M
     path, _ = one(tmp_path)
     monkeypatch.setattr(convert, "TENSORS_OF_A_FILE", 10)
     written = []
-    write_file = convert._write_file
+    write_file = convert.save_arrays
 
-    def breaks(file: Path, weights: dict) -> None:
+    def breaks(file: Path, weights: dict, metadata: dict) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
-        write_file(file, weights)
+        write_file(file, weights, metadata)
         written.append(file.name)
 
-    monkeypatch.setattr(convert, "_write_file", breaks)
+    monkeypatch.setattr(convert, "save_arrays", breaks)
     with pytest.raises(KeyboardInterrupt):
         converted(path, unpack=True)
     assert not [*tmp_path.glob("cache/gguf/*/model.safetensors.index.json")]
     monkeypatch.setattr(
-        convert, "_write_file", lambda f, w: (written.append(f.name), write_file(f, w))
+        convert, "save_arrays", lambda f, *rest: (written.append(f.name), write_file(f, *rest))
     )
     folder = converted(path, unpack=True)
     names = sorted(file.name for file in folder.glob("*.safetensors"))
@@ -199,7 +199,8 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
         ({"llama.attention.head_count": 0}, "head_count is 0"),
         ({"llama.block_count": "many"}, "block_count is many"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
-        ({"tokenizer.ggml.model": "llama"}, "byte-level BPE"),
+        ({"tokenizer.ggml.model": "bert"}, "byte-level BPE"),
+        ({"tokenizer.ggml.model": "llama"}, "scores"),
         ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id"),
         ({"tokenizer.ggml.merges": ["a bcdefg"]}, "merge"),

@@ -22,6 +22,7 @@ LEVELS = [
         "machine",
         "metal",
         "reading",
+        "rules",
         "sharpness",
         "threads",
         "tiny",

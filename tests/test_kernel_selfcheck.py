@@ -18,7 +18,7 @@ from dflash_mlx.kernels.gated import UNITS, unit_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
 from dflash_mlx.kernels.selfcheck import attention_checks, faults
 from dflash_mlx.kernels.shapes import AttentionShape, matrices
-from dflash_mlx.loading import load as loading
+from dflash_mlx.loading import wiring
 from dflash_mlx.machine.chips import chip_named
 from dflash_mlx.target.selfcheck import check_rows, model_checks, weight_checks
 
@@ -327,7 +327,7 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
         dm.load_target(folder, **load, exact=True)
     # Where nobody asked, the model is loaded all the same, and drafts are not taken for exact.
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "choices", lambda timings: {key: 1 for key in free})
+        patch.setattr(wiring, "choices", lambda timings: {key: 1 for key in free})
         model = dm.load_target(folder, bits=4, group_size=32, kernels=False)
         free = {matrix.key for _, _, matrix in matrices(model.model, model.config)}
         with pytest.warns(UserWarning, match="has other bits here than alone"):

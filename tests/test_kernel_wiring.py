@@ -30,7 +30,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.gated import UNITS, VerifySwitchGLU
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
-from dflash_mlx.loading import load as loading
+from dflash_mlx.loading import wiring
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.chips import chip_named
@@ -200,7 +200,7 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
         config = json.loads((folder / "config.json").read_text())
         free = {matrix.key: 1 for _, _, matrix in matrices(unmeasured.model, config)}
         with monkeypatch.context() as patch:
-            patch.setattr(loading, "choices", lambda timings, free=free: free)
+            patch.setattr(wiring, "choices", lambda timings, free=free: free)
             target = load()
         assert target.wiring.exact == exact
         target.start().verify(Proposal([7, 9]))

@@ -1,7 +1,5 @@
 """The account of a request: what a round is expected to lose, and what it can lose at most."""
 
-from math import log
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +57,7 @@ def spent_on_nothing(pair, tokens, certainty):
 @pytest.mark.parametrize("last_row, draft", [(1.2, 0.1), (1.8, 0.4), (1.8, 0.75), (4.6, 0.3)])
 def test_where_the_target_is_unsure_little_is_lost_at_any_length(last_row, draft, tokens):
     """A tenth where every draft is wrong, however long the answer."""
-    for certainty in (log(0.4), log(0.7)):
+    for certainty in (0.4, 0.7):
         spent, _ = spent_on_nothing(costs(last_row, draft), tokens, certainty)
         assert spent <= tokens / 0.91 + FIRST
 
@@ -69,7 +67,7 @@ def test_where_it_is_sure_one_wrong_guess_comes_on_top(last_row, draft):
     """A drafter that is wrong although the target has no doubt: one block, and a tenth."""
     pair = costs(last_row, draft)
     for tokens in (3, 8, 20, 40, 100, 300):
-        spent, widths = spent_on_nothing(pair, tokens, log(0.9999))
+        spent, widths = spent_on_nothing(pair, tokens, 0.9999)
         dearest = max(pair.rounds(64, WIDEST)[width - 1] for width in widths)
         assert spent <= tokens / 0.91 + FIRST + dearest - 1
 
@@ -78,9 +76,9 @@ def test_the_first_block_is_whole_where_the_target_is_sure_and_rows_are_cheap():
     widths = {
         (last_row, certainty): Policy(costs(last_row, 0.4), WIDEST).start().width(64, 16, certainty)
         for last_row in (1.8, 8.0)
-        for certainty in (log(0.9999), log(0.7))
+        for certainty in (0.9999, 0.7)
     }
-    assert widths[1.8, log(0.9999)] == WIDEST
-    assert widths[1.8, log(0.7)] == widths[8.0, log(0.7)] == 1
+    assert widths[1.8, 0.9999] == WIDEST
+    assert widths[1.8, 0.7] == widths[8.0, 0.7] == 1
     # Where a wrong wide block is dear, the first one is narrower.
-    assert 1 <= widths[8.0, log(0.9999)] < WIDEST
+    assert 1 <= widths[8.0, 0.9999] < WIDEST

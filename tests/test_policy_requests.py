@@ -1,16 +1,19 @@
 """One request beside another, the target's certainty, and costs that turn out to be wrong."""
 
 import random
-from math import log
+from math import exp, log
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_policy import DRAFTERS, WIDEST, costs, run
 
+from dflash_mlx.policy.beliefs import RECENT, Certainty
 from dflash_mlx.policy.costs import Costs, read_costs
 from dflash_mlx.policy.watch import SEEN, Watch
 from dflash_mlx.policy.widths import Policy
 
-SURE, UNSURE = log(0.9999), log(0.4)
+SURE, UNSURE = 0.9999, 0.4
 
 
 def test_requests_side_by_side_are_as_each_alone():
@@ -63,7 +66,36 @@ def test_one_wrong_guess_is_no_reason_to_stop_looking(draft, wrong):
     good = spell(request, pair, 16, True, SURE)
     assert bad[0] >= 8 and sum(width > 1 for width in bad) <= 4
     waited = next((place for place, width in enumerate(good) if width >= 8), len(good))
-    assert waited <= max(6, 16 - wrong)
+    assert waited <= max(8, 20 - wrong)
+
+
+TOKENS = st.lists(st.tuples(st.integers(0, 15), st.floats(-5, 0)), max_size=12)
+
+
+@given(TOKENS)
+def test_certainty_is_a_mean_in_which_right_drafts_are_certain(rounds):
+    certainty, every = Certainty(), []
+    assert certainty.mean is None
+    for accepted, last in rounds:
+        certainty.take(accepted + 1, last)
+        every += [1.0] * accepted + [exp(last)]
+        weights = [RECENT**age for age in reversed(range(len(every)))]
+        mean = sum(w * p for w, p in zip(weights, every, strict=True)) / sum(weights)
+        assert certainty.mean == pytest.approx(mean)
+    known = certainty.mean
+    certainty.take(3, None)
+    assert certainty.mean == known
+
+
+def test_a_sure_token_among_doubtful_ones_is_no_reason_to_draft():
+    """The end of a word in a text that the drafter knows nothing about, and the same at ease."""
+    widths = []
+    for before in (0.5, 1.0):
+        certainty, request = Certainty(), Policy(costs(1.8, 0.4), WIDEST).start()
+        for probability in (before, before, before, 1.0):
+            certainty.take(1, log(probability))
+        widths.append(request.width(64, WIDEST, certainty.mean))
+    assert widths == [1, WIDEST]
 
 
 def test_certainty_that_says_nothing_is_learnt_to_say_nothing():

@@ -7,6 +7,7 @@ import mlx.nn as nn
 import pytest
 from families import random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
+from mlx_lm.models import iquestloopcoder
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -103,6 +104,18 @@ def test_an_unknown_cache_is_refused_at_load(cache):
     model.make_cache = lambda: [KVCache(), cache, KVCache(), KVCache()]
     with pytest.raises(UnsupportedCacheError, match=type(cache).__name__) as caught:
         target_of(model, "qwen3")
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_run_twice_are_refused_at_load():
+    """Each time with a cache of its own, as IQuest-Coder's loops."""
+    shape = {
+        name: 2 for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    }
+    sizes = {name: 16 for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size")}
+    looped = iquestloopcoder.ModelArgs("iquestloopcoder", rms_norm_eps=1e-6, **shape, **sizes)
+    with pytest.raises(UnsupportedCacheError, match="4 caches for its 2 layers") as caught:
+        target_of(iquestloopcoder.Model(looped), "qwen3")
     assert "\n" not in str(caught.value)
 
 

@@ -299,6 +299,21 @@ def test_what_a_processor_may_not_return(result, message, temperature):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("right", range(5))
+def test_a_chain_brings_the_certainty_after_its_last_kept_row(right, temperature):
+    """That of one row is all that is asked for: exponentials of a vocabulary are dear."""
+    logits = mx.random.normal((5, 30), key=mx.random.key(right))
+    settings = Sampling(temperature=temperature, seed=1)
+    choices = Sampler(settings, [1]).choose(Proposal([2] * 5), logits).choices
+    drafts = [*choices[:right], *((token + 1) % 30 for token in choices[right:])][:4]
+    proposal = Proposal(mx.array([2, *drafts]))
+    _, again, (certainty,) = Sampler(settings, [1]).choose(proposal, logits, True)
+    row = np.array(logits, np.float64)[right]
+    assert again == choices
+    assert certainty == pytest.approx(row.max() - np.log(np.exp(row).sum()), abs=2e-4)
+
+
 def test_decisions_of_many_requests_are_read_together():
     """Each takes its own part of one array: choices, certainties, and the drafts not proposed."""
 
@@ -314,7 +329,7 @@ def test_decisions_of_many_requests_are_read_together():
     together = list(requests())
     decisions = [sampler.decide(*of) for sampler, of in together]
     sizes = [decision.values.size for decision in decisions]
-    assert sizes[1] > sizes[0] == 3 * 5, "drafts of other sharpnesses are read along"
+    assert sizes[1] > sizes[0] == 2 * 5 + 1, "drafts of other sharpnesses are read along"
     values = mx.concatenate([decision.values for decision in decisions]).tolist()
     for (sampler, _), decision, expected in zip(together, decisions, alone, strict=True):
         taken, values = values[: decision.values.size], values[decision.values.size :]

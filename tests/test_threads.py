@@ -147,6 +147,31 @@ def test_a_drafter_of_ones_own_gets_features_that_any_thread_can_read():
     assert sums == sorted(sums) and len(sums) > 3
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_features_of_the_prompt_wait_for_the_first_token(elsewhere):
+    """Lazy in the thread that has read the prompt; where another one goes on, it is read again."""
+    target, drafter, prompt = tiny_target(), random_drafter(**WINDOW), [*range(3, 103)]
+    kept = dm.Conversation(target, drafter)
+    events = dm.stream_generate(target, drafter, prompt, max_tokens=12, conversation=kept)
+    first = next(events)
+    assert kept.target.position == 100 and kept.drafter.position == 0
+    rest = in_a_thread(lambda: tokens_of(events)) if elsewhere else tokens_of(events)
+    assert first.tokens + rest == dm.generate(target, drafter, prompt, max_tokens=12).tokens
+    assert kept.drafter.position == kept.target.position == 111
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_request_closed_after_its_first_token(elsewhere):
+    target, drafter, prompt = tiny_target(), random_drafter(), [*range(3, 103)]
+    kept = dm.Conversation(target, drafter)
+    events = dm.stream_generate(target, drafter, prompt, max_tokens=12, conversation=kept)
+    again = [*prompt, *next(events).tokens, 7]
+    in_a_thread(events.close) if elsewhere else events.close()
+    result = dm.generate(target, drafter, again, max_tokens=5, conversation=kept)
+    assert result.stats.reused_tokens == (0 if elsewhere else len(prompt))
+    assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
+
+
 def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     folders = (

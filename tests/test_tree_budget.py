@@ -96,9 +96,8 @@ def test_what_a_tree_has_cost_already_does_not_make_a_round_shorter():
     of_trees = Costs({64: {row: 1.5 + 0.02 * (row - 1) for row in (1, 64)}}, {64: {BLOCK: 1.6}})
     kept = TreePolicy(believing(of_chains), of_trees)
     stats = decode(temperature=1.0, policy=kept, tree_budget="auto").stats
-    assert (
-        stats.trees and stats.widths[1] <= 0.2 * stats.rounds
-    )  # mostly where the target is unsure
+    # Plain rounds are those at the start, for the target is unsure, and few later.
+    assert stats.trees and stats.widths[1] <= 0.3 * stats.rounds
 
 
 def test_decisions_can_be_repeated():
@@ -132,6 +131,13 @@ def test_trees_of_a_drafter_that_has_none_are_refused_when_asked_for():
         decode(oracle, tree_budget=16)
     with pytest.raises(SettingsError, match="tree_budget"):
         decode(None, tree_budget=16)
+
+
+@pytest.mark.parametrize("budget", [1, -1, 8.0, True, "many", 1025, 10**30])
+def test_a_budget_that_no_tree_can_have_is_refused_at_once(budget):
+    """A million rows would want a mask of a million times as many, and hours to be drafted."""
+    with pytest.raises(SettingsError, match="tree_budget must be from 2 to 1024, or"):
+        decode(tree_budget=budget)
 
 
 def test_the_policys_choice_is_a_chain_then():

@@ -56,7 +56,9 @@ class Leanest:
 
     def round(self, width: int) -> list[int]:
         """The tokens that a round of so many rows brings."""
-        read: Any = self.ask(width).tolist()
+        asked = self.ask(width)
+        mx.eval(asked)
+        read: Any = asked.tolist()
         kept, self._anchor = accept(read[:width], range(-1, width - 1), read[width:])
         for cache in self._caches:
             cache.trim(width - len(kept))

@@ -18,7 +18,6 @@ from mlx_lm import stream_generate as mlx_lm_generate
 from mlx_lm.sample_utils import make_sampler
 
 from ..begin import widest_block
-from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter, label
 from ..errors import PromptError
 from ..events import FinishReason, Result, Stats
@@ -27,7 +26,7 @@ from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
 from ..target import Target
 from .datasets import BenchPrompt
-from .overhead import raw_forwards
+from .overhead import overhead
 from .summary import DDTREE, MLX_LM, PLAIN, Difference, Measured
 
 WARM_UP_TOKENS = 32
@@ -154,7 +153,7 @@ class Comparison:
 
 
 def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) -> Measured:
-    """Decode one prompt `repeats` times in every way, and time its rounds' bare forwards as often.
+    """Decode one prompt `repeats` times in every way, and its rounds as lean as can be as often.
 
     Args:
         prompt: what is asked.
@@ -165,12 +164,10 @@ def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) 
     overheads = []
     for _ in range(repeats):
         runs.run_turn()
-        drafted = runs.drafted[-1]
-        if drafted.stats.rounds and isinstance(runs.drafter, DFlash):
-            raw = raw_forwards(runs.target, runs.drafter, ids, drafted, runs.max_tokens)
-            overheads.append(raw.overhead(drafted.stats.decode_seconds))
-    overhead = median(overheads) if overheads else None
-    return Measured(prompt, runs.ways, runs.differences(), overhead)
+        of = overhead(runs.target, runs.drafter, ids, runs.drafted[-1], runs.max_tokens)
+        overheads += [] if of is None else [of]
+    beyond = median(overheads) if overheads else None
+    return Measured(prompt, runs.ways, runs.differences(), beyond)
 
 
 def measure_all(

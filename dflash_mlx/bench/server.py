@@ -1,16 +1,17 @@
 """Any OpenAI-compatible server, asked the same prompts and timed from outside.
 
-One request at a time, streamed: what is measured is what one person would wait for. The server's
-own count of tokens is used; it alone knows its tokenizer.
+One request at a time, streamed: what is measured is what one person would wait for (`clients` has
+many at once). The server's own count of tokens is used; it alone knows its tokenizer.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
+from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -25,19 +26,29 @@ END = "[DONE]"
 
 
 @dataclass(frozen=True)
+class Timed:
+    """An answer, and the seconds between its pieces of text."""
+
+    result: Result
+    gaps: list[float]
+
+
+@dataclass(frozen=True)
 class Server:
     """A server and the model that it is asked for.
 
     Attributes:
         url: up to and with /v1, or what comes before it.
         model: the name it goes by there.
+        key: that it asks for; None brings none.
     """
 
     url: str
     model: str
+    key: str | None = None
 
     @classmethod
-    def find(cls, url: str, model: str | None) -> Server:
+    def find(cls, url: str, model: str | None, key: str | None = None) -> Server:
         """A server at this address; without a model the first one that it offers.
 
         Raises `ServerError`.
@@ -45,16 +56,22 @@ class Server:
         base = url.rstrip("/")
         base = base if base.endswith("/v1") else f"{base}/v1"
         if model is not None:
-            return cls(base, model)
-        with _open(f"{base}/models") as response:
+            return cls(base, model, key)
+        with _open(f"{base}/models", key=key) as response:
             try:
-                return cls(base, str(json.load(response)["data"][0]["id"]))
+                return cls(base, str(json.load(response)["data"][0]["id"]), key)
             except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise ServerError(f"{base}/models names no model: give --model.") from error
 
     def ask(
         self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
     ) -> Result:
+        """One streamed answer; as `timed`."""
+        return self.timed(messages, max_tokens, temperature, seed).result
+
+    def timed(
+        self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
+    ) -> Timed:
         """One streamed answer and its times; token ids are unknown.
 
         Decoding is timed from the first piece of text to the last one, and brings all tokens but
@@ -62,34 +79,38 @@ class Server:
 
         Raises `ServerError`.
         """
-        content = {
-            "model": self.model,
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         stats, text, times = Stats(), [], []
         finish_reason: FinishReason = "length"
         start = time.perf_counter()
-        with _open(f"{self.url}/chat/completions", content) as response:
-            for part in _parts(response, self.url):
-                usage = part.get("usage") or {}
-                stats.prompt_tokens = usage.get("prompt_tokens", stats.prompt_tokens)
-                stats.output_tokens = usage.get("completion_tokens", stats.output_tokens)
-                for choice in part.get("choices") or ():
-                    if piece := _piece(choice.get("delta") or {}):
-                        times.append(time.perf_counter())
-                        text.append(piece)
-                    if choice.get("finish_reason") == "stop":
-                        finish_reason = "stop"
+        for part in self.parts(messages, **settings):
+            usage = part.get("usage") or {}
+            stats.prompt_tokens = usage.get("prompt_tokens", stats.prompt_tokens)
+            stats.output_tokens = usage.get("completion_tokens", stats.output_tokens)
+            for choice in part.get("choices") or ():
+                if piece := piece_of(choice.get("delta") or {}):
+                    times.append(time.perf_counter())
+                    text.append(piece)
+                if choice.get("finish_reason") == "stop":
+                    finish_reason = "stop"
         stats.output_tokens = stats.output_tokens or len(text)
         if times:
             stats.prefill_seconds = stats.first_token_seconds = times[0] - start
             stats.decode_seconds = times[-1] - times[0]
-        return Result("".join(text), [], finish_reason, stats)
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        return Timed(Result("".join(text), [], finish_reason, stats), gaps)
+
+    def parts(
+        self, messages: Sequence[dict[str, str]], **settings: Any
+    ) -> Generator[dict[str, Any]]:
+        """The objects of one streamed answer, the last of them with the usage.
+
+        Whoever closes it has the server stop. Raises `ServerError`.
+        """
+        content = {"model": self.model, "messages": list(messages), "stream": True}
+        content |= {"stream_options": {"include_usage": True}, **settings}
+        with _open(f"{self.url}/chat/completions", content, self.key) as response:
+            yield from _parts(response, self.url)
 
 
 def measure_server(
@@ -114,11 +135,14 @@ def measure_server(
             turn = turn.answered(runs[0].text)
 
 
-def _open(url: str, content: dict[str, Any] | None = None) -> HTTPResponse:
+def _open(url: str, content: dict[str, Any] | None = None, key: str | None = None) -> HTTPResponse:
     """GET, or POST of JSON. Raises `ServerError`."""
     data = None if content is None else json.dumps(content).encode()
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
     try:
-        request = Request(url, data, {"Content-Type": "application/json"})
+        request = Request(url, data, headers)
         response: HTTPResponse = urlopen(request, timeout=TIMEOUT)
     except HTTPError as error:
         with error:
@@ -148,6 +172,6 @@ def _parts(response: HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
     raise ServerError(f"{url}: the answer broke off before its end.")
 
 
-def _piece(delta: dict[str, Any]) -> str:
+def piece_of(delta: dict[str, Any]) -> str:
     """The text of a part: the answer's, or the thinking's before it."""
     return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""

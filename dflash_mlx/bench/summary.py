@@ -52,7 +52,7 @@ class Measured:
         runs: by the way in which they were made, the runs in the order of the turns.
         differences: by way, where its text leaves the plain one, None if it does not; no entry
             where texts are not compared.
-        overhead_seconds: per round of drafting, beyond the bare forwards; None without rounds.
+        overhead_seconds: per round of drafting, beyond the leanest; None where there is none.
     """
 
     prompt: BenchPrompt

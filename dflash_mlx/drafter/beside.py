@@ -126,13 +126,22 @@ class BesideSession:
         """How often the lookup is right at once where the network is wrong at once."""
         return self._known.rescue
 
+    @property
+    def rate(self) -> float:
+        """How often a slot of the network is right when those before it are."""
+        return self._known.rate
+
     def propose_network(self, anchor: int, width: int) -> Proposal:
         """The network's draft."""
         proposal = self.network.propose(anchor, width)
+        self.drafted(anchor, proposal)
+        return proposal
+
+    def drafted(self, anchor: int, proposal: Proposal) -> None:
+        """Take in the network's draft, to learn from it when the text has passed it."""
         if len(proposal) > 1:
             guess: Any = self.lookup.propose_foreseen(anchor, 2).tokens
             self._waiting.add(len(proposal), (proposal, guess[1:]))
-        return proposal
 
     def propose_both(self, anchor: int, width: int, more: int) -> Proposal:
         """A tree of two branches: the network's draft of `width` rows, the lookup's of `more`."""
@@ -147,7 +156,7 @@ class BesideSession:
     def propose(self, anchor: int, width: int) -> Proposal:
         """The draft of which more is expected, of at most `width` rows."""
         rates = self.foresee(anchor, width)
-        if _expected(rates) > _expected([self._known.rate] * (width - 1)):
+        if _expected(rates) > _expected([self.rate] * (width - 1)):
             return self.propose_foreseen(anchor, width)
         return self.propose_network(anchor, width)
 
@@ -175,6 +184,10 @@ class BesideSession:
     def extend(self, taps: mx.array) -> None:
         """Take in the features of newly committed tokens, for the network."""
         self.network.extend(taps)
+
+    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """The same, of a round; see `DraftSession.extend_by`."""
+        self.network.extend_by(taps, kept)
 
     @property
     def position(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
@@ -42,23 +42,12 @@ class _Group(NamedTuple):
     places: list[int]
 
 
-@overload
-def propose_together(
-    sessions: Sequence[Session], anchors: Sequence[int], widths: Sequence[int]
-) -> list[Proposal]: ...
-@overload
-def propose_together(
-    sessions: Sequence[Session],
-    anchors: Sequence[int],
-    widths: Sequence[int],
-    guards: Sequence[Guard],
-) -> list[Proposal | None]: ...
 def propose_together(
     sessions: Sequence[Session],
     anchors: Sequence[int],
     widths: Sequence[int],
     guards: Sequence[Guard] | None = None,
-) -> Any:
+) -> list[Proposal | None]:
     """What each session's own `propose` returns, in as few passes as there are networks.
 
     Sessions that have no network of ours, or share it with no other one here, propose by
@@ -90,23 +79,6 @@ def propose_together(
     return proposals
 
 
-@overload
-def propose_trees_together(
-    sessions: Sequence[TreeSession],
-    anchors: Sequence[int],
-    rows: Sequence[int],
-    widths: Sequence[int],
-    calibrations: Sequence[Calibration],
-) -> list[DraftTree]: ...
-@overload
-def propose_trees_together(
-    sessions: Sequence[TreeSession],
-    anchors: Sequence[int],
-    rows: Sequence[int],
-    widths: Sequence[int],
-    calibrations: Sequence[Calibration],
-    guards: Sequence[Guard],
-) -> list[DraftTree | None]: ...
 def propose_trees_together(
     sessions: Sequence[TreeSession],
     anchors: Sequence[int],
@@ -114,7 +86,7 @@ def propose_trees_together(
     widths: Sequence[int],
     calibrations: Sequence[Calibration],
     guards: Sequence[Guard] | None = None,
-) -> Any:
+) -> list[DraftTree | None]:
     """What each session's own `propose_tree` returns; waits once for each network.
 
     Args as of `propose_together` and of `TreeSession.propose_tree`.

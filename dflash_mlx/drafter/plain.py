@@ -31,6 +31,10 @@ class NoDrafter:
         """Take in that so many tokens were committed, [1, S, 0]."""
         self.position += taps.shape[1]
 
+    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Take in that so many tokens were committed."""
+        self.position += len(kept)
+
     def propose(self, anchor: int, width: int) -> Proposal:
         """The anchor."""
         return Proposal([anchor])

@@ -9,7 +9,8 @@ wants it asks with `isinstance`:
                     `Labelled`      what people call it, where that is not its class's name
                     `TreeDrafter`   its sessions are `TreeSession`s
                     `Weighed`       what its caches take is known
-    of a session    `SaysConfidence` says how likely its drafts are right
+    of a session    `Gathers`       takes the features of kept rows out of those of a round itself
+                    `SaysConfidence` says how likely its drafts are right
                     `Foresees`      has drafts that cost nothing, and knows what they are worth
                     `ReadsText`     is told the committed tokens, not only their features
                     `Resumable`     can go on with the next turn of a conversation
@@ -119,6 +120,20 @@ class TreeDrafter(Protocol):
 
 
 @runtime_checkable
+class Gathers(Protocol):
+    """A session that needs no array of its own for the features of every round's kept rows.
+
+    Each such array is one more pass of the device; taken out where they are used, they are none.
+    """
+
+    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Take in rows of the features [1, N, K*D] of a round, which are computed: see `extend`.
+
+        `kept` are the rows, rising.
+        """
+
+
+@runtime_checkable
 class SaysConfidence(Protocol):
     """A session that says of its chains how likely each slot is right, given those before it."""
 
@@ -144,6 +159,17 @@ class Foresees(Protocol):
 
 class Both(Foresees, Protocol):
     """A session with drafts of a network as well."""
+
+    @property
+    def network(self) -> Session:
+        """Whose drafts those are; they may be made together with those of other requests."""
+
+    @property
+    def rate(self) -> float:
+        """How often a slot of the network is right when those before it are, at any time."""
+
+    def drafted(self, anchor: int, proposal: Proposal) -> None:
+        """Take in what `network` has drafted after an anchor that was foreseen."""
 
     @property
     def rescue(self) -> float:

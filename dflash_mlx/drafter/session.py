@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..proposal import Proposal
 from ..target.contents import Arrays, inside
+from ..target.taps import gathered
 from .context import ContextCache, ContextMark
 from .tree import DraftTree
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from .candidates import Candidates
     from .config import DraftConfig
 
-DraftMark = tuple[list[ContextMark], list[mx.array]]
+Waiting = tuple[mx.array, Sequence[int]]  # features [1, N, K*D], and which of their rows
+DraftMark = tuple[list[ContextMark], list[Waiting]]
 MOST_WAITING = 256  # rows of features that wait for a block: one by one they would cost more
 
 
@@ -90,10 +92,11 @@ class DraftSession:
     def __init__(self, drafter: Network, target: Target, sampler: Sampler) -> None:
         self._drafter, self._target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
+        self._windows = [layer for layer in self._cache if layer.window is not None]
         self._confident: Confident | None = None
         if isinstance(drafter, Confident) and drafter.says_confidence:
             self._confident = drafter
-        self._pending: list[mx.array] = []
+        self._pending: list[Waiting] = []
         self._waiting = 0  # rows of them
 
     def resume(self, sampler: Sampler) -> None:
@@ -115,7 +118,7 @@ class DraftSession:
         waiting = self._take_pending()[:, : max(0, position - self._cache[0].offset)]
         for layer in self._cache:
             layer.cut(min(position, layer.offset))
-        self._wait(waiting)
+        self._wait(waiting, range(waiting.shape[1]))
         self._start_computing()
 
     def mark(self) -> DraftMark:
@@ -129,7 +132,7 @@ class DraftSession:
             layer.rewind(state)
         self._take_pending()
         for waiting in pending:
-            self._wait(waiting)
+            self._wait(*waiting)
 
     def rows(self, start: int, end: int) -> Arrays:
         """Keys and values [1, KV, S, head_dim] of S tokens in the layers without a window."""
@@ -164,21 +167,40 @@ class DraftSession:
 
     def extend(self, taps: mx.array) -> None:
         """Take in the features [1, S, K*D] of S newly committed tokens, in order."""
-        if self._waiting >= MOST_WAITING:
-            # A further chunk of the prompt, or many rounds that drafted nothing. Evaluating now
-            # lets the features go: a long prompt's never lie in memory together.
-            self._drafter.extend(self._take_pending(), self._cache)
-        self._wait(taps)
+        self._make_room()
+        self._wait(taps, range(taps.shape[1]))
         self._start_computing()
 
-    def _wait(self, taps: mx.array) -> None:
-        if taps.shape[1]:
-            self._pending.append(taps)
-            self._waiting += taps.shape[1]
+    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Take in some rows of a round's features, which are computed; see `Gathers`.
+
+        They are taken out where they are used, in the next draft's own graph.
+        """
+        full = self._make_room()
+        self._wait(taps, kept)
+        if full or self._windows:  # a window is cut anew by every draft
+            self._start_computing()
+
+    def _make_room(self) -> bool:
+        """Have no more features wait than should; whether there were more.
+
+        A further chunk of the prompt, or many rounds that drafted nothing. Evaluating now lets the
+        features go: a long prompt's never lie in memory together.
+        """
+        full = self._waiting >= MOST_WAITING
+        if full:
+            self._drafter.extend(self._take_pending(), self._cache)
+        return full
+
+    def _wait(self, taps: mx.array, kept: Sequence[int]) -> None:
+        if kept:
+            self._pending.append((taps, kept))
+            self._waiting += len(kept)
 
     def _start_computing(self) -> None:
         """Leave nothing lazy: the next round may be another thread's."""
-        mx.async_eval(self._pending[-1:], [layer.state for layer in self._cache])
+        newest = [taps for taps, _ in self._pending[-1:]]
+        mx.async_eval(newest, [layer.state for layer in self._cache])
 
     def _take_pending(self) -> mx.array:
         """The features that wait, [1, S, K*D]; S may be 0."""
@@ -186,7 +208,8 @@ class DraftSession:
         self._pending, self._waiting = [], 0
         if not pending:
             return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
-        return pending[0] if len(pending) == 1 else mx.concatenate(pending, axis=1)
+        parts = [gathered(taps, kept) for taps, kept in pending]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """Draft a chain of at most `width` rows, the anchor first; nothing waits for the device."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -23,7 +22,8 @@ import numpy as np
 
 from ..drafter.forest import propose_together
 from ..drafter.protocol import Drafter
-from ..policy.costs import DEPTHS, REPEATS, Costs, curve, monotone, pair_costs
+from ..policy.costs import Costs, curve, monotone, pair_costs
+from ..policy.timing import TOKEN, Round, started, time_rounds
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..target.forest import Forest
@@ -83,6 +83,7 @@ class _Forwards:
         self._tables: dict[int, tuple[np.ndarray, float]] = {}  # by depth
 
     def seconds(self, rows: np.ndarray, requests: Any, context: int) -> np.ndarray:
+        """As of `SharedCosts`."""
         depth = 1 << max(context, 1).bit_length() - 1
         if depth not in self._tables:  # each round of a text passes the same depths
             self._tables[depth] = self._table(depth)
@@ -102,34 +103,21 @@ def measure_shared(
     target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None
 ) -> Costs:
     """Time the rounds of `MANY` requests together. They draft for texts of one token, repeated."""
-    rows = [row for row in ROWS if row < widest] + [widest]
-    deepest = target.context_length - widest - 2 * len(rows) * (REPEATS + 1)
-    verify, draft = {}, {}
-    for depth in sorted({max(2, min(depth, deepest)) for depth in DEPTHS}):
-        verify[depth], draft[depth] = _measure_at(target, drafter, depth, rows, kv_bits)
-    return Costs(verify, draft)
+    sampler, forest = Sampler(), Forest(target)
 
+    def begin(depth: int) -> Round:
+        """Rounds of all of them."""
+        pairs = [started(target, drafter, depth, kv_bits) for _ in range(MANY)]
+        sessions, drafting = [session for session, _ in pairs], [drafts for _, drafts in pairs]
 
-def _measure_at(
-    target: Target, drafter: Drafter, depth: int, rows: list[int], kv_bits: int | None
-) -> tuple[dict[int, float], dict[int, float]]:
-    """The median verify and draft of `MANY` requests of so many rows each; as in `policy.costs`."""
-    token, sampler, forest = 1, Sampler(), Forest(target)
-    sessions = [target.start(drafter.tap_layers, kv_bits) for _ in range(MANY)]
-    drafting = [drafter.start(target, sampler) for _ in range(MANY)]
-    for session, drafts in zip(sessions, drafting, strict=True):
-        for _, taps in session.prefill([token] * depth):
-            drafts.extend(taps)
-    verify: dict[int, list[float]] = {MANY * row: [] for row in rows}
-    draft: dict[int, list[float]] = {MANY * row: [] for row in rows if row > 1}
-    for row in [*rows, *reversed(rows)]:
-        for repeat in range(REPEATS + 1):
+        def play(rows: int) -> tuple[float, float]:
+            """Seconds of the verify and of the draft, of so many rows each."""
             clock = time.perf_counter()
-            if row > 1:
-                drafted = propose_together(drafting, [token] * MANY, [row] * MANY)
-                mx.eval([p.tokens for p in drafted if isinstance(p.tokens, mx.array)])
+            if rows > 1:
+                drafted = propose_together(drafting, [TOKEN] * MANY, [rows] * MANY)
+                mx.eval([p.tokens for p in drafted if p and isinstance(p.tokens, mx.array)])
             middle = time.perf_counter()
-            proposals = [Proposal([token] * row)] * MANY
+            proposals = [Proposal([TOKEN] * rows)] * MANY
             answers = forest.verify(sessions, proposals)
             mx.eval([sampler.decide(proposals[0], logits).values for logits, _ in answers])
             for session in sessions:
@@ -137,12 +125,18 @@ def _measure_at(
             end = time.perf_counter()
             for drafts, (_, taps) in zip(drafting, answers, strict=True):
                 drafts.extend(taps[:, :1])
-            if repeat:  # the first one warms up
-                verify[MANY * row].append(end - middle)
-                if row > 1:
-                    draft[MANY * row].append(middle - clock)
-    return _medians(verify), _medians(draft) or {1: 0.0}
+            return end - middle, middle - clock
+
+        return play
+
+    rows = [row for row in ROWS if row < widest] + [widest]
+    verify, draft = time_rounds(target, rows, widest, begin)
+    return Costs(_by_all(verify), _by_all(draft, least=2))
 
 
-def _medians(samples: Mapping[int, list[float]]) -> dict[int, float]:
-    return {rows: median(seconds) for rows, seconds in samples.items()}
+def _by_all(points: Points, least: int = 1) -> dict[int, dict[int, float]]:
+    """The same by the rows of all requests, where each has at least so many."""
+    return {
+        depth: {MANY * rows: each for rows, each in seconds.items() if rows >= least} or {1: 0.0}
+        for depth, seconds in points.items()
+    }

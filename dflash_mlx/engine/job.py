@@ -9,41 +9,54 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 
+from ..errors import EngineError
 from ..events import Event, FinishReason, Result, Stats
 
 
 class Job(Iterator[Event], AsyncIterator[Event]):
     """A request in an engine: an iterator of its events, for `for` and for `async for`.
 
-    One reader at a time takes the events. `result` waits beside it, and needs no reader. Whoever
+    Several readers share the events among them. `result` waits beside them, and needs none. Whoever
     reads slowly, or not at all, delays nobody: events wait here.
 
     Args:
         stats: the request's counters.
         wake: has the engine look at this job again.
+        makes: whether the calling thread is the one that makes the text.
     """
 
-    def __init__(self, stats: Stats, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, stats: Stats, wake: Callable[[], None], makes: Callable[[], bool] = lambda: False
+    ) -> None:
         self.stats = stats
-        self._wake = wake
+        self._wake, self._makes = wake, makes
         self._news = threading.Condition()
         self._events: deque[Event] = deque()
-        self._asleep: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._asleep: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.cancelled = False
+
+    def __repr__(self) -> str:
+        """A line: how it ended, and how many tokens there are."""
+        state = (
+            type(self._error).__name__ if self._error else repr(self._finish_reason or "goes on")
+        )
+        return f"Job({state}, {len(self._tokens)} tokens)"
 
     def __iter__(self) -> Job:
         """This."""
         return self
 
     def __next__(self) -> Event:
-        """The next event. Raises what the request raised, after the events before it."""
+        """The next event. Raises what the request raised, after the events before it.
+
+        Raises `EngineError` in the thread that makes the text, where it could not come.
+        """
         with self._news:
-            while not (self._events or self.done):
-                self._news.wait()
+            self._wait_for(lambda: bool(self._events) or self.done)
             event = self._take()
         if event is None:
             raise StopIteration
@@ -62,7 +75,7 @@ class Job(Iterator[Event], AsyncIterator[Event]):
                     break
                 loop = asyncio.get_running_loop()
                 arrived = loop.create_future()
-                self._asleep = loop, arrived
+                self._asleep.append((loop, arrived))
             await arrived
         if event is None:
             raise StopAsyncIteration
@@ -76,10 +89,11 @@ class Job(Iterator[Event], AsyncIterator[Event]):
     def result(self, timeout: float | None = None) -> Result:
         """All of it, once it has ended; of a cancelled job what there was.
 
-        Raises what the request raised, and `TimeoutError` after `timeout` seconds.
+        Raises what the request raised, `TimeoutError` after `timeout` seconds, and `EngineError` as
+        `next` does.
         """
         with self._news:
-            if not self._news.wait_for(lambda: self.done, timeout):
+            if not self._wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"The job has not ended within {timeout} seconds.")
             if self._error is not None:
                 raise self._error
@@ -100,13 +114,22 @@ class Job(Iterator[Event], AsyncIterator[Event]):
             self._finish_reason = event.finish_reason
             self._tell()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """It cannot go on, says the engine."""
         # The frames hold the request and its caches for as long as somebody holds the error.
         traceback.clear_frames(error.__traceback__)
         with self._news:
             self._error = error
             self._tell()
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait for news; whether they came. Raises `EngineError` where they never can."""
+        if not condition() and self._makes():
+            raise EngineError(
+                "A job cannot be waited for by the thread that makes its text, as a logits "
+                "processor of another job: wait in a thread of your own."
+            )
+        return self._news.wait_for(condition, timeout)
 
     def _take(self) -> Event | None:
         """The first event that waits; None at the end. Raises what the request raised."""
@@ -119,8 +142,8 @@ class Job(Iterator[Event], AsyncIterator[Event]):
     def _tell(self) -> None:
         """Wake who waits."""
         self._news.notify_all()
-        if self._asleep is not None:
-            (loop, arrived), self._asleep = self._asleep, None
+        asleep, self._asleep = self._asleep, []
+        for loop, arrived in asleep:
             with suppress(RuntimeError):  # its loop is closed: nobody waits there any more
                 loop.call_soon_threadsafe(_arrive, arrived)
 

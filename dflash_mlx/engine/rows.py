@@ -5,28 +5,35 @@ best n rows beyond the anchors are the n likeliest of all requests, and what the
 of their chances: for every number of rows the best choice is known, and one pass over them finds
 the number that brings the most tokens per second. That may be none: plain decoding of all together.
 
-    nobody is left behind   a request's own tokens per second, of its last rounds and this one, stay
-                            above `FLOOR` of plain batching's, whatever the others' rows cost it
+    nobody is left behind   no round is run that is expected to bring a request less than `FLOOR` of
+                            plain batching's speed, unless it is ahead of that by its last rounds;
+                            and whatever is expected wrongly, from its first shared round to any
+                            other one it had `FLOOR` of that speed, less `CREDIT` tokens
     never slower            an account, as of one request's rounds (`policy.account`), books what
                             rounds cost and bring against plain batching
+    as it really is         where rounds say that the costs are wrong, theirs count (`policy.watch`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..policy.account import Account
+from ..policy.account import CREDIT, Account
 from ..policy.offer import Offer
+from ..policy.watch import Watch
+from ..policy.widths import TRIAL_GAIN, TRIAL_ROWS
 from ..request import Request
 from .costs import SharedCosts
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
-FLOOR = 0.9  # of plain batching's speed, for every request,
-STANDING, MEMORY = 4.0, 0.95  # over these plain rounds, and about the last 20
+FLOOR = 0.9  # of plain batching's speed, for every request
+FIRST, MEMORY = 0.4, 0.95  # tokens that it is ahead at first; what a round leaves of such
+SLACK = CREDIT - FIRST  # that it may be behind: it loses as many at most as it would alone
 
 
 class Share(NamedTuple):
@@ -35,21 +42,32 @@ class Share(NamedTuple):
     Attributes:
         rows: of each request, the anchor included.
         cost: of the round, in plain rounds of the same requests.
+        width: rows of a request on average; 1 of a plain round alone.
+        seconds: that the round takes, as measured.
     """
 
     rows: list[int]
     cost: float
+    width: int
+    seconds: float
 
 
 class Standing:
-    """What a request had of its last shared rounds, and what they cost: of plain rounds either."""
+    """How many tokens a request is ahead of `FLOOR` of plain batching: fading, but not a debt."""
 
     def __init__(self) -> None:
-        self.tokens, self.cost = STANDING, STANDING
+        self.ahead = FIRST
 
     def book(self, cost: float, tokens: int) -> None:
-        """Take in a round."""
-        self.tokens, self.cost = MEMORY * self.tokens + tokens, MEMORY * self.cost + cost
+        """Take in a round, which cost so many plain ones."""
+        self.ahead += tokens - FLOOR * cost
+        if self.ahead > 0:
+            self.ahead *= MEMORY
+
+    def bearable(self, expected: np.ndarray) -> np.ndarray:
+        """What a round may cost that is expected to bring so many tokens."""
+        bearable: np.ndarray = np.minimum(max(0.0, self.ahead) + expected, self.ahead + 1 + SLACK)
+        return bearable / FLOOR
 
 
 def share(
@@ -58,6 +76,7 @@ def share(
     costs: SharedCosts,
     context: int,
     affordable: float,
+    watch: Watch,
 ) -> Share:
     """The rows that bring the most tokens per second.
 
@@ -66,6 +85,7 @@ def share(
         costs: of rounds.
         context: tokens before the round, of a request on average.
         affordable: what the round may cost, in plain rounds.
+        watch: what such rounds take, by their width.
     """
     requests = len(offers)
     rows = [1 + len(offer.chances) * offer.asked for offer in offers]
@@ -77,37 +97,68 @@ def share(
     drafting = int(asked.sum()) + _after(joint[of] * _first_of_each(of))
     drafted = int((asked * rows).sum()) + _after(joint[of] + joint[of] * _first_of_each(of))
     seconds = costs.verify(verified, requests, context) + costs.draft(drafted, drafting, context)
-    cost = seconds / seconds[0]
-    gains = (requests + _after(chances)) / requests / cost
+    widths = 1 + -(-(verified - verified[0]) // requests)
+    real = seconds * watch.multiples(widths)
+    cost, tokens = real / real[0], 1 + _after(chances) / requests
     allowed = (cost <= affordable) & (cost <= _bearable(of, chances, standings))
-    best = int(np.where(allowed, gains, 0.0).argmax())
-    if gains[best] <= GAIN:
+    best = int(np.where(allowed, tokens / cost, 0.0).argmax())
+    if tokens[best] <= GAIN * cost[best]:
         best = 0
+    # A width that was hardly ever run is tried for its cost alone: what all others are compared
+    # with, and what would bring clearly more.
+    for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(of)):
+        more = not trial or (allowed[trial] and tokens[trial] > TRIAL_GAIN * tokens[best])
+        if more and watch.is_unknown(int(widths[trial]), beside=int(widths[best])):
+            best = trial
+            break
     for request in of[:best]:
         rows[request] += 1
-    return Share(rows, float(cost[best]))
+    return Share(rows, float(cost[best]), int(widths[best]), float(seconds[best]))
 
 
 class SharedRounds:
-    """The rows of one round after another."""
+    """The rows of one round after another.
 
-    def __init__(self, costs: SharedCosts) -> None:
-        self._costs, self._account, self._cost = costs, Account(), 1.0
+    Args:
+        costs: of rounds.
+        clock: what says how long rounds really take.
+    """
+
+    def __init__(self, costs: SharedCosts, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._costs, self._clock, self._account = costs, clock, Account()
         self._standings: WeakKeyDictionary[Request, Standing] = WeakKeyDictionary()
+        self._watches: dict[int, Watch] = {}  # by how many requests there are, to a doubling
+        self._share, self._began = Share([], 1.0, 1, 1.0), 0.0
 
     def rows(self, requests: Sequence[Request], offers: Sequence[Offer], context: int) -> list[int]:
-        """Of the next round of these requests; `context` as in `share`."""
+        """The rows of each request's next round, the anchor included; the round begins.
+
+        Args:
+            requests: who has it.
+            offers: what they could have verified.
+            context: tokens before it, of a request on average.
+        """
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
-        found = share(offers, standings, self._costs, context, self._account.affordable_together)
-        self._cost = found.cost
-        return found.rows
+        affordable = self._account.affordable_together
+        self._share = share(
+            offers, standings, self._costs, context, affordable, self._watch(len(requests))
+        )
+        self._began = self._clock()
+        return self._share.rows
 
     def observe(self, brought: Sequence[tuple[Request, int]]) -> None:
-        """Take in the tokens that the round brought each request."""
+        """Take in the tokens that the round brought each request, now that it is over."""
+        played = self._share
+        if not brought:
+            return
+        watch = self._watch(len(played.rows))
+        watch.saw(played.width, self._clock() - self._began, played.seconds)
         for request, tokens in brought:
-            self._standings.setdefault(request, Standing()).book(self._cost, tokens)
-        if brought:
-            self._account.book(self._cost, sum(tokens for _, tokens in brought) / len(brought))
+            self._standings.setdefault(request, Standing()).book(played.cost, tokens)
+        self._account.book(played.cost, sum(tokens for _, tokens in brought) / len(brought))
+
+    def _watch(self, requests: int) -> Watch:
+        return self._watches.setdefault(requests.bit_length(), Watch())
 
 
 def everything(offers: Sequence[Offer]) -> list[int]:
@@ -145,7 +196,6 @@ def _bearable(of: np.ndarray, chances: np.ndarray, standings: Sequence[Standing]
     """What the round may cost after n candidates, so that it leaves no request behind."""
     each = np.zeros((len(of) + 1, len(standings)))
     each[np.arange(1, len(of) + 1), of] = chances
-    had = np.array([standing.tokens for standing in standings])
-    paid = np.array([standing.cost for standing in standings])
-    bearable: np.ndarray = ((had + 1 + each.cumsum(axis=0)) / FLOOR - paid).min(axis=1)
-    return bearable
+    expected = 1 + each.cumsum(axis=0)
+    bearable = [standing.bearable(expected[:, at]) for at, standing in enumerate(standings)]
+    return np.min(bearable, axis=0)

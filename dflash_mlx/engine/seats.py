@@ -180,7 +180,7 @@ class Seats:
             if seat.request.finished or turn.error is not None:
                 self._end(seat, turn.error)
 
-    def _break_off(self, party: list[_Seat], error: Exception) -> None:
+    def _break_off(self, party: list[_Seat], error: BaseException) -> None:
         """A forward of these broke off."""
         if len(party) == 1:
             self._end(party[0], error)
@@ -190,7 +190,7 @@ class Seats:
             seat.request.suspend()
             self._begin(seat)
 
-    def _end(self, seat: _Seat, error: Exception | None = None) -> None:
+    def _end(self, seat: _Seat, error: BaseException | None = None) -> None:
         """A job has ended, and its caches are free."""
         self._vacate(seat)
         with Attempt() as attempt:

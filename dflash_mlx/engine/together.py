@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from ..drafter.forest import propose_together, propose_trees_together
 from ..drafter.protocol import TreeSession
-from ..errors import ProposalError
 from ..loop import Alone, Turn
 from ..policy.offer import Offer, Planting
+from ..policy.rounds import checked
 from ..proposal import Proposal
 from ..target import Target
 from ..target.forest import Forest
@@ -40,7 +40,7 @@ class Flat:
         for (turn, offer), count in zip(offers, rows, strict=True):
             with turn:
                 if offer.draft is None and count > 1:
-                    chains.append((turn, count))
+                    chains.append((turn, offer, count))
                 elif offer.draft is None:
                     turn.proposal = Proposal([turn.request.anchor])
                 else:
@@ -58,15 +58,17 @@ class Flat:
                 else:
                     offers.append((turn, offer))
         trees = propose_trees_together(
-            [cast(TreeSession, turn.request.drafter) for turn, _ in plantings],
+            [cast(TreeSession, of.session or turn.request.drafter) for turn, of in plantings],
             [turn.request.anchor for turn, _ in plantings],
             [planting.rows for _, planting in plantings],
             [planting.width for _, planting in plantings],
             [planting.calibration for _, planting in plantings],
+            guards=[turn for turn, _ in plantings],
         )
         for (turn, planting), tree in zip(plantings, trees, strict=True):
-            with turn:
-                offers.append((turn, planting.grow(tree)))
+            if tree is not None:  # else its turn has the error
+                with turn:
+                    offers.append((turn, planting.grow(tree)))
         return offers
 
     def _rows(self, offers: Sequence[tuple[Turn, Offer]]) -> list[int]:
@@ -76,16 +78,20 @@ class Flat:
         context = sum(request.target.position for request in requests) // len(requests)
         return self._rounds.rows(requests, [offer for _, offer in offers], context)
 
-    def _draft(self, chains: Sequence[tuple[Turn, int]]) -> None:
+    def _draft(self, chains: Sequence[tuple[Turn, Offer, int]]) -> None:
         """Draft chains of so many rows in one pass."""
         if not chains:
             return
-        requests = [turn.request for turn, _ in chains]
-        sessions, anchors = [r.drafter for r in requests], [r.anchor for r in requests]
-        proposals = propose_together(sessions, anchors, [count for _, count in chains])
-        for (turn, count), proposal in zip(chains, proposals, strict=True):
-            with turn:
-                turn.proposal = checked(proposal, count)
+        sessions = [offer.session or turn.request.drafter for turn, offer, _ in chains]
+        anchors = [turn.request.anchor for turn, _, _ in chains]
+        counts, guards = [count for _, _, count in chains], [turn for turn, _, _ in chains]
+        proposals = propose_together(sessions, anchors, counts, guards)
+        for (turn, offer, count), proposal in zip(chains, proposals, strict=True):
+            if proposal is not None:
+                with turn:
+                    turn.proposal = checked(proposal, count)
+                    if offer.drafted is not None:
+                        offer.drafted(proposal)
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
@@ -99,10 +105,3 @@ class Flat:
         if self._rounds is not None and len(turns) > 1:
             events = [(turn.request, turn.event) for turn in turns if turn.event is not None]
             self._rounds.observe([(request, len(event.tokens)) for request, event in events])
-
-
-def checked(proposal: Proposal, rows: int) -> Proposal:
-    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
-    if len(proposal) > rows:
-        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
-    return proposal

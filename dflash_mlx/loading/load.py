@@ -7,12 +7,11 @@ file, or a repository of the Hugging Face hub.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,20 +21,12 @@ from ..drafter.beside import Beside
 from ..drafter.lookup import Lookup
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
-from ..errors import ConfigError, DFlashError, KernelError, SettingsError, WeightsError
+from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
 from ..foreign import Foreign
-from ..kernels.calibration import choices, read_timings
-from ..kernels.modules import Kernels, Wiring, will_be_exact, wire
-from ..kernels.selfcheck import Check, faults
-from ..kernels.source import KernelFactory
-from ..machine.chips import find_chip
 from ..target import Target
-from ..target.attention import attends_exactly
-from ..target.selfcheck import check_rows, model_checks, weight_checks
 from ..threads import evaluate
 from .checkpoint import read_target, read_tokenizer
 from .drafter_checkpoint import drop_copies, read_drafter
-from .gguf.convert import converted
 from .gguf.packages import gguf_file
 from .hub import Hub
 from .names import check_name
@@ -54,6 +45,10 @@ from .registry import (
 from .soundness import check_finite, check_runs, check_types
 from .target_config import read_target_config
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
+    from ..kernels.source import KernelFactory
 
 # What comes with the package: (name, part) -> its folder in dflash_mlx.
 _EMBEDDED_FOLDERS = {
@@ -205,10 +200,10 @@ def _quantizations(
 
 def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | None:
     """The kernels that can run here; None for MLX's own. Raises `SettingsError`."""
-    if callable(kernels):
-        return Kernels(kernels)
-    if kernels and not _on_cpu() and mx.metal.is_available():
-        return Kernels()
+    if callable(kernels) or (kernels and not _on_cpu() and mx.metal.is_available()):
+        from ..kernels.modules import Kernels
+
+        return Kernels(kernels) if callable(kernels) else Kernels()
     if exact and not kernels:
         raise SettingsError("exact runs on our kernels: leave kernels=False out.")
     if exact:
@@ -235,64 +230,19 @@ def _open_target(
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
     _check_memory(name, weights, quantization, reserved, quantized)
     model, config = read_target(name, folder, weights)
-    _settle(name, model, quantization)
+    _start_settling(name, model, quantization)
+    tokenizer = read_tokenizer(folder, config)  # while the weights are on their way
+    _settle(name, model)
     wiring = None
     if kernels is not None:
-        if exact is None and not attends_exactly(model):
-            exact = False
-        wiring = _wire(model, config, kernels, exact, model_checks)
-    target = Target(model, read_tokenizer(folder, config), config, name, wiring)
+        from .wiring import check_exact, wire_target
+
+        wiring = wire_target(model, config, kernels, exact)
+    target = Target(model, tokenizer, config, name, wiring)
     check_runs(target)
     if wiring is not None and wiring.exact:
-        _check_rows(target, wiring, asked=bool(exact))
+        check_exact(target, wiring, asked=bool(exact))
     return target
-
-
-def _wire(
-    model: nn.Module,
-    config: dict[str, Any],
-    kernels: Kernels,
-    exact: bool | None,
-    checks: Callable[..., Iterable[Check]],
-) -> Wiring:
-    """Give a model's layers to our kernels where this machine's table says so.
-
-    What fails its check is left to MLX, with a warning. Raises `KernelError` instead if exact
-    decoding, which needs it, was asked for.
-    """
-    chip = find_chip(str(mx.device_info().get("device_name", "")))
-    measured = choices(read_timings())
-    if exact is None:
-        exact = will_be_exact(model, config, measured)
-        asked = False
-    else:
-        asked = exact
-    broken = faults(checks(model, config, kernels, chip, measured, exact))
-    if broken and asked:
-        [problem, *_] = broken.values()
-        raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
-    for problem in broken.values():
-        warnings.warn(
-            f"dflash-mlx: MLX's own kernel runs, for ours is broken here: {problem}. Please report "
-            "this.",
-            stacklevel=4,
-        )
-    measured |= dict.fromkeys(broken, None)
-    return wire(model, config, kernels, chip, measured, exact and not broken, frozenset(broken))
-
-
-def _check_rows(target: Target, wiring: Wiring, asked: bool) -> None:
-    """See whether exact decoding is exact here.
-
-    Raises `KernelError` if it is not and was asked for; else a warning says so, and it is off.
-    """
-    try:
-        check_rows(target)
-    except KernelError as error:
-        if asked:
-            raise
-        target.wiring = replace(wiring, exact=False)
-        warnings.warn(f"dflash-mlx: {error}", stacklevel=4)
 
 
 def _open_drafter(
@@ -308,9 +258,12 @@ def _open_drafter(
     if drafter.config.quantization is not None and _on_cpu():
         # MLX's quantized products are slow on a CPU, and what drafts does not change the text.
         dequantize_model(drafter)
-    _settle(name, drafter, quantization)
+    _start_settling(name, drafter, quantization)
+    _settle(name, drafter)
     if kernels is not None:
-        _wire(drafter, {}, kernels, False, weight_checks)  # drafts may differ, the text may not
+        from .wiring import wire_drafter
+
+        wire_drafter(drafter, kernels)
     return drafter
 
 
@@ -343,8 +296,8 @@ def _check_memory(
     check_memory(name, needed(quantization), machine_memory(), fewer)
 
 
-def _settle(name: str, model: nn.Module, quantization: Quantization | None) -> None:
-    """Give the weights the form they compute in, and read them into memory."""
+def _start_settling(name: str, model: nn.Module, quantization: Quantization | None) -> None:
+    """Give the weights the form they compute in, and begin to read them into memory."""
     with Foreign(WeightsError, f"{name}: the weights cannot be used"):
         if _on_cpu():
             # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
@@ -354,6 +307,12 @@ def _settle(name: str, model: nn.Module, quantization: Quantization | None) -> N
         if _on_cpu():
             _lay_out_by_column(model)
         model.eval()
+        mx.async_eval(model.parameters())
+
+
+def _settle(name: str, model: nn.Module) -> None:
+    """Wait for the weights. Raises `WeightsError` for those that are no numbers."""
+    with Foreign(WeightsError, f"{name}: the weights cannot be used"):
         evaluate(model)
     check_finite(name, model)
 
@@ -377,6 +336,8 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
         return Path(str(files("dflash_mlx"))) / embedded
     check_name(name)
     if gguf := gguf_file(name):
+        from .gguf.convert import converted
+
         if part != "target":
             raise ConfigError(f"{name} is a whole model: a drafter is a folder or a repository.")
         return converted(gguf, unpack=_on_cpu())

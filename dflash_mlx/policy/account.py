@@ -4,7 +4,7 @@ It books what every round brought against what plain decoding would have taken f
 be drafted if what it is *expected* to lose is there: a share of the tokens so far, and what
 drafting is ahead by. So where the target is sure, and drafts are mostly right, whole blocks are
 drafted from the first round on; where it is not, the same block has to wait until the answer is
-long enough to pay for it, or a narrower one is drafted if that is cheaper.
+long enough to pay for it, or a narrower one is drafted first if that is cheaper.
 
 What is really lost is booked twice. In full, and this limits the loss of the longest answer; and
 as a debt that fades with the tokens, and this decides about the next try. A bad start is a reason
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-FIRST = 0.2  # plain tokens that the first round may be expected to lose,
-SHARE = 0.06  # the share of the tokens so far that may be lost besides,
+FIRST = 0.15  # plain tokens that the first round may be expected to lose,
+SHARE = 0.02  # the share of the tokens so far that may be lost besides,
 RISK = 2.0  # and both together at most
-FADING = 0.96  # what a token leaves of a debt, as the next try sees it
+FADING = 0.92  # what a token leaves of a debt, as the next try sees it
 CREDIT = 6.0  # tokens that a request may really lose,
 ALLOWANCE = 0.01  # and the share of all its tokens besides
 SAVINGS = 10.0  # plain tokens gained that the account remembers at most

@@ -1,31 +1,70 @@
-"""How often drafts are right: what is believed of a pair, and of the request at hand.
+"""How often drafts are right: what is believed of a pair, by how sure its target was lately.
 
-A drafter is mostly right where the target itself has no doubt, and mostly wrong where it has. The
-target's certainty of the last token is known when the next round begins, at no cost, so the belief
-about the first slot is one for each of a few levels of it. The slots after it are right or wrong
-together, so theirs are about slot j when the slots before it are right.
+A drafter is mostly right where the target itself has no doubt, and mostly wrong where it has. One
+token says little of that, the last few say much: a token without doubt may be the end of a word in
+the middle of a text that the drafter knows nothing about. Their certainty is known when the next
+round begins, at no cost. So the belief about the first slot is one for each of a few levels of it.
+The slots after it are right or wrong together, so theirs are about slot j when the slots before it
+are right.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from math import log
+from collections.abc import Sequence
+from math import exp
 
-# Log-probability of the target's favourite, where one level of certainty ends and the next begins.
-BORDERS = tuple(log(p) for p in (0.5, 0.8, 0.95, 0.99, 0.999))
-HOPES = (0.3, 0.4, 0.5, 0.7, 0.9, 0.95)  # for slot 1 at each level, before anything is known,
-UNKNOWN, BLIND_HOPE = len(HOPES), 0.8  # and where the target's certainty is not known
-LATER_HOPE = 0.9  # for the slots after it,
-HOPE_WEIGHT = 2.0  # and how many rounds such a belief counts for
+RECENT = 0.75  # a token's weight against the next one's in the target's certainty
+# The least certainty of each level; and before anything is known, how often slot 1 is right there,
+# and each slot after it if those before it are.
+LEVELS = (
+    (0.0, 0.05, 0.3),
+    (0.8, 0.2, 0.5),
+    (0.92, 0.4, 0.75),
+    (0.97, 0.7, 0.85),
+    (0.99, 0.9, 0.92),
+    (0.998, 0.97, 0.95),
+)
+BORDERS = tuple(least for least, _, _ in LEVELS[1:])
+UNKNOWN = len(LEVELS)  # where the target's certainty is not known
+FIRST = (*(first for _, first, _ in LEVELS), 0.8)
+LATER = (*(later for _, _, later in LEVELS), 0.9)
+HOPE = 0.7  # for slot 1 at any level, where it is asked what is worth a try
+PRIOR_WEIGHT = 2.0  # how many rounds all these count for
 NEIGHBOUR_WEIGHT = 4.0  # how many rounds the slot before counts for in the belief about a slot
 MEMORY = 0.98  # a round's weight against the next one's: the last 50 or so count
 FADING = 0.998  # what a plain round leaves of the evidence, so that hope brings another try
-MOOD_MEMORY, MOOD_WEIGHT = 0.8, 2.0  # of a request: its last five rounds count
-SUREST = 0.98
+
+
+class Certainty:
+    """How sure a target was of a text's last few tokens.
+
+    Attributes:
+        mean: of the probabilities of its favourites, the last ones counting most; None as long as
+            nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+        self.mean: float | None = None
+
+    def take(self, tokens: int, last: float | None) -> None:
+        """The text went on by so many tokens, all but the last of which were drafted.
+
+        Drafts that were right count as certain. `last` is the log-probability of the target's
+        favourite where it chose the last one; None where nobody asked for it.
+        """
+        if last is None:
+            return
+        kept = RECENT**tokens
+        added = (1 - kept) / (1 - RECENT)
+        self._sum = kept * self._sum + added - 1 + exp(last)
+        self._weight = kept * self._weight + added
+        self.mean = self._sum / self._weight
 
 
 def level(certainty: float | None) -> int:
-    """The level of a log-probability of the target's favourite token; None: not known."""
+    """The level of a mean probability of the target's favourites; None: not known."""
     return UNKNOWN if certainty is None else bisect(BORDERS, certainty)
 
 
@@ -37,24 +76,26 @@ class Beliefs:
     """
 
     def __init__(self, slots: int) -> None:
-        self._hopes = (*HOPES, BLIND_HOPE)
-        self._tried = [0.0] * len(self._hopes)  # rounds that drafted at a level; old ones count
-        self._hit = [0.0] * len(self._hopes)  # less; and those whose first slot was right
+        self._tried = [0.0] * len(FIRST)  # rounds that drafted at a level; old ones count less;
+        self._hit = [0.0] * len(FIRST)  # and those whose first slot was right
         self._reached = [0.0] * max(0, slots - 1)  # rounds in which slot j + 2 was looked at,
         self._right = [0.0] * max(0, slots - 1)  # and was right
 
-    def first(self, at: int) -> float:
-        """How often slot 1 is right at a level of certainty."""
-        return (self._hit[at] + HOPE_WEIGHT * self._hopes[at]) / (self._tried[at] + HOPE_WEIGHT)
-
-    def later(self) -> list[float]:
-        """How often slots 2, 3, ... are right when those before them are."""
-        rates, belief, weight = [], LATER_HOPE, HOPE_WEIGHT
+    def rates(self, at: int) -> list[float]:
+        """How often slots 1, 2, ... are right at a level, when those before them are."""
+        rates, belief, weight = [self._first(at, FIRST[at])], LATER[at], PRIOR_WEIGHT
         for reached, right in zip(self._reached, self._right, strict=True):
             belief = (right + weight * belief) / (reached + weight)
             weight = NEIGHBOUR_WEIGHT
             rates.append(belief)
         return rates
+
+    def hope(self, at: int) -> float:
+        """How often slot 1 may be right at a level, for all that is known to the contrary."""
+        return self._first(at, max(HOPE, FIRST[at]))
+
+    def _first(self, at: int, prior: float) -> float:
+        return (self._hit[at] + PRIOR_WEIGHT * prior) / (self._tried[at] + PRIOR_WEIGHT)
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in a draft of so many slots, of which the first ones were right."""
@@ -73,32 +114,10 @@ class Beliefs:
         self._hit[at] *= FADING
 
 
-class Mood:
-    """How a request's last drafts went, against what was believed of them."""
-
-    def __init__(self) -> None:
-        self._believed, self._right = 0.0, 0.0
-
-    def first(self, belief: float) -> float:
-        """The belief about slot 1, corrected by how its like did in this request."""
-        factor = (self._right + MOOD_WEIGHT) / (self._believed + MOOD_WEIGHT)
-        return min(max(SUREST, belief), belief * factor)
-
-    def learn(self, belief: float, right: bool) -> None:
-        """Take in a draft whose first slot was believed in so much, and whether it was right."""
-        self._believed = MOOD_MEMORY * self._believed + belief
-        self._right = MOOD_MEMORY * self._right + right
-
-    def pass_by(self) -> None:
-        """Nothing was drafted."""
-        self._believed *= MOOD_MEMORY
-        self._right *= MOOD_MEMORY
-
-
-def expected_tokens(first: float, later: list[float]) -> list[float]:
-    """What rounds of 1, 2, ... rows bring when the slots are right so often."""
+def expected_tokens(rates: Sequence[float]) -> list[float]:
+    """What rounds of 1, 2, ... rows bring when slots 1, 2, ... are right so often."""
     tokens, path = [1.0], 1.0
-    for rate in (first, *later):
+    for rate in rates:
         path *= rate
         tokens.append(tokens[-1] + path)
     return tokens

@@ -17,19 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
+from .timing import TOKEN, Round, started, time_rounds
 
 if TYPE_CHECKING:
     from ..target import Target
 
 ROWS = (1, 2, 4, 8, 12, 16)
-DEPTHS = (64, 1024)  # tokens of context; attention is linear in between and beyond
-REPEATS = 4  # in a row, and twice; their median counts, as decoding has no lucky rounds only
 FORMAT = 3  # of the cached file
 
 
@@ -175,57 +173,34 @@ def keep_costs(path: Path, costs: Costs) -> None:
 
 def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None) -> Costs:
     """Time the forwards of a pair. The drafter drafts for a text of one token, repeated."""
-    rows = sorted({row for row in ROWS if row < widest} | {1, widest})
-    deepest = target.context_length - widest - 2 * len(rows) * (REPEATS + 1)
-    verify, draft = {}, {}
-    for depth in sorted({max(2, min(depth, deepest)) for depth in DEPTHS}):
-        verify[depth], draft[depth] = _measure_at(target, drafter, depth, rows, kv_bits)
-    return Costs(verify, draft)
-
-
-def _measure_at(
-    target: Target, drafter: Drafter, depth: int, rows: list[int], kv_bits: int | None
-) -> tuple[dict[int, float], dict[int, float]]:
-    """The median verify and draft of each number of rows.
-
-    Rounds of one width follow each other, as they do in decoding: a width that differs from the
-    last one's is slower by up to a fifth (on a CPU, for a small model). The second time the widths
-    come in the other order, so that a machine that slows down meanwhile favours none.
-    """
     import mlx.core as mx
 
     from ..sampling import Sampler
 
-    token = 1
-    session, sampler = target.start(drafter.tap_layers, kv_bits), Sampler()
-    drafting = drafter.start(target, sampler)
-    for _, taps in session.prefill([token] * depth):
-        drafting.extend(taps)
-    verify: dict[int, list[float]] = {row: [] for row in rows}
-    draft: dict[int, list[float]] = {row: [] for row in rows}
-    for row in [*rows, *reversed(rows)]:
-        for repeat in range(REPEATS + 1):
+    def begin(depth: int) -> Round:
+        """Rounds of one request."""
+        sampler, (session, drafting) = Sampler(), started(target, drafter, depth, kv_bits)
+
+        def play(rows: int) -> tuple[float, float]:
+            """Seconds of the verify and of the draft."""
             clock = time.perf_counter()
-            tokens = drafting.propose(token, row).tokens
+            tokens = drafting.propose(TOKEN, rows).tokens
             if isinstance(tokens, mx.array):
                 mx.eval(tokens)
-            drafted = time.perf_counter() - clock
-            clock = time.perf_counter()
-            proposal = Proposal([token] * row)
+            middle = time.perf_counter()
+            proposal = Proposal([TOKEN] * rows)
             logits, taps = session.verify(proposal)
             sampler.choose(proposal, logits)
             session.commit([0])
-            verified = time.perf_counter() - clock
+            end = time.perf_counter()
             drafting.extend(taps[:, :1])
-            if repeat:  # the first one warms up
-                draft[row].append(drafted)
-                verify[row].append(verified)
-    draft[1] = [0.0]
-    return _medians(verify), _medians(draft)
+            return end - middle, middle - clock
 
+        return play
 
-def _medians(samples: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    return {row: median(seconds) for row, seconds in samples.items()}
+    rows = sorted({row for row in ROWS if row < widest} | {1, widest})
+    verify, draft = time_rounds(target, rows, widest, begin)
+    return Costs(verify, {depth: seconds | {1: 0.0} for depth, seconds in draft.items()})
 
 
 def read_costs(path: Path) -> Costs:

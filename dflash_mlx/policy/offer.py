@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import mul
+from typing import cast
 
 from ..drafter.calibration import Calibration
+from ..drafter.protocol import Abilities, Both, Session
 from ..drafter.tree import DraftTree
 from ..proposal import Proposal
 
@@ -22,14 +25,18 @@ class Offer:
 
     Attributes:
         chances: [n], never rising: how likely each row is kept, those before it counted in.
-        draft: what makes the proposal of so many rows, the anchor included; None where it is the
+        draft: what makes the proposal of so many rows, the anchor included; None where it is a
             session's next chain, which can be drafted together with those of others.
         asked: all of these rows are to be verified, whatever they cost.
+        session: whose chain it is; None for the request's own session.
+        drafted: is told that chain.
     """
 
     chances: Sequence[float]
     draft: Callable[[int], Proposal] | None = None
     asked: bool = False
+    session: Session | None = None
+    drafted: Callable[[Proposal], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,34 @@ class Planting:
     Attributes:
         rows, width, calibration: as `TreeSession.propose_tree` takes them.
         grow: what the tree offers.
+        session: whose tree it is; None for the request's own session.
     """
 
     rows: int
     width: int
     calibration: Calibration
     grow: Callable[[DraftTree], Offer]
+    session: Session | None = None
+
+
+def offer_chain(
+    session: Session, can: Abilities, anchor: int, limit: int, chances: Sequence[float]
+) -> Offer:
+    """The chain of which more is expected, drafted or foreseen: the latter has a `draft`.
+
+    Args:
+        session: a request's, of which `can` says what it can.
+        anchor: where its chain begins.
+        limit: the most rows.
+        chances: of a drafted chain's rows.
+    """
+    if not can.foresees(session):
+        return Offer(chances)
+    foreseen = paths(session.foresee(anchor, limit))
+    if session.only_foresees or sum(foreseen) > sum(chances):
+        return Offer(foreseen, partial(session.propose_foreseen, anchor))
+    both = cast(Both, session)
+    return Offer(chances, session=both.network, drafted=partial(both.drafted, anchor))
 
 
 def paths(rates: Sequence[float]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import numpy as np
@@ -19,8 +19,9 @@ from ..errors import ProposalError, SettingsError
 from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
+from .beliefs import Certainty
 from .cuts import Cuts
-from .offer import Offer, Planting, paths
+from .offer import Offer, Planting, offer_chain, paths
 from .outcome import Outcome
 from .trees import Sizes, TreePolicy, matching, tree_policy
 from .widths import Policy, Widths
@@ -68,6 +69,7 @@ class FixedWidth:
     ranking: Sharpness | None = None
 
     def sharpness(self, temperature: float) -> Sharpness:
+        """What drafts are ranked by: as given, or to be learnt."""
         return self.ranking or Sharpness()
 
 
@@ -80,18 +82,25 @@ class FixedRounds:
     asks_certainty = False
 
     def __init__(self, sharpness: Sharpness) -> None:
-        self.sharpness = sharpness
+        self.sharpness, self._can = sharpness, Abilities()
 
     def begin(self, certainty: float | None) -> None:
+        """Nothing depends on it."""
         pass
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        """The session's own draft, as wide as allowed."""
         return chain(session, anchor, limit)
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
-        return Offer([1.0] * (limit - 1), asked=True)
+        """All rows, asked for whatever they cost."""
+        if _network(session, self._can) is None:
+            return Offer([1.0] * (limit - 1), asked=True)
+        chances = paths([cast(Both, session).rate] * (limit - 1))
+        return replace(offer_chain(session, self._can, anchor, limit, chances), asked=True)
 
     def observe(self, outcome: Outcome) -> None:
+        """Nothing is learnt."""
         pass
 
 
@@ -107,16 +116,18 @@ class ChainRounds:
     def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
         self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
         self._branches, self._can = branches, Abilities()
-        self._certainty: float | None = None
+        self._certainty = Certainty()
         self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
         self._rows = 1  # of this round's drafted chain
 
     def begin(self, certainty: float | None) -> None:
-        self._certainty = certainty
+        """Where the first chain begins to be believed in."""
+        self._certainty.take(1, certainty)
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+        """The chain, or the two branches, that bring the most tokens per second."""
         widths, self._kind = self._widths, "drafted"
-        width = self._rows = widths.width(context, limit, self._certainty)
+        width = self._rows = widths.width(context, limit, self._certainty.mean)
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session, context)
         rates = session.foresee(anchor, limit)
@@ -132,18 +143,16 @@ class ChainRounds:
         return self._cut(both.propose_network(anchor, width), session, context)
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
-        self._widths.look(context, self._certainty)
-        self._kind, chances = "drafted", paths(self._widths.rates()[: limit - 1])
-        if not self._can.foresees(session):
-            return Offer(chances)
-        foreseen = paths(session.foresee(anchor, limit))
-        if session.only_foresees or sum(foreseen) > sum(chances):
-            self._kind = "foreseen"
-            return Offer(foreseen, lambda rows: session.propose_foreseen(anchor, rows))
-        return Offer(chances, lambda rows: cast(Both, session).propose_network(anchor, rows))
+        """The chain of which more is expected, drafted or foreseen."""
+        self._widths.look(context, self._certainty.mean)
+        chances = paths(self._widths.hopes()[: limit - 1])
+        offer = offer_chain(session, self._can, anchor, limit, chances)
+        self._kind = "drafted" if offer.draft is None else "foreseen"
+        return offer
 
     def observe(self, outcome: Outcome) -> None:
-        self._certainty = outcome.certainty
+        """Learn how wide chains are right, and book what the round cost."""
+        self._certainty.take(len(outcome.tokens), outcome.certainty)
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
         if outcome.shared:
             if self._kind == "drafted":
@@ -189,15 +198,17 @@ class TreeRounds:
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
         self._waiting: Hindsight[tuple[DraftTree, Proposal, int]] = Hindsight()
-        self._certainty: float | None = None
+        self._certainty = Certainty()
         self._is_tree = False  # what this round drafted
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
 
     def begin(self, certainty: float | None) -> None:
-        self._certainty = certainty
+        """Where the first tree begins to be believed in."""
+        self._certainty.take(1, certainty)
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
-        width, rows = self._sizes.size(context, limit, self._certainty)
+        """The part of a tree, or the chain, that brings the most tokens per second."""
+        width, rows = self._sizes.size(context, limit, self._certainty.mean)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._can.foresees(session):
             self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
@@ -209,11 +220,16 @@ class TreeRounds:
         return self._of(tree, self._sizes.cut(tree))
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer | Planting:
-        _, rows = self._sizes.size(context, limit, self._certainty)
+        """A tree to be drafted, or a chain."""
+        _, rows = self._sizes.size(context, limit, self._certainty.mean)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._is_tree:
-            return Planting(rows, limit, self._calibration, self._grow)
-        return Offer(paths(self._sizes.rates()[: limit - 1]))
+            network = _network(session, self._can)
+            return Planting(rows, limit, self._calibration, self._grow, network)
+        chances = paths(self._sizes.hopes()[: limit - 1])
+        offer = offer_chain(session, self._can, anchor, limit, chances)
+        self._foreseen = 1 if offer.draft is None else 1 + len(offer.chances)
+        return offer
 
     def _grow(self, tree: DraftTree) -> Offer:
         """What a tree offers."""
@@ -226,9 +242,10 @@ class TreeRounds:
         return proposal
 
     def observe(self, outcome: Outcome) -> None:
-        self._certainty = outcome.certainty
+        """Learn how large trees are right, and book what the round cost."""
+        self._certainty.take(len(outcome.tokens), outcome.certainty)
         if outcome.shared:
-            if not self._is_tree:
+            if not self._is_tree and self._foreseen == 1:
                 self._sizes.observe_shared(len(outcome.proposal) - 1, outcome.accepted)
         elif self._foreseen > 1:
             self._sizes.observe_free(len(outcome.proposal), outcome.accepted)
@@ -237,6 +254,12 @@ class TreeRounds:
             self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, outcome.seconds)
         for (tree, verified, at), text in self._waiting.commit(outcome.tokens):
             self._sizes.learn(tree, verified, tree.learn(text), at)
+
+
+def _network(session: Session, can: Abilities) -> Session | None:
+    """The session of a network that drafts beside a lookup; None where none does."""
+    beside = can.foresees(session) and not session.only_foresees
+    return cast(Both, session).network if beside else None
 
 
 def plan_rounds(
@@ -281,7 +304,11 @@ def _pinned(policy: AnyPolicy) -> bool:
 
 def chain(session: Session, anchor: int, width: int) -> Proposal:
     """A session's proposal of at most `width` rows. Raises `ProposalError` when it has more."""
-    proposal = session.propose(anchor, width)
-    if len(proposal) > width:
-        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {width} were asked.")
+    return checked(session.propose(anchor, width), width)
+
+
+def checked(proposal: Proposal, rows: int) -> Proposal:
+    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
+    if len(proposal) > rows:
+        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
     return proposal

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from statistics import median
 from typing import TYPE_CHECKING
 
 from ..drafter.calibration import Calibration
-from ..drafter.protocol import Drafter, TreeDrafter
+from ..drafter.protocol import Drafter
 from ..proposal import Proposal
 from ..sampling import Sampler
-from .costs import DEPTHS, REPEATS, Costs
+from .costs import Costs
+from .timing import TOKEN, Round, started, time_rounds
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -27,40 +27,31 @@ def measure_trees(
     Returns `Costs` of whole rounds, learning from the tree included: under `verify` those that
     verify so many rows of it, under `draft` those that verify its chain of favourites instead.
     """
-    deepest = target.context_length - 2 * MOST_ROWS - 2 * (len(ROWS) + 1) * (REPEATS + 1)
-    trees, chains = {}, {}
-    for depth in sorted({max(2, min(depth, deepest)) for depth in DEPTHS}):
-        seconds = _measure_at(target, drafter, depth, widest, kv_bits)
-        chains[depth] = {widest: seconds.pop(0)}
-        trees[depth] = seconds
-    return Costs(trees, chains)
 
+    def begin(depth: int) -> Round:
+        """Rounds of one request."""
+        session, drafting = started(target, drafter, depth, kv_bits)
+        calibration, sampler = Calibration(), Sampler()
 
-def _measure_at(
-    target: Target, drafter: Drafter, depth: int, widest: int, kv_bits: int | None
-) -> dict[int, float]:
-    """The median round of each size, one size after another; 0 stands for the chain."""
-    token, calibration, sampler = 1, Calibration(), Sampler()
-    assert isinstance(drafter, TreeDrafter)  # tree_policy has seen to it
-    session, drafting = target.start(drafter.tap_layers, kv_bits), drafter.start(target, sampler)
-    for _, taps in session.prefill([token] * depth):
-        drafting.extend(taps)
-    samples: dict[int, list[float]] = {rows: [] for rows in (0, *ROWS)}
-    for rows in [*samples, *reversed(samples)]:
-        for repeat in range(REPEATS + 1):
+        def play(rows: int) -> tuple[float]:
+            """Seconds of a round of so many rows; 0 stands for the chain."""
             clock = time.perf_counter()
-            tree = drafting.propose_tree(token, MOST_ROWS, widest, calibration)
+            tree = drafting.propose_tree(TOKEN, MOST_ROWS, widest, calibration)
             proposal = tree.propose(rows) if rows else tree.propose_chain(widest)
             if rows:  # of a shape that does not depend on what the drafter makes of such a text
-                proposal = Proposal([token] * rows, _shape(rows, widest))
+                proposal = Proposal([TOKEN] * rows, _shape(rows, widest))
             logits, taps = session.verify(proposal)
             sampler.choose(proposal, logits)
             session.commit([0])
             drafting.extend(taps[:, :1])
-            tree.learn([token] * tree.slots)
-            if repeat:  # the first one warms up
-                samples[rows].append(time.perf_counter() - clock)
-    return {rows: median(seconds) for rows, seconds in samples.items()}
+            tree.learn([TOKEN] * tree.slots)
+            return (time.perf_counter() - clock,)
+
+        return play
+
+    (seconds,) = time_rounds(target, (0, *ROWS), 2 * MOST_ROWS, begin)
+    chains = {depth: {widest: of.pop(0)} for depth, of in seconds.items()}
+    return Costs(seconds, chains)
 
 
 def _shape(rows: int, widest: int) -> tuple[int, ...]:

@@ -34,9 +34,9 @@ class Watch:
         if self._rounds[rows] % SEEN == 0:
             self.version += 1
 
-    def runs(self, rows: int) -> int:
-        """How many rounds of so many rows are remembered."""
-        return len(self._ratios.get(rows, ()))
+    def is_unknown(self, rows: int, beside: int) -> bool:
+        """Whether a width was hardly ever run, while another one was."""
+        return len(self._ratios.get(beside, ())) >= SEEN > len(self._ratios.get(rows, ()))
 
     def factors(self) -> dict[int, float]:
         """The median ratio of every width that was seen often enough."""
@@ -68,13 +68,18 @@ class Watch:
 
     def corrected(self, seconds: Sequence[float]) -> list[float]:
         """Measured seconds of rounds of 1, 2, ... rows, as the rounds themselves say."""
-        if not self.disagrees:
-            return list(seconds)
-        factors = self.factors()
-        every = np.exp(
-            np.interp(np.arange(1, len(seconds) + 1), list(factors), np.log(list(factors.values())))
-        )
+        every = self.multiples(np.arange(1, len(seconds) + 1))
         return [float(s * f) for s, f in zip(seconds, every, strict=True)]
+
+    def multiples(self, rows: np.ndarray) -> np.ndarray:
+        """What rounds of these widths take, as multiples of what was measured; 1 if it is right."""
+        if not self.disagrees:
+            return np.ones(len(rows))
+        factors = self.factors()
+        multiples: np.ndarray = np.exp(
+            np.interp(rows, list(factors), np.log(list(factors.values())))
+        )
+        return multiples
 
 
 class Surcharge:

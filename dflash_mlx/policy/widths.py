@@ -3,12 +3,13 @@
 A round of w rows brings 1 + a_1 + a_1 a_2 + ... tokens, where a_j is how often slot j is right when
 the slots before it are (`beliefs`). The policy divides by what a round of w rows costs on this
 machine and takes the best w, which may be plain decoding. As a_1 depends on how sure the target
-was of the last token, the way back to drafting is found within a few tokens of where it pays.
+was lately, the way back to drafting is found within a few tokens of where it pays.
 
-An account keeps it honest (`account`): what a request cannot pay for is not drafted, however much
-it promises.
+What is worth a try is asked with hope, as far as nothing is known to the contrary: nobody learns
+from what he never tries. What it costs to be wrong is asked soberly: an account (`account`) pays
+for tries, and what a request cannot pay for is not drafted, however much it promises.
 
-`Policy` is what is known about a pair; `Widths` is one request's account, mood and choices. They
+`Policy` is what is known about a pair; `Widths` is one request's account and choices. They
 change the speed and not the text.
 """
 
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size
+from ..errors import SettingsError
+from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
-from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, level
+from .beliefs import UNKNOWN, Beliefs, expected_tokens, level
 from .confidence import Confidence
 from .costs import Costs, costs_file, curve, keep_costs, pair_costs
-from .watch import SEEN, Surcharge, Watch
+from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -79,7 +82,11 @@ class Policy:
             widest: the most rows a round may have; the drafter's block size limits it too.
             kv_bits: of the target's keys and values, as in `stream_generate`.
             again: measure even if the cache knows: the machine may have been busy then.
+
+        Raises `SettingsError` without a drafter: plain decoding has no widths.
         """
+        if not isinstance(drafter, Drafter):
+            raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
         widest = min(widest, block_size(drafter) or widest)
         file = costs_file(target, drafter, widest, kv_bits)
         return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)
@@ -134,7 +141,7 @@ class Policy:
             context: tokens before the round that is spoken of.
         """
         seconds = self.watch.corrected(self.seconds(context))
-        expected = expected_tokens(self.beliefs.first(level(0.0)), self.beliefs.later())
+        expected = expected_tokens(self.beliefs.rates(level(1.0)))
         plain = 1e3 * self.plain_seconds(context)
         lines = [f"a plain token: {plain:.2f} ms at {context} tokens of context"]
         for row in (2, 4, 8, 12, 16):
@@ -158,7 +165,7 @@ class Widths:
     """The widths of one request's rounds."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._mood, self._account = policy, Mood(), Account()
+        self._policy, self._account = policy, Account()
         self._at, self._context = UNKNOWN, 1
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
@@ -169,12 +176,10 @@ class Widths:
         Args:
             context: tokens before it.
             limit: the most rows it may have.
-            certainty: log-probability of the target's favourite where it chose the last token;
-                None if that is not known.
+            certainty: the target's, see `beliefs.Certainty`; None if that is not known.
         """
         self.look(context, certainty)
-        rates = self.rates()
-        expected, affordable = _tokens(rates), self._affordable(rates)
+        affordable, expected = self.affordable, expected_tokens(self.hopes())
         speeds = [
             tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
@@ -197,7 +202,7 @@ class Widths:
         plain decoding, and their tokens per second.
         """
         rates, verify = rates[: limit - 1], self._verify()
-        expected, affordable = _tokens(rates), self._affordable(rates)
+        expected, affordable = expected_tokens(rates), self._affordable(rates)
         speeds = [
             tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, verify, strict=False)
@@ -221,7 +226,7 @@ class Widths:
         if not rates or room < 1:
             return 0
         missed = 1 - self.rates()[0]
-        brought = _tokens([rescue, *rates[1:]])  # the first token is the round's own
+        brought = expected_tokens([rescue, *rates[1:]])  # the first token is the round's own
         factor, best, most = self._policy.branching.factor, 0, LEAST_RESCUE
         for more in range(1, min(room, len(rates)) + 1):
             seconds = factor * verify[rows + more - 1] - verify[rows - 1]
@@ -259,13 +264,15 @@ class Widths:
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
-        beliefs = self._policy.beliefs
-        return [self._mood.first(beliefs.first(self._at)), *beliefs.later()]
+        return self._policy.beliefs.rates(self._at)[: self._policy.widest - 1]
+
+    def hopes(self) -> list[float]:
+        """The same, for the question of what is worth a try."""
+        return [self._policy.beliefs.hope(self._at), *self.rates()[1:]][: self._policy.widest - 1]
 
     def expected_tokens(self) -> list[float]:
         """What rounds of 1, 2, ... rows are expected to bring now."""
-        first, *later = self.rates()
-        return expected_tokens(first, later)
+        return expected_tokens(self.rates())
 
     def observe(self, drafted: int, accepted: int, seconds: float | None = None) -> None:
         """Take in a round that drafted so many rows, of which the target kept the first ones.
@@ -287,7 +294,6 @@ class Widths:
             self.learn(self._at, drafted, accepted)
         else:
             self._policy.beliefs.pass_by(self._at)
-            self._mood.pass_by()
 
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
@@ -295,9 +301,7 @@ class Widths:
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in how many slots of a chain, drafted at a level of certainty, were right."""
-        beliefs = self._policy.beliefs
-        self._mood.learn(beliefs.first(at), accepted > 0)
-        beliefs.learn(at, drafted, accepted)
+        self._policy.beliefs.learn(at, drafted, accepted)
 
     @property
     def level(self) -> int:
@@ -318,19 +322,12 @@ class Widths:
         Only one that would bring clearly more tokens, that was hardly ever run, and that the
         account can pay for.
         """
-        seen = self._policy.watch.runs
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
-                and seen(best) >= SEEN
-                and seen(rows) < SEEN
+                and self._policy.watch.is_unknown(rows, beside=best)
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
             ):
                 return rows
         return None
-
-
-def _tokens(rates: Sequence[float]) -> list[float]:
-    """What rounds of 1, 2, ... rows bring when the slots are right so often."""
-    return expected_tokens(rates[0], list(rates[1:])) if rates else [1.0]

@@ -7,6 +7,7 @@ header.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from dataclasses import dataclass
@@ -49,8 +50,13 @@ class Access:
                 "everybody may use this server."
             )
 
-    def check(self, path: str, headers: Headers) -> None:
-        """Raise `Refusal` for a request that may not be."""
+    def check(self, path: str, headers: Headers) -> str:
+        """Who asks, for the prefix store: the same for all but where several people have keys.
+
+        How soon an answer comes would else tell one person what another one has asked.
+
+        Raises `Refusal` for a request that may not be.
+        """
         host = _name(headers.get("host", ""))
         if not self._is_ours(host):
             raise Refusal(
@@ -64,20 +70,28 @@ class Access:
                     f"Pages of {origin[:100]!r} may not ask: start the server with --allow-origin.",
                     403,
                 )
-        if self.keys and path not in OPEN and not self._has_key(headers):
+        if not self.keys or path in OPEN:
+            return ""
+        key = self._key(headers)
+        if key is None:
             raise Refusal("The API key is missing or wrong.", 401, code="invalid_api_key")
+        return hashlib.sha256(key.encode()).hexdigest() if len(self.keys) > 1 else ""
 
     def _is_ours(self, host: str) -> bool:
         if host in LOOPBACK or host == self.host or host in self.hosts:
             return True
         return self.host in WILDCARDS and _is_address(host)  # which no name server can lead here
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _key(self, headers: Headers) -> str | None:
+        """The key of ours that a request brings."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer.strip() if kind.lower() == "bearer" else ""
         offered = [one.encode() for one in (given, headers.get("x-api-key", "")) if one]
         # Every pair is compared, so that time tells nothing.
-        return any([hmac.compare_digest(one, key.encode()) for one in offered for key in self.keys])
+        right = [
+            key for one in offered for key in self.keys if hmac.compare_digest(one, key.encode())
+        ]
+        return right[0] if right else None
 
 
 def _name(host: str) -> str:

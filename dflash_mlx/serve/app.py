@@ -1,11 +1,10 @@
-"""The application: which path is whose, and what becomes of errors."""
+"""The application: which path is whose."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import hashlib
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -16,9 +15,6 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -32,16 +28,14 @@ from .completions import CompletionsBody
 from .desk import Answering, Desk
 from .errors import Refusal, of_validation
 from .fields import Body
-from .guard import Guard, error_response
+from .front import guarded
 from .messages import CountBody, MessagesBody
 from .metrics import CONTENT_TYPE
 from .responses import ResponsesBody
-from .sse import COMMENT, EventStream, GoneError, unless_gone, with_pings
+from .sse import COMMENT, EventStream, unless_gone
 
 STALLED_SECONDS: Final = 30.0
-GONE: Final = 499  # nobody reads it; the log does
 
-log = logging.getLogger("dflash_mlx.serve")
 Asked = TypeVar("Asked", bound=Body)
 
 
@@ -72,12 +66,12 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         body = await self._read(request, ChatBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         if body.stream:
             options = body.stream_options
             usage = bool(options and options.include_usage)
             frames = chat_answers.stream(answering, usage)
-            return EventStream(with_pings(frames, COMMENT), answering.leave)
+            return EventStream(frames, COMMENT, answering.leave)
         return await _whole(request, chat_answers.whole(answering), answering.leave)
 
     async def completions(self, request: Request) -> Response:
@@ -87,13 +81,13 @@ class Endpoints:
         opened: list[Answering] = []
         with ExitStack() as leaving:  # what is open when another prompt is refused
             for ask in asks:
-                opened.append(await self._desk.ask(ask))
+                opened.append(await self._desk.ask(ask, request.state.who))
                 leaving.callback(opened[-1].leave)
             texts = await asyncio.to_thread(self._texts, asks)
             leaving.pop_all()
         answers = completions.Answers(body, opened, texts)
         if body.stream:
-            return EventStream(with_pings(answers.stream(), COMMENT), answers.leave)
+            return EventStream(answers.stream(), COMMENT, answers.leave)
         return await _whole(request, answers.whole(), answers.leave)
 
     def _texts(self, asks: Sequence[Ask]) -> list[str]:
@@ -105,10 +99,10 @@ class Endpoints:
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses."""
         body = await self._read(request, ResponsesBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         answers = responses_answers.Answers(body, answering)
         if body.stream:
-            return EventStream(with_pings(answers.stream(), COMMENT), answering.leave)
+            return EventStream(answers.stream(), COMMENT, answering.leave)
         return await _whole(request, answers.whole(), answering.leave)
 
     async def no_response(self, request: Request) -> Response:
@@ -118,10 +112,10 @@ class Endpoints:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         body = await self._read(request, MessagesBody)
-        answering = await self._desk.ask(body.ask())
+        answering = await self._desk.ask(body.ask(), request.state.who)
         if body.stream:
             frames = messages_answers.stream(answering, request.state.request_id)
-            return EventStream(with_pings(frames, messages_answers.PING), answering.leave)
+            return EventStream(frames, messages_answers.PING, answering.leave)
         return await _whole(request, messages_answers.whole(answering), answering.leave)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -252,45 +246,4 @@ def make_app(desk: Desk, options: Options) -> Starlette:
         ("/metrics", ends.metrics),
     ):
         routes.append(Route(path, handler))
-    middleware = [Middleware(Guard, access=options.access, metrics=desk.metrics)]
-    if options.access.origins:
-        origins = sorted(options.access.origins)
-        cors = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-        )
-        middleware.insert(0, cors)
-    return Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers={
-            Refusal: _refused,
-            HTTPException: _not_found,
-            GoneError: _gone,
-            Exception: _failed,
-        },
-    )
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return error_response(error, request.url.path, request.state.request_id)
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    words = {404: "There is nothing at this path.", 405: "This path takes another method."}
-    status = error.status_code if error.status_code in words else 400
-    refusal = Refusal(words.get(status, str(error.detail)), status)
-    response = error_response(refusal, request.url.path, request.state.request_id)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=GONE)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    log.error("%s failed: %r", request.state.request_id, error)
-    refusal = Refusal("The server made a mistake; its log says more.", 500)
-    return error_response(refusal, request.url.path, request.state.request_id)
+    return guarded(routes, options.access, desk.metrics)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from .desk import Answering, End, Step
@@ -11,10 +10,10 @@ from .errors import Refusal
 from .logprobs import TokenLogprob
 from .openai_forms import drafting, logprob, new_id, of_round, usage
 from .parts import Reasoning, Text
-from .sse import frame
+from .sse import Chunks, Frames, frame
 from .tools import Call
 
-DONE = "data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 
 class _Choice:
@@ -70,40 +69,43 @@ async def whole(answering: Answering) -> dict[str, Any]:
     }
 
 
-async def stream(answering: Answering, include_usage: bool) -> AsyncIterator[str]:
-    """The answer as frames; an error is the last of them."""
+async def stream(answering: Answering, include_usage: bool) -> Frames:
+    """The answer as frames, those of a round in one piece; an error is the last of them."""
     head = _head(answering, "chat.completion.chunk")
-    if include_usage:
-        head["usage"] = None
+    chunks = Chunks(head | {"usage": None} if include_usage else head)
 
-    def chunk(index: int, delta: dict[str, Any], **more: Any) -> str:
+    def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         extra = {"x_dflash": more.pop("x_dflash")} if "x_dflash" in more else {}
-        return frame(head | {"choices": [choice | more]} | extra)
+        return chunks.frame({"choices": [choice | more]} | extra)
 
     ends: list[End] = []
     calls = [0] * answering.ask.n
-    for index in range(answering.ask.n):
-        yield chunk(index, {"role": "assistant", "content": ""})
+    yield b"".join(
+        chunk(index, {"role": "assistant", "content": ""}) for index in range(answering.ask.n)
+    )
     try:
         async for step in answering.steps():
+            frames = []
             deltas = _deltas(step, calls)
             if deltas or step.logprobs:
                 delta, *rest = deltas or [{}]
                 shown = _logprobs(step.logprobs)
-                yield chunk(step.choice, delta, logprobs=shown, x_dflash=of_round(step))
-                for delta in rest:
-                    yield chunk(step.choice, delta)
+                frames.append(chunk(step.choice, delta, logprobs=shown, x_dflash=of_round(step)))
+                frames += [chunk(step.choice, delta) for delta in rest]
             if step.end is not None:
                 ends.append(step.end)
-                yield chunk(step.choice, {}, finish_reason=step.end.reason)
+                frames.append(chunk(step.choice, {}, finish_reason=step.end.reason))
+            if frames:
+                yield b"".join(frames)
     except Refusal as refusal:
         yield frame(refusal.openai())
         return
     if include_usage:
         told = usage(answering.prompt_tokens, ends)
-        yield frame(head | {"choices": [], "usage": told, "x_dflash": drafting(ends)})
-    yield DONE
+        yield frame(head | {"choices": [], "usage": told, "x_dflash": drafting(ends)}) + DONE
+    else:
+        yield DONE
 
 
 def _deltas(step: Step, calls: list[int]) -> list[dict[str, Any]]:

@@ -16,11 +16,11 @@ from .fields import Ignored, Only, Refused
 from .logprobs import TokenLogprob
 from .openai_forms import drafting, new_id, of_round, usage
 from .parts import Text
-from .sse import frame
+from .sse import Chunks, Frames, frame
 
 MOST_PROMPTS, MOST_TOP = 32, 5
 DEFAULT_TOKENS = 16  # of OpenAI's
-DONE = "data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 Ids = Annotated[list[int], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
@@ -102,21 +102,20 @@ class Answers:
         ]
         return {**self._head(), "choices": choices, **self._totals()}
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self) -> Frames:
         """The answer as frames; an error is the last of them."""
         head = self._head()
         include = bool(self._body.stream_options and self._body.stream_options.include_usage)
-        if include:
-            head["usage"] = None
+        chunks = Chunks(head | {"usage": None} if include else head)
         if self._body.echo:
             for index in range(len(self._answering) * self._each):
-                yield frame(head | {"choices": [_choice(index, self._echo(index))]})
+                yield chunks.frame({"choices": [_choice(index, self._echo(index))]})
         try:
             async for index, step in self._steps():
                 choice = _choice(index, _text(step))
                 choice["logprobs"] = self._logprobs(index, step.logprobs or [])
                 choice["finish_reason"] = step.end.reason if step.end else None
-                yield frame(head | {"choices": [choice], "x_dflash": of_round(step)})
+                yield chunks.frame({"choices": [choice], "x_dflash": of_round(step)})
         except Refusal as refusal:
             yield frame(refusal.openai())
             return

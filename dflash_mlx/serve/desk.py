@@ -1,7 +1,7 @@
 """Between the dialects and the engine: requests become jobs, their rounds become steps.
 
-Nothing here waits for the device or holds up the loop that the sockets are served by: templates and
-grammars are worked out by two threads of their own, rounds by the engine's.
+Nothing here waits for the device or holds up the loop that the sockets are served by: threads of
+the desk's work out templates and grammars and hand requests to the engine, which has its own.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from ..errors import DFlashError
 from ..events import Event, Stats
 from ..foreign import Foreign
+from ..threads import clean_up_at_end
 from . import harmony
 from .ask import Ask
-from .errors import Refusal, of_library
+from .errors import RETRY_SECONDS, Refusal, of_library
 from .grammar import Grammars
 from .harmony import HarmonySplitter
 from .logprobs import Recorder, TokenLogprob, Vocabulary
@@ -30,8 +31,7 @@ from .tools import Syntax
 if TYPE_CHECKING:
     from ..target import Target
 
-THREADS: Final = 2
-RETRY_SECONDS: Final = 2
+THREADS: Final = 4  # a grammar may take one of them for a second
 
 Reason = Literal["stop", "length", "tool_calls"]
 
@@ -210,14 +210,14 @@ class Desk:
         self._engine, self._defaults, self._room = engine, dict(defaults), room
         self._grammars = Grammars(target)
         self._vocabulary = Vocabulary(target.tokenizer)
-        self._threads = ThreadPoolExecutor(THREADS, "dflash-serve")
+        self._threads = ThreadPoolExecutor(THREADS, "dflash-serve", clean_up_at_end)
         self._answering: set[Answering] = set()
-        self._jobs, self._since = 0, 0.0
+        self._taken, self._since, self._abandoned = 0, 0.0, False
 
     @property
     def busy(self) -> bool:
         """Whether anything is to be done."""
-        return self._jobs > 0
+        return bool(self._answering)
 
     @property
     def still(self) -> float:
@@ -229,39 +229,42 @@ class Desk:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, encode, self.target, self.syntax, ask)
 
-    async def ask(self, ask: Ask) -> Answering:
-        """Start to answer. Raises `Refusal`."""
-        self._check_room(ask.n)
-        encoded = await self.encode(ask)
-        loop = asyncio.get_running_loop()
-        grammars = await loop.run_in_executor(
-            self._threads, self._grammars.of, self.syntax, ask, encoded.thinking
-        )
-        self._check_room(ask.n)  # others may have come meanwhile
-        jobs: list[_Open] = []
+    async def ask(self, ask: Ask, who: str = "") -> Answering:
+        """Start to answer.
+
+        Args:
+            ask: the request.
+            who: asks; nobody else's prompts are shared with it.
+
+        Raises `Refusal`.
+        """
+        self._take_room(ask.n)
+        begun = self._threads.submit(self._begin, ask, who)
         try:
-            for choice in range(ask.n):
-                jobs.append(self._submit(ask, encoded, grammars[choice], choice))
-        except DFlashError as error:
-            for one in jobs:
-                one.job.cancel()
-            raise of_library(error) from error
-        if not self._jobs:
+            encoded, jobs = await asyncio.wrap_future(begun)
+        except BaseException as error:
+            self._taken -= ask.n
+            begun.add_done_callback(_cancel)  # where nobody waited for it any more
+            if isinstance(error, DFlashError):
+                raise of_library(error) from error
+            raise
+        if not self._answering:
             self._since = time.monotonic()
-        self._jobs += ask.n
-        self.metrics.open.set(self._jobs)
         answering = Answering(self, ask, encoded, jobs)
         self._answering.add(answering)
+        if self._abandoned:
+            answering.leave()
         return answering
 
     def close(self, answering: Answering, jobs: int) -> None:
         """An `Answering` is over."""
         self._answering.discard(answering)
-        self._jobs -= jobs
-        self.metrics.open.set(self._jobs)
+        self._taken -= jobs
+        self.metrics.open.set(self._taken)
 
     def abandon(self) -> None:
-        """End every answer where it is."""
+        """End every answer where it is, and those that begin now."""
+        self._abandoned = True
         for answering in list(self._answering):
             answering.leave()
 
@@ -275,6 +278,8 @@ class Desk:
     def reasoning(self, tokens: Sequence[int], thinking: bool) -> int:
         """How many tokens of an answer are the model's reasoning, its markers among them."""
         tokenizer = self.target.tokenizer
+        if self.syntax.name == harmony.NAME:
+            return harmony.reasoning_tokens(tokens, tokenizer)
         if not tokenizer.has_thinking:
             return 0
         start = 0 if thinking else _find(tokens, tokenizer.think_start_tokens)
@@ -293,19 +298,40 @@ class Desk:
         found = [(text.find(stop), stop) for stop in stops if stop in text]
         return min(found)[1] if found else None
 
-    def _check_room(self, jobs: int) -> None:
+    def _take_room(self, jobs: int) -> None:
+        """Room for so many answers more. Raises `Refusal` where there is none."""
         if self.draining:
             raise Refusal("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
-        if self._jobs + jobs > self._room:
+        if self._taken + jobs > self._room:
             raise Refusal(
                 f"The queue is full ({self._room} answers): try again later.",
                 429,
                 code="rate_limit_exceeded",
                 retry_after=RETRY_SECONDS,
             )
+        self._taken += jobs
+        self.metrics.open.set(self._taken)
 
-    def _submit(self, ask: Ask, encoded: Encoded, grammar: Any, choice: int) -> _Open:
+    # What follows runs in a thread of the desk's.
+
+    def _begin(self, ask: Ask, who: str) -> tuple[Encoded, list[_Open]]:
+        """The prompt of a request, and its jobs. Raises `DFlashError`."""
+        encoded = encode(self.target, self.syntax, ask)
+        grammars = self._grammars.of(self.syntax, ask, encoded.thinking)
+        jobs: list[_Open] = []
+        try:
+            for choice, grammar in enumerate(grammars):
+                jobs.append(self._submit(ask, who, encoded, grammar, choice))
+        except DFlashError:
+            for one in jobs:
+                one.job.cancel()
+            raise
+        return encoded, jobs
+
+    def _submit(self, ask: Ask, who: str, encoded: Encoded, grammar: Any, choice: int) -> _Open:
         settings = self._defaults | dict(ask.settings)
+        if who:
+            settings["salt"] = who
         if settings.get("seed") is not None:
             settings["seed"] = (settings["seed"] + choice) % 2**32
         recorder = None
@@ -322,6 +348,13 @@ class Desk:
                 self.target.tokenizer, self.syntax, ask.callable, encoded.thinking, ask.parallel
             )
         return _Open(self._engine.submit(encoded.ids, **settings), splitter, recorder)
+
+
+def _cancel(begun: Future[tuple[Encoded, list[_Open]]]) -> None:
+    """End what was begun for somebody who did not wait for it."""
+    if not begun.cancelled() and begun.exception() is None:
+        for one in begun.result()[1]:
+            one.job.cancel()
 
 
 def _find(tokens: Sequence[int], marker: Sequence[int]) -> int | None:

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 
 from ..errors import DFlashError, SettingsError
 
+RETRY_SECONDS: Final = 2  # after which a client may find what it did not find now
+
 # status -> the `type` of an error: of OpenAI, of Anthropic
 _TYPES: Final = {
     400: ("invalid_request_error", "invalid_request_error"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _SPACES: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANYTHING: Final = "/(?s:.*)/"
+MOST_CALLS: Final = 16  # that are forced at once; small models would go on for ever
 
 
 class Grammars:
@@ -76,9 +77,9 @@ class Grammars:
                 "leave tool_choice to the model.",
                 param="tool_choice",
             )
-        several = "(/\\n?/ call)*" if parallel and syntax.end else ""
+        further = f"(/\\n?/ call){{0,{MOST_CALLS - 1}}}" if parallel and syntax.end else ""
         start, end = self._words.literal(syntax.start), self._words.literal(syntax.end)
-        return f"answer: call {several}\ncall: {start} body {end}\n{self._body(syntax, tools)}"
+        return f"answer: call {further}\ncall: {start} body {end}\n{self._body(syntax, tools)}"
 
     def _free_until_call(self, syntax: Syntax, tools: Sequence[Tool]) -> str:
         """Free text, and every call in it as its tool's schema has it."""

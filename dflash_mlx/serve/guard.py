@@ -62,10 +62,11 @@ class Guard:
 
         try:
             try:
-                self._access.check(scope["path"], Headers(scope=scope))
+                who = self._access.check(scope["path"], Headers(scope=scope))
             except Refusal as refusal:
                 await error_response(refusal, scope["path"], request_id)(scope, receive, named)
             else:
+                scope["state"]["who"] = who
                 await self._app(scope, receive, named)
         finally:
             self._metrics.responses.labels(str(status or 499)).inc()

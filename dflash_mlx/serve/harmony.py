@@ -57,6 +57,27 @@ def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
+def reasoning_tokens(tokens: Sequence[int], tokenizer: Any) -> int:
+    """How many tokens of an answer are the model's reasoning, their headers and markers included.
+
+    Args:
+        tokens: of the answer, which begins in a header.
+        tokenizer: mlx-lm's, of gpt-oss.
+    """
+    message = tokenizer.convert_tokens_to_ids("<|message|>")
+    ends = tokenizer.convert_tokens_to_ids([marker for marker, _ in _MACHINE[_BODY]])
+    counted, begins, thinks = 0, 0, False
+    for at, token in enumerate(tokens):
+        if token == message:
+            header = tokenizer.decode(list(tokens[begins:at]))
+            channel = _CHANNEL.search(header)
+            thinks = channel is not None and channel[1] == "analysis" and "to=" not in header
+        if token in ends or at == len(tokens) - 1:
+            counted += (at + 1 - begins) * thinks
+            begins, thinks = at + 1, False
+    return counted
+
+
 class HarmonySplitter:
     """One answer's parts; as `parts.Splitter`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from pydantic_core import from_json
@@ -11,7 +10,7 @@ from .desk import Answering, End
 from .errors import Refusal
 from .openai_forms import drafting, new_id
 from .parts import Part, Reasoning, Text
-from .sse import frame
+from .sse import Frames, frame
 from .tools import Call
 
 PING: Final = frame({"type": "ping"}, "ping")
@@ -61,8 +60,8 @@ def _block(part: Part) -> dict[str, Any]:
     }
 
 
-async def stream(answering: Answering, request_id: str) -> AsyncIterator[str]:
-    """The answer as frames; an error is the last of them."""
+async def stream(answering: Answering, request_id: str) -> Frames:
+    """The answer as frames, those of a round in one piece; an error is the last of them."""
     usage = {"input_tokens": answering.prompt_tokens, "output_tokens": 0}
     message = {
         **_head(answering),
@@ -71,31 +70,29 @@ async def stream(answering: Answering, request_id: str) -> AsyncIterator[str]:
         "stop_sequence": None,
         "usage": usage,
     }
-    yield _event("message_start", message=message)
-    yield PING
+    yield _event("message_start", message=message) + PING
     blocks, open_ = -1, ""
     try:
         async for step in answering.steps():
+            frames = []
             for part in step.parts:
                 block = _block(part)
                 kind = block["type"]
                 if kind != open_ or isinstance(part, Call):
                     if open_:
-                        yield _event("content_block_stop", index=blocks)
+                        frames.append(_event("content_block_stop", index=blocks))
                     blocks, open_ = blocks + 1, kind
-                    yield _event("content_block_start", index=blocks, content_block=block)
-                yield _event("content_block_delta", index=blocks, delta=_delta(part))
+                    frames.append(_event("content_block_start", index=blocks, content_block=block))
+                frames.append(_event("content_block_delta", index=blocks, delta=_delta(part)))
             if step.end is not None:
                 if open_:
-                    yield _event("content_block_stop", index=blocks)
-                told = _usage(answering, step.end)
-                yield _event(
-                    "message_delta",
-                    delta=_stop(step.end),
-                    usage=told,
-                    x_dflash=drafting([step.end]),
-                )
-                yield _event("message_stop")
+                    frames.append(_event("content_block_stop", index=blocks))
+                told, drafted = _usage(answering, step.end), drafting([step.end])
+                stop = _stop(step.end)
+                frames.append(_event("message_delta", delta=stop, usage=told, x_dflash=drafted))
+                frames.append(_event("message_stop"))
+            if frames:
+                yield b"".join(frames)
     except Refusal as refusal:
         yield frame(refusal.anthropic(request_id), "error")
 
@@ -108,7 +105,7 @@ def _delta(part: Part) -> dict[str, Any]:
     return {"type": "input_json_delta", "partial_json": part.arguments}
 
 
-def _event(kind: str, **content: Any) -> str:
+def _event(kind: str, **content: Any) -> bytes:
     return frame({"type": kind, **content}, kind)
 
 

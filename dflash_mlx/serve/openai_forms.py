@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..events import Stats
-from .desk import End, Step
-from .logprobs import Likely, TokenLogprob
+if TYPE_CHECKING:
+    from ..events import Stats
+    from .desk import End, Step
+    from .logprobs import Likely, TokenLogprob
 
 
 def new_id(prefix: str) -> str:

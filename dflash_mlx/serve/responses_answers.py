@@ -6,7 +6,7 @@ Both are made by the same hand: the events of a stream add up to the object at i
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from .desk import Answering, End, Step
@@ -14,7 +14,7 @@ from .errors import Refusal
 from .openai_forms import drafting, logprob, new_id
 from .parts import Part, Text
 from .responses import ResponsesBody
-from .sse import frame
+from .sse import Frames, frame
 from .tools import Call
 
 Events = Iterator[dict[str, Any]]
@@ -44,11 +44,11 @@ class Answers:
                 pass
         return self._response()
 
-    async def stream(self) -> AsyncIterator[str]:
-        """The answer as frames; an error is the last of them."""
+    async def stream(self) -> Frames:
+        """The answer as frames, those of a round in one piece; an error is the last of them."""
         number = 0
 
-        def numbered(event: dict[str, Any]) -> str:
+        def numbered(event: dict[str, Any]) -> bytes:
             nonlocal number
             number += 1
             return frame({**event, "sequence_number": number - 1}, event["type"])
@@ -57,8 +57,8 @@ class Answers:
             yield numbered({"type": kind, "response": self._response()})
         try:
             async for step in self._answering.steps():
-                for event in self._take(step):
-                    yield numbered(event)
+                if frames := b"".join(map(numbered, self._take(step))):
+                    yield frames
         except Refusal as refusal:
             failed = self._response() | {"status": "failed"}
             code = "rate_limit_exceeded" if refusal.status == 429 else "server_error"

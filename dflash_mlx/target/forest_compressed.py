@@ -29,6 +29,7 @@ def for_each_position(for_each: Callable[..., Any]) -> Callable[..., Any]:
     def call(
         attention: nn.Module, x: mx.array, *, cache: Caches, shared: dict[str, Any], **_: Any
     ) -> mx.array:
+        """x [1, R, D] of all requests -> [1, R, D]; `shared` is one forward's, of all layers."""
         if not shared:  # the first layer
             pairs = zip(cache.parts, cache.rows.widths, strict=True)
             shared["start"] = Parts(one.offset for one in cache.parts)

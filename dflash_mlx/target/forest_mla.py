@@ -43,6 +43,7 @@ def flat_sparse(rows: Callable[[], Rows]) -> Callable[..., mx.array]:
         mask: Parts,
         cache: Caches,
     ) -> mx.array:
+        """The outputs [1, H, R, v_head_dim] of all requests' queries, each on its own rows."""
         queries = rows().split(q, 2), rows().split(q_pe, 2)
         others = (latent, k_pe, picked, mask, cache)
         each = zip(*queries, *(other.parts for other in others), strict=True)

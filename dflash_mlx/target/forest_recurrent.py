@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ..kernels.modules import Kernels
 from .forest_rows import Caches
 from .internals import gated_delta_update
 from .recurrent_tree import convolve, delta_gates, first_state, heads, held_inputs, project, recur
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
 
 
 def flat_recurrence(index: int) -> Callable[..., mx.array]:
     """What stands for the Gated DeltaNet of a layer: x [1, R, D] -> [1, R, D]."""
 
     def call(mixer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """x [1, R, D] of all requests -> [1, R, D]; `cache` are those of all."""
         caches: Caches = cache
         rows, size = caches.rows, mixer.conv_kernel_size
         mixed, z, b, a = project(mixer, x)

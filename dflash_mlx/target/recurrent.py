@@ -11,12 +11,11 @@ reference and never copied, and nothing here depends on the length of the contex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.modules import Kernels
 from ..kernels.shapes import DeltaShape, dtype_of
 from .internals import (
     RECURRENCE,
@@ -31,6 +30,9 @@ from .internals import (
 from .overrides import Overrides, rebound
 from .recurrent_tree import delta_gates, first_state, mix
 from .tree import Tree
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
 
 
 class RecurrentTape:

@@ -9,14 +9,16 @@ left as it was: the tape, which gets what entered the recurrence, replays the ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.modules import Kernels
 from .internals import Qwen3NextGatedDeltaNet, compute_g, gated_delta_update, normalize_qk
 from .tree import Tree
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
 
 
 def mix(

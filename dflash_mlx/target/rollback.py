@@ -7,6 +7,7 @@ a subclass may store its rows differently, and an unknown kind is refused rather
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.nn as nn
@@ -25,6 +26,23 @@ from .internals import (
 from .overrides import Overrides
 from .recurrent import RecurrentTape, has_tape
 from .rows import Rollback, RowRollback, cut_rotating_rows, trim_each, trim_rows
+
+
+def rollbacks_for(
+    caches: Sequence[Any], layers: Sequence[nn.Module], overrides: Overrides
+) -> list[Rollback]:
+    """The ways of all caches. Layers that share earlier ones' keys and values come last: no cache.
+
+    Raises `UnsupportedCacheError`, also where layers run several times, each time with another
+    cache: which of them a layer's row is in is then the model's own affair.
+    """
+    if len(caches) > len(layers):
+        raise UnsupportedCacheError(
+            f"The target keeps {len(caches)} caches for its {len(layers)} layers, from which this "
+            "version cannot remove rejected drafts: choose another target."
+        )
+    pairs = zip(caches, layers, strict=False)
+    return [rollback_for(cache, layer, overrides) for cache, layer in pairs]
 
 
 def rollback_for(cache: Any, layer: nn.Module, overrides: Overrides) -> Rollback:

@@ -38,9 +38,10 @@ class RowRollback:
         self._cache, self._remove = cache, remove
 
     def begin(self) -> None:
-        pass
+        """Nothing to record."""
 
     def keep(self, kept: int, rejected: int) -> None:
+        """Remove the last `rejected` rows."""
         if rejected:
             self._remove(self._cache, rejected)
 

@@ -49,6 +49,13 @@ class Taps:
         return record
 
 
+def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
+    """Rows of features [1, N, K*D]: the first ones, or a path with others in between."""
+    if len(kept) == taps.shape[1]:
+        return taps
+    return taps[:, : len(kept)] if kept[-1] < len(kept) else taps[:, mx.array(list(kept))]
+
+
 def _hidden(result: Any) -> mx.array:
     """The hidden states [N, S, D] in what a decoder layer returns."""
     if not isinstance(result, tuple):

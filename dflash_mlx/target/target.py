@@ -17,22 +17,22 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
-from ..kernels.modules import Wiring
 from ..proposal import Proposal
 from ..threads import evaluate
 from . import contents, internals, marks
-from .attention import attend_with, check_exact
 from .kv_bits import make_cache
 from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
-from .rollback import rollback_for
+from .rollback import rollbacks_for
 from .segment import Segment
 from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..kernels.modules import Wiring
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
 LAST_STEP = 64  # tokens at most of its last forward, whose logits are asked for
@@ -77,13 +77,13 @@ class Target:
         shape = config.get("text_config") or config
         self.context_length = int(shape.get("max_position_embeddings") or 2**31)
         self._forwards = threading.Lock()
-        layers, caches, unused = self._backbone.layers, make_cache(model), self.overrides()
-        rollbacks = [
-            rollback_for(cache, layer, unused) for cache, layer in zip(caches, layers, strict=False)
-        ]
+        layers, caches = self._backbone.layers, make_cache(model)
+        rollbacks = rollbacks_for(caches, layers, self.overrides())
         problems = (why_no_trees(*of) for of in zip_longest(layers, rollbacks))
         self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
+            from .attention import check_exact
+
             check_exact(layers, caches)
         evaluate(model)
 
@@ -211,14 +211,12 @@ class TargetSession:
         # What one forward may leave lazy for the next; an indexer's keys, for one, are not always
         # read, and windows and states are cut anew.
         self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
-        # Layers that share an earlier layer's keys and values come last and have no cache.
-        self._rollback = [
-            rollback_for(cache, layer, self._verify)
-            for cache, layer in zip(self._cache, layers, strict=False)
-        ]
+        self._rollback = rollbacks_for(self._cache, layers, self._verify)
         absorb(layers, self._verify)
         self._widest: int | None = None  # rows of a verify
         if target.wiring is not None:
+            from .attention import attend_with
+
             attend_with(target.wiring, layers, self._verify)
             self._widest = target.wiring.widest
             for rollback in self._rollback if target.wiring.exact else ():

@@ -158,6 +158,7 @@ def draft_loss(
     def loss(
         parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *known: mx.array
     ) -> tuple[mx.array, mx.array]:
+        """Loss [] and tau []; the arguments are those that `draft_loss` says."""
         drafter.update(parameters)
         (n, a), block = anchors.shape, config.block_size
         found = Features(*known) if known else features(target, ids, config.target_layer_ids)

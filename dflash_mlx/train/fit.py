@@ -19,7 +19,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..errors import OutputError, WeightsError
+from ..errors import WeightsError
+from ..machine.saving import save_arrays
 from .batches import BatchStream
 
 Parameters = dict[str, Any]
@@ -176,18 +177,7 @@ def save(
     trees = {"parameters": parameters, "optimizer": optimizer.state}
     if state.best_loss < float("inf"):
         trees["best"] = best
-    part = path.with_name(path.stem + ".part.safetensors")
-    metadata = {"state": json.dumps(asdict(state))}
-    try:
-        mx.save_safetensors(str(part), dict(tree_flatten(trees)), metadata=metadata)
-        part.replace(path)
-    except OSError as error:
-        raise OutputError.because(path, error) from error
-    except RuntimeError as error:  # MLX's word for a write that failed
-        raise OutputError(
-            f"{path}: the checkpoint cannot be written ({error}); make room on the disk, and the "
-            "same command goes on from the last one."
-        ) from error
+    save_arrays(path, dict(tree_flatten(trees)), {"state": json.dumps(asdict(state))})
 
 
 def restore(

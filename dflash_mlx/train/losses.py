@@ -88,6 +88,7 @@ def summed(
 
     @mx.custom_function
     def run(*arrays: mx.array) -> tuple[mx.array, ...]:
+        """The sum [], what was chosen, and the gradients of `hidden` and of `trained`."""
         tree = tree_unflatten(list(zip(names, arrays[:count], strict=True))) if count else {}
         value, chosen = mx.array(0.0), []
         inward: list[mx.array] = []

@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import OutputError, WeightsError
+from ..errors import WeightsError
+from ..machine.saving import save_arrays
 from ..target import Target
 from .batches import Arrays, bucket_length
 from .data import Sample
@@ -107,17 +108,7 @@ def _write(
         for field, array in zip(_NAMES, (taps, *found[1:]), strict=True):
             arrays[f"{index}.{field}"] = array[0]
         mx.eval([arrays[f"{index}.{field}"] for field in _NAMES])
-    part = file.with_name("unfinished.safetensors")
-    try:
-        mx.save_safetensors(str(part), arrays, metadata={"of": name})
-        part.replace(file)
-    except OSError as error:
-        raise OutputError.because(file, error) from error
-    except RuntimeError as error:  # MLX's word for a write that failed
-        raise OutputError(
-            f"{file}: features cannot be written ({error}); make room on the disk, and the same "
-            "command goes on."
-        ) from error
+    save_arrays(file, arrays, {"of": name})
 
 
 def _fingerprint(samples: Sequence[Sample], layers: Sequence[int]) -> str:

@@ -2,7 +2,9 @@
 
 import json
 import socket
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from typer.testing import CliRunner
@@ -97,3 +99,32 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
         port = str(free.getsockname()[1])
         code, told = run("launch", "codex", "--port", port, "--model", "x", PATH=str(tmp_path))
     assert code == 1 and f"{port} cannot be used" in told
+
+
+class Loading(BaseHTTPRequestHandler):
+    """A server of ours whose model is there at the second question."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        status = 503 if len(self.server.asked) == 1 else 200
+        content = b'{"data": [{"id": "m"}]}'
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_that_loads_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_mlx.cli.launch.PAUSE", 0)
+    agent = tmp_path / "codex"
+    agent.write_text("#!/bin/sh\nexit 7\n")
+    agent.chmod(0o755)
+    with HTTPServer(("127.0.0.1", 0), Loading) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code, _ = run("launch", "codex", "--port", str(server.server_port), PATH=str(tmp_path))
+        server.shutdown()
+    assert code == 7 and server.asked == ["/ready", "/ready", "/v1/models"]

@@ -12,7 +12,7 @@ from serving import a_target
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.serve.ask import Ask, Tool
 from dflash_mlx.serve.errors import Refusal
-from dflash_mlx.serve.grammar import Grammars
+from dflash_mlx.serve.grammar import MOST_CALLS, Grammars
 from dflash_mlx.serve.parts import Splitter, Text
 from dflash_mlx.serve.tools import Call, Syntax
 
@@ -98,6 +98,7 @@ def target():
 def test_which_calls_may_be_made(target):
     takes = follows(target, ask(tools=TOOLS, choice="required"))
     assert takes(CALL) and takes(f"{CALL}\n{CALL}") and not takes("Hm") and not takes("")
+    assert takes(CALL * MOST_CALLS) and not takes(CALL * (MOST_CALLS + 1))
     takes = follows(target, ask(tools=TOOLS, choice="required", parallel=False))
     assert takes(CALL) and not takes(f"{CALL}\n{CALL}")
     named = ask(tools=TOOLS, choice="required", allowed=frozenset({"get_weather"}))

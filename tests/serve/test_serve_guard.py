@@ -88,6 +88,21 @@ def test_keys(target, headers, status):
             assert server.get(path, headers=headers).status_code == 200
 
 
+def test_who_shares_what_was_read(target):
+    """One key is one person; each of several shares with nobody else."""
+
+    def salts(keys, asked):
+        engine = Says(target)
+        with client(engine, access=Access(keys=frozenset(keys))) as server:
+            for key in asked:
+                server.post(CHAT, json=HI, headers={"x-api-key": key})
+        return [settings.get("salt") for _, settings in engine.asked]
+
+    assert salts([], ["k"]) == salts(["k"], ["k"]) == [None]
+    one, other, again = salts(["k", "other"], ["k", "other", "k"])
+    assert one == again != other and other and "k" not in (one, other)
+
+
 def test_another_host_needs_a_key():
     for host in ("0.0.0.0", "192.168.0.7", "::"):
         with pytest.raises(SettingsError, match="--api-key"):

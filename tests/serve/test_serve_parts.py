@@ -12,7 +12,7 @@ from mlx_lm.tool_parsers import json_tools, mistral
 from serving import Says, a_target, client
 
 from dflash_mlx.serve.ask import Tool
-from dflash_mlx.serve.harmony import HarmonySplitter, speaks_harmony
+from dflash_mlx.serve.harmony import HarmonySplitter, reasoning_tokens, speaks_harmony
 from dflash_mlx.serve.parts import Reasoning, Splitter, Text
 from dflash_mlx.serve.tools import Call, Syntax
 
@@ -202,3 +202,11 @@ def test_gpt_oss_is_known_by_its_tokens():
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning_content"] == "Let me see."
+    thought = HARMONY[: HARMONY.index("<|start|>")]
+    expected = len(target.tokenizer.encode(thought, add_special_tokens=False))
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] == expected > 8
+    for cut in ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|>Hm", "<|channel|>"):
+        tokens = target.tokenizer.encode(cut, add_special_tokens=False)
+        thinks = len(tokens) if "analysis" in cut else 0
+        assert reasoning_tokens(tokens, target.tokenizer) == thinks

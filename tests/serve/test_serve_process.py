@@ -258,3 +258,30 @@ def test_errors_are_the_sdks_own(chat, claude):
         claude.messages.create(model="m", max_tokens=1, messages=LONG)
     with pytest.raises(openai.NotFoundError):
         chat.models.retrieve("other")
+
+
+def test_chat_talks_to_it(server, chat):
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_mlx", "chat", "--server", server.url, "-n", "20"],
+        input="What is 37 plus 48?\nAnd 2 plus 3?\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    asked = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=20)
+    assert done.stdout.startswith(asked.choices[0].message.content)
+    assert "20 tokens" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_told_to_end_it_finishes_its_answers(server, chat):
+    """The last test: it ends the server of all."""
+    stream = chat.chat.completions.create(
+        model="m", messages=QUESTION, max_tokens=600, stream=True, temperature=1, seed=5
+    )
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    *_, last = stream
+    assert last.choices[0].finish_reason in ("stop", "length")
+    assert server.ended() == 0
+    with pytest.raises(ConnectionError):
+        server.connect()

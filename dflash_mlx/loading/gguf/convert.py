@@ -21,6 +21,7 @@ import numpy as np
 
 from ...errors import OutputError, WeightsError
 from ...machine.folders import cache_folder
+from ...machine.saving import save_arrays
 from ..weights import check_memory, check_safetensors, machine_memory
 from . import tokenizer
 from .config import ARCHITECTURES, read_config
@@ -162,18 +163,8 @@ def _write_weights(
         weights = convert(group, arrays, header.tensors, unpack, heads)
         where |= dict.fromkeys(weights, file.name)
         if not file.exists():
-            _write_file(file, weights)
+            save_arrays(file, weights, {"format": "mlx"})
     _write_json(part / "model.safetensors.index.json", {"weight_map": where})
-
-
-def _write_file(file: Path, weights: dict[str, mx.array]) -> None:
-    """Write safetensors in one move. Raises `OutputError`."""
-    unfinished = file.with_name("unfinished.safetensors")
-    try:
-        mx.save_safetensors(str(unfinished), weights, metadata={"format": "mlx"})
-    except RuntimeError as error:  # MLX's word for a write that failed
-        raise OutputError(f"{file}: cannot be written ({error}).") from error
-    unfinished.replace(file)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

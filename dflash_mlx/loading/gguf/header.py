@@ -81,6 +81,7 @@ class _Reader:
         self._size = path.stat().st_size
 
     def header(self) -> Header:
+        """All of it. Raises `WeightsError` for a file that is none, or of another version."""
         if self._file.read(4) != MAGIC:
             raise WeightsError(f"{self._path}: not a GGUF file.")
         version = self._number("I")

@@ -1,8 +1,9 @@
 """The tokenizer that a GGUF file's metadata describes, as files that transformers loads.
 
-Byte-level BPE only: its tokens and merges are in the file, and how text is split before the merges
-is a name (`tokenizer.ggml.pre`) that stands for regular expressions; those here are llama.cpp's
-(src/llama-vocab.cpp) and the original tokenizer.json files'.
+Byte-level BPE ("gpt2"): its tokens and merges are in the file, and how text is split before the
+merges is a name (`tokenizer.ggml.pre`) that stands for regular expressions; those here are
+llama.cpp's (src/llama-vocab.cpp) and the original tokenizer.json files'. And SentencePiece's BPE
+("llama"): its tokens and their scores are in the file, which say what is merged first.
 """
 
 from __future__ import annotations
@@ -40,30 +41,20 @@ _SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _WORDS % ""),
 }
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"}  # ignore_merges
+_SPACE = "▁"
 _COMPOSED = {"qwen2", "deepseek-r1-qwen"}  # NFC first, as their tokenizer.json says
 
 
 def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises `ConfigError` for one that is not understood."""
     model = metadata.get(f"{_KEY}model")
-    if model != "gpt2":
+    if model not in _MODELS:
         raise ConfigError(
             f"{path}: its tokenizer is {str(model)[:40]!r}; of GGUF files, byte-level BPE (gpt2) "
-            "is read."
-        )
-    pre = metadata.get(f"{_KEY}pre")
-    if pre not in _SPLITS:
-        raise ConfigError(
-            f"{path}: its pre-tokenizer is {str(pre)[:40]!r}; known are {', '.join(_SPLITS)}."
+            "and SentencePiece's BPE (llama) are read."
         )
     tokens, types = vocabulary(path, metadata)
-    pairs = _merges(path, metadata, {*tokens})
-    ids = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
-    if pre in _COMPOSED:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _splitter(_SPLITS[pre])
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _MODELS[model](path, metadata)
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [
             AddedToken(token, special=special, normalized=False)
@@ -71,21 +62,82 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
             if own == kind
         ]
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
-    if metadata.get(f"{_KEY}add_bos_token") is True:
+    if _begins(metadata):
         start = special_id(path, metadata, "bos", tokens)
         if start is None:
             raise ConfigError(f"{path}: add_bos_token is set, but no bos_token_id.")
-        tokenizer.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(
-                    single=f"{tokens[start]} $A",
-                    pair=f"{tokens[start]} $A {tokens[start]} $B",
-                    special_tokens=[(tokens[start], start)],
-                ),
-            ]
+        begun = processors.TemplateProcessing(
+            single=f"{tokens[start]} $A",
+            pair=f"{tokens[start]} $A {tokens[start]} $B",
+            special_tokens=[(tokens[start], start)],
         )
+        spans = [processors.ByteLevel(trim_offsets=False)] if model == "gpt2" else []
+        tokenizer.post_processor = processors.Sequence([*spans, begun])
     return tokenizer
+
+
+def _begins(metadata: Mapping[str, Any]) -> bool:
+    """Whether texts begin with a token of their own; SentencePiece's do unless the file says no."""
+    usual = metadata.get(f"{_KEY}model") == "llama"
+    return metadata.get(f"{_KEY}add_bos_token", usual) is True
+
+
+def _byte_level(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
+    """BPE over bytes, without its added tokens. Raises `ConfigError`."""
+    pre = metadata.get(f"{_KEY}pre")
+    if pre not in _SPLITS:
+        raise ConfigError(
+            f"{path}: its pre-tokenizer is {str(pre)[:40]!r}; known are {', '.join(_SPLITS)}."
+        )
+    tokens, _ = vocabulary(path, metadata)
+    pairs = _merges(path, metadata, {*tokens})
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    if pre in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _splitter(_SPLITS[pre])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
+    """SentencePiece's BPE, without its added tokens. Raises `ConfigError`.
+
+    Words begin with a space, written as another character, the first one too unless the file says
+    no; characters that are no token are spelt in bytes.
+    """
+    tokens, types = vocabulary(path, metadata)
+    scores: Any = metadata.get(f"{_KEY}scores")
+    if not _are(float, scores) or len(scores) != len(tokens):
+        raise ConfigError(f"{path}: {_KEY}scores does not have a number for each token.")
+    ids = {token: number for number, token in enumerate(tokens)}
+    own = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
+    pairs = [
+        (token[:middle], token[middle:])
+        for _, token in sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
+        if token in own
+        for middle in range(1, len(token))
+        if token[:middle] in own and token[middle:] in own
+    ]
+    unknown = special_id(path, metadata, "unknown", tokens)
+    if unknown is None and UNKNOWN in types:
+        unknown = types.index(UNKNOWN)
+    name = None if unknown is None else tokens[unknown]
+    tokenizer = Tokenizer(
+        models.BPE(ids, pairs, unk_token=name, fuse_unk=True, byte_fallback=BYTE in types)
+    )
+    spaces, texts = normalizers.Replace(" ", _SPACE), decoders.Replace(_SPACE, " ")
+    steps = [texts, decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get(f"{_KEY}add_space_prefix", True) is True:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece}
 
 
 def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
@@ -95,7 +147,7 @@ def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": metadata.get(f"{_KEY}add_bos_token") is True,
+        "add_bos_token": _begins(metadata),
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         number = special_id(path, metadata, theirs, tokens)

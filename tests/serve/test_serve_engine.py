@@ -1,0 +1,100 @@
+"""The application over the engine itself: forwards that fail, a device that does not come back."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from serving import a_desk, running
+
+import dflash_mlx as dm
+from dflash_mlx.engine.together import Flat
+from dflash_mlx.serve.access import Access
+from dflash_mlx.serve.app import Endpoints, Options
+from dflash_mlx.serve.ask import Ask
+
+
+class Faulty(Flat):
+    """A device that raises in each forward that has rows of a prompt of `blamed` tokens or more.
+
+    In its `stuck`th forward it waits until it is freed.
+    """
+
+    def __init__(self, target, blamed=10**9, stuck=0):
+        super().__init__(target, None)
+        self.blamed, self.stuck, self.count = blamed, stuck, 0
+        self.waiting, self.freed = threading.Event(), threading.Event()
+
+    def verify(self, turns):
+        self.count += 1
+        if any(turn.request.stats.prompt_tokens >= self.blamed for turn in turns):
+            raise RuntimeError("[metal] boom")
+        if self.count == self.stuck:
+            self.waiting.set()
+            assert self.freed.wait(60)
+        return super().verify(turns)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return dm.load("tiny")
+
+
+def engine_of(pair, **faults):
+    engine = dm.Engine(*pair, together=Faulty(pair[0], **faults))
+    engine.target = pair[0]
+    return engine
+
+
+async def said(server, question, **more):
+    """The status and the objects of an answer."""
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 24, **more}
+    content = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head.encode() + content)
+    told, _, text = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    return int(told.split()[1]), text
+
+
+def test_a_forward_that_fails_ends_one_answer_and_no_other(pair):
+    """Whichever shares a round with the one to blame reads its text again, and goes on."""
+
+    async def ask(blamed):
+        with engine_of(pair, blamed=blamed) as engine:
+            async with running(engine) as server:
+                long = "What is 37 plus 48? " * 8
+                questions = ["What is 37 plus 48?", long, "What is 12 plus 9?", long]
+                asked = (said(server, one, stream=at == 3) for at, one in enumerate(questions))
+                answers = await asyncio.gather(*asked)
+                assert not server.desk.busy
+                return answers
+
+    sound, faulty = asyncio.run(ask(10**9)), asyncio.run(ask(60))
+    for at in (0, 2):
+        right, found = (json.loads(answers[at][1])["choices"] for answers in (sound, faulty))
+        assert faulty[at][0] == 200 and found == right
+    (status, text), (_, stream) = faulty[1], faulty[3]
+    assert status == 500 and "boom" in json.loads(text)["error"]["message"]
+    assert "boom" in stream and "[DONE]" not in stream
+
+
+def test_a_device_that_does_not_come_back_is_told_by_health(pair):
+    async def ask():
+        with engine_of(pair, stuck=2) as engine:
+            desk = a_desk(engine)
+            ends = Endpoints(desk, Options("tiny", Access(), stalled_seconds=0.05))
+            answering = await desk.ask(Ask("m", "What is 37", {"max_tokens": 24}))
+            device = engine._seats._together
+            await asyncio.to_thread(device.waiting.wait, 60)
+            while (told := await ends.health(None)).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert b"stalled" in told.body
+            device.freed.set()
+            steps = [step async for step in answering.steps()]
+            assert steps[-1].end is not None and not desk.busy
+            assert (await ends.health(None)).status_code == 200
+
+    asyncio.run(ask())

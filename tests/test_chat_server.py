@@ -1,0 +1,88 @@
+"""A chat with a server: turns, reasoning, what is too long, what stops."""
+
+import pytest
+
+from dflash_mlx.cli.chat_commands import obey, reader
+from dflash_mlx.cli.chat_loop import Chat
+from dflash_mlx.cli.chat_server import Served
+from dflash_mlx.errors import PromptError, ServerError
+
+
+class Told:
+    """A server whose answers are told; keeps what it was asked."""
+
+    url, model = "http://there/v1", "m"
+
+    def __init__(self, *deltas, reason="stop", error=None):
+        self.deltas, self.reason, self.error = deltas, reason, error
+        self.asked, self.closed = [], False
+
+    def parts(self, messages, **settings):
+        self.asked.append((list(messages), settings))
+        try:
+            if self.error is not None:
+                raise self.error
+            for delta in self.deltas:
+                drafted = {"tokens": 3, "accepted": 2, "drafted": 7}
+                yield {"choices": [{"delta": delta}], "x_dflash": drafted}
+            yield {"choices": [{"delta": {}, "finish_reason": self.reason}]}
+            yield {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 8}}
+        finally:
+            self.closed = True
+
+
+def chat_with(server):
+    settings = dict(temperature=0.5, top_p=1.0, top_k=4, min_p=0.0, seed=7, max_tokens=20, stop=())
+    return Chat(Served(server, settings), obey, reader)
+
+
+def test_every_turn_sends_the_conversation(capsys):
+    server = Told({"role": "assistant"}, {"content": "Hel"}, {"content": "lo"})
+    chat = chat_with(server)
+    chat.dialogue.set_system("Be brief.")
+    for line in ("one", "two"):
+        chat.take_turn(line)
+    assert capsys.readouterr().out == "Hello\nHello\n"
+    messages, settings = server.asked[1]
+    assert [one["content"] for one in messages] == ["Be brief.", "one", "Hello", "two"]
+    assert settings == {"temperature": 0.5, "top_p": 1.0, "seed": 7, "max_tokens": 20, "top_k": 4}
+    stats = chat.dialogue.last.stats
+    assert stats.output_tokens == 8 and stats.prompt_tokens == 9 and stats.rounds == 1
+    assert stats.accepted_tokens == 2 and stats.drafted_tokens == 7
+    for command in ("/stats", "/compare", "/retry", "/set seed 9"):
+        assert obey(chat, command)
+    assert "Race" in capsys.readouterr().err and server.asked[2][1]["seed"] == 8
+
+
+def test_reasoning_is_shown_and_not_sent_back(capsys):
+    deltas = [{"reasoning_content": "Hm"}, {"reasoning_content": "."}, {"content": "Yes"}]
+    chat = chat_with(Told(*deltas))
+    chat.take_turn("so?")
+    assert capsys.readouterr().out == "<think>Hm.</think>Yes\n"
+    assert chat.dialogue.messages[-1] == {"role": "assistant", "content": "Yes"}
+
+
+def test_what_goes_wrong_ends_a_pipe_and_not_a_person(capsys):
+    for told, kind in (("(400): context_length_exceeded", PromptError), ("no more", ServerError)):
+        chat = chat_with(Told(error=ServerError(told)))
+        with pytest.raises(kind):
+            chat.take_turn("hi")
+        chat = chat_with(Told(error=ServerError(told)))
+        chat.interactive = True
+        chat.take_turn("hi")
+        assert chat.dialogue.messages == [] and "error: " in capsys.readouterr().err
+
+
+def test_whoever_stops_has_the_server_stop():
+    server = Told({"content": "a"}, {"content": "b"})
+    dialogue = chat_with(server).dialogue
+    events = dialogue.stream(dialogue.ask("hi"))
+    assert next(events).text == "a" and not server.closed
+    events.close()
+    assert server.closed and dialogue.messages[-1]["content"] == "a"
+
+
+def test_limits_are_told(capsys):
+    chat = chat_with(Told({"content": "a"}, reason="length"))
+    chat.take_turn("hi")
+    assert "cut off by --max-tokens" in " ".join(capsys.readouterr().err.split())

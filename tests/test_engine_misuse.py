@@ -1,0 +1,128 @@
+"""An engine in the hands of people who have read the first page of its manual."""
+
+import asyncio
+import threading
+
+import mlx.core as mx
+import pytest
+from families import random_prompt
+from tinymodels import random_drafter, target
+
+import dflash_mlx as dm
+from dflash_mlx.errors import EngineError, PromptError, SettingsError
+
+PROMPT = [token % 192 for token in random_prompt(9, seed=1)]
+SOON = 60  # seconds after which a test fails rather than hangs
+
+
+@pytest.fixture
+def engine():
+    with dm.Engine(target(), random_drafter()) as engine:
+        yield engine
+
+
+def at(length: int, act):
+    """A logits processor that acts when the text is so long."""
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        if len(tokens) == length:
+            act()
+        return logits
+
+    return process
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_what_would_end_a_program_ends_one_job(engine, error):
+    """It is raised in the engine's thread, where it would end nothing and leave all waiting."""
+
+    def leave():
+        raise error
+
+    others = [engine.submit(PROMPT, max_tokens=20) for _ in range(2)]
+    for length in (len(PROMPT), len(PROMPT) + 4):
+        job = engine.submit(PROMPT, logits_processors=[at(length, leave)])
+        with pytest.raises(type(error)):
+            job.result(SOON)
+    assert [len(job.result(SOON).tokens) for job in others] == [20, 20]
+
+
+def test_an_engine_is_closed_by_one_of_its_own_jobs():
+    engine = dm.Engine(target(), None)
+    job = engine.submit(PROMPT, logits_processors=[at(len(PROMPT) + 3, engine.close)])
+    assert job.result(SOON).finish_reason == "cancelled"
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit(PROMPT)
+
+
+def test_a_job_is_submitted_by_another_one_s_processor(engine):
+    found = []
+
+    def ask():
+        found.append(engine.submit(PROMPT, max_tokens=3))
+
+    engine.submit(PROMPT, max_tokens=9, logits_processors=[at(len(PROMPT), ask)]).result(SOON)
+    assert len(found[0].result(SOON).tokens) == 3
+
+
+@pytest.mark.parametrize("wait", [next, dm.Job.result, lambda job: job.result(SOON)])
+def test_nobody_waits_for_a_job_in_the_thread_that_makes_it(engine, wait):
+    """It would be for ever, and all others with it."""
+
+    def ask():
+        wait(engine.submit(PROMPT, max_tokens=2))
+
+    job = engine.submit(PROMPT, max_tokens=5, logits_processors=[at(len(PROMPT), ask)])
+    with pytest.raises(EngineError, match="thread of your own"):
+        job.result(SOON)
+
+
+def test_a_job_has_several_readers(engine):
+    """Each gets some of the events, and nobody waits for ever."""
+
+    async def read(job: dm.Job) -> int:
+        return len([event async for event in job])
+
+    async def main() -> list[int]:
+        job = engine.submit(PROMPT, max_tokens=20)
+        readers = asyncio.gather(*(read(job) for _ in range(3)))
+        return await asyncio.wait_for(readers, SOON)
+
+    stats = engine.submit(PROMPT, max_tokens=20).result(SOON).stats
+    assert sum(asyncio.run(main())) == 1 + stats.rounds
+    job, seen = engine.submit(PROMPT, max_tokens=20), []
+    threads = [threading.Thread(target=lambda: seen.extend(job)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert len(seen) == 1 + stats.rounds
+
+
+def test_a_job_says_how_far_it_is(engine):
+    job = engine.submit(PROMPT, max_tokens=4)
+    assert repr(job).startswith("Job(")
+    job.result(SOON)
+    assert repr(job) == "Job('length', 4 tokens)"
+    failed = engine.submit(PROMPT, logits_processors=[lambda tokens, logits: logits * mx.nan])
+    with pytest.raises(SettingsError):
+        failed.result(SOON)
+    assert repr(failed) == "Job(SettingsError, 0 tokens)"
+
+
+def test_what_is_the_engine_s_is_no_setting_of_a_job(engine):
+    for name in ("target", "drafter"):
+        with pytest.raises(SettingsError, match=f"{name} is the engine's"):
+            engine.submit(PROMPT, **{name: None})
+
+
+@pytest.mark.parametrize("wrong", ["tiny", None, 5])
+def test_a_target_that_is_none_is_refused(wrong):
+    for use in (dm.Engine, lambda *pair: dm.generate(*pair, "Hello")):
+        with pytest.raises(SettingsError, match="target must be such as dm.load_target"):
+            use(wrong, None)
+
+
+def test_bytes_are_not_token_ids(engine):
+    with pytest.raises(PromptError, match="text, a list of token ids"):
+        engine.submit(b"Hello")
