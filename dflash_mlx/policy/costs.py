@@ -52,22 +52,20 @@ class Costs:
         draft = curve(self.draft, context, widest)
         return [verify[0], *(v + d for v, d in zip(verify[1:], draft[1:], strict=True))]
 
-    def corrected(self, factors: Mapping[int, float], widest: int) -> Costs:
-        """The same where rounds of so many rows take so many times as long as is said here.
+    def corrected(self, multiples: Sequence[float]) -> Costs:
+        """The same where rounds of 1, 2, ... rows take so many times as long as was measured.
 
-        Only those widths are in it, and plain rounds: what lies between them was measured when the
-        others were, and is as wrong. A draft takes what it did, but at most half of its round.
+        A draft takes what it did, but at most half of its round.
         """
-        known = dict(factors)
-        known.setdefault(1, known[min(known)])
-        tables: tuple[dict[int, dict[int, float]], ...] = ({}, {})
+        verify, draft = {}, {}
         for depth in self.verify:
-            rounds, drafts = self.rounds(depth, widest), curve(self.draft, depth, widest)
-            seconds = {row: factor * rounds[row - 1] for row, factor in known.items()}
-            draft = {row: min(drafts[row - 1], seconds[row] / 2) for row in known} | {1: 0.0}
-            tables[0][depth] = {row: seconds[row] - draft[row] for row in known}
-            tables[1][depth] = draft
-        return Costs(*tables)
+            rounds = self.rounds(depth, len(multiples))
+            drafts = [0.0, *curve(self.draft, depth, len(multiples))[1:]]
+            seconds = [each * multiple for each, multiple in zip(rounds, multiples, strict=True)]
+            drafts = [min(part, whole / 2) for part, whole in zip(drafts, seconds, strict=True)]
+            rest = [whole - part for whole, part in zip(seconds, drafts, strict=True)]
+            verify[depth], draft[depth] = dict(enumerate(rest, 1)), dict(enumerate(drafts, 1))
+        return Costs(verify, draft)
 
 
 # (target, drafter, the most rows of a path, bits of keys and values) -> what rounds cost

@@ -99,7 +99,7 @@ class Policy:
         """
         if self.file and self.watch.disagrees and self.watch.version != self._kept:
             self._kept = self.watch.version
-            keep_costs(self.file, self.costs.corrected(self.watch.factors(), self.widest))
+            keep_costs(self.file, self.costs.corrected(self.watch.corrected([1.0] * self.widest)))
 
     def plain_seconds(self, context: int) -> float:
         """Of a plain token at this depth: as measured, at the pace of the rounds so far."""
