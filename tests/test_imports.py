@@ -25,6 +25,7 @@ LEVELS = [
         "rules",
         "sharpness",
         "threads",
+        "smollm2",
         "tiny",
     },
     {"events", "foreign", "kernels"},
