@@ -31,6 +31,7 @@ from .bench_clients import compare_clients
 from .bench_counts import count_rounds
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
+from .machines import Machines, join, shared
 from .options import AUTO, OFF, tree_rows
 from .pair import WHOLE_BLOCKS, open_pair
 from .screen import note, print_json
@@ -60,9 +61,14 @@ def bench(
     concurrency: bench_options.Concurrency = None,
     out: bench_options.Out = None,
     plot: bench_options.Plot = None,
+    machines: Machines,
     json: options.Json = False,
 ) -> None:
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
+    if machines.hosts and (openai or counts):
+        raise typer.BadParameter("goes without --openai and --counts", param_hint="--hosts")
+    if shared(machines, names, weights, context):
+        return
     if names.draft == NONE:
         raise typer.BadParameter(f"goes without {NONE}: name what drafts", param_hint="--draft")
     lengths = _numbers("--context-length", context_length)
@@ -98,7 +104,7 @@ def bench(
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
     if counts and (out or sizes or budget or lengths):
         raise typer.BadParameter("goes with a pair and prompts alone", param_hint="--counts")
-    opened = partial(open_pair, names, weights, rounds)
+    opened = partial(open_pair, names, weights, rounds, join=partial(join, machines, context))
     if counts:
         count_rounds(opened(), chosen, json)
     elif sizes:
@@ -112,9 +118,7 @@ def bench(
     elif openai is not None:
         _run(out, json, lambda: comparison.of_server(openai, names.model, chosen, setup))
     else:
-        _run(
-            out, json, lambda: comparison.of_pair(open_pair(names, weights, rounds), chosen, setup)
-        )
+        _run(out, json, lambda: comparison.of_pair(opened(), chosen, setup))
 
 
 def _run(out: Path | None, json: bool, measure: Callable[[], dict[str, Any]]) -> None:

@@ -35,6 +35,7 @@ def of_pair(pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]) ->
     if setup["temperature"]:
         settings["sampling"] = {"temperature": setup["temperature"], "seed": setup["seed"]}
     settings["trees"] = _trees(pair, setup["tree_budget"])
+    settings["against_mlx_lm"] = pair.member is None
     measured = measure_all(target, pair.drafter, prompts, setup["repeats"], **settings)
     what = {"model": target.name, "title": pair.title, "block_size": pair.rows}
     done = _shown(measured, len(prompts))

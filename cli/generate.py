@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from . import generate_options, options
 from .counters import counter_lines, counters
 from .generate_question import STANDARD, as_messages, read_prompt, read_schema
 from .generate_summary import as_json, event_as_json, summary
+from .machines import Machines, join, shared
 from .output import as_line, as_text, check_writable, write_whole
 from .pair import Pair, explain, open_pair
 from .screen import note, panel, print_json, stderr, waiting
@@ -30,6 +32,7 @@ COMPARE_SECONDS, COMPARE_PAIRS = 2.0, 9
 
 
 def generate(
+    context: typer.Context,
     *,
     prompt: generate_options.Prompt = None,
     file: generate_options.File = None,
@@ -46,11 +49,14 @@ def generate(
     compare: generate_options.Compare = False,
     verbose: options.Verbose = False,
     stats: generate_options.Stats = False,
+    machines: Machines,
     output: generate_options.Output = None,
     json: options.Json = False,
     json_lines: generate_options.JsonLines = False,
 ) -> None:
     """Answer one prompt: the text goes to stdout, a summary to stderr."""
+    if shared(machines, names, weights, context):
+        return
     if raw and system is not None:
         raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
     if json and json_lines:
@@ -62,7 +68,7 @@ def generate(
         output = None
     if output is not None:
         check_writable(output)
-    pair = open_pair(names, weights, rounds, no_draft, compare)
+    pair = open_pair(names, weights, rounds, no_draft, compare, partial(join, machines, context))
     comparison = _comparison(pair, asked, max_tokens, stop or [])
     comparison.sampling = sampling.settings() | _fitting(pair, schema)
     in_json = json or json_lines

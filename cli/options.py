@@ -54,7 +54,7 @@ Model = Annotated[
         "-m",
         group=MODEL,
         metavar="NAME",
-        help="A folder, a Hugging Face repository, or 'tiny'.",
+        help="A folder, GGUF file, Hugging Face repository, or 'tiny'.",
         autocompletion=names_beginning,
     ),
 ]
@@ -134,7 +134,7 @@ class Weights:
         flag(
             "--exact/--no-exact",
             MODEL,
-            "On Metal, match plain decoding bit for bit. Default: where measured to cost nothing.",
+            "Bit for bit, on Metal. Default: where it costs nothing.",
         ),
     ] = None
     offline: Offline = False
@@ -204,7 +204,7 @@ class Rounds:
             "-b",
             group=DECODING,
             metavar="N",
-            help="Tokens to verify at once. Default: whatever is fastest, by measured costs.",
+            help="Tokens to verify at once. Default: what is fastest.",
             min=1,
         ),
     ] = None

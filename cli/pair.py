@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.fits import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.names import check_name
-from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, WITH_LOOKUP, pair_of
+from dflash_mlx.loading.registry import LOOKUP, NONE, PACKAGED, WITH_LOOKUP, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from dflash_mlx import Policy, Stats, Target
     from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.trees import TreePolicy
+
+    from .machines import Member
 
 WHOLE_BLOCKS = Rounds(no_policy=True)
 
@@ -41,6 +44,7 @@ class Pair:
     kv_bits: int | None = None
     policy: Policy | TreePolicy | None = None
     tree_budget: int | str | None = None
+    member: Member | None = None  # of the machines that share the target
 
     @property
     def rows(self) -> int:
@@ -75,7 +79,8 @@ class Pair:
         elif self.policy is not None:
             drafting = "block size as large as pays"
         exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
-        return f"{self.target.name} · {drafting} · {self.blas.name}{exact}"
+        spread = "" if self.member is None else f" · {self.member.cluster.size} machines"
+        return f"{self.target.name} · {drafting} · {self.blas.name}{exact}{spread}"
 
     def limit_reached(self, stats: Stats) -> str:
         """Which limit ended a text of finish reason "length"."""
@@ -90,11 +95,14 @@ def open_pair(
     rounds: Rounds = WHOLE_BLOCKS,
     no_draft: bool = False,
     warm: bool = True,
+    join: Callable[[], Member | None] = lambda: None,
 ) -> Pair:
     """Put the BLAS in place and load the weights.
 
-    `warm` runs a few rounds, too, which compile what is compiled: for whoever compares speeds, or
-    asks more than once. Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
+    `join` meets the machines that share the target. `warm` runs a few rounds, too, which compile
+    what is compiled: for whoever compares speeds, or asks more than once.
+
+    Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
     """
     if no_draft and (names.draft or rounds.block_size):
         raise typer.BadParameter(
@@ -111,7 +119,9 @@ def open_pair(
     with waiting("Starting MLX"), nothing_collected():
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
+    member = join()
     settings = weights.settings | {"exact": weights.exact}
+    settings |= {} if member is None else {"cluster": member.cluster}
     drafter: Drafter | None = None
     with waiting(f"Loading {names.model}", quiet=_is_remote(names)), nothing_collected():
         if draft == NONE:
@@ -124,7 +134,8 @@ def open_pair(
             f"one, --draft {LOOKUP} asks for this one, --draft {NONE} does not draft."
         )
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
-    pair = Pair(target, drafter, rounds.block_size, blas, bits_of(rounds.kv_bits), policy, budget)
+    kv_bits = bits_of(rounds.kv_bits)
+    pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
     if warm:
         from dflash_mlx.bench.measure import warm_up
 
@@ -137,7 +148,7 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
     """What drafts: what --draft names, a known drafter (None), or lookup where none is known."""
     if no_draft:
         return NONE
-    if names.draft is None and names.model != EMBEDDED and pair_of(names.model) is None:
+    if names.draft is None and names.model not in PACKAGED and pair_of(names.model) is None:
         return LOOKUP
     return names.draft
 

@@ -10,14 +10,19 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+import typer
+
 import dflash_mlx
-from dflash_mlx.errors import MissingDependencyError, OutputError, SettingsError
+from dflash_mlx.cluster.post import READY
+from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
 
 from . import options
+from .machines import Machines, inherited, join, shared
 from .pair import Pair, open_pair
 from .screen import error_line, note
 from .serve_options import Load, Reached, Verbose
@@ -25,14 +30,17 @@ from .serve_options import Load, Reached, Verbose
 if TYPE_CHECKING:
     from dflash_mlx import Engine, PrefixStore
     from dflash_mlx.serve.access import Access
+    from dflash_mlx.serve.desk import Desk
     from dflash_mlx.serve.metrics import Metrics
     from dflash_mlx.serve.run import Server
 
 STUCK_SECONDS: Final = 30.0  # a chunk of a long prompt may take a large model as long
 STUCK_CODE: Final = 1
+LAST_SECONDS: Final = 2.0  # for clients to hear what is wrong
 
 
 def serve(
+    context: typer.Context,
     *,
     names: options.Names,
     no_draft: options.NoDraft = False,
@@ -42,6 +50,7 @@ def serve(
     max_tokens: options.MaxTokens = 4096,
     sampling: options.Sampling,
     rounds: options.Rounds,
+    machines: Machines,
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's dialects, and a page to chat on.
@@ -60,12 +69,15 @@ def serve(
         frozenset(origin.rstrip("/") for origin in reached.allow_origin or ()),
         reached.no_auth,
     )
+    listening = partial(listen, reached.host, reached.port)
+    if shared(machines, names, weights, context, listening):
+        return
     _log(verbose)
     with (
-        listen(reached.host, reached.port) as socket,  # a taken port is told before all else
+        inherited(context) or listening() as socket,  # a taken port is told before all else
         _serving(socket, access, load) as (server, metrics, over),
     ):
-        pair = open_pair(names, weights, rounds, no_draft)
+        pair = open_pair(names, weights, rounds, no_draft, join=partial(join, machines, context))
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
@@ -136,7 +148,19 @@ def _open(
     )
     desk = Desk(pair.target, engine, settings, load.concurrency + load.queue, metrics)
     server.open(make_app(desk, Options(name, access)), desk)
+    if pair.member is not None:
+        pair.member.end = partial(_give_up, engine, desk, server)
+        pair.member.tell(READY)
     return engine
+
+
+def _give_up(engine: Engine, desk: Desk, server: Server, error: DFlashError) -> None:
+    """The machines have lost each other: clients are told, and then the process ends."""
+    desk.draining = desk.lost = True
+    engine.abandon(error)
+    last = threading.Timer(LAST_SECONDS, server.tell)
+    last.daemon = True
+    last.start()
 
 
 @contextmanager
@@ -162,7 +186,10 @@ def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
         return None
     folder = None if load.cache_dir is None else load.cache_dir.expanduser()
     memory = int(load.prefix_cache * 1e9)
-    return dflash_mlx.PrefixStore(pair.target, pair.drafter, memory=memory, folder=folder)
+    store: type[PrefixStore] = dflash_mlx.PrefixStore
+    if pair.member is not None:
+        from dflash_mlx.cluster.store import LeadingStore as store
+    return store(pair.target, pair.drafter, memory=memory, folder=folder)
 
 
 def _log(verbose: bool) -> None:

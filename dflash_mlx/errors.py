@@ -16,6 +16,7 @@
     ├── KernelError                shapes or dtypes that a Metal kernel does not take
     ├── DataError                  a training or benchmark file with a bad line
     ├── EngineError                an engine that was closed is asked for more
+    ├── ClusterError               machines that share a model have lost each other, or cannot meet
     ├── OutputError                results cannot be written: no permission, no room, in the way
     └── ServerError                a server that is measured cannot be reached, or refuses
 
@@ -111,6 +112,10 @@ class KernelError(DFlashError):
 
 class EngineError(DFlashError):
     """An engine that was closed is asked for more, or was closed before a job had ended."""
+
+
+class ClusterError(DFlashError):
+    """Machines that share a model cannot meet, or have lost each other."""
 
 
 class DataError(DFlashError):

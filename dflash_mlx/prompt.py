@@ -19,6 +19,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 SYSTEM = ("system", "developer")  # roles of messages that begin many chats alike
 
 _FORMS = "A prompt is text, a list of token ids, or a list of messages with 'role' and 'content'."
+_LIST = " Of an array of token ids, give array.tolist()."
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
@@ -61,7 +62,7 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
         with Foreign(PromptError, "The tokenizer cannot encode this prompt"):
             return list(tokenizer.encode(prompt, add_special_tokens=special))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-        raise PromptError(_FORMS)
+        raise PromptError(_FORMS + (_LIST if hasattr(prompt, "tolist") else ""))
     if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
         return list(prompt)  # type: ignore[arg-type]
     for message in prompt:
@@ -102,5 +103,22 @@ def _rendered(tokenizer: Any, messages: Sequence[Any], asks: bool = True) -> lis
 
     Raises `PromptError`.
     """
+    whole = [_with_text(message) for message in messages]
     with Foreign(PromptError, "The chat template refuses these messages"):
-        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=asks))
+        return list(tokenizer.apply_chat_template(whole, add_generation_prompt=asks))
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content, if it is a list of parts, is their text.
+
+    A template that expects text writes a list down as Python shows it, and one that knows of images
+    puts places into the text that nothing fills. Raises `PromptError` for a part that is no text.
+    """
+    parts = message["content"]
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise PromptError(f"A message's content is text, or parts of text, not {shown(kind)}.")
+    return {**message, "content": "".join(part["text"] for part in parts)}

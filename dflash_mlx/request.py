@@ -162,6 +162,7 @@ class Request:
         self._keep()
         self._text_so_far = [*self._text_so_far, *self._further]
         self._further = []
+        self._between_rounds = False  # nothing is held that a close could keep
         self._conversation.forget()
 
     def close(self) -> None:

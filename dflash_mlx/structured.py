@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from .target import Target
 
 
+# Between the parts of an object: a space, or a line break and an indentation. llguidance's own rule
+# has no end, and a small model that does not know what to say writes blanks until it is cut off.
+BLANKS = r" |\r?\n[ \t]{0,40}"
+
+
 class GrammarTokens:
     """A target's tokens as llguidance knows them; made once, for any number of grammars.
 
@@ -43,8 +48,9 @@ class GrammarTokens:
         self._matchers = LLMatcher
 
     def of_schema(self, schema: Mapping[str, Any]) -> str:
-        """The grammar of what fits a JSON schema."""
-        return str(self._matchers.grammar_from_json_schema(dict(schema)))
+        """The grammar of what fits a schema; one with `x-guidance` says itself what is blank."""
+        blanks = None if "x-guidance" in schema else {"whitespace_pattern": BLANKS}
+        return str(self._matchers.grammar_from_json_schema(dict(schema), blanks))
 
     def of_lark(self, lark: str) -> str:
         """The grammar that a text in llguidance's dialect of Lark describes."""
@@ -54,7 +60,8 @@ class GrammarTokens:
         """What follows one text through a grammar. Raises `SettingsError`, about `what`."""
         problem = self._matchers.validate_grammar(grammar, self._tokenizer)
         if problem:
-            raise SettingsError(f"{what} cannot be used: {problem.splitlines()[0]}")
+            # Of a regular expression the first line has the place, and the last one the reason.
+            raise SettingsError(f"{what} cannot be used: {' '.join(problem.split())}")
         return self._matchers(self._tokenizer, grammar)
 
 

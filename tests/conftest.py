@@ -19,6 +19,11 @@ hypothesis.settings.register_profile("dflash", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("dflash")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--ranks 2` has the tests of the real server ask one of so many ranks on this machine."""
+    parser.addoption("--ranks", type=int, default=1, help="of the server in test_serve_process")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Say what xdist keeps in one process: a file's tests, whose fixtures are then made once.
 

@@ -58,6 +58,19 @@ def test_who_gives_way_goes_on_from_the_store():
         assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens
 
 
+def test_who_gives_way_may_be_cancelled():
+    model = target()
+    store = dm.PrefixStore(model, None, memory=2**28, chunk=CHUNK)
+    played = Played(model, None, Flat(model, None))
+    jobs = [played.submit(prompt_of(30, seed), max_tokens=20, prefix=store) for seed in (1, 2)]
+    for _ in range(4):
+        played.seats.step()
+    played.seats.give_way()
+    jobs[1].cancelled = True
+    played.run()
+    assert [job.result().finish_reason for job in jobs] == ["length", "cancelled"]
+
+
 def test_the_store_is_told_what_is_alive():
     model = target()
     store = dm.PrefixStore(model, None, memory=2**28, chunk=CHUNK)

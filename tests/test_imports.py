@@ -37,7 +37,7 @@ LEVELS = [
     {"loading", "request"},
     {"begin"},
     {"loop"},
-    {"engine"},
+    {"cluster", "engine"},
     {"dflash_mlx"},  # the public names, which come from all of the above
     {"bench", "serve", "train"},
     {"tiny.recipe"},

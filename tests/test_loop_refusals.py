@@ -8,8 +8,10 @@ from oracle import Oracle
 from tinymodels import greedy, random_drafter, target, tokenizer
 
 from dflash_mlx.begin import DEFAULT_BLOCK_SIZE
+from dflash_mlx.engine.engine import Engine
 from dflash_mlx.errors import IncompatibleDrafterError, ProposalError, SettingsError
 from dflash_mlx.loop import generate, stream_generate
+from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
@@ -40,6 +42,20 @@ def test_what_is_no_drafter_policy_or_conversation_is_refused(name, value):
     given = {"drafter": None, "policy": None, "conversation": None} | {name: value}
     with pytest.raises(SettingsError, match=f"^{name} must be None or such as"):
         stream_generate(target(), given.pop("drafter"), PROMPT, **given)
+
+
+def test_what_is_no_target_is_refused():
+    """A model's name, or all that `load` returned, is easily given for the target."""
+    for none in ("tiny", (target(), None), None):
+        with pytest.raises(SettingsError, match="^target must be such as"):
+            generate(none, None, PROMPT)
+        with pytest.raises(SettingsError, match="^target must be such as"):
+            Engine(none, None)
+
+
+def test_a_policy_without_a_drafter_is_refused():
+    with pytest.raises(SettingsError, match="of a target and its drafter, not None"):
+        Policy.of(target(), None)
 
 
 @pytest.mark.parametrize(

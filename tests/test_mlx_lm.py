@@ -379,10 +379,11 @@ def test_windows_and_masks_of_the_next_rows():
 def test_which_recurrences_are_sharded():
     layer = families.random_model("qwen3_5").language_model.model.layers[0]
     assert layer.linear_attn.sharding_group is None  # the name of what `shard` sets
-    assert not internals.is_sharded(layer.linear_attn)
+    assert internals.sharding_group(layer.linear_attn) is None
     layer.linear_attn.sharding_group = object()
-    assert internals.is_sharded(layer.linear_attn)
-    assert not internals.is_sharded(families.random_model("qwen3_next").layers[0].linear_attn)
+    assert internals.sharding_group(layer.linear_attn) is not None
+    without = families.random_model("qwen3_next").layers[0].linear_attn
+    assert internals.sharding_group(without) is None
 
 
 def test_a_window_tells_what_enters_it():

@@ -1,5 +1,7 @@
 """A prompt in any of its forms, and what is no prompt."""
 
+import mlx.core as mx
+import numpy as np
 import pytest
 from damaged_text import TEMPLATES
 from tinymodels import END, ending_at, target, tokenizer
@@ -27,6 +29,14 @@ def test_messages_go_through_the_chat_template():
     assert encode_prompt(target(), MESSAGES) == encode_prompt(target(), tuple(MESSAGES)) == expected
 
 
+def test_parts_of_text_are_their_text():
+    """As OpenAI's clients send them; templates would show the list as Python writes it."""
+    parts = [{"type": "text", "text": "what "}, {"type": "text", "text": "is 37?"}]
+    messages = [{"role": "user", "content": parts}]
+    assert encode_prompt(target(), messages) == encode_prompt(target(), MESSAGES)
+    assert messages[0]["content"] is parts
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -36,6 +46,14 @@ def test_messages_go_through_the_chat_template():
         ([10**400], "is outside the target's vocabulary"),
         ([3, len(tokenizer())], f"Token id {len(tokenizer())} is outside"),
         ([True], "text, a list of token ids, or a list of messages"),
+        (b"The fox", "text, a list of token ids, or a list of messages"),
+        (mx.array([3, 4]), r"give array.tolist\(\)"),
+        (np.array([3, 4]), r"give array.tolist\(\)"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "not 'image_url'",
+        ),
+        ([{"role": "user", "content": ["text"]}], "parts of text, not 'text'"),
         ([1, "two"], "text, a list of token ids, or a list of messages"),
         ([1.0], "text, a list of token ids, or a list of messages"),
         ([{"role": "user"}], "'role' and 'content'"),

@@ -14,7 +14,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.target import Target
 
 pytest.importorskip("llguidance")
-from dflash_mlx.structured import JsonSchema  # noqa: E402
+from dflash_mlx.structured import GrammarTokens, JsonSchema  # noqa: E402
 
 SCHEMA = {
     "type": "object",
@@ -71,11 +71,6 @@ def test_answers_fit_the_schema_and_drafting_does_not_change_them(target, temper
         assert drafted.stats.acceptance_length > 1.3
 
 
-def test_a_schema_that_is_none_is_refused(target):
-    with pytest.raises(SettingsError, match="schema"):
-        JsonSchema(target, {"type": "no such type"})
-
-
 class Counted(JsonSchema):
     """Counts what it is asked for."""
 
@@ -125,3 +120,48 @@ def test_rules_say_how_far_a_draft_fits(target):
         assert rule.follows(tokens[:at], [end]) == 0 and rule.follows(tokens[:at], tokens[at:])
         assert rule.allowed(tokens[:at])[tokens[at]]
     assert rule.allowed([*tokens, end]) is None and rule.allowed([tokens[-1]]) is None
+
+
+def test_a_model_that_loves_blanks_comes_to_an_end(target):
+    """Small models do: asked for JSON, the embedded one wrote blank lines until it was cut off."""
+    schema = {key: value for key, value in SCHEMA.items() if key != "x-guidance"}
+    blanks = {
+        token: 50.0
+        for token in range(target.vocab_size)
+        if target.tokenizer.decode([token]).isspace()
+    }
+    answer = dm.generate(
+        target,
+        None,
+        [5, 6, 7],
+        max_tokens=1000,
+        logit_bias=blanks,
+        logits_processors=[JsonSchema(target, schema)],
+    )
+    assert answer.finish_reason == "stop" and set(json.loads(answer.text)) == set(
+        SCHEMA["required"]
+    )
+    assert "\n" in answer.text
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"indent": 8}, {"separators": (",", ":")}])
+def test_json_as_people_lay_it_out_fits(target, layout):
+    schema = {key: value for key, value in SCHEMA.items() if key != "x-guidance"}
+    text = json.dumps({"sum": 12, "unit": "km", "exact": True}, **layout)
+    tokens = GrammarTokens(target)
+    matcher = tokens.matcher(tokens.of_schema(schema), "The JSON schema")
+    ids = target.tokenizer.encode(text)
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "no such type"}, "no such type"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "look"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_with_the_reason(target, schema, reason):
+    with pytest.raises(SettingsError, match=f"schema.*{reason}") as caught:
+        JsonSchema(target, schema)
+    assert "\n" not in str(caught.value)

@@ -118,6 +118,18 @@ def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Pat
         train(target, tmp_path / "out", recipe(data))
 
 
+def test_a_folder_where_nothing_was_made_is_free_for_another_recipe(
+    tmp_path: Path, target: Target, data: Path
+) -> None:
+    """Or a command with a broken file has to be mended twice: the file, and what it left behind."""
+    whole = data.read_text()
+    data.write_text(whole + '{"prompt": broken')
+    with pytest.raises(DataError, match="not valid JSON"):
+        train(target, tmp_path / "out", recipe(data))
+    data.write_text(whole)
+    assert train(target, tmp_path / "out", recipe(data, steps=1)).curve
+
+
 def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> None:
     seen: list[Any] = []
     hours = recipe(data, steps=None, hours=1e-9)

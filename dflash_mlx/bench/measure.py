@@ -43,6 +43,7 @@ class Comparison:
         max_tokens, block_size, stop, kv_bits, policy: see `stream_generate`.
         trees: a policy that drafts trees, see `stream_generate`; None leaves them out.
         sampling: settings of `stream_generate` that say how tokens are chosen, with a seed.
+        against_mlx_lm: whether mlx-lm takes part; of a target on several machines it cannot.
         plain, drafted, tree, mlx_lm: the runs so far; at least one of each of the first two is
             needed before the properties can be read.
     """
@@ -57,6 +58,7 @@ class Comparison:
     policy: AnyPolicy | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     trees: AnyPolicy | None = None
+    against_mlx_lm: bool = True
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
     tree: list[Result] = field(default_factory=list)
@@ -94,8 +96,9 @@ class Comparison:
 
     def run_turn(self) -> None:
         """Decode once in every way, in the opposite order of the last turn."""
-        tree = [] if self.trees is None else [self.run_tree]
-        self._take_turns([self.run_plain, self.run_drafted, *tree, self.run_mlx_lm])
+        others = [] if self.trees is None else [self.run_tree]
+        others += [self.run_mlx_lm] if self.against_mlx_lm else []
+        self._take_turns([self.run_plain, self.run_drafted, *others])
 
     def _take_turns(self, contestants: list[Callable[[], None]]) -> None:
         for run in reversed(contestants) if len(self.plain) % 2 else contestants:

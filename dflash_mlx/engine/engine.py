@@ -123,6 +123,14 @@ class Engine(AbstractContextManager["Engine", None]):
             refused.pop_all()
         return job
 
+    def abandon(self, error: Exception) -> None:
+        """End every job with an error, from any thread, even while a step never ends."""
+        with self._lock:
+            self._closed = True
+            jobs = [*(job for job, _ in self._arrived), *self._seats.jobs]
+        for job in jobs:
+            job.fail(error)
+
     def close(self) -> None:
         """Cancel what is left, and end the thread."""
         with self._lock:

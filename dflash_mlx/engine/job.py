@@ -108,6 +108,8 @@ class Job(Iterator[Event], AsyncIterator[Event]):
     def put(self, event: Event) -> None:
         """An event, from the engine."""
         with self._news:
+            if self._error is not None:  # it was abandoned meanwhile
+                return
             self._events.append(event)
             self._text.append(event.text)
             self._tokens += event.tokens
@@ -119,7 +121,7 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         # The frames hold the request and its caches for as long as somebody holds the error.
         traceback.clear_frames(error.__traceback__)
         with self._news:
-            self._error = error
+            self._error = self._error or error
             self._tell()
 
     def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:

@@ -64,6 +64,11 @@ class Seats:
         """Whether anybody is left."""
         return bool(self._seats or self._queue)
 
+    @property
+    def jobs(self) -> list[Job]:
+        """Of all that are left, for any thread."""
+        return [seat.job for seat in [*self._seats, *self._queue]]
+
     def add(self, job: Job, request: Request) -> None:
         """A request waits for its seat."""
         self._count += 1

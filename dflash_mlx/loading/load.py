@@ -36,12 +36,14 @@ from .registry import (
     LOOKUP,
     NONE,
     OTHERWISE,
+    PACKAGED,
     WITH_LOOKUP,
     no_drafter,
     pair_of,
     refusal,
 )
 from .soundness import check_finite, check_runs, check_types
+from .spread import Spread
 from .target_config import read_target_config
 from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
@@ -49,11 +51,12 @@ if TYPE_CHECKING:
     from ..kernels.modules import Kernels
     from ..kernels.source import KernelFactory
 
-# What comes with the package: (name, part) -> folder in dflash_mlx/tiny.
+# What comes with the package: (name, part) -> its folder in dflash_mlx.
 _EMBEDDED_FOLDERS = {
-    (EMBEDDED, "target"): "target",
-    (EMBEDDED, "drafter"): "drafter",
-    (f"{EMBEDDED}-dflash2", "drafter"): "dflash2",
+    (EMBEDDED, "target"): "tiny/target",
+    (EMBEDDED, "drafter"): "tiny/drafter",
+    (f"{EMBEDDED}-dflash2", "drafter"): "tiny/dflash2",
+    ("smollm2", "drafter"): "smollm2",
 }
 
 
@@ -68,6 +71,7 @@ def load(
     hub: Hub | None = None,
     exact: bool | None = None,
     kernels: KernelFactory | bool = True,
+    cluster: Spread | None = None,
 ) -> tuple[Target, Drafter | None]:
     """Load a target and what drafts for it.
 
@@ -87,6 +91,7 @@ def load(
             leaves it, None is True where it costs nothing.
         kernels: False keeps MLX's own kernels. True has ours run on Metal where they are better;
             or what runs them, a stand-in for `mx.fast.metal_kernel`.
+        cluster: machines that the target is spread over, a shard on each; MLX's own kernels run.
 
     Raises:
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
@@ -101,13 +106,13 @@ def load(
     if draft in (LOOKUP, NONE):
         if draft_bits is not None:
             raise SettingsError(f"draft_bits: {draft} has no weights to quantize, leave it out.")
-        target = _open_target(name, folder, quantization, exact=exact, kernels=ours)
+        target = _open_target(name, folder, quantization, 0, exact, ours, cluster)
         return target, Lookup() if draft == LOOKUP else None
     with _about_drafters():
         draft_folder = _folder(draft, "drafter", hub)  # a download may fail: before any loading
         stored = check_safetensors(draft_folder)
     reserved = memory_needed(stored, draft_quantization, _float_bytes())
-    target = _open_target(name, folder, quantization, reserved, exact, ours)
+    target = _open_target(name, folder, quantization, reserved, exact, ours, cluster)
     with _about_drafters():
         drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
         drafter.check_fits(target)
@@ -133,8 +138,8 @@ def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
         raise SettingsError(f"draft {draft}{WITH_LOOKUP}: name a network before {WITH_LOOKUP}.")
     if draft:
         return draft, beside
-    if name == EMBEDDED:
-        return EMBEDDED, beside
+    if name in PACKAGED:
+        return name, beside
     known = pair_of(name)
     if known is None:
         warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=3)
@@ -151,6 +156,7 @@ def load_target(
     hub: Hub | None = None,
     exact: bool | None = None,
     kernels: KernelFactory | bool = True,
+    cluster: Spread | None = None,
 ) -> Target:
     """Load a target alone: what mlx-lm itself can load, or a GGUF file.
 
@@ -158,9 +164,8 @@ def load_target(
         `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
     """
     [quantization] = _quantizations(mode, group_size, bits)
-    ours = _kernels(exact, kernels)
-    folder = _folder(path, "target", hub or Hub())
-    return _open_target(path, folder, quantization, exact=exact, kernels=ours)
+    ours, folder = _kernels(exact, kernels), _folder(path, "target", hub or Hub())
+    return _open_target(path, folder, quantization, 0, exact, ours, cluster)
 
 
 def load_drafter(
@@ -219,18 +224,24 @@ def _open_target(
     reserved: int = 0,
     exact: bool | None = None,
     kernels: Kernels | None = None,
+    cluster: Spread | None = None,
 ) -> Target:
     """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
+    if cluster and exact:
+        raise SettingsError("exact runs on our kernels, which read no shards: leave it out.")
     weights = check_safetensors(folder)
     config = read_target_config(folder, weights)
     quantized = "quantization" in config or "quantization_config" in config
     if quantization is not None and quantized:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
-    _check_memory(name, weights, quantization, reserved, quantized)
+    machines = 1 if cluster is None else cluster.size
+    _check_memory(name, weights, quantization, reserved, quantized, machines)
     model, config = read_target(name, folder, weights)
-    _start_settling(name, model, quantization)
+    _start_settling(name, model, quantization, cluster)
     tokenizer = read_tokenizer(folder, config)  # while the weights are on their way
     _settle(name, model)
+    if cluster is not None:
+        return cluster.open(model, tokenizer, config, name)
     wiring = None
     if kernels is not None:
         from .wiring import check_exact, wire_target
@@ -280,11 +291,12 @@ def _check_memory(
     quantization: Quantization | None,
     reserved: int = 0,
     quantized: bool = False,
+    machines: int = 1,
 ) -> None:
     """Raise `NotEnoughMemoryError` when weights do not fit, before any of them is read."""
 
     def needed(choice: Quantization | None) -> int:
-        return memory_needed(weights, choice, _float_bytes()) + reserved
+        return memory_needed(weights, choice, _float_bytes()) // machines + reserved
 
     fewer: list[tuple[str, int]] = []
     if not quantized:
@@ -294,7 +306,9 @@ def _check_memory(
     check_memory(name, needed(quantization), machine_memory(), fewer)
 
 
-def _start_settling(name: str, model: nn.Module, quantization: Quantization | None) -> None:
+def _start_settling(
+    name: str, model: nn.Module, quantization: Quantization | None, cluster: Spread | None = None
+) -> None:
     """Give the weights the form they compute in, and begin to read them into memory."""
     with Foreign(WeightsError, f"{name}: the weights cannot be used"):
         if _on_cpu():
@@ -302,6 +316,8 @@ def _start_settling(name: str, model: nn.Module, quantization: Quantization | No
             model.set_dtype(mx.float32)
         if quantization is not None:
             quantization.apply(model)
+        if cluster is not None:
+            cluster.shard(name, model)
         if _on_cpu():
             _lay_out_by_column(model)
         model.eval()
@@ -331,7 +347,7 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     """The local folder of a model: embedded, given, or fetched from the hub."""
     embedded = _EMBEDDED_FOLDERS.get((name, part))
     if embedded is not None:
-        return Path(str(files("dflash_mlx.tiny"))) / embedded
+        return Path(str(files("dflash_mlx"))) / embedded
     check_name(name)
     if gguf := gguf_file(name):
         from .gguf.convert import converted

@@ -28,6 +28,7 @@ from ..drafter.protocol import Drafter, drafts_trees
 from ..drafter.tree import DraftTree, Tree
 from ..errors import SettingsError
 from ..proposal import Proposal
+from ..reading import is_whole, shown
 from ..sharpness import Sharpness
 from .costs import Costs, curve, pair_costs
 from .tree_costs import MOST_ROWS, measure_trees
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 MEMORY = 0.98  # a tree's weight against the next one's: the last 50 or so count
 DOUBT = 20.0  # tokens for which expectations count as right before anything is known
 SHOWN = (8, 16, 32, 64)  # sizes in an explanation
+LARGEST_TREE = 1024  # rows
 TRIALS = 6  # trees before chains may win
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # rounds of chains before another tree
 
@@ -80,10 +82,13 @@ class TreePolicy:
     def fixed(cls, rows: int) -> TreePolicy:
         """Every tree of so many rows, the anchor included.
 
-        Raises `SettingsError` unless there are 2 or more.
+        Raises `SettingsError` unless there are 2 or more, and no more than any machine could want:
+        the mask of a verify has a place for every pair of rows.
         """
-        if not isinstance(rows, int) or rows < 2:
-            raise SettingsError(f'tree_budget must be 2 or more, or "auto", not {rows!r}.')
+        if not is_whole(rows, 2, LARGEST_TREE):
+            raise SettingsError(
+                f'tree_budget must be from 2 to {LARGEST_TREE}, or "auto", not {shown(rows)}.'
+            )
         nothing = Costs({1: {1: 1.0}}, {1: {1: 1.0}})
         return cls(Policy(nothing, widest=1), nothing, rows)
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size
+from ..errors import SettingsError
+from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import UNKNOWN, Beliefs, expected_tokens, level
@@ -80,7 +82,11 @@ class Policy:
             widest: the most rows a round may have; the drafter's block size limits it too.
             kv_bits: of the target's keys and values, as in `stream_generate`.
             again: measure even if the cache knows: the machine may have been busy then.
+
+        Raises `SettingsError` without a drafter: plain decoding has no widths.
         """
+        if not isinstance(drafter, Drafter):
+            raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
         widest = min(widest, block_size(drafter) or widest)
         file = costs_file(target, drafter, widest, kv_bits)
         return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)

@@ -155,7 +155,7 @@ class Endpoints:
     async def health(self, request: Request) -> Response:
         """Whether rounds go on; a thread that lives proves nothing."""
         still = self._desk.still
-        stalled = still > self._options.stalled_seconds
+        stalled = self._desk.lost or still > self._options.stalled_seconds
         content = {"status": "stalled" if stalled else "ok", "seconds_since_round": round(still, 3)}
         return JSONResponse(content, 503 if stalled else 200)
 

@@ -193,6 +193,7 @@ class Desk:
 
     Attributes:
         draining: whether new requests are sent away, because the server ends.
+        lost: whether it ends because machines that share the target have lost each other.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class Desk:
         self.target, self.metrics = target, metrics
         speaks = harmony.speaks_harmony(target.tokenizer)
         self.syntax = harmony.syntax() if speaks else Syntax.of(target.tokenizer)
-        self.draining = False
+        self.draining = self.lost = False
         self._engine, self._defaults, self._room = engine, dict(defaults), room
         self._grammars = Grammars(target)
         self._vocabulary = Vocabulary(target.tokenizer)

@@ -58,6 +58,12 @@ class Forest:
         Raises as `TargetSession.verify` does, before anything has changed. Exact verification
         takes `Wiring.widest` rows at once: more of them, of several requests, are more forwards.
         """
+        verified: list[Verified] = self._target.together(self._forward, sessions, proposals)
+        return verified
+
+    def _forward(
+        self, sessions: Sequence[TargetSession], proposals: Sequence[Proposal]
+    ) -> list[Verified]:
         segments = [one.segment(of) for one, of in zip(sessions, proposals, strict=True)]
         results: list[Verified] = []
         for first, end in self._forwards([len(proposal) for proposal in proposals]):

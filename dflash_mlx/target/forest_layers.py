@@ -30,7 +30,6 @@ from .internals import (
     attention_of,
     has_indexer,
     is_mla,
-    is_sharded,
     mixer_of,
     scaled_dot_product_attention,
 )
@@ -94,7 +93,7 @@ class Layers:
     ) -> type[Caches]:
         """Have a layer take many requests' rows; the kind of what it gets for a cache."""
         attention, mixer = attention_of(layer), mixer_of(layer)
-        if level and isinstance(rollback, RecurrentTape) and not is_sharded(mixer):
+        if level and isinstance(rollback, RecurrentTape):
             self._overrides.replace(mixer, flat_recurrence(index))
             return Caches
         if flat and attention is not None:

@@ -16,7 +16,16 @@ import mlx.core as mx
 
 from .forest_rows import Caches
 from .internals import gated_delta_update
-from .recurrent_tree import convolve, delta_gates, first_state, heads, held_inputs, project, recur
+from .recurrent_tree import (
+    convolve,
+    delta_gates,
+    first_state,
+    heads,
+    held_inputs,
+    leave,
+    project,
+    recur,
+)
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
@@ -44,7 +53,7 @@ def flat_recurrence(index: int) -> Callable[..., mx.array]:
                 one[0] = mx.contiguous(own[:, 1 - size :])
         kernels = tapes[0].kernels  # of the target, so the same for all
         out = _recur(mixer, (*heads(mixer, convolved), a, b), caches, kernels)
-        return mixer.out_proj(mixer.norm(out, z).reshape(*x.shape[:2], -1))
+        return leave(mixer, mixer.norm(out, z))
 
     return call
 

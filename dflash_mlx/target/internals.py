@@ -130,9 +130,9 @@ def is_mla(layer: nn.Module | None) -> bool:
     return hasattr(attention_of(layer), "kv_lora_rank")
 
 
-def is_sharded(mixer: Any) -> bool:
-    """Whether a Gated DeltaNet has a part of its heads only, the others being other machines'."""
-    return getattr(mixer, "sharding_group", None) is not None
+def sharding_group(mixer: Any) -> Any:
+    """The machines that have the other heads of a Gated DeltaNet; None where this has them all."""
+    return getattr(mixer, "sharding_group", None)
 
 
 def has_indexer(attention: nn.Module) -> bool:

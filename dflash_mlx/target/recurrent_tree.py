@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .internals import Qwen3NextGatedDeltaNet, compute_g, gated_delta_update, normalize_qk
+from .internals import (
+    Qwen3NextGatedDeltaNet,
+    compute_g,
+    gated_delta_update,
+    normalize_qk,
+    sharding_group,
+)
 from .tree import Tree
 
 if TYPE_CHECKING:
@@ -43,7 +49,7 @@ def mix(
     convolved = convolve(mixer, inputs, tree.windows(past + 1, past))
     rows = (*heads(mixer, convolved), a, b)
     out = mixer.norm(recur(mixer, rows, cache[1], tree, kernels), z)
-    return mixer.out_proj(out.reshape(*x.shape[:2], -1)), inputs, convolved
+    return leave(mixer, out), inputs, convolved
 
 
 def held_inputs(mixer: Any, cache: Any, dtype: mx.Dtype) -> mx.array:
@@ -77,6 +83,13 @@ def project(mixer: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.a
         return mx.concatenate([q.flatten(2), k.flatten(2), v.flatten(2)], axis=-1), z, b, a
     z = mixer.in_proj_z(x).reshape(*x.shape[:2], mixer.num_v_heads, mixer.head_v_dim)
     return mixer.in_proj_qkv(x), z, mixer.in_proj_b(x), mixer.in_proj_a(x)
+
+
+def leave(mixer: Any, normed: mx.array) -> mx.array:
+    """A mixer's output [1, N, D] of its heads' [1, N, Hv, Dv], other machines' among them."""
+    out: mx.array = mixer.out_proj(normed.flatten(2))
+    group = sharding_group(mixer)
+    return out if group is None else mx.distributed.all_sum(out, group=group)
 
 
 def delta_gates(mixer: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:

@@ -191,6 +191,10 @@ class Target:
         session.expect(tokens)
         return session.bytes
 
+    def together(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
+        """Run a `Forest`'s forward; a target that is spread over machines tells the others."""
+        return forward(sessions, proposals)
+
 
 class TargetSession:
     """One request's caches: prefill, then verify and commit in turn."""
@@ -252,14 +256,18 @@ class TargetSession:
         while end < len(tokens):
             start = end
             end = min(start + step(), next(border for border in borders if border > start))
-            last, self.whole = end == len(tokens), False
-            with self._prefill.installed():
-                logits = self._model(mx.array([list(tokens[start:end])]), cache=self._cache)[0, -1:]
-            taps = self._prefill_taps.take(end - start)
-            mx.eval([cache.state for cache in self._cache], [logits] if last else [])
-            self.position += end - start
-            self.whole = True
-            yield logits if last else None, taps
+            yield self.read(tokens[start:end], end == len(tokens))
+
+    def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
+        """One forward of `prefill`, its last one or not."""
+        self.whole = False
+        with self._prefill.installed():
+            logits = self._model(mx.array([list(tokens)]), cache=self._cache)[0, -1:]
+        taps = self._prefill_taps.take(len(tokens))
+        mx.eval([cache.state for cache in self._cache], [logits] if last else [])
+        self.position += len(tokens)
+        self.whole = True
+        return logits if last else None, taps
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].

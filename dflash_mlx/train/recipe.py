@@ -103,7 +103,8 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
             raise DataError(f"{recipe.data}: cannot be read ({error.strerror}).") from error
     now = json.loads(json.dumps(now))
     path = work / "recipe.json"
-    if path.exists():
+    # A command that failed at its data leaves its recipe and nothing to go on with.
+    if path.exists() and any(file.stem != path.stem for file in work.iterdir()):
         try:
             then = read_json(path)
         except ConfigError as error:

@@ -57,8 +57,13 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def server():
-    process = Process("--concurrency", "8", "--queue", "8")
+def server(request, tmp_path_factory):
+    ranks, hosts = request.config.getoption("--ranks"), ()
+    if ranks > 1:
+        file = tmp_path_factory.mktemp("hosts") / "hosts.json"
+        file.write_text(json.dumps([{"ssh": "127.0.0.1"}] * ranks))
+        hosts = ("--hosts", str(file))
+    process = Process("--concurrency", "8", "--queue", "8", *hosts)
     yield process
     assert process.end() == 0
 

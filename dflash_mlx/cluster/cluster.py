@@ -1,0 +1,114 @@
+"""Joining the other machines: what makes a process one rank of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import ClusterError
+from ..foreign import Foreign
+from ..loading.load import load_target
+from ..loading.soundness import check_runs
+from ..target import Target
+from .leader import LOST, Leader
+from .post import LOADED, MET
+from .sessions import LeadingTarget
+from .shards import split_by_heads
+from .watchdog import STALL_SECONDS, Watch
+from .wire import Wire
+from .worker import Worker
+
+SILENCE_SECONDS = 60.0  # of rank 0: it beats, unless it is stopped
+
+
+class Cluster:
+    """This process's place among the machines that share a target.
+
+    Every process of `mlx.launch`, or of `dflash-mlx --hosts`, makes one. Rank 0 hands it to
+    `dm.load(..., cluster=cluster)` and goes on as if there were one machine; all others `follow`.
+
+    Args:
+        stall: seconds after which a forward that does not end is given up.
+        lost: called once, in any thread, when machines have lost each other, with what is wrong;
+            and whether a thread waits for them that will not come back.
+        tell: called with `LOADED` when this one's part is in memory, and `MET` when all are.
+
+    Attributes:
+        rank, size: of this process, and how many there are; a size of 1 is no cluster.
+
+    Raises `ClusterError` when the others cannot be reached.
+    """
+
+    def __init__(
+        self,
+        stall: float = STALL_SECONDS,
+        lost: Callable[[ClusterError, bool], Any] = lambda error, stuck: None,
+        tell: Callable[[str], Any] = lambda phase: None,
+    ) -> None:
+        with Foreign(ClusterError, "The machines of the cluster cannot be reached"):
+            group = mx.distributed.init()
+        self._wire, self._stall, self._lost = Wire(group), stall, lost
+        self._tell = tell
+        self._patience = max(SILENCE_SECONDS, stall)
+        self._whole_head: nn.Module | None = None
+        self._leader: Leader | None = None
+        self.rank, self.size = self._wire.rank, self._wire.size
+
+    @property
+    def leader(self) -> Leader:
+        """Of rank 0, once its target is loaded."""
+        assert self._leader is not None
+        return self._leader
+
+    def follow(self, name: str, bits: int | None = None, **settings: Any) -> None:
+        """As any rank but the first: load a shard, and do what rank 0 tells, to the end.
+
+        Args:
+            name, bits, settings: as of `dm.load_target`, the same on all ranks.
+
+        Raises the errors of `load_target`, and `ClusterError` when rank 0 is lost.
+        """
+        self.work(load_target(name, bits, cluster=self, **settings))
+
+    def work(self, target: Target) -> Worker:
+        """The part of `follow` that comes after loading."""
+        worker, watch = Worker(self._wire, target), Watch(self._patience, self._silent)
+        try:
+            worker.follow(watch)
+        finally:
+            watch.close()
+        return worker
+
+    def meet(self, word: int = 0) -> list[int]:
+        """Wait for all ranks, each with a word; all words by rank. Not while one follows."""
+        return self._wire.meet(word)
+
+    def close(self) -> None:
+        """Let the others go, as rank 0."""
+        if self._leader is not None:
+            self._leader.close()
+
+    def shard(self, name: str, model: nn.Module) -> None:
+        """Leave this rank its part of a model; see `loading.spread`."""
+        self._whole_head = split_by_heads(name, model, self._wire.group)
+        if self._whole_head is not None and self.rank == 0:
+            mx.eval(self._whole_head.parameters())
+
+    def open(self, *of: Any) -> Target:
+        """A target of this rank's part; see `loading.spread`."""
+        self._tell(LOADED)
+        with Foreign(ClusterError, "The machines of the cluster do not come together"):
+            self._wire.meet()
+        self._tell(MET)
+        if self.rank:
+            return Target(*of)
+        self._leader = Leader(self._wire, self._stall, self._lost)
+        target = LeadingTarget(self._leader, self._whole_head, *of)
+        check_runs(target)
+        return target
+
+    def _silent(self, seconds: float) -> None:
+        self._lost(ClusterError(f"{LOST}: rank 0 has been silent for {seconds:.0f} s."), True)

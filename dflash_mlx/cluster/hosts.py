@@ -1,0 +1,130 @@
+"""The machines of a cluster, in the file that `mlx.launch --hostfile` reads.
+
+    {"backend": "ring", "envs": ["MLX_METAL_FAST_SYNCH=1"],
+     "hosts": [{"ssh": "127.0.0.1", "ips": ["10.0.0.1"]},
+               {"ssh": "mac2.local", "ips": ["10.0.0.2"]}]}
+
+A list of hosts alone is one, too. `mlx.distributed_config` writes such files.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SettingsError
+from ..reading import check_file, parse_json, shown
+
+RING, JACCL, JACCL_RING = "ring", "jaccl", "jaccl-ring"
+_HERE = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine.
+
+    Attributes:
+        ssh: what it is called by, for ssh; "127.0.0.1" for this one.
+        ips: its addresses on the links to the others.
+        rdma: its device for each of the machines, of a backend over RDMA.
+    """
+
+    ssh: str
+    ips: tuple[str, ...]
+    rdma: tuple[Any, ...] = ()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine."""
+        own = socket.gethostname()
+        return self.ssh in (*_HERE, own, own.partition(".")[0], f"{own}.local")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """All of them, rank 0 first.
+
+    Attributes:
+        backend: of MLX.
+        environment: that every process gets.
+    """
+
+    backend: str
+    environment: dict[str, str]
+    machines: tuple[Host, ...]
+
+    def launches(self) -> list[dict[str, Any]]:
+        """What each rank's process is told, so that MLX finds the others; on ports free now."""
+        ports = _free_ports(sum(max(1, len(host.ips)) for host in self.machines))
+        base: dict[str, Any] = {"environment": self.environment}
+        if self.backend == RING:
+            taken = iter(ports)
+            ring = [[f"{ip}:{next(taken)}" for ip in host.ips] for host in self.machines]
+            base["files"] = {"MLX_HOSTFILE": ring}
+        else:
+            coordinator = {"MLX_JACCL_COORDINATOR": f"{self.machines[0].ips[0]}:{ports[0]}"}
+            extra = {"MLX_JACCL_RING": "1"} if self.backend == JACCL_RING else {}
+            base["environment"] = self.environment | coordinator | extra
+            base["files"] = {"MLX_IBV_DEVICES": [host.rdma for host in self.machines]}
+        return [base | {"rank": rank} for rank in range(len(self.machines))]
+
+
+def read_hosts(path: Path) -> Hosts:
+    """The machines in a file. Raises `SettingsError`."""
+    try:
+        check_file(path, SettingsError)
+        content = parse_json(path.read_bytes(), path, SettingsError)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read ({error.strerror}).") from error
+    whole = content if isinstance(content, dict) else {"hosts": content}
+    backend = whole.get("backend") or RING
+    if backend not in (RING, JACCL, JACCL_RING):
+        raise SettingsError(
+            f"{path}: backend {shown(backend)} is none of {RING}, {JACCL}, {JACCL_RING}; "
+            "for others, start dflash-mlx with mlx.launch."
+        )
+    hosts = whole.get("hosts")
+    if not isinstance(hosts, list) or len(hosts) < 2:
+        raise SettingsError(f"{path}: two hosts or more are expected, each with ssh and ips.")
+    machines = tuple(_host(path, host) for host in hosts)
+    if not machines[0].is_here:
+        raise SettingsError(
+            f"{path}: the first host is {machines[0].ssh}: start dflash-mlx there, or put this "
+            'machine first, as {"ssh": "127.0.0.1", ...}.'
+        )
+    if any(not host.is_here and host.ips[0] in _HERE for host in machines):
+        raise SettingsError(f"{path}: a host that is elsewhere has this machine's own address.")
+    return Hosts(backend, _environment(path, whole.get("envs") or []), machines)
+
+
+def _host(path: Path, host: Any) -> Host:
+    try:
+        ssh, ips, rdma = host["ssh"], host.get("ips") or [], host.get("rdma") or []
+    except (AttributeError, KeyError, TypeError) as error:
+        raise SettingsError(f"{path}: a host needs ssh and ips, not {shown(host)}.") from error
+    texts = [ssh, *ips] if isinstance(ips, list) else [None]
+    if not all(isinstance(text, str) and text for text in texts) or not isinstance(rdma, list):
+        raise SettingsError(f"{path}: a host needs ssh and ips, not {shown(host)}.")
+    if ssh.startswith("-"):  # ssh would take it for an option
+        raise SettingsError(f"{path}: {shown(ssh)} is no name of a host.")
+    if not ips and ssh not in _HERE:
+        raise SettingsError(f"{path}: {ssh} has no ips: give its address on the link.")
+    return Host(ssh, tuple(ips) or ("127.0.0.1",), tuple(rdma))
+
+
+def _environment(path: Path, envs: Any) -> dict[str, str]:
+    if not isinstance(envs, list) or not all(isinstance(e, str) and "=" in e for e in envs):
+        raise SettingsError(f"{path}: envs is a list of NAME=VALUE, not {shown(envs)}.")
+    return dict(env.split("=", 1) for env in envs)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on here now; on other machines they are likely free as well."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in taken:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in taken]

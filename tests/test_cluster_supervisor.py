@@ -1,0 +1,235 @@
+"""What starts, watches and ends the processes of a cluster; the processes here compute nothing."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from dflash_mlx.cluster import ranks as ranks_module
+from dflash_mlx.cluster.hosts import Host, Hosts, read_hosts
+from dflash_mlx.cluster.ranks import Ranks
+from dflash_mlx.cluster.supervisor import Supervisor
+from dflash_mlx.cluster.watchdog import Watch
+from dflash_mlx.errors import SettingsError
+
+SILENT = 5.0  # seconds, of which a rank has four to beat
+HERE = Host("127.0.0.1", ("127.0.0.1",))
+# A rank without MLX: it says what it is told to, lives until its line is cut, and ends as asked.
+RANK = """
+import json, os, sys, threading
+told, plan = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+from dflash_mlx.cluster.post import Post
+line = told.get("line")
+post = Post(0, 1) if line is None else Post(line, line)
+post.tell("pid", str(os.getpid()))
+mine = plan[str(told["rank"])]
+if os.path.exists(mine.get("unless", "/nowhere")):
+    mine = mine["then"]
+for word in mine.get("says", []):
+    post.tell(*word.split(" ", 1))
+if "writes" in mine:
+    open(mine["writes"], "w").close()
+heard = threading.Event()
+post.lost = lambda problem: (print(problem, file=sys.stderr), heard.set())
+if "code" in mine:
+    os._exit(mine["code"])
+heard.wait()
+os._exit(0)
+"""
+
+
+def started(plan):
+    """What starts such ranks."""
+
+    class Played(Ranks):
+        all_pids: list[int] = []
+
+        def __init__(self, hosts, arguments, listening=None):
+            super().__init__(hosts, arguments, listening)
+            self.all_pids += [rank.process.pid for rank in self.all]
+
+        def _command(self, told):
+            return [sys.executable, "-c", RANK, json.dumps(told), json.dumps(plan)]
+
+    return Played
+
+
+def supervised(plan, listening=None, silent=10.0, during=None):
+    """The exit code, what was said, and which processes there were."""
+    said, played = [], started(plan)
+
+    def say(line):
+        said.append(line)
+        if during is not None:
+            during(line)
+
+    hosts = Hosts("ring", {}, (HERE, HERE))
+    code = Supervisor(hosts, [], say, listening, silent, played).run()
+    return code, said, played.all_pids
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_all_end_with_rank_0():
+    code, said, pids = supervised({"0": {"code": 0}, "1": {}})
+    assert (code, said) == (0, []) and all(map(is_gone, pids))
+
+
+def test_rank_0_has_said_what_is_wrong():
+    code, said, pids = supervised({"0": {"code": 2}, "1": {}})
+    assert (code, said) == (2, []) and all(map(is_gone, pids))
+
+
+def test_another_has_said_what_is_wrong():
+    code, said, pids = supervised({"0": {}, "1": {"code": 1}})
+    assert (code, said) == (1, []) and all(map(is_gone, pids))
+
+
+def test_who_says_nothing_is_given_up():
+    """Stopped while it loads: rank 0 itself sees nothing."""
+    played = started({"0": {}, "1": {"says": ["loaded"]}})
+
+    class Stopping(played):
+        def hear(self, seconds):
+            heard = super().hear(seconds)
+            for rank, _, _ in heard:
+                os.kill(rank.process.pid, signal.SIGSTOP)
+            return heard
+
+    said, hosts = [], Hosts("ring", {}, (HERE, HERE))
+    code = Supervisor(hosts, [], said.append, None, SILENT, Stopping).run()
+    assert code == 1 and "rank 1" in said[0] and "silent" in said[0]
+    assert all(map(is_gone, played.all_pids))
+
+
+def test_ranks_that_do_not_meet():
+    """A link that takes nothing: all are alive, all have loaded."""
+    loaded = {"says": ["loaded"]}
+    code, said, pids = supervised({"0": loaded, "1": loaded}, silent=SILENT)
+    assert code == 1 and "not come together" in said[0] and all(map(is_gone, pids))
+
+
+def health(listening):
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/health"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_a_server_is_started_again(tmp_path):
+    """The first time rank 1 is lost in a round; meanwhile clients get 503."""
+    mark, seen = tmp_path / "begun", []
+    ends = {"unless": str(mark), "then": {"says": ["loaded", "met", "ready"], "code": 0}}
+    says = ["loaded", "met", "ready", "lost rank 1 is gone."]
+    plan = {"0": ends | {"says": says, "writes": str(mark)}, "1": {"says": ["loaded"]}}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        code, said, pids = supervised(
+            plan, listening, during=lambda line: seen.append(health(listening))
+        )
+    assert code == 0 and said == ["rank 1 is gone: all are started again."]
+    assert seen == [503] and len(pids) == 4 and all(map(is_gone, pids))
+
+
+def test_a_server_that_never_comes_is_given_up():
+    lost = {"says": ["lost the link is down."]}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        code, said, pids = supervised({"0": lost, "1": {}}, listening)
+    assert code == 1 and len(pids) == 6 and said[-1].endswith("the cluster has ended.")
+    assert all(map(is_gone, pids))
+
+
+def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
+    monkeypatch.setattr(ranks_module, "KILL_SECONDS", 0.2)
+    deaf = [sys.executable, "-c", "import signal; signal.signal(15, 1); print(1); signal.pause()"]
+
+    class Deaf(Ranks):
+        def _command(self, told):
+            return deaf
+
+    ranks = Deaf(Hosts("ring", {}, (HERE, HERE)), [])
+    ranks.all[1].process.stdout.readline()  # it does not hear any more
+    ranks.end()
+    assert all(is_gone(rank.process.pid) for rank in ranks.all)
+
+
+def test_what_does_not_end_is_noticed():
+    stalled = threading.Event()
+    watch = Watch(0.05, lambda seconds: stalled.set())
+    with watch.expecting():
+        assert stalled.wait(30)
+
+
+def test_what_ends_is_not():
+    called = []
+    watch = Watch(60.0, called.append)
+    for _ in range(3):
+        with watch.expecting():
+            pass
+    watch.close()
+    watch._thread.join()
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        ("[]", "two hosts"),
+        ('{"hosts": 3}', "two hosts"),
+        ('[{"ssh": "127.0.0.1"}, {"ips": ["1.2.3.4"]}]', "ssh and ips"),
+        ('[{"ssh": "127.0.0.1"}, {"ssh": "-oProxyCommand=x", "ips": ["1.2.3.4"]}]', "no name"),
+        ('[{"ssh": "127.0.0.1"}, {"ssh": "mac2", "ips": []}]', "no ips"),
+        ('[{"ssh": "mac2", "ips": ["1.2.3.4"]}, {"ssh": "127.0.0.1"}]', "the first host"),
+        ('[{"ssh": "127.0.0.1"}, {"ssh": "mac2", "ips": ["127.0.0.1"]}]', "own address"),
+        ('{"backend": "mpi", "hosts": []}', "mlx.launch"),
+        ('{"envs": 3, "hosts": [{"ssh": "localhost"}, {"ssh": "localhost"}]}', "envs"),
+        ("{", "JSON"),
+    ],
+)
+def test_a_file_of_hosts_that_is_none(content, wrong, tmp_path):
+    path = tmp_path / "hosts.json"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=wrong):
+        read_hosts(path)
+
+
+def test_a_file_of_hosts(tmp_path):
+    path = tmp_path / "hosts.json"
+    hosts = [{"ssh": "127.0.0.1", "ips": ["10.0.0.1"]}, {"ssh": "mac2", "ips": ["10.0.0.2"]}]
+    path.write_text(json.dumps({"envs": ["A=1=2"], "hosts": hosts}))
+    found = read_hosts(path)
+    assert found.backend == "ring" and found.environment == {"A": "1=2"}
+    first, second = found.launches()
+    ring = first["files"]["MLX_HOSTFILE"]
+    assert [address[0].rpartition(":")[0] for address in ring] == ["10.0.0.1", "10.0.0.2"]
+    assert (first["rank"], second["rank"]) == (0, 1) and second["files"] == first["files"]
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_hosts(tmp_path / "none.json")
+
+
+def test_hosts_over_rdma(tmp_path):
+    path = tmp_path / "hosts.json"
+    rdma = [[None, "rdma_en2"], ["rdma_en2", None]]
+    names = ("127.0.0.1", "mac2")
+    hosts = [
+        {"ssh": name, "ips": [f"10.0.0.{at}"], "rdma": of}
+        for at, (name, of) in enumerate(zip(names, rdma, strict=True))
+    ]
+    path.write_text(json.dumps({"backend": "jaccl", "hosts": hosts}))
+    told = read_hosts(path).launches()[1]
+    assert told["files"]["MLX_IBV_DEVICES"] == [tuple(one) for one in rdma]
+    assert told["environment"]["MLX_JACCL_COORDINATOR"].startswith("10.0.0.0:")
