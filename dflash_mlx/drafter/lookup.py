@@ -170,6 +170,9 @@ class LookupSession:
     def extend(self, taps: mx.array) -> None:
         """Features are not needed."""
 
+    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Nor are those of a round."""
+
     def foresee(self, anchor: int, width: int) -> list[float]:
         """How likely each slot of a draft of at most `width` rows is right, those before it being.
 
