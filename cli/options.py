@@ -54,7 +54,7 @@ Model = Annotated[
         "-m",
         group=MODEL,
         metavar="NAME",
-        help="A folder, a hub repository, or 'tiny'.",
+        help="A folder, GGUF file, Hugging Face repository, or 'tiny'.",
         autocompletion=names_beginning,
     ),
 ]

@@ -15,7 +15,7 @@ from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.fits import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.names import check_name
-from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, WITH_LOOKUP, pair_of
+from dflash_mlx.loading.registry import LOOKUP, NONE, PACKAGED, WITH_LOOKUP, pair_of
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
@@ -148,7 +148,7 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
     """What drafts: what --draft names, a known drafter (None), or lookup where none is known."""
     if no_draft:
         return NONE
-    if names.draft is None and names.model != EMBEDDED and pair_of(names.model) is None:
+    if names.draft is None and names.model not in PACKAGED and pair_of(names.model) is None:
         return LOOKUP
     return names.draft
 

@@ -11,6 +11,7 @@ turns; JSON with --json.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import socket
 import subprocess
@@ -50,6 +51,7 @@ class Contestant:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        atexit.register(self.process.kill)
         self.server = self._started(f"http://127.0.0.1:{port}")
 
     def _started(self, url: str) -> Server:

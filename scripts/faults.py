@@ -12,6 +12,7 @@ open, the exit code of each end.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import re
 import resource
@@ -38,6 +39,7 @@ class Process:
     def __init__(self, *options: str) -> None:
         command = [*COMMAND, *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        atexit.register(self.process.kill)  # where a fault is too much for this script
         assert self.process.stderr is not None
         told = ""
         for line in self.process.stderr:

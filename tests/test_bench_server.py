@@ -100,6 +100,12 @@ def test_thinking_counts_and_parts_are_counted_where_tokens_are_not(chat):
     assert answer.text == "hmab" and answer.stats.output_tokens == 3
 
 
+def test_at_temperature_0_there_is_no_seed(chat):
+    """It would say nothing, and mlx-lm's server batches no request that has one."""
+    Server(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 3)
+    assert "seed" not in chat.asked[-1]
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

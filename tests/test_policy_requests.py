@@ -193,6 +193,19 @@ def test_quick_plain_rounds_earn_nothing():
     assert affordable[0] == affordable[1]
 
 
+def test_widths_that_no_round_had_keep_their_costs(tmp_path):
+    """After short answers the file held 1 and 2 rows alone, and 16 followed from them."""
+    pair, file = costs(1.8, 0.4), tmp_path / "costs" / "pair.json"
+    policy = Policy(pair, WIDEST, file)
+    measured = pair.rounds(64, WIDEST)
+    for _ in range(SEEN):
+        policy.watch.saw(1, measured[0], measured[0])
+        policy.watch.saw(2, 1.5 * measured[1], measured[1])
+    policy.keep()
+    again = read_costs(file).rounds(64, WIDEST)
+    assert again == pytest.approx([measured[0], *(1.5 * each for each in measured[1:])], rel=0.01)
+
+
 def test_a_plain_token_goes_by_the_pace_of_the_rounds():
     """The machine is three times as busy as when it measured: so a plain token takes longer too."""
     policy = Policy(costs(1.8, 0.4), WIDEST)

@@ -79,7 +79,9 @@ class Server:
 
         Raises `ServerError`.
         """
-        settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        if temperature:  # at 0 it says nothing, and mlx-lm's server batches no request that has one
+            settings["seed"] = seed
         stats, text, times = Stats(), [], []
         finish_reason: FinishReason = "length"
         start = time.perf_counter()

@@ -36,6 +36,7 @@ from .registry import (
     LOOKUP,
     NONE,
     OTHERWISE,
+    PACKAGED,
     WITH_LOOKUP,
     no_drafter,
     pair_of,
@@ -50,11 +51,12 @@ if TYPE_CHECKING:
     from ..kernels.modules import Kernels
     from ..kernels.source import KernelFactory
 
-# What comes with the package: (name, part) -> folder in dflash_mlx/tiny.
+# What comes with the package: (name, part) -> its folder in dflash_mlx.
 _EMBEDDED_FOLDERS = {
-    (EMBEDDED, "target"): "target",
-    (EMBEDDED, "drafter"): "drafter",
-    (f"{EMBEDDED}-dflash2", "drafter"): "dflash2",
+    (EMBEDDED, "target"): "tiny/target",
+    (EMBEDDED, "drafter"): "tiny/drafter",
+    (f"{EMBEDDED}-dflash2", "drafter"): "tiny/dflash2",
+    ("smollm2", "drafter"): "smollm2",
 }
 
 
@@ -136,8 +138,8 @@ def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
         raise SettingsError(f"draft {draft}{WITH_LOOKUP}: name a network before {WITH_LOOKUP}.")
     if draft:
         return draft, beside
-    if name == EMBEDDED:
-        return EMBEDDED, beside
+    if name in PACKAGED:
+        return name, beside
     known = pair_of(name)
     if known is None:
         warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=3)
@@ -345,7 +347,7 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     """The local folder of a model: embedded, given, or fetched from the hub."""
     embedded = _EMBEDDED_FOLDERS.get((name, part))
     if embedded is not None:
-        return Path(str(files("dflash_mlx.tiny"))) / embedded
+        return Path(str(files("dflash_mlx"))) / embedded
     check_name(name)
     if gguf := gguf_file(name):
         from .gguf.convert import converted

@@ -11,6 +11,7 @@ from ..errors import ModelNotFoundError
 from .quantization import Quantization
 
 EMBEDDED = "tiny"  # the pair that comes with the package
+PACKAGED = (EMBEDDED, "smollm2")  # targets whose drafter comes with it, under the same name
 # What may be named instead of a drafter's repository, and behind it.
 LOOKUP, NONE, WITH_LOOKUP = "lookup", "none", "+lookup"
 # What any message about drafters ends with, on the command line and in the library.

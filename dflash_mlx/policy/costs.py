@@ -55,10 +55,13 @@ class Costs:
     def corrected(self, factors: Mapping[int, float], widest: int) -> Costs:
         """The same where rounds of so many rows take so many times as long as is said here.
 
-        Only those widths are in it, and plain rounds: what lies between them was measured when the
-        others were, and is as wrong. A draft takes what it did, but at most half of its round.
+        Between those widths nothing is kept: what lies there was measured when they were, and is
+        as wrong. Wider ones keep their proportion to the widest of them. A draft takes what it did,
+        but at most half of its round.
         """
-        known = dict(factors)
+        known = {row: factors[max(factors)] for row in range(max(factors), widest + 1)} | {
+            **factors
+        }
         known.setdefault(1, known[min(known)])
         tables: tuple[dict[int, dict[int, float]], ...] = ({}, {})
         for depth in self.verify:

@@ -31,6 +31,7 @@ from .blocks import draft_hidden
 from .data import Sample
 from .features import Features, features
 from .fit import FitSettings, Loss, Parameters, Progress, Validation, fit
+from .levels import tap_levels
 from .losses import Mix
 from .optimizers import by_name
 from .slots import Kept, occurring, slot_loss, slot_weights
@@ -129,7 +130,12 @@ class Anchors:
 
 
 def draft_loss(
-    drafter: DFlash, target: Target, gamma: float, mix: Mix = CHOICES, kept: Kept | None = None
+    drafter: DFlash,
+    target: Target,
+    gamma: float,
+    mix: Mix = CHOICES,
+    kept: Kept | None = None,
+    levels: mx.array | None = None,
 ) -> Loss:
     """The drafter's loss on a batch of `Anchors`, and its acceptance length tau.
 
@@ -140,6 +146,7 @@ def draft_loss(
         gamma: decay of the slots' weights.
         mix: what a slot's loss is made of.
         kept: the tokens that the loss runs over; None is the whole vocabulary.
+        levels: what the taps are divided by [K*D], see `tap_levels`; None is 1.
 
     Returns:
         Takes (parameters, ids [N, S], anchors [N, A], ends [N, A] where their answers stop), and
@@ -159,9 +166,9 @@ def draft_loss(
         tokens = mx.take_along_axis(ids, anchors, axis=1)[..., None]
         blocks = mx.concatenate([tokens, masks], axis=-1).reshape(n * a, block)
         embeddings = drafter.embed(blocks, target)
-        hidden = draft_hidden(
-            drafter, embeddings.astype(mx.float32), found.taps.astype(mx.float32), anchors
-        )
+        taps = found.taps.astype(mx.float32)
+        taps = taps if levels is None else taps / levels
+        hidden = draft_hidden(drafter, embeddings.astype(mx.float32), taps, anchors)
         first = config.first_row  # 1 where the anchor's row predicts nothing
         hidden = hidden[:, first:].flatten(0, 1)
 
@@ -198,6 +205,7 @@ def train_drafter(
     progress: Progress | None = None,
     drafter: DFlash | None = None,
     store: Store | None = None,
+    fresh: bool = False,
 ) -> DFlash:
     """Train a drafter for a target that stays as it is.
 
@@ -208,10 +216,13 @@ def train_drafter(
         checkpoint: a file to save to, and to resume from when it exists.
         drafter: what training starts from; None is a new one, of `settings.seed`.
         store: features of all samples and held-out ones; None computes them as they are needed.
+        fresh: the drafter has learnt nothing yet, so its fusion may begin in the measure of
+            `tap_levels` instead of the values' own.
 
     Raises: `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (a foreign checkpoint),
         `OutputError`.
     """
+    fresh = fresh or drafter is None
     drafter = drafter or new_drafter(config, settings.seed)
     drafter.check_fits(target)
     _check_trainable(drafter)
@@ -219,7 +230,10 @@ def train_drafter(
     collate = anchors if store is None else Stored(anchors, store)
     gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
     kept = _kept(drafter, target, settings, samples(0))
-    loss = draft_loss(drafter, target, gamma, settings.mix, kept)
+    levels = tap_levels(target, config.target_layer_ids, samples(0), store)
+    if not fresh:
+        drafter.fc.weight = mx.contiguous(drafter.fc.weight * levels)
+    loss = draft_loss(drafter, target, gamma, settings.mix, kept, levels)
     parameters = fit(
         loss,
         drafter.trainable_parameters(),
@@ -236,6 +250,7 @@ def train_drafter(
         means(loss, collate, held_out, settings),
     )
     drafter.update(parameters)
+    drafter.fc.weight = drafter.fc.weight / levels
     return drafter
 
 

@@ -154,6 +154,7 @@ def train(
         curve,
         start,
         store,
+        fresh=warm is None and recipe.warm_start is None,
     )
     try:
         save_drafter(drafter, raw, out)

@@ -192,11 +192,12 @@ def test_hundreds_who_leave_leave_nothing_behind(target):
                 for _, writer in clients:
                     writer.close()
                 await until(lambda: not server.desk.busy)
-            assert all(job.cancelled for job in engine.jobs)
+            await until(lambda: all(job.cancelled for job in engine.jobs))
             reader, writer = await opened(server, HEALTH)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.close()
-            await until(lambda: not server.server_state.tasks)
+            await until(lambda: not server.server_state.tasks and not server.desk.busy)
+            assert all(job.cancelled for job in engine.jobs)
 
     asyncio.run(faults())
 

