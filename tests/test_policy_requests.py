@@ -181,6 +181,18 @@ def test_corrected_costs_are_kept_for_the_next_start(load, tmp_path):
         assert again[-1] == pytest.approx(truth[-1], rel=0.08)
 
 
+def test_quick_plain_rounds_earn_nothing():
+    """Their times waver; else every second one would be a gain, and pay for another wrong draft."""
+    pair, luck, affordable = costs(1.8, 0.4), random.Random(1), []
+    for noise in (0.0, 0.3):
+        request = Policy(pair, WIDEST).start()
+        for _ in range(40):
+            request.look(64, UNSURE)
+            request.observe(0, 0, 1 + noise * luck.uniform(-1, 1))
+        affordable.append(request.affordable)
+    assert affordable[0] == affordable[1]
+
+
 def test_widths_that_no_round_had_keep_their_costs(tmp_path):
     """After short answers the file held 1 and 2 rows alone, and 16 followed from them."""
     pair, file = costs(1.8, 0.4), tmp_path / "costs" / "pair.json"

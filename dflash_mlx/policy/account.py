@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 FIRST = 0.15  # plain tokens that the first round may be expected to lose,
 SHARE = 0.02  # the share of the tokens so far that may be lost besides,
-RISK = 2.0  # and both together at most
+RISK = 0.6  # and both together at most
 FADING = 0.92  # what a token leaves of a debt, as the next try sees it
 CREDIT = 6.0  # tokens that a request may really lose,
 ALLOWANCE = 0.01  # and the share of all its tokens besides

@@ -282,7 +282,8 @@ class Widths:
         cost, watch = self._seconds[drafted], self._policy.watch
         if seconds is not None:
             watch.saw(drafted + 1, seconds, self._measured[drafted])
-            if plain := watch.factor(1):
+            # A plain round is the measure: one that was quicker than others has earned nothing.
+            if drafted and (plain := watch.factor(1)):
                 # As it came on a machine as busy as this; a round that stalled is not drafting's.
                 cost = min(cost, seconds / (plain * self._measured[0]) * self._seconds[0])
         self.book(cost, accepted)
