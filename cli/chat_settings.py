@@ -16,7 +16,7 @@ def change(settings: dict[str, Any], name: str, text: str) -> None:
 
     Raises `SettingsError` for another name or a value that is none, and changes nothing.
     """
-    from dflash_mlx.sampling import Sampling
+    from dflash_mlx.settings import Sampling
 
     if name not in NAMES:
         raise SettingsError(f"There is no setting {name!r}: /set knows {', '.join(NAMES)}.")

@@ -16,7 +16,8 @@ from .prefix.protocol import Prefix
 from .prompt import Prompt, encode_prompt, parting_places
 from .reading import is_whole, shown
 from .request import Request
-from .sampling import History, Sampler, Sampling
+from .sampling import Sampler
+from .settings import History, Sampling
 from .stream import TextStream
 from .target import Target
 

@@ -17,147 +17,23 @@ come last are asked about all rows at once.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors
 
 from .choices import NO_CHOICE, Choices, Decision
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .hindsight import Hindsight
 from .proposal import Proposal
-from .reading import is_whole, shown
+from .reading import shown
 from .rules import Rule, Rules
+from .settings import SEED_BITS, Sampling
 from .sharpness import Sharpness, matching
 
-# (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
-# these two: histories that will be rejected are seen as well, and one may be seen again.
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 # Scores [L, V] of several trials, and the weight of one unit of logit in each.
 Trials = tuple[list[mx.array], list[float]]
-
-SEED_BITS = 32
-MOST_F32 = 3e38  # what f32 holds, a little less
-
-
-class History(TypedDict, total=False):
-    """The settings of `Sampling` that mind what the text is so far, and the biases; see there."""
-
-    logit_bias: Mapping[int, float] | None
-    repetition_penalty: float
-    repetition_context_size: int
-    presence_penalty: float
-    presence_context_size: int
-    frequency_penalty: float
-    frequency_context_size: int
-    logits_processors: Sequence[LogitsProcessor]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a request chooses tokens. Raises `SettingsError` for a value that makes no sense.
-
-    Attributes:
-        temperature: 0 is greedy: no noise, and top_p, top_k, min_p change nothing.
-        top_p: keep the most probable tokens that together have this probability.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        min_p: keep tokens with at least this share of the most probable one's probability.
-        seed: of the noise, 0 to 2**32 - 1; None draws a fresh one.
-        logit_bias: token id -> what is added to its logit.
-        repetition_penalty: above 1 makes tokens of the recent history less likely; 1 is off.
-        presence_penalty, frequency_penalty: what a token's logit loses once, or for each time it
-            occurs in the recent history; 0 is off.
-        repetition_context_size, presence_context_size, frequency_context_size: how many tokens
-            the recent history is.
-        logits_processors: further processors, called in this order after the penalties.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float = 1.0
-    repetition_context_size: int = 20
-    presence_penalty: float = 0.0
-    presence_context_size: int = 20
-    frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
-    logits_processors: Sequence[LogitsProcessor] = ()
-
-    @classmethod
-    def of(cls, **settings: Any) -> Sampling:
-        """The settings of these names. Raises `SettingsError` for a name that there is not."""
-        for name in settings:
-            if name not in cls.__dataclass_fields__:
-                raise SettingsError(f"There is no setting {name!r}.")
-        return cls(**settings)
-
-    def __post_init__(self) -> None:
-        # In between, logits divided by it stay within what f32 holds.
-        self._check(
-            "temperature",
-            lambda t: t == 0 or 1e-20 <= t <= 1e20,
-            "0 (greedy) or from 1e-20 to 1e20",
-        )
-        self._check("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1")
-        self._check("top_k", lambda k: k >= 0, "0 (off) or more", whole=True)
-        self._check("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
-        if self.seed is not None:
-            self._check("seed", lambda s: 0 <= s < 2**SEED_BITS, "from 0 to 2**32 - 1", whole=True)
-        self._check("repetition_penalty", lambda p: 0 < p <= MOST_F32, "above 0 (1 is off)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, lambda p: abs(p) <= MOST_F32, "finite (0 is off)")
-        for name in ("repetition", "presence", "frequency"):
-            self._check(f"{name}_context_size", is_whole, "1 or more", whole=True)
-        if isinstance(self.logits_processors, str) or not all(
-            callable(one) for one in _items("logits_processors", self.logits_processors)
-        ):
-            raise SettingsError(
-                "logits_processors must be functions of (tokens, logits), "
-                f"not {shown(self.logits_processors)}."
-            )
-        if self.logit_bias is not None:
-            _check_bias(self.logit_bias)
-
-    def _check(
-        self, name: str, allowed: Callable[[Any], bool], range_: str, whole: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, int if whole else Real) and not isinstance(value, bool)
-        if not number or not allowed(value):
-            raise SettingsError(f"{name} must be {range_}, not {shown(value)}.")
-
-    def check_vocabulary(self, size: int) -> None:
-        """Raise `SettingsError` for a token that a vocabulary of this size does not have."""
-        if self.top_k > size:
-            raise SettingsError(
-                f"top_k {shown(self.top_k)} is more than the vocabulary's {size} tokens."
-            )
-        for token in self.logit_bias or ():
-            if not 0 <= token < size:
-                raise SettingsError(
-                    f"logit_bias: the vocabulary of {size} has no token {shown(token)}."
-                )
-
-    def processors(self) -> list[LogitsProcessor]:
-        """The processors that look at the history, the penalties' first."""
-        penalty = self.repetition_penalty
-        penalties: list[LogitsProcessor] = make_logits_processors(
-            None,
-            None if penalty == 1 else penalty,
-            self.repetition_context_size,
-            self.presence_penalty,
-            self.presence_context_size,
-            self.frequency_penalty,
-            self.frequency_context_size,
-        )
-        return [*penalties, *self.logits_processors]
 
 
 class Sampler:
@@ -388,18 +264,3 @@ def _certainty(scores: mx.array) -> mx.array:
     """Log-probability [N] of the likeliest token, from logits or log-probabilities [N, V]."""
     scores = scores.astype(mx.float32)
     return scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)
-
-
-def _items(name: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, Sequence):
-        raise SettingsError(f"{name} must be a list, not {shown(value)}.")
-    return value
-
-
-def _check_bias(bias: Any) -> None:
-    """Raise `SettingsError` unless these are finite numbers by token id."""
-    whole = isinstance(bias, Mapping) and all(type(token) is int for token in bias)
-    values: list[Any] = list(bias.values()) if whole else []
-    numbers = all(isinstance(value, Real) for value in values)
-    if not whole or not numbers or not all(abs(value) <= MOST_F32 for value in values):
-        raise SettingsError(f"logit_bias must map token ids to finite numbers, not {shown(bias)}.")

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafter.protocol import Drafter
-from dflash_mlx.sampling import Sampler, Sampling, Trials
+from dflash_mlx.sampling import Sampler, Trials
+from dflash_mlx.settings import Sampling
 from dflash_mlx.target import Target
 
 

@@ -66,7 +66,7 @@ def _row(
     from rejection import rejection_rounds
 
     from dflash_mlx.begin import widest_block
-    from dflash_mlx.sampling import Sampling
+    from dflash_mlx.settings import Sampling
 
     learnt = Sharpness()
     ways = {

@@ -9,7 +9,7 @@ from rejection import _accept, rejection_rounds
 from sampled_drafts import sampled_rows
 
 import dflash_mlx as dm
-from dflash_mlx.sampling import Sampling
+from dflash_mlx.settings import Sampling
 
 TABLE = 3 * np.random.default_rng(0).normal(size=(40, 40))
 

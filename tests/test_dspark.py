@@ -14,7 +14,8 @@ from dflash_mlx.drafter.calibration import Calibration
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dspark import CONFIDENCE_ALONE, network_for
 from dflash_mlx.drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK
-from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.settings import Sampling
 
 VOCABULARY, DRAFTED, CONTEXT = SHAPE["vocab_size"], 23, 40
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}

@@ -9,7 +9,8 @@ from oracle import Oracle
 import dflash_mlx as dm
 from dflash_mlx.accept import accept
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.settings import Sampling
 from dflash_mlx.target import (
     forest_compressed,
     forest_layers,

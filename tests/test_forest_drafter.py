@@ -15,7 +15,8 @@ from dflash_mlx.drafter import forest
 from dflash_mlx.drafter.calibration import Calibration
 from dflash_mlx.drafter.forest import propose_together, propose_trees_together
 from dflash_mlx.drafter.lookup import Lookup
-from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.settings import Sampling
 
 OWN = (EMBEDDING, HEAD)
 LATE = {"sample_from_anchor": False}

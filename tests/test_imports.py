@@ -28,7 +28,7 @@ LEVELS = [
         "smollm2",
         "tiny",
     },
-    {"events", "foreign", "kernels"},
+    {"events", "foreign", "kernels", "settings"},
     {"proposal"},
     {"accept", "sampling"},
     {"target"},

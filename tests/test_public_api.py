@@ -58,7 +58,7 @@ def test_settings_have_the_names_of_the_design():
 
 def test_the_settings_of_generate_are_those_of_the_stream():
     """Nothing is declared twice without a check that both say the same."""
-    from dflash_mlx.sampling import History, Sampling
+    from dflash_mlx.settings import History, Sampling
 
     stream, whole = (inspect.signature(f).parameters for f in (dm.stream_generate, dm.generate))
     assert stream == whole

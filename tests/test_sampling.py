@@ -12,7 +12,8 @@ import dflash_mlx as dm
 from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.settings import Sampling
 
 VOCABULARIES = [16, 50, 200]
 

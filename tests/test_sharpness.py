@@ -6,7 +6,8 @@ from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
 from dflash_mlx.policy.rounds import FixedWidth
-from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.settings import Sampling
 from dflash_mlx.sharpness import FIRST, GRID, Sharpness
 
 

@@ -17,7 +17,8 @@ from dflash_mlx.drafter.candidates import Candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.tree import DraftTree, best_chain, best_first
-from dflash_mlx.sampling import Sampler, Sampling
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.settings import Sampling
 
 PROMPT = [5, 9, 2, 40, 41, 7, 100]
 ANCHOR = 3
