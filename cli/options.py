@@ -54,7 +54,7 @@ Model = Annotated[
         "-m",
         group=MODEL,
         metavar="NAME",
-        help="A folder, GGUF file, Hugging Face repository, or 'tiny'.",
+        help="Folder, GGUF file, hub name or 'tiny'.",
         autocompletion=names_beginning,
     ),
 ]

@@ -110,7 +110,7 @@ def scripted(monkeypatch) -> dict[str, object]:
     ids = encode_prompt(target, [{"role": "user", "content": QUESTION}])
     answer = generate(target, None, ids, max_tokens=13).tokens
 
-    def open_pair(*_) -> Pair:
+    def open_pair(*_, **__) -> Pair:
         oracle = Oracle(ids, answer, target.vocab_size, script=[3, 0, 3, 2])
         return Pair(target, oracle, 4, BlasInfo("openblas", None, "made up"))
 

@@ -45,7 +45,7 @@ def one_line_error(done) -> str:
 def tiny(monkeypatch):
     """A random pair instead of the one that the options ask for, so that nothing is loaded."""
     pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
-    monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_: pair)
+    monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_, **__: pair)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def folder(tmp_path_factory) -> Path:
     """A measured run with two categories."""
     with pytest.MonkeyPatch.context() as patch:
         pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
-        patch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_: pair)
+        patch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_, **__: pair)
         out = tmp_path_factory.mktemp("runs") / "deep" / "first"
         prompts = out.parents[1] / "prompts.jsonl"
         rows = [{"prompt": "what is 37 + 48?", "category": name} for name in ("sums", "more")]
@@ -223,7 +223,7 @@ def test_an_overhead_below_nothing_is_blamed_on_the_machine(overhead, busy, fold
     show(content)
     said = capsys.readouterr().err
     assert ("the machine was busy" in said) == busy
-    assert ("forwards: 0.50 ms" in said) != busy
+    assert ("leanest: 0.50 ms" in said) != busy
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -161,8 +161,8 @@ def selector_loss(
     Returns:
         The entropies [...], 0 where the right token is no candidate, and the places chosen.
     """
-    order = mx.argpartition(-mx.stop_gradient(logits), selector.top_k - 1, axis=-1)
-    candidates = order[..., : selector.top_k]
+    top_k = min(selector.top_k, logits.shape[-1])  # few tokens may occur in a batch
+    candidates = mx.argpartition(-mx.stop_gradient(logits), top_k - 1, axis=-1)[..., :top_k]
     scores = mx.take_along_axis(logits, candidates, axis=-1)
     tokens = candidates if ids is None else ids[candidates]
     scores = scores + selector.scores(hidden, before[..., None], tokens)[..., 0, :]
