@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import typer
 import dflash_mlx
 from dflash_mlx.cluster.post import READY
 from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
+from dflash_mlx.machine.signals import signals_to
 
 from . import options
 from .machines import Machines, inherited, join, shared
@@ -85,7 +85,7 @@ def serve(
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
-        with _signals_to(server, over):
+        with signals_to(partial(_end, server, over)):
             over.result()
             _close(engine)
 
@@ -163,21 +163,11 @@ def _give_up(engine: Engine, desk: Desk, server: Server, error: DFlashError) -> 
     last.start()
 
 
-@contextmanager
-def _signals_to(server: Server, over: Future[None]) -> Iterator[None]:
+def _end(server: Server, over: Future[None], number: int, frame: FrameType | None) -> None:
     """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        if over.done():  # nobody is answered any more, and the engine is not waited for
-            os._exit(0)
-        server.tell()
-
-    before = {sent: signal.signal(sent, end) for sent in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for sent, handler in before.items():
-            signal.signal(sent, handler)
+    if over.done():  # nobody is answered any more, and the engine is not waited for
+        os._exit(0)
+    server.tell()
 
 
 def _prefix(pair: Pair, load: Load) -> PrefixStore | None:

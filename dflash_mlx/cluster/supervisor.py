@@ -10,11 +10,12 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from ..machine.signals import signals_to
 from .away import Away
 from .hosts import Hosts
 from .post import LOADED, LOST, MET, READY
@@ -101,7 +102,7 @@ class Supervisor:
         """Until the command has ended; its exit code."""
         away = None if self._listening is None else Away(self._listening)
         with ExitStack() as stack:
-            stack.enter_context(self._signals())
+            stack.enter_context(signals_to(self._told))
             if away is not None:
                 stack.callback(away.close)
             return self._until_it_ends(away)
@@ -184,21 +185,11 @@ class Supervisor:
         problem = _how(signalled[0]) if signalled else problem.rstrip(".")
         return End(FAILED, problem, served)
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _told(self, number: int, frame: Any) -> None:
         """Ctrl-C and SIGTERM are rank 0's, which knows how to end; the second one ends all."""
-
-        def told(number: int, frame: Any) -> None:
-            self._told_to_end += 1
-            if self._told_to_end > 1:
-                raise KeyboardInterrupt
-
-        before = {one: signal.signal(one, told) for one in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+        self._told_to_end += 1
+        if self._told_to_end > 1:
+            raise KeyboardInterrupt
 
 
 def _signalled(ranks: Ranks) -> list[Rank]:
