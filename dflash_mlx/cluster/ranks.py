@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,16 +71,15 @@ class Ranks:
         self._arguments = list(arguments)
         self._selector = selectors.DefaultSelector()
         self.all: list[Rank] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.end)
             for host, told in zip(hosts.machines, hosts.launches(), strict=True):
                 rank = (
                     self._first(host, told, listening) if not self.all else self._other(host, told)
                 )
                 self.all.append(rank)
                 self._selector.register(rank.reading, selectors.EVENT_READ, rank)
-        except BaseException:
-            self.end()
-            raise
+            undo.pop_all()  # all of them were started
 
     def _first(self, host: Host, told: dict[str, Any], listening: socket.socket | None) -> Rank:
         """Rank 0, which has the terminal; its line is a socket of its own."""

@@ -113,6 +113,7 @@ def slot_loss(
         tops: mx.array,
         shares: mx.array,
     ) -> tuple[mx.array, mx.array]:
+        """As said above, with the head's trained weights where it is the drafter's own."""
         if head is not None:
             head.update(trained)
         logits = logits_of(hidden)
