@@ -26,12 +26,12 @@ NoDrafter = Annotated[
 ]
 
 
-def pull(*, name: Name, no_draft: NoDrafter = False) -> None:
-    """Download a model and the drafter that is known for it."""
+def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = False) -> None:
+    """Download a model and the drafter that is known for it, and print where they are."""
     check_name(name)
     if "/" not in name:
         raise typer.BadParameter(f"{name} is in the package already", param_hint="NAME")
-    pair, hub = pair_of(name), Hub()
+    pair, hub = pair_of(name), Hub(offline=offline)
     announce(name, hub)
     names = [name]
     if pair is not None and not no_draft:

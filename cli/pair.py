@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,6 +137,9 @@ def open_pair(
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
     kv_bits = bits_of(rounds.kv_bits)
     pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
+    file = pair.chains.file if pair.chains else None
+    if file and not os.path.exists(file):
+        note(f"{file.parent} cannot be written: this machine is measured anew at every start.")
     if warm:
         from dflash_mlx.bench.measure import warm_up
 

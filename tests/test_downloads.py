@@ -1,6 +1,7 @@
 """`pull`, `list` and `rm`, with a server on the loopback; and whether a model fits."""
 
 import json
+from functools import partial
 
 import pytest
 from hubserver import HubServer
@@ -24,7 +25,7 @@ def server(tmp_path, monkeypatch):
     hub.repositories[TARGET] = save_target(tmp_path / "target")
     hub.repositories[DRAFTER] = save_drafter(tmp_path / "drafter")
     with hub.running():
-        monkeypatch.setattr(downloads, "Hub", lambda: Hub(hub.url, tmp_path / "cache"))
+        monkeypatch.setattr(downloads, "Hub", partial(Hub, hub.url, tmp_path / "cache"))
         yield hub
 
 
@@ -86,7 +87,12 @@ def test_what_drafts_is_announced_with_its_size(server, capsys, monkeypatch, tmp
 
 
 def test_the_drafter_can_stay_where_it_is(server):
+    refused = program("pull", TARGET, "--offline")
+    assert refused.exit_code == 1 and "offline" in refused.stderr and not server.requests
     assert program("pull", TARGET, "--no-draft").exit_code == 0
+    server.requests.clear()
+    again = program("pull", TARGET, "--no-draft", "--offline")
+    assert again.stdout.split()[0] == TARGET and not server.requests
     assert downloaded() == [TARGET]
 
 
