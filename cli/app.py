@@ -76,7 +76,8 @@ def _declared(name: str, module: str, function: str) -> Any:
     """The command that Typer makes of a function."""
     alone = typer.Typer(add_completion=False)
     with nothing_collected():
-        alone.command(name, cls=Command)(spread(vars(import_module(f".{module}", __package__))[function]))
+        command = spread(vars(import_module(f".{module}", __package__))[function])
+        alone.command(name, cls=Command)(command)
         return get_command(alone)
 
 

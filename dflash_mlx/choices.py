@@ -10,8 +10,23 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .errors import SettingsError
+
 NO_CHOICE = -1  # in the place of a token, where there is no number to choose by
 NAT = 1e-4  # what certainties are rounded to
+
+
+def chosen(token: int) -> int:
+    """The token that a row which is kept has chosen. (After a wrong draft anything may come.)
+
+    Raises `SettingsError` where processors or a bias leave no number to choose by.
+    """
+    if token == NO_CHOICE:
+        raise SettingsError(
+            "No token can be chosen: logits_processors and logit_bias leave NaN, or nothing but "
+            "-inf, in the logits."
+        )
+    return token
 
 
 class Choices(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.core as mx
 
 from .accept import accept
-from .choices import Decision
+from .choices import Decision, chosen
 from .conversation import Conversation
 from .drafter.protocol import Session
 from .errors import ProposalError
@@ -144,7 +144,7 @@ class Request:
         """
         asked = Proposal([self._text_so_far[-1]])
         _, choices, sure = self._sampler.choose(asked, logits, self._rounds.asks_certainty)
-        (self._anchor,) = self._further = choices
+        self._anchor, self._further = chosen(choices[0]), choices
         piece, stats = self._text.add(choices), self.stats
         self._sampler.commit(choices)
         self._rounds.begin(sure[0] if sure else None)
@@ -225,7 +225,8 @@ class Request:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
 
         # accept
-        kept, self._anchor = accept(tokens, proposal.parents, choices)
+        kept, token = accept(tokens, proposal.parents, choices)
+        self._anchor = chosen(token)
         certainty = sure[-1 if proposal.is_chain else kept[-1]] if sure else None
         certain = [*(tokens[row] for row in kept[1:]), self._anchor]
         drafted, right = len(proposal) - 1, len(kept) - 1

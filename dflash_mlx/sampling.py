@@ -98,8 +98,10 @@ class Sampler:
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
         if paths or self.settings.logit_bias:
-            # The largest of NaN is token 0, for ever: it is told from a choice by its sign.
-            choices = mx.where(mx.isnan(chosen).any(axis=-1), NO_CHOICE, choices)
+            # The largest of NaN, and of nothing but -inf, is token 0, for ever: it is told from a
+            # choice by its sign.
+            none = mx.isnan(chosen).any(axis=-1) | (chosen.max(axis=-1) == -mx.inf)
+            choices = mx.where(none, NO_CHOICE, choices)
         nats = None
         if certainty:  # of the row it is asked for alone: a vocabulary's exponentials are dear
             one = proposal.is_chain and len(proposal) > 1
@@ -108,13 +110,8 @@ class Sampler:
         return Decision.of(tokens, choices, nats, blocks)
 
     def take(self, decision: Decision, values: Sequence[int]) -> Choices:
-        """The choices in a decision's values, once they are read.
-
-        Raises `SettingsError` where processors or a bias leave no number to choose by.
-        """
+        """The choices in a decision's values, once they are read; see `chosen`."""
         choices, blocks = decision.read(values)
-        if NO_CHOICE in choices.choices:
-            raise SettingsError("The logits are NaN after logits_processors and logit_bias.")
         if blocks:
             self._trials.add(decision.slots, blocks)
         return choices

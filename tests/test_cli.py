@@ -312,7 +312,8 @@ def test_what_stdout_does_not_take_is_an_error(line, said):
 
 def test_a_stdin_that_is_closed_is_an_empty_one(pair, tmp_path):
     """Whatever the program opens first must not get its number: MLX cannot read from file 0."""
-    done = in_a_shell(f"generate hi -n 2 --no-draft -o {tmp_path / 'text'} {' '.join(pair[:2])} <&- >&-")
+    asked = shlex.join(["generate", "hi", "-n", "2", "-o", str(tmp_path / "text"), *pair])
+    done = in_a_shell(f"{asked} --no-policy <&- >&-")
     assert done.returncode == 0 and (tmp_path / "text").stat().st_size, done.stderr
 
 

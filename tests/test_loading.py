@@ -1,10 +1,12 @@
 """Loading: folders and names, bits, and every way a model can be unusable, in one line each."""
 
 import json
+import logging
 from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from huggingface_hub import errors as hub
 from mlx.utils import tree_flatten
@@ -77,7 +79,7 @@ def message_of(error: type[DFlashError], loader, *arguments) -> str:
 
 
 def test_a_pair_of_folders(pair):
-    target, drafter = load(str(pair[0]), draft=str(pair[1]))
+    target, drafter = load(pair[0], draft=pair[1])  # paths, as pathlib has them
     assert target.name == str(pair[0])
     assert (target.num_layers, target.hidden_size) == (3, 64)
     assert target.vocab_size == drafter.config.vocab_size == len(tokenizer())
@@ -135,7 +137,7 @@ def test_half_precision_computes_in_f32_on_the_cpu(bits, tmp_path):
 
 
 def test_drafter_bits(pair):
-    drafter = load_drafter(str(pair[1]), bits=8)
+    drafter = load_drafter(pair[1], bits=np.int64(8))
     assert isinstance(drafter.fc, nn.QuantizedLinear)
     # 96 columns are no whole number of groups: that one matrix stays as it is.
     assert isinstance(drafter.layers[0].mlp.down_proj, nn.Linear)
@@ -169,6 +171,15 @@ def test_every_eos_token_of_the_configs_ends_the_text(where, folder):
         (folder / where).write_text(json.dumps({"eos_token_id": [7, 9]}))
     own = tokenizer().convert_tokens_to_ids(END)
     assert load_target(str(folder)).tokenizer.eos_token_ids == {7, 9, own}
+
+
+def test_no_tokenizer_warns_of_a_long_text(folder, monkeypatch, caplog):
+    """transformers would, for every prompt that is longer than the tokenizer's config says."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 2}))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(load_target(folder).tokenizer.encode("what is 37 + 48?")) > 2
+    assert not caplog.records
 
 
 # Names

@@ -21,7 +21,8 @@ def test_text_is_encoded_as_it_is():
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_token_ids_are_taken_as_they_are(kind):
-    assert encode_prompt(target(), kind([5, 0, 7])) == [5, 0, 7]
+    ids = encode_prompt(target(), kind([5, np.int64(0), np.uint8(7)]))
+    assert ids == [5, 0, 7] and all(type(one) is int for one in ids)
 
 
 def test_messages_go_through_the_chat_template():
@@ -40,6 +41,8 @@ def test_parts_of_text_are_their_text():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
+        ("a\udcff", "character 2 is .*, a surrogate without its other half"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}], "a surrogate"),
         ("", "empty"),
         ([], "empty"),
         ([-1], "Token id -1 is outside"),
