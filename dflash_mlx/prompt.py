@@ -66,7 +66,7 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise PromptError(_FORMS + (_LIST if hasattr(prompt, "tolist") else ""))
     if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
-        return [int(item) for item in prompt]  # type: ignore[call-overload]
+        return [int(item) for item in prompt]  # type: ignore[arg-type]
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise PromptError(_FORMS)

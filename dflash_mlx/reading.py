@@ -61,7 +61,8 @@ def check_file(path: str | Path, kind: type[DFlashError] = ConfigError) -> int:
 
 def is_whole(value: Any, least: int = 1, most: int = MOST_WHOLE) -> bool:
     """Whether a value is a whole number (numpy's too, no bool, no 4.0) from `least` to `most`."""
-    return isinstance(value, Integral) and type(value) is not bool and least <= value <= most
+    whole = isinstance(value, Integral) and type(value) is not bool
+    return whole and least <= int(value) <= most
 
 
 def is_finite(value: Any) -> bool:
