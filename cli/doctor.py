@@ -13,7 +13,7 @@ from typing import Literal
 
 import typer
 from packaging.requirements import Requirement
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import dflash_mlx
@@ -66,7 +66,7 @@ def doctor(
 
 
 def _table(checks: list[Check]) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid("", "", Column(overflow="fold"), padding=(0, 2))  # paths are long
     for check in checks:
         what = Text(check.detail)
         if check.advice:
