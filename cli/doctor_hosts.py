@@ -116,7 +116,7 @@ def _over_backends(
     hosts: Hosts, reached: Sequence[Reached], model: str
 ) -> tuple[LinkTimes | None, str, list[Check]]:
     """The times over the file's backend, or over the ring where that one does not work."""
-    problems = []
+    problems: list[Check] = []
     for backend in dict.fromkeys((hosts.backend, RING)):
         base = backend.partition("-")[0]
         without = [one.host.ssh for one in reached if base not in one.backends]
