@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +95,11 @@ def open_pair(
     rounds: Rounds = WHOLE_BLOCKS,
     no_draft: bool = False,
     warm: bool = True,
-    join: Callable[[], Member | None] = lambda: None,
+    member: Member | None = None,
 ) -> Pair:
     """Put the BLAS in place and load the weights.
 
-    `join` meets the machines that share the target. `warm` runs a few rounds, too, which compile
+    `member` is of the machines that share the target. `warm` runs a few rounds, too, which compile
     what is compiled: for whoever compares speeds, or asks more than once.
 
     Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
@@ -120,7 +119,6 @@ def open_pair(
     with waiting("Starting MLX"), nothing_collected():
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
-    member = join()
     settings = weights.settings | {"exact": weights.exact}
     settings |= {} if member is None else {"cluster": member.cluster}
     drafter: Drafter | None = None

@@ -14,12 +14,15 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..accept import accept
+from ..cluster.sessions import LeadingTarget
 from ..drafter.network import DFlash, DraftLayer
 from ..target import Target
 
 
 def why_not(target: Target, drafter: Any) -> str | None:
     """Why there is no leanest round of this pair; None where there is one."""
+    if isinstance(target, LeadingTarget):
+        return "it is of one machine: others would not run its forwards"
     if target.config.get("model_type") not in ("qwen2", "qwen3", "llama"):
         return "it is written for Llama, Qwen2 and Qwen3"
     if {type(cache) for cache in make_prompt_cache(target.model)} != {KVCache}:

@@ -133,15 +133,20 @@ class Leader:
         """What fails inside, half done, leaves the ranks with different caches."""
         if self._problem is not None:
             raise ClusterError(self._problem)
-        self._leading = True
+        self._leading, whole = True, False
         try:
             with Foreign(ClusterError, LOST), self._watch.expecting():
                 yield
+            whole = True
         except DFlashError as error:
             self.give_up(str(error))
             raise
         finally:
             self._leading = False
+            if not whole and self._problem is None:  # Ctrl-C: the others wait for this forward
+                self._problem = "A forward was interrupted: join the cluster anew."
+                self._ended.set()
+                self._watch.close()
 
     def _stalled(self, seconds: float) -> None:
         self.give_up(f"{LOST}: nothing has come back for {seconds:.0f} s.", stuck=True)
