@@ -246,4 +246,4 @@ def make_app(desk: Desk, options: Options) -> Starlette:
         ("/metrics", ends.metrics),
     ):
         routes.append(Route(path, handler))
-    return guarded(routes, options.access, desk.metrics)
+    return guarded(routes, options.access, desk.metrics, options.bounds)
