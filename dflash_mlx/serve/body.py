@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import RETRY_SECONDS, Refusal
 
 DEPTH = 64  # of objects and lists in each other
-CONTAINERS = 1_000_000  # objects and lists: one of two bytes takes 56 in memory
+CONTAINERS = 50_000  # objects and lists: nobody else is answered while pydantic reads them
+SIGNS = 2_000_000  # that may stand before a value; in texts there are fewer of them
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,28 @@ def _too_large(bounds: Bounds) -> Refusal:
 
 def parse_object(content: bytes | bytearray) -> dict[str, Any]:
     """The object that a JSON text is. Raises `Refusal`."""
-    if content.count(b"[") + content.count(b"{") > CONTAINERS:
-        raise Refusal(f"The body has more than {CONTAINERS:,} objects and lists.", 413)
+    if sum(map(content.count, (b"[", b"{", b","))) > SIGNS:  # parsed, one may take 100 bytes
+        raise Refusal(f"The body has more than {SIGNS:,} brackets and commas.", 413)
     try:
         value = from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise Refusal(f"The body is not valid JSON: {str(error)[:200]}") from error
     if not isinstance(value, dict):
         raise Refusal("The body must be a JSON object.")
-    if _deeper(value, DEPTH):
-        raise Refusal(f"The body is nested deeper than {DEPTH}.")
+    _check_containers(value)
     return value
 
 
-def _deeper(value: Any, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth):
+def _check_containers(value: dict[str, Any]) -> None:
+    """Count objects and lists, a level after the other. Raises `Refusal` for too many or deep."""
+    level: list[Any] = [value]
+    count = 0
+    for _ in range(DEPTH):
+        count += len(level)
+        if count > CONTAINERS:
+            raise Refusal(f"The body has more than {CONTAINERS:,} objects and lists.", 413)
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
         if not level:
-            return False
-    return True
+            return
+    raise Refusal(f"The body is nested deeper than {DEPTH}.")
