@@ -146,7 +146,7 @@ def test_bodies_that_are_none(server, path):
     for content in (deep, deeper):
         answer = server.post(path, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and "nested" in answer.text or "JSON" in answer.text
-    for many in (b"[]," * 50_001 + b"[]", b"1," * 2_000_001 + b"1"):
+    for many in (b"[]," * 30_000 + b"[]", b"[" * 200_001, b"," * 2_000_001):
         content = b'{"a": [' + many + b"]}"
         answer = server.post(path, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 413
