@@ -35,7 +35,8 @@ SCHEMAS = {
     ),
     "either": thing(value={"anyOf": [SUM, {"type": "null"}, {"const": "none at all"}]}),
     "tree": thing(
-        root={"$ref": "#/$defs/node"}, part={"type": "number", "minimum": 0, "maximum": 1}
+        root={"$ref": "#/$defs/node"},
+        part={"type": "integer", "minimum": 0, "maximum": 100, "multipleOf": 5},
     )
     | {
         "$defs": {
@@ -101,9 +102,11 @@ class Demands:
         jsonschema.validate(json.loads(answer.content[0].text), schema)
 
     def required(self, name, schema, seed):
-        """One call or several, of either tool."""
+        """One call of either tool, and of one kind several: the pair makes as many as it may."""
         tools = [_tool(name, schema), _tool("other", SUM)]
-        (choice,) = self._chat(seed, tools=tools, tool_choice="required").choices
+        (choice,) = self._chat(
+            seed, tools=tools, tool_choice="required", parallel_tool_calls=schema is SUM
+        ).choices
         assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
         for call in choice.message.tool_calls:
             told = {name: schema, "other": SUM}[call.function.name]
@@ -124,12 +127,15 @@ class Demands:
     def function(self, name, schema, seed):
         tool = {"type": "function", "name": name, "parameters": schema, "strict": True}
         answer = self.chat.responses.create(
-            model="m", input=f"{seed} and 48?", tools=[tool], tool_choice="required", temperature=1
+            model="m",
+            input=f"{seed} and 48?",
+            tools=[tool],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=1,
         )
-        calls = [item for item in answer.output if item.type == "function_call"]
-        assert calls
-        for call in calls:
-            jsonschema.validate(json.loads(call.arguments), schema)
+        (call,) = (item for item in answer.output if item.type == "function_call")
+        jsonschema.validate(json.loads(call.arguments), schema)
 
     def used(self, name, schema, seed):
         answer = self._message(
