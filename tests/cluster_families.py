@@ -2,8 +2,7 @@
 
     MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py qwen3 llama
 
-Rank 0 prints a JSON object a family; tests/test_cluster_families.py and scripts/cluster_check.py
-read them.
+Rank 0 prints a JSON object a family; tests/test_cluster.py and scripts/cluster_check.py read them.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +22,11 @@ from mlx.utils import tree_flatten
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
+from dflash_mlx.cluster.wire import Kind, Told, Wire
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.target import TargetSession
+from dflash_mlx.loop import Turn
+from dflash_mlx.target import TargetSession, internals
 
 WINDOWED = 40  # tokens of a prompt, more than the windows of the families
 TOKENS = 8
@@ -33,18 +36,62 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 4, "max_tokens": TOKENS},
 ]
 PROMPTS = [random_prompt(WINDOWED, 0), random_prompt(9, 1), random_prompt(20, 2)]
+# What the number of ranks has to divide. Where Qwen3.5 has fewer key heads, mlx-lm repeats them.
+HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads", "o_groups")
+KEY_HEADS = "num_key_value_heads"
+REPEATED = ("qwen3_5", "qwen3_5_moe")
 
 
-def digests(session: TargetSession) -> list[int]:
-    """A number for each array in a session's caches, the same for the same bits."""
-    leaves = tree_flatten([cache.state for cache in session._cache])
-    arrays = [np.array(leaf) for _, leaf in leaves if isinstance(leaf, mx.array)]
-    return [zlib.crc32(array.tobytes()) & 0x7FFFFFFF for array in arrays]
+class Counting:
+    """Counts the messages of a wire by what they are about, and the sums that they take."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self._cast = wire, wire.cast
+        self.messages: Counter[Kind] = Counter()
+        self.sums = 0
+        wire.cast = self.cast  # type: ignore[method-assign]
+
+    def cast(self, operations: Iterable[Told]) -> None:
+        told, before = list(operations), self._wire.casts
+        self._cast(told)
+        if told[-1].kind is not Kind.BEAT:
+            self.messages[told[-1].kind] += 1
+            self.sums += self._wire.casts - before
 
 
-def play(family: str, cluster: Cluster, model: Any) -> None:
+class Rounds(Flat):
+    """Counts the rounds of an engine."""
+
+    count = 0
+
+    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+        self.count += 1
+        return super().verify(turns)
+
+
+def widened(family: str, size: int) -> dict[str, int]:
+    """A family's numbers of heads, times what makes so many ranks divide them."""
+    config = CONFIGS[family]
+    shape = config.get("text_config", config)
+    names = HEADS if family in REPEATED else (*HEADS, KEY_HEADS)
+    heads = {name: shape[name] for name in names if shape.get(name)}
+    times = next(n for n in range(1, size + 1) if not any(x * n % size for x in heads.values()))
+    return {name: count * times for name, count in heads.items()}
+
+
+def cached_heads(layer: Any) -> int:
+    """Whose rows or states a layer's caches hold. Latents, and what is pooled, have no heads: 1."""
+    attention = internals.attention_of(layer)
+    if attention is None:
+        return int(internals.mixer_of(layer).num_k_heads)
+    return internals.key_heads(attention) if internals.has_key_projection(attention) else 1
+
+
+def play(family: str, cluster: Cluster) -> None:
     """All of a family, as any rank."""
-    of = Letters(), CONFIGS[family], family
+    wider = widened(family, cluster.size)
+    model = random_model(family, **wider)
+    heads = [cached_heads(layer) for layer in model.layers]
     try:
         cluster.shard(family, model)
     except SettingsError as error:
@@ -52,32 +99,34 @@ def play(family: str, cluster: Cluster, model: Any) -> None:
             print(json.dumps({"family": family, "refused": str(error)}), flush=True)
         return
     mx.eval(model.parameters())
-    target = cluster.open(model, *of)
+    target = cluster.open(model, Letters(), CONFIGS[family], family)
     if cluster.rank:
         sessions = cluster.work(target).sessions
-        report({}, cluster, list(sessions.values())[-1])
+        compare(cluster, heads, list(sessions.values())[-1])
         return
-    requests = list(zip(PROMPTS, SETTINGS, strict=True))
-    crowd = Crowd(target_of(random_model(family), family), requests)
+    crowd = Crowd(
+        target_of(random_model(family, **wider), family), list(zip(PROMPTS, SETTINGS, strict=True))
+    )
     found: dict[str, Any] = {"family": family, "ranks": cluster.size, "texts": {}}
+    counting, rounds = Counting(cluster._wire), 0
     conversation = None
-    for at, shape in enumerate(("chain", "tree") if target.supports_trees else ("chain",)):
+    for shape in ("chain", "tree") if target.supports_trees else ("chain",):
         drafter = drafter_of(crowd, shape)
         alone = list(zip(crowd.requests, crowd.alone, strict=True))
-        for (prompt, settings), text in alone[:2] if at == 0 else alone[1:2]:
+        for (prompt, settings), text in alone[:2]:
             conversation = dm.Conversation(target, drafter)
-            before = cluster.leader.messages
             result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
-            name = f"{shape} at {settings['temperature']}"
-            found["texts"][name] = result.tokens == text
-            found[name] = {
-                "rounds": result.stats.rounds,
-                "messages": cluster.leader.messages - before,
-            }
-        found["texts"][f"{shape}, three"] = together(target, crowd, drafter)
+            found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
+            rounds += result.stats.rounds
+        together = Rounds(target, None)
+        found["texts"][f"{shape}, three"] = three(target, crowd, drafter, together)
+        rounds += together.count
     assert conversation is not None
     cluster.close()
-    report(found, cluster, conversation.target)
+    found["rounds"], found["messages"] = rounds, counting.messages[Kind.VERIFY]
+    found["sums a message"] = counting.sums / counting.messages.total()
+    found["caches"] = compare(cluster, heads, conversation.target)
+    print(json.dumps(found), flush=True)
 
 
 def drafter_of(crowd: Crowd, shape: str) -> Knowing:
@@ -86,9 +135,9 @@ def drafter_of(crowd: Crowd, shape: str) -> Knowing:
     return drafter
 
 
-def together(target: dm.Target, crowd: Crowd, drafter: Knowing) -> bool:
+def three(target: dm.Target, crowd: Crowd, drafter: Knowing, together: Flat) -> bool:
     """Three requests that join one after the other, and a fourth that is cancelled on its way."""
-    played = Played(target, drafter, Flat(target, None))
+    played = Played(target, drafter, together)
     jobs = []
     for prompt, settings in crowd.requests:
         jobs.append(played.submit(prompt, block_size=6, **settings))
@@ -107,18 +156,27 @@ def together(target: dm.Target, crowd: Crowd, drafter: Knowing) -> bool:
     )
 
 
-def report(found: dict[str, Any], cluster: Cluster, session: TargetSession) -> None:
-    """Rank 0 prints what was found, and which arrays of the caches are whose, by their bits."""
-    each = [cluster.meet(number) for number in digests(session)]
-    found["caches"] = each
-    if cluster.rank == 0:
-        print(json.dumps(found), flush=True)
+def compare(cluster: Cluster, heads: Sequence[int], session: TargetSession) -> dict[str, Any]:
+    """Whether the arrays of a session's caches have the same bits on just the ranks that hold the
+    same heads, and how many arrays are of heads that more than one rank holds.
+    """
+    found: dict[str, Any] = {"arrays": 0, "shared": 0, "as held": True}
+    for count, cache in zip(heads, session._cache, strict=True):
+        owners = [rank * min(count, cluster.size) // cluster.size for rank in range(cluster.size)]
+        for _, leaf in tree_flatten(cache.state):
+            if not isinstance(leaf, mx.array):
+                continue
+            bits = cluster.meet(zlib.crc32(np.array(leaf).tobytes()) & 0x7FFFFFFF)
+            pairs = set(zip(owners, bits, strict=True))
+            found["arrays"] += 1
+            found["shared"] += count < cluster.size
+            found["as held"] &= len(pairs) == len(set(owners)) == len(set(bits))
+    return found
 
 
 def main(families: list[str]) -> None:
     for family in families:
-        cluster = Cluster()
-        play(family, cluster, random_model(family))
+        play(family, Cluster())
 
 
 if __name__ == "__main__":
