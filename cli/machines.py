@@ -41,6 +41,10 @@ class Machines:
             group=options.MODEL, metavar="S", help="Then one that is silent is given up."
         ),
     ] = 20.0
+    pipeline: Annotated[
+        bool,
+        options.flag("--pipeline", options.MODEL, "Split layers over them, and not their heads."),
+    ] = False
 
 
 @dataclass
@@ -74,7 +78,9 @@ class Member:
         if found is not None:
             self._post = found.post
             found.post.lost = lambda problem: self._lost(DFlashError(problem), False)
-        self.cluster = Cluster(machines.stall_seconds, self._lost, self.tell)
+        self.cluster = Cluster(
+            machines.stall_seconds, self._lost, self.tell, pipeline=machines.pipeline
+        )
 
     def tell(self, word: str, more: str = "") -> None:
         """Tell the supervisor, if there is one."""
@@ -115,6 +121,8 @@ def shared(
     """
     if not machines.stall_seconds > 0:
         raise typer.BadParameter("must be above 0", param_hint="--stall-seconds")
+    if machines.pipeline and rank() is None and machines.hosts is None:
+        raise typer.BadParameter("goes with --hosts", param_hint="--pipeline")
     if rank() is not None and machines.hosts is not None:
         raise typer.BadParameter("goes without mlx.launch", param_hint="--hosts")
     if machines.hosts is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from crowd import Crowd, Knowing, Played
+from crowd import Crowd, Knowing, KnowingSession, Played
 from families import CONFIGS, Letters, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
 
@@ -39,6 +39,7 @@ PROMPTS = [random_prompt(WINDOWED, 0), random_prompt(9, 1), random_prompt(20, 2)
 # What the number of ranks has to divide. Where Qwen3.5 has fewer key heads, mlx-lm repeats them.
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads", "o_groups")
 KEY_HEADS = "num_key_value_heads"
+PIPELINE = "--pipeline"
 REPEATED = ("qwen3_5", "qwen3_5_moe")
 
 
@@ -87,9 +88,9 @@ def cached_heads(layer: Any) -> int:
     return internals.key_heads(attention) if internals.has_key_projection(attention) else 1
 
 
-def play(family: str, cluster: Cluster) -> None:
+def play(family: str, cluster: Cluster, pipeline: bool) -> None:
     """All of a family, as any rank."""
-    wider = widened(family, cluster.size)
+    wider = {} if pipeline else widened(family, cluster.size)
     model = random_model(family, **wider)
     heads = [cached_heads(layer) for layer in model.layers]
     try:
@@ -101,36 +102,62 @@ def play(family: str, cluster: Cluster) -> None:
     mx.eval(model.parameters())
     target = cluster.open(model, Letters(), CONFIGS[family], family)
     if cluster.rank:
-        sessions = cluster.work(target).sessions
-        compare(cluster, heads, list(sessions.values())[-1])
+        last = list(cluster.work(target).sessions.values())[-1]
+        layers(cluster, target, last) if pipeline else shares(cluster, heads, last)
         return
-    crowd = Crowd(
-        target_of(random_model(family, **wider), family), list(zip(PROMPTS, SETTINGS, strict=True))
-    )
+    own = target_of(random_model(family, **wider), family)
+    crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
     found: dict[str, Any] = {"family": family, "ranks": cluster.size, "texts": {}}
     counting, rounds = Counting(cluster._wire), 0
-    conversation = None
     for shape in ("chain", "tree") if target.supports_trees else ("chain",):
         drafter = drafter_of(crowd, shape)
-        alone = list(zip(crowd.requests, crowd.alone, strict=True))
-        for (prompt, settings), text in alone[:2]:
+        for (prompt, settings), text in list(zip(crowd.requests, crowd.alone, strict=True))[:2]:
             conversation = dm.Conversation(target, drafter)
+            drafter.heard.clear()
             result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
             found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
             rounds += result.stats.rounds
+        last, heard = conversation.target, list(drafter.heard)
         together = Rounds(target, None)
         found["texts"][f"{shape}, three"] = three(target, crowd, drafter, together)
         rounds += together.count
-    assert conversation is not None
     cluster.close()
     found["rounds"], found["messages"] = rounds, counting.messages[Kind.VERIFY]
     found["sums a message"] = counting.sums / counting.messages.total()
-    found["caches"] = compare(cluster, heads, conversation.target)
+    conversation = dm.Conversation(own, drafter)
+    drafter.heard.clear()
+    dm.generate(own, drafter, prompt, conversation=conversation, **settings)
+    off = [abs(one - other).max() for one, other in zip(heard, drafter.heard, strict=True)]
+    found["taps off by"] = float(max(off))
+    if pipeline:
+        found["caches"] = layers(cluster, target, last) == bits(conversation.target)
+    else:
+        found["caches"] = shares(cluster, heads, last)
     print(json.dumps(found), flush=True)
 
 
-def drafter_of(crowd: Crowd, shape: str) -> Knowing:
-    drafter = crowd.knowing(0.8, (0, crowd.target.num_layers - 1))
+class Listening(Knowing):
+    """Keeps what its sessions are told of the target's layers."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.heard: list[np.ndarray] = []
+
+    def start(self, target: Any, sampler: Any) -> KnowingSession:
+        session = super().start(target, sampler)
+        extend = session.extend
+
+        def listen(taps: mx.array) -> None:
+            self.heard.append(np.array(taps))
+            extend(taps)
+
+        session.extend = listen  # type: ignore[method-assign]
+        return session
+
+
+def drafter_of(crowd: Crowd, shape: str) -> Listening:
+    known, layers = crowd.knowing(0.8), crowd.target.num_layers
+    drafter = Listening(known.texts, known.vocab_size, known.p, (-1, 0, layers // 2, layers - 1))
     drafter.branches = shape == "tree"
     return drafter
 
@@ -156,27 +183,49 @@ def three(target: dm.Target, crowd: Crowd, drafter: Knowing, together: Flat) -> 
     )
 
 
-def compare(cluster: Cluster, heads: Sequence[int], session: TargetSession) -> dict[str, Any]:
+def bits(session: TargetSession) -> list[list[int]]:
+    """A number for each array of each layer's cache, the same for the same bits."""
+    return [
+        [zlib.crc32(np.array(leaf).tobytes()) & 0x7FFFFFFF for leaf in arrays_of(cache)]
+        for cache in session._cache
+    ]
+
+
+def arrays_of(cache: Any) -> list[mx.array]:
+    return [leaf for _, leaf in tree_flatten(cache.state) if isinstance(leaf, mx.array)]
+
+
+def shares(cluster: Cluster, heads: Sequence[int], session: TargetSession) -> dict[str, Any]:
     """Whether the arrays of a session's caches have the same bits on just the ranks that hold the
     same heads, and how many arrays are of heads that more than one rank holds.
     """
     found: dict[str, Any] = {"arrays": 0, "shared": 0, "as held": True}
-    for count, cache in zip(heads, session._cache, strict=True):
+    for count, own in zip(heads, bits(session), strict=True):
         owners = [rank * min(count, cluster.size) // cluster.size for rank in range(cluster.size)]
-        for _, leaf in tree_flatten(cache.state):
-            if not isinstance(leaf, mx.array):
-                continue
-            bits = cluster.meet(zlib.crc32(np.array(leaf).tobytes()) & 0x7FFFFFFF)
-            pairs = set(zip(owners, bits, strict=True))
+        for one in own:
+            held = cluster.meet(one)
+            pairs = set(zip(owners, held, strict=True))
             found["arrays"] += 1
             found["shared"] += count < cluster.size
-            found["as held"] &= len(pairs) == len(set(owners)) == len(set(bits))
+            found["as held"] &= len(pairs) == len(set(owners)) == len(set(held))
+    return found
+
+
+def layers(cluster: Cluster, target: dm.Target, session: TargetSession) -> list[list[int]]:
+    """The bits of all layers' caches, of which each rank has some."""
+    own, first = bits(session), internals.first_layer(target._backbone)
+    found = []
+    for layer in range(target.num_layers):
+        here = own[layer - first] if 0 <= layer - first < len(own) else []
+        count = max(cluster.meet(len(here)))
+        found.append([max(cluster.meet(here[at] if here else 0)) for at in range(count)])
     return found
 
 
 def main(families: list[str]) -> None:
-    for family in families:
-        play(family, Cluster())
+    pipeline = families[0] == PIPELINE
+    for family in families[pipeline:]:
+        play(family, Cluster(pipeline=pipeline), pipeline)
 
 
 if __name__ == "__main__":

@@ -115,14 +115,16 @@ def counted() -> Iterator[list[int]]:
 def collectives(pairs: Pairs, tokens: int) -> Iterator[dict[str, Any]]:
     """What so many tokens take, drafted and plain."""
     found: dict[str, Any] = {"what": "collectives", "tokens": tokens}
+    leader = pairs.cluster.leader  # which may beat while a busy machine drafts
     for name, drafter in (("plain", None), ("drafted", pairs.drafter)):
         sums = made = rounds = requests = 0
         while made < tokens:
             asked = f"What is {31 + requests} plus {47 + requests}?"
             question = [{"role": "user", "content": asked}]
+            beats = leader.beats
             with counted() as count:
                 result = dm.generate(pairs.target, drafter, question, max_tokens=tokens - made)
-            sums, made = sums + count[0], made + len(result.tokens)
+            sums, made = sums + count[0] - (leader.beats - beats), made + len(result.tokens)
             rounds, requests = rounds + result.stats.rounds, requests + 1
         found[name] = {"sums": sums, "tokens": made, "rounds": rounds, "requests": requests}
         found[name]["a forward"] = sums // (rounds + requests)
