@@ -1,6 +1,6 @@
 """A rank that plays tiny models of several families with the others, and compares with one machine.
 
-    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py qwen3 llama
+    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py [--pipeline] [--quick] qwen3 llama
 
 Rank 0 prints a JSON object a family; tests/test_cluster.py and scripts/cluster_check.py read them.
 """
@@ -10,19 +10,19 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from collectives import Counting, counted
 from crowd import Crowd, Knowing, KnowingSession, Played
 from families import CONFIGS, Letters, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
-from dflash_mlx.cluster.wire import Kind, Told, Wire
+from dflash_mlx.cluster.wire import Kind
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import Turn
@@ -39,25 +39,8 @@ PROMPTS = [random_prompt(WINDOWED, 0), random_prompt(9, 1), random_prompt(20, 2)
 # What the number of ranks has to divide. Where Qwen3.5 has fewer key heads, mlx-lm repeats them.
 HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads", "o_groups")
 KEY_HEADS = "num_key_value_heads"
-PIPELINE = "--pipeline"
+PIPELINE, QUICK = "--pipeline", "--quick"
 REPEATED = ("qwen3_5", "qwen3_5_moe")
-
-
-class Counting:
-    """Counts the messages of a wire by what they are about, and the sums that they take."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire, self._cast = wire, wire.cast
-        self.messages: Counter[Kind] = Counter()
-        self.sums = 0
-        wire.cast = self.cast  # type: ignore[method-assign]
-
-    def cast(self, operations: Iterable[Told]) -> None:
-        told, before = list(operations), self._wire.casts
-        self._cast(told)
-        if told[-1].kind is not Kind.BEAT:
-            self.messages[told[-1].kind] += 1
-            self.sums += self._wire.casts - before
 
 
 class Rounds(Flat):
@@ -88,8 +71,8 @@ def cached_heads(layer: Any) -> int:
     return internals.key_heads(attention) if internals.has_key_projection(attention) else 1
 
 
-def play(family: str, cluster: Cluster, pipeline: bool) -> None:
-    """All of a family, as any rank."""
+def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
+    """All of a family, as any rank; or, quickly, a chain alone, and trees alone and together."""
     wider = {} if pipeline else widened(family, cluster.size)
     model = random_model(family, **wider)
     heads = [cached_heads(layer) for layer in model.layers]
@@ -109,20 +92,26 @@ def play(family: str, cluster: Cluster, pipeline: bool) -> None:
     crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
     found: dict[str, Any] = {"family": family, "ranks": cluster.size, "texts": {}}
     counting, rounds = Counting(cluster._wire), 0
-    for shape in ("chain", "tree") if target.supports_trees else ("chain",):
+    for at, shape in enumerate(("chain", "tree") if target.supports_trees else ("chain",)):
         drafter = drafter_of(crowd, shape)
-        for (prompt, settings), text in list(zip(crowd.requests, crowd.alone, strict=True))[:2]:
+        for number in (at,) if quick else (0, 1):
+            (prompt, settings), text = crowd.requests[number], crowd.alone[number]
             conversation = dm.Conversation(target, drafter)
             drafter.heard.clear()
-            result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
+            with counted() as sent:
+                result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
             found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
             rounds += result.stats.rounds
         last, heard = conversation.target, list(drafter.heard)
+        if quick and shape == "chain":
+            continue
         together = Rounds(target, None)
         found["texts"][f"{shape}, three"] = three(target, crowd, drafter, together)
         rounds += together.count
     cluster.close()
     found["rounds"], found["messages"] = rounds, counting.messages[Kind.VERIFY]
+    # Of the last text, whose prompt is read in one forward.
+    found["a forward"] = {kind: count / (result.stats.rounds + 1) for kind, count in sent.items()}
     found["sums a message"] = counting.sums / counting.messages.total()
     conversation = dm.Conversation(own, drafter)
     drafter.heard.clear()
@@ -222,10 +211,11 @@ def layers(cluster: Cluster, target: dm.Target, session: TargetSession) -> list[
     return found
 
 
-def main(families: list[str]) -> None:
-    pipeline = families[0] == PIPELINE
-    for family in families[pipeline:]:
-        play(family, Cluster(pipeline=pipeline), pipeline)
+def main(arguments: list[str]) -> None:
+    for family in arguments:
+        if family not in (PIPELINE, QUICK):
+            cluster = Cluster(pipeline=PIPELINE in arguments)
+            play(family, cluster, PIPELINE in arguments, QUICK in arguments)
 
 
 if __name__ == "__main__":

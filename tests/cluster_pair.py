@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from collectives import counted
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
@@ -96,22 +97,6 @@ def together(pairs: Pairs) -> Iterator[dict[str, Any]]:
     }
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The operations over all ranks that are built inside."""
-    own, count = mx.distributed.all_sum, [0]
-
-    def all_sum(*of: Any, **settings: Any) -> mx.array:
-        count[0] += 1
-        return own(*of, **settings)
-
-    mx.distributed.all_sum = all_sum
-    try:
-        yield count
-    finally:
-        mx.distributed.all_sum = own
-
-
 def collectives(pairs: Pairs, tokens: int) -> Iterator[dict[str, Any]]:
     """What so many tokens take, drafted and plain."""
     found: dict[str, Any] = {"what": "collectives", "tokens": tokens}
@@ -124,7 +109,7 @@ def collectives(pairs: Pairs, tokens: int) -> Iterator[dict[str, Any]]:
             beats = leader.beats
             with counted() as count:
                 result = dm.generate(pairs.target, drafter, question, max_tokens=tokens - made)
-            sums, made = sums + count[0] - (leader.beats - beats), made + len(result.tokens)
+            sums, made = sums + count.total() - (leader.beats - beats), made + len(result.tokens)
             rounds, requests = rounds + result.stats.rounds, requests + 1
         found[name] = {"sums": sums, "tokens": made, "rounds": rounds, "requests": requests}
         found[name]["a forward"] = sums // (rounds + requests)
