@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.post import LOST, Post
+from dflash_mlx.cluster.post import FAILED, LOST, Post
 from dflash_mlx.errors import DFlashError
 
 from . import options
@@ -131,7 +131,15 @@ def shared(
         return False
     dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     settings = weights.settings | {"exact": weights.exact}
-    Member(machines, context).cluster.follow(names.model, bits_of(weights.target_bits), **settings)
+    try:
+        cluster = Member(machines, context).cluster
+        cluster.follow(names.model, bits_of(weights.target_bits), **settings)
+    except DFlashError as error:
+        found = context.find_object(Place)
+        if found is None:
+            raise
+        found.post.tell(FAILED, str(error))  # all may say the same
+        raise typer.Exit(LOST_CODE) from error
     return True
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from clusters import STALL
 from collectives import Counting, counted
 from crowd import Crowd, Knowing, KnowingSession, Played
 from families import CONFIGS, Letters, random_model, random_prompt, target_of
@@ -98,8 +99,10 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
             (prompt, settings), text = crowd.requests[number], crowd.alone[number]
             conversation = dm.Conversation(target, drafter)
             drafter.heard.clear()
+            beats = cluster.leader.beats
             with counted() as sent:
                 result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
+            sent["all_sum"] -= cluster.leader.beats - beats
             found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
             rounds += result.stats.rounds
         last, heard = conversation.target, list(drafter.heard)
@@ -214,7 +217,7 @@ def layers(cluster: Cluster, target: dm.Target, session: TargetSession) -> list[
 def main(arguments: list[str]) -> None:
     for family in arguments:
         if family not in (PIPELINE, QUICK):
-            cluster = Cluster(pipeline=PIPELINE in arguments)
+            cluster = Cluster(STALL, pipeline=PIPELINE in arguments)
             play(family, cluster, PIPELINE in arguments, QUICK in arguments)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from clusters import STALL
 from collectives import counted
 
 import dflash_mlx as dm
@@ -141,7 +142,7 @@ def split_by(size: int) -> Iterator[str]:
 
 
 def main(parts: list[str]) -> None:
-    cluster = Cluster()
+    cluster = Cluster(STALL)
     with split_by(cluster.size) as target:
         if cluster.rank:
             cluster.follow(target)

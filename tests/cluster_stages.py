@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 import mlx.core as mx
+from clusters import STALL
 from families import CONFIGS, Letters, random_model, random_prompt
 
 import dflash_mlx as dm
@@ -52,7 +53,7 @@ def texts(target: Target, store: type[dm.PrefixStore], **settings: Any) -> dict[
 
 
 def main() -> None:
-    cluster, stage = Cluster(pipeline=True), model()
+    cluster, stage = Cluster(STALL, pipeline=True), model()
     cluster.shard(FAMILY, stage)
     mx.eval(stage.parameters())
     target = cluster.open(stage, *OF)
