@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from clusters import find, run_ranks
 from families import random_model
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dflash_mlx.cluster.wire as wire_module
+from dflash_mlx.cluster.pipeline import carried
 from dflash_mlx.cluster.shards import split_by_heads, split_by_layers
 from dflash_mlx.cluster.wire import Kind, Told, Wire
 from dflash_mlx.errors import SettingsError
@@ -117,6 +119,20 @@ def test_stages_that_cannot_do_the_same(tmp_path):
     assert all(one["own"] == one["spread"] for one in found.values())
     assert found["can be cut"]["own"] == [False]
     assert sum(map(bool, found["reused"]["own"])) == 4
+
+
+def test_taps_are_carried_of_those_who_have_some():
+    """In one array, from which requests that tap nothing have none."""
+    one, other = mx.arange(12.0).reshape(1, 3, 4), mx.arange(20.0, 28.0).reshape(1, 2, 4)
+    answers = [
+        (mx.ones((n, 5)), tap) for n, tap in ((3, one), (2, mx.zeros((1, 2, 0))), (2, other))
+    ]
+    found = carried(mx.distributed.init(), answers)
+    assert [logits.shape for logits, _ in found] == [(3, 5), (2, 5), (2, 5)]
+    for (_, expected), (_, tap) in zip(answers, found, strict=True):
+        assert tap.shape == expected.shape and mx.array_equal(tap, expected)
+    logits, tap = carried(mx.distributed.init(), (None, one))
+    assert logits is None and mx.array_equal(tap, one)
 
 
 GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 2)

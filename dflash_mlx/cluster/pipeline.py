@@ -2,9 +2,9 @@
 
 mlx-lm's pipeline, in which the last rank has the first layers and rank 0 the last ones: each rank
 receives hidden states, runs its layers and sends them on, and at the end all get rank 0's. What
-drafters read of layers that rank 0 does not have comes in one more sum over all ranks, to which each
-gives its own layers' outputs and zeros in the others' places. So it takes the neighbours that a
-ring has, and adding zeros changes nothing.
+drafters read of layers that rank 0 lacks comes in one more sum over all ranks, to which each gives
+what its own layers put out, and zeros in the others' places. That takes no links but those of the
+ring, and adding zeros changes nothing.
 """
 
 from __future__ import annotations
