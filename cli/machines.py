@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.post import LOST, MET, Post
+from dflash_mlx.cluster.post import FAILED, LOST, MET, Post
 from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.names import check_name
 
@@ -50,6 +50,10 @@ class Machines:
             group=options.MODEL, metavar="S", help="Then one that is silent is given up."
         ),
     ] = 20.0
+    pipeline: Annotated[
+        bool,
+        options.flag("--pipeline", options.MODEL, "Split layers over them, and not their heads."),
+    ] = False
 
 
 @dataclass
@@ -87,7 +91,9 @@ class Member:
         if found is not None:
             self._post = found.post
             found.post.lost = lambda problem: self._lost(DFlashError(problem), False)
-        self.cluster = Cluster(machines.stall_seconds, self._lost, self.tell)
+        self.cluster = Cluster(
+            machines.stall_seconds, self._lost, self.tell, pipeline=machines.pipeline
+        )
         if self.cluster.size == 1 and (rank() or found is not None):
             raise ClusterError(ALONE)
 
@@ -136,6 +142,8 @@ def shared(
     """
     if not machines.stall_seconds > 0:
         raise typer.BadParameter("must be above 0", param_hint="--stall-seconds")
+    if machines.pipeline and rank() is None and machines.hosts is None:
+        raise typer.BadParameter("goes with --hosts", param_hint="--pipeline")
     if rank() is not None and machines.hosts is not None:
         raise typer.BadParameter("goes without mlx.launch", param_hint="--hosts")
     if machines.hosts is not None:
@@ -144,19 +152,33 @@ def shared(
         return False
     check_name(names.model)  # before the seconds that MLX takes to start
     dflash_mlx.use_fast_blas(stock=weights.stock_blas)
-    member = Member(machines, context)
-    if member.cluster.rank == 0:
-        context.meta[MEMBER] = member
-        context.call_on_close(member.cluster.close)
-        return False
+    place = context.find_object(Place)
+    try:
+        member = Member(machines, context)
+        if member.cluster.rank == 0:
+            context.meta[MEMBER] = member
+            context.call_on_close(member.cluster.close)
+            return False
+        _follow(member, names, weights)
+    except DFlashError as error:
+        if not rank():
+            raise
+        if place is None:
+            raise ClusterError(f"rank {rank()} ({socket.gethostname()}): {error}") from error
+        place.post.tell(FAILED, str(error))  # all may say the same
+        raise typer.Exit(LOST_CODE) from error
+    return True
+
+
+def _follow(member: Member, names: options.Names, weights: options.Weights) -> None:
+    """Do what rank 0 says, to its end."""
     settings = weights.settings | {"exact": weights.exact}
     try:
         member.cluster.follow(names.model, bits_of(weights.target_bits), **settings)
     except DFlashError as error:
         if member.interrupted:  # then rank 0 was, too, and has left
             raise KeyboardInterrupt from error
-        raise ClusterError(f"rank {rank()} ({socket.gethostname()}): {error}") from error
-    return True
+        raise
 
 
 def _supervise(machines: Machines, listening: Callable[[], socket.socket] | None) -> None:

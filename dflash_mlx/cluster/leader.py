@@ -41,15 +41,20 @@ class Leader:
         stall: seconds that a forward may take before the others are given up.
         lost: called once with what is wrong, in any thread, when they are; and whether a thread
             waits for them that will not come back.
+        carry: brings what a forward returns together from all ranks; they all do it.
 
     Attributes:
         messages: forwards that were told; `beats` are not among them.
     """
 
     def __init__(
-        self, wire: Wire, stall: float, lost: Callable[[ClusterError, bool], None]
+        self,
+        wire: Wire,
+        stall: float,
+        lost: Callable[[ClusterError, bool], None],
+        carry: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
-        self._wire, self._lost = wire, lost
+        self._wire, self._lost, self._carry = wire, lost, carry
         self._numbers = count()
         self._told: deque[Told] = deque()  # since the last message
         self._lock, self._leading = threading.RLock(), False
@@ -81,7 +86,7 @@ class Leader:
             with self._attempt():
                 self.messages += 1
                 self._cast(Told(kind, numbers))
-                answer = forward()
+                answer: Answer = self._carry(forward())
                 mx.eval(answer)
                 self._last = time.monotonic()
             return answer

@@ -47,6 +47,7 @@ class Target:
         config: its config.json.
         name: what it was loaded as.
         num_layers, hidden_size, vocab_size, context_length: its shape.
+        layers: those that are in this process; of a pipeline, others are elsewhere.
         wiring: which layers run on our Metal kernels; None where none does.
 
     Raises `UnsupportedCacheError` when its caches cannot be rolled back, and `ConfigError` when
@@ -72,19 +73,20 @@ class Target:
                     f"model.{part}, which this version cannot draft for."
                 )
         self.num_layers = len(self._backbone.layers)
+        self.layers = internals.own_layers(self._backbone)
         self.hidden_size: int = self._backbone.norm.weight.shape[0]
         self.vocab_size: int = self._backbone.embed_tokens.weight.shape[0]
         shape = config.get("text_config") or config
         self.context_length = int(shape.get("max_position_embeddings") or 2**31)
         self._forwards = threading.Lock()
-        layers, caches = self._backbone.layers, make_cache(model)
-        rollbacks = rollbacks_for(caches, layers, self.overrides())
-        problems = (why_no_trees(*of) for of in zip_longest(layers, rollbacks))
+        caches = make_cache(model)
+        rollbacks = rollbacks_for(caches, self.layers, self.overrides())
+        problems = (why_no_trees(*of) for of in zip_longest(self.layers, rollbacks))
         self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
             from .attention import check_exact
 
-            check_exact(layers, caches)
+            check_exact(self.layers, caches)
         evaluate(model)
 
     def __repr__(self) -> str:
@@ -165,7 +167,10 @@ class Target:
         for layer in layers:
             if not EMBEDDING <= layer < self.num_layers:
                 raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
-        return Taps(self._backbone.layers, layers, overrides)
+        return self._recorder(layers, overrides)
+
+    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> Taps:
+        return Taps(self.layers, layers, overrides)
 
     def read_last_row(self, overrides: Overrides) -> None:
         """Have the head read a forward's last row alone while `overrides` is installed."""
@@ -183,7 +188,7 @@ class Target:
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
         with self.at_rest:  # another thread's would have modules of other classes
-            return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
+            return TargetSession(self, self.layers, tap_layers, kv_bits)
 
     def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
         """Bytes of a request's caches after so many tokens. Nothing is computed."""
@@ -380,10 +385,7 @@ class TargetSession:
             pieces = [contents.inside(piece, f"{at}.") for piece in rows]
             contents.fill(cache, position, pieces, contents.inside(state, f"{at}."), room)
         self.position = position
-        self._start_computing()
-
-    def _start_computing(self) -> None:
-        """Leave nothing lazy in the caches: the next forward may be another thread's."""
+        # Leave nothing lazy in the caches: the next forward may be another thread's.
         mx.async_eval([marks.arrays(cache) for cache in self._cache])
 
     def _reader(self) -> TreeReader:
