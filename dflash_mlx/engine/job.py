@@ -8,6 +8,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from types import TracebackType
 
 from ..errors import EngineError
 from ..events import Event, FinishReason, Result, Stats
@@ -37,6 +38,7 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None  # to where it was raised
         self.cancelled = False
 
     def __repr__(self) -> str:
@@ -95,8 +97,7 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         with self._news:
             if not self._wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"The job has not ended within {timeout} seconds.")
-            if self._error is not None:
-                raise self._error
+            self._raise()
             assert self._finish_reason is not None
             return Result("".join(self._text), [*self._tokens], self._finish_reason, self.stats)
 
@@ -121,7 +122,8 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         # The frames hold the request and its caches for as long as somebody holds the error.
         traceback.clear_frames(error.__traceback__)
         with self._news:
-            self._error = self._error or error
+            if self._error is None:
+                self._error, self._trace = error, error.__traceback__
             self._tell()
 
     def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -137,9 +139,13 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         """The first event that waits; None at the end. Raises what the request raised."""
         if self._events:
             return self._events.popleft()
-        if self._error is not None:
-            raise self._error
+        self._raise()
         return None
+
+    def _raise(self) -> None:
+        """Raise what the request raised, if it did: for each reader without the readers before."""
+        if self._error is not None:
+            raise self._error.with_traceback(self._trace)
 
     def _tell(self) -> None:
         """Wake who waits."""
