@@ -121,7 +121,7 @@ class Played:
 
     def submit(self, prompt: list[int], **settings: Any) -> Job:
         request = begin(*self.pair, prompt, **fresh(settings))
-        job = Job(request.stats, lambda: None)
+        job = Job(request.stats, lambda: None, lambda: True)  # nobody else would make its text
         self.seats.add(job, request)
         return job
 
