@@ -86,7 +86,7 @@ def share(
     context: int,
     affordable: float,
     watch: Watch,
-    spent: float | None = None,
+    before: Share | None = None,
 ) -> Share:
     """The rows that bring the most tokens per second.
 
@@ -96,7 +96,7 @@ def share(
         context: tokens before the round, of a request on average.
         affordable: what the round may cost, in plain rounds.
         watch: what such rounds take, by their width.
-        spent: seconds for what is drafted already; None where all is yet to be drafted.
+        before: the rows for which all is drafted already; None where it is yet to be.
     """
     requests = len(offers)
     rows = [1 + len(offer.chances) * offer.asked for offer in offers]
@@ -109,7 +109,9 @@ def share(
     drafted = int((asked * rows).sum()) + _after(joint[of] + joint[of] * _first_of_each(of))
     drafts = costs.draft(drafted, drafting, context)
     verify = costs.verify(verified, requests, context)
-    plain, drafts = verify[0] + drafts[0], drafts + (spent or 0.0)
+    plain = verify[0] + drafts[0]
+    if before is not None:
+        plain, drafts = before.plain, drafts + before.drafts
     seconds, widths = verify + drafts, 1 + -(-(verified - verified[0]) // requests)
     multiples = watch.multiples(widths)
     cost, tokens = seconds * multiples / (plain * multiples[0]), 1 + _after(chances) / requests
@@ -117,7 +119,7 @@ def share(
     best = int(np.where(allowed, tokens / cost, 0.0).argmax())
     if tokens[best] * cost[0] <= GAIN * cost[best]:
         best = 0
-    tried = _trial(widths, tokens, allowed, best, watch) if spent is None else None
+    tried = _trial(widths, tokens, allowed, best, watch) if before is None else None
     best = best if tried is None else tried
     for request in of[:best]:
         rows[request] += 1
@@ -197,7 +199,7 @@ class SharedRounds:
         """
         self._drafts, self.waited = [*drafts], any(draft.waits for draft in drafts)
         if self.waited:
-            self._share_out(requests, offers, context, self._share.drafts)
+            self._share_out(requests, offers, context, self._share)
         return self._share.rows
 
     @property
@@ -210,11 +212,11 @@ class SharedRounds:
         requests: Sequence[Request],
         offers: Sequence[Offer],
         context: int,
-        spent: float | None = None,
+        before: Share | None = None,
     ) -> None:
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
         affordable, watch = self._account.affordable_together, self._watch(len(requests))
-        self._share = share(offers, standings, self._costs, context, affordable, watch, spent)
+        self._share = share(offers, standings, self._costs, context, affordable, watch, before)
 
     def observe(self, brought: Sequence[tuple[Request, int]]) -> None:
         """Take in the tokens that the round brought each request, now that it is over."""
