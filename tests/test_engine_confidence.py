@@ -58,7 +58,7 @@ class Asking:
 
 
 @functools.cache
-def played(says, rounds=150, requests=4):
+def played(says, wait=WAIT, rounds=150, requests=4):
     """Tokens per second of these requests together, and in how many rounds any was cut."""
     now, policy = [0.0], Policy(NOTHING, WIDEST)
     shared = SharedRounds(COSTS, lambda: now[0])
@@ -69,7 +69,7 @@ def played(says, rounds=150, requests=4):
         together.propose(turns)
         drafted = [each.drafter.drafted for each in asking if each.drafter.drafted]
         rows = sum(len(turn.proposal) for turn in turns)
-        took = float(COSTS.verify(np.array([rows]), requests, 64)[0]) + WAIT * shared.waited
+        took = float(COSTS.verify(np.array([rows]), requests, 64)[0]) + wait * shared.waited
         took += float(COSTS.draft(np.array([sum(drafted)]), np.array([len(drafted)]), 64)[0])
         cut += shared.waited and rows < sum(drafted)
         now[0] += took
@@ -92,6 +92,12 @@ def test_a_drafter_that_knows_nothing_is_not_waited_for():
     ignoring, _ = played(None)
     using, cut = played("useless")
     assert using > 0.985 * ignoring and cut < 10, (using / ignoring, cut)
+
+
+def test_waits_that_take_long_are_given_up():
+    ignoring, _ = played(None)
+    using, cut = played("informative", wait=1.0)
+    assert using > 0.95 * ignoring and 5 <= cut < 40, (using / ignoring, cut)
 
 
 class Sure(Knowing):
