@@ -100,6 +100,23 @@ def test_a_job_has_several_readers(engine):
     assert len(seen) == 1 + stats.rounds
 
 
+def test_a_job_is_awaited_beside_its_readers(engine):
+    """Each time the same, and what it raises is raised."""
+
+    async def main():
+        job = engine.submit(PROMPT, max_tokens=20)
+        twice = asyncio.gather(job, job)
+        read = [token async for event in job for token in event.tokens]
+        results = await asyncio.wait_for(twice, SOON)
+        assert [result.tokens for result in results] == [read, read] and len(read) == 20
+        assert (await job).tokens == read
+        failed = engine.submit(PROMPT, logits_processors=[lambda tokens, logits: logits * mx.nan])
+        with pytest.raises(SettingsError):
+            await asyncio.wait_for(failed, SOON)
+
+    asyncio.run(main())
+
+
 def test_a_job_says_how_far_it_is(engine):
     job = engine.submit(PROMPT, max_tokens=4)
     assert repr(job).startswith("Job(")
