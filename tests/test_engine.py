@@ -280,16 +280,15 @@ def test_nobody_s_caches_are_touched_when_others_come_and_go(crowd):
 
 
 def test_room_for_two_is_enough_for_all(crowd):
-    """Texts outgrow what was set aside, the youngest give way, and every text is what it was."""
-    drafter, size = random_drafter(), 0
+    """No more than fit are ever let in, and every text is what it was."""
+    drafter = random_drafter()
     size = 2 * (crowd.target.cache_bytes(256) + drafter.cache_bytes(256))
     played = Played(crowd.target, drafter, Flat(crowd.target, None), memory=size)
-    jobs = submit_all(played, crowd)
-    most = 0
-    while played.seats.busy:
-        played.seats.step()
-        most = max(most, len(played.seats._seats))
-    assert most == 2 and [job.result().tokens for job in jobs] == crowd.alone
+    jobs, held, memory = submit_all(played, crowd), [], played.seats._memory
+    overflows = memory.overflows  # asked in every step, of all who have read anything
+    memory.overflows = lambda requests: held.append(len(requests)) or overflows(requests)
+    played.run()
+    assert max(held) == 2 and [job.result().tokens for job in jobs] == crowd.alone
 
 
 def test_the_youngest_gives_way_and_goes_on():
