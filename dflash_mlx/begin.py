@@ -95,6 +95,8 @@ def begin(
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
+    if not isinstance(salt, str):
+        raise SettingsError(f"salt must be text, not {shown(salt)}.")
     if conversation is not None and (prefix is not None or salt):
         name = "salt" if prefix is None else "prefix"
         raise SettingsError(f"{name}: give it to the Conversation, when that is made.")

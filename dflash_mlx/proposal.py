@@ -48,6 +48,13 @@ class Proposal:
     def __len__(self) -> int:
         return len(self.parents)
 
+    def first(self, rows: int) -> Proposal:
+        """Its first rows; on the device, if they are there."""
+        if rows == len(self):
+            return self
+        log_probs = None if self.log_probs is None else self.log_probs[:rows]
+        return Proposal(self.tokens[:rows], self.parents[:rows], log_probs)
+
     @property
     def depths(self) -> tuple[int, ...]:
         """How far each node is from the root."""

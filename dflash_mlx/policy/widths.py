@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..drafter.protocol import Drafter, block_size
 from ..errors import SettingsError
 from ..reading import shown
@@ -115,7 +117,7 @@ class Policy:
 
     def confidence(self, temperature: float) -> Confidence:
         """What was learnt about the drafter's own confidence at this temperature."""
-        return self._confidence.setdefault(temperature, Confidence(self.costs, self.widest))
+        return self._confidence.setdefault(temperature, Confidence())
 
     def seconds(self, context: int) -> list[float]:
         """Of rounds of 1, 2, ... rows, as measured; looked up once for every doubling."""
@@ -234,6 +236,12 @@ class Widths:
             if gain > most:
                 best, most = more, gain
         return best
+
+    def chain_seconds(self, rows: int) -> np.ndarray:
+        """Of rounds that draft a chain of so many rows and verify its first 1, 2, ..., measured."""
+        policy = self._policy
+        rounds, verify = policy.seconds(self._context), policy.verify(self._context)
+        return np.array(verify[:rows]) + (rounds[rows - 1] - verify[rows - 1])
 
     def observe_free(self, rows: int, accepted: int) -> None:
         """Take in a round that cost nothing to draft."""
