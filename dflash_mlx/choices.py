@@ -5,7 +5,6 @@ What is lazy can be read together with what other requests decide, so a round wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -48,11 +47,11 @@ class Decision(NamedTuple):
     def of(
         cls, tokens: mx.array, choices: mx.array, nats: mx.array | None, drafts: mx.array | None
     ) -> Decision:
-        """Of a proposal's tokens and its choices, [N] each.
+        """Of a proposal's tokens and its choices, [N] int32 each.
 
         `nats` [C] are the certainties; `drafts` [T, L] were not proposed, and are to be judged.
         """
-        parts = [tokens.astype(mx.int32), choices.astype(mx.int32)]
+        parts = [tokens, choices]
         if nats is not None:
             parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
         if drafts is not None:
@@ -61,12 +60,11 @@ class Decision(NamedTuple):
         certain = 0 if nats is None else nats.shape[0]
         return cls(mx.concatenate(parts), tokens.shape[0], certain, slots)
 
-    def read(self, values: Sequence[int]) -> tuple[Choices, list[list[int]]]:
+    def read(self, values: list[int]) -> tuple[Choices, list[list[int]]]:
         """The choices in the values, and the drafts that were read along."""
-        rows, slots, rest = self.rows, self.slots, list(values)
-        tokens, choices, rest = rest[:rows], rest[rows : 2 * rows], rest[2 * rows :]
-        sure = None
+        rows, slots, sure = self.rows, self.slots, None
+        end = 2 * rows + self.certain
         if self.certain:
-            sure, rest = [NAT * part for part in rest[: self.certain]], rest[self.certain :]
-        drafts = [rest[at : at + slots] for at in range(0, len(rest), slots)] if slots else []
-        return Choices(tokens, choices, sure), drafts
+            sure = [NAT * part for part in values[2 * rows : end]]
+        drafts = [values[at : at + slots] for at in range(end, len(values), slots)] if slots else []
+        return Choices(values[:rows], values[rows : 2 * rows], sure), drafts

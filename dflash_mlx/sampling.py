@@ -68,6 +68,9 @@ class Sampler:
         while self._processors and isinstance(self._processors[-1], Rule):
             rules.append(self._processors.pop())
         self._rules = Rules(rules)
+        # Whether tokens are chosen by other numbers than the model's own.
+        self._edits = bool(self._processors or rules or settings.logit_bias)
+        self._plain = not self._edits and settings.temperature == 0
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
         self._noise: mx.array | None = None  # of the positions from `_noise_start` on
@@ -86,18 +89,14 @@ class Sampler:
         The drafter's part is read along, and with `certainty` how sure the target was. Nothing
         waits, unless a processor does: so many requests' decisions can be read together.
         """
-        tokens = proposal.tokens
-        if not isinstance(tokens, mx.array):
-            tokens = mx.array(list(tokens))
-        tokens = tokens.astype(mx.int32)
-        paths = proposal.paths() if self._processors or self._rules else []
-        chosen = self.log_probs(self._processed(logits, tokens, paths))
-        scores = chosen
+        tokens = proposal.array().astype(mx.int32)
+        scores = logits if self._plain else self._scores(proposal, logits, tokens)
+        chosen = scores
         if self.temperature > 0:
             rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
-            chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
+            chosen = scores + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
-        if paths or self.settings.logit_bias:
+        if self._edits:
             # The largest of NaN is token 0, for ever: it is told from a choice by its sign.
             choices = mx.where(mx.isnan(chosen).any(axis=-1), NO_CHOICE, choices)
         nats = None
@@ -107,7 +106,7 @@ class Sampler:
         blocks, self._blocks = self._blocks, None
         return Decision.of(tokens, choices, nats, blocks)
 
-    def take(self, decision: Decision, values: Sequence[int]) -> Choices:
+    def take(self, decision: Decision, values: list[int]) -> Choices:
         """The choices in a decision's values, once they are read.
 
         Raises `SettingsError` where processors or a bias leave no number to choose by.
@@ -133,6 +132,8 @@ class Sampler:
         Returns scores [L, V] and the weight of one unit of logit in them, for each of the
         sharpnesses that are tried; `settle` takes the tokens of each.
         """
+        if self._plain:
+            return [logits], [1.0]
         if self.temperature == 0:
             return [self._drafter_log_probs(logits, None, 1.0)], [1.0]
         # One row more than there are drafts: the target chooses after the last of them, too.
@@ -188,14 +189,16 @@ class Sampler:
         scores = scores / self.temperature
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
-    def _processed(
-        self, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]
-    ) -> mx.array:
-        """Logits [N, V] after bias and processors; `paths` are each row's rows after the anchor."""
+    def _scores(self, proposal: Proposal, logits: mx.array, tokens: mx.array) -> mx.array:
+        """What the target chooses by but for the noise: `log_probs` [N, V] of edited logits."""
         logits = self._biased(logits)
-        if self._history is not None:
-            logits = self._after_histories(self._history, logits, tokens, paths)
-        return self._rules.restrict(logits, tokens, paths) if self._rules else logits
+        if self._processors or self._rules:
+            paths = proposal.paths()
+            if self._history is not None:
+                logits = self._after_histories(self._history, logits, tokens, paths)
+            if self._rules:
+                logits = self._rules.restrict(logits, tokens, paths)
+        return self.log_probs(logits)
 
     def _after_histories(
         self, history: mx.array, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]

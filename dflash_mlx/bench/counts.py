@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from ..begin import begin
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
-from ..loop import Alone, play_round
+from ..loop import play_alone
 from ..target import Target
 from .leanest import Leanest
 
@@ -138,11 +138,11 @@ def count_round(
         pass
     for _ in range(SETTLED):
         if not request.finished:
-            play_round([request], Alone())
+            play_alone(request)
     if request.finished:
         return None
     with counted(rows, fused) as found:
-        play_round([request], Alone())
+        play_alone(request)
     request.close()
     return found
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..drafter.forest import propose_together, propose_trees_together
 from ..drafter.protocol import TreeSession
-from ..loop import Alone, Turn
+from ..loop import Turn
 from ..policy.offer import Offer, Planting
 from ..policy.rounds import checked
 from ..proposal import Proposal
@@ -27,13 +27,10 @@ class Flat:
     """
 
     def __init__(self, target: Target, rounds: SharedRounds | None) -> None:
-        self._alone, self._forest, self._rounds = Alone(), Forest(target), rounds
+        self._forest, self._rounds = Forest(target), rounds
 
     def propose(self, turns: Sequence[Turn]) -> None:
-        """Set the proposals: of one request its own, of many what brings most for all."""
-        if len(turns) == 1:
-            self._alone.propose(turns)
-            return
+        """Set the proposals: what brings most for all."""
         offers = self._offers(turns)
         rows = self._rows(offers)
         chains = []
@@ -95,13 +92,11 @@ class Flat:
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
-        if len(turns) == 1:
-            return self._alone.verify(turns)
         sessions = [turn.request.target for turn in turns]
         return self._forest.verify(sessions, [turn.proposal for turn in turns])
 
     def observe(self, turns: Sequence[Turn]) -> None:
         """Take in what a shared round brought."""
-        if self._rounds is not None and len(turns) > 1:
+        if self._rounds is not None:
             events = [(turn.request, turn.event) for turn in turns if turn.event is not None]
             self._rounds.observe([(request, len(event.tokens)) for request, event in events])
