@@ -180,11 +180,11 @@ class Request:
 
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
-        return self._rounds.propose(self.drafter, *self._begin_round(shared=False))
+        return self._rounds.propose(self._conversation.drafter, *self._begin_round(shared=False))
 
     def offer(self) -> Offer | Planting:
         """The rows that could be verified now, in a round that other requests share."""
-        return self._rounds.offer(self.drafter, *self._begin_round(shared=True))
+        return self._rounds.offer(self._conversation.drafter, *self._begin_round(shared=True))
 
     def _begin_round(self, shared: bool) -> tuple[int, int, int]:
         """The anchor, the tokens before it, and the most rows of a path."""
@@ -197,7 +197,7 @@ class Request:
         self._clock, self._shared, self._between_rounds = clock, shared, False
         # A round that accepts everything still adds a token of the target's own.
         limit = min(self.stats.block_size, self._text.remaining)
-        return self.anchor, self.target.position, limit
+        return self.anchor, self._conversation.target.position, limit
 
     def decide(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> mx.array:
         """The target's answer to a proposal, as numbers [M] int32 for `absorb`.
@@ -235,7 +235,7 @@ class Request:
         kept, path = kept[:used], path[:used]  # what was right after the end is not text
 
         # commit
-        self.target.commit(kept)
+        self._conversation.target.commit(kept)
         self._conversation.extend(path, taps, kept)
         self._sampler.commit(certain)
         self._further += certain

@@ -164,6 +164,8 @@ class Sampler:
     def commit(self, tokens: Sequence[int]) -> None:
         """The text goes on by these tokens, the next anchor last."""
         self._position += len(tokens)
+        if self._plain:
+            return
         self._rules.commit(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])

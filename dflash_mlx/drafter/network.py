@@ -317,7 +317,7 @@ class DFlash(nn.Module):
 
         On the device, like everything before it: nothing waits.
         """
-        slots = Slots(self.logits(hidden, target)[0], hidden[0], anchor, sampler)
+        slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
         return self.choose([(slots, self.trials(slots))])[0]
 
     def trials(self, slots: Slots) -> Trials:
@@ -348,7 +348,7 @@ class DFlash(nn.Module):
 
         Ranked on the device with the noise of the target's choice, and then read: this waits.
         """
-        slots = Slots(self.logits(hidden, target)[0], hidden[0], anchor, sampler)
+        slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
         return Candidates.read_together([self.rank(slots, calibration, count)])[0]
 
     def rank(self, slots: Slots, calibration: Calibration, count: int) -> Ranking:

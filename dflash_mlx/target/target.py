@@ -288,7 +288,7 @@ class TargetSession:
         else:
             with reader.reading(proposal), self._verify.installed(reader.overrides):
                 logits = self._model(tokens, cache=self._cache)
-        return logits[0], self._verify_taps.take(len(proposal))
+        return logits.squeeze(0), self._verify_taps.take(len(proposal))
 
     def segment(self, proposal: Proposal) -> Segment:
         """What a forward over the proposal needs of this request. Raises as `verify` does."""
