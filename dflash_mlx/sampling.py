@@ -89,9 +89,7 @@ class Sampler:
         The drafter's part is read along, and with `certainty` how sure the target was. Nothing
         waits, unless a processor does: so many requests' decisions can be read together.
         """
-        tokens = proposal.array().astype(mx.int32)
-        scores = logits if self._plain else self._scores(proposal, logits, tokens)
-        chosen = scores
+        scores = chosen = logits if self._plain else self._scores(proposal, logits)
         if self.temperature > 0:
             rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
             chosen = scores + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
@@ -102,9 +100,10 @@ class Sampler:
         nats = None
         if certainty:  # of the row it is asked for alone: a vocabulary's exponentials are dear
             one = proposal.is_chain and len(proposal) > 1
-            nats = _certainty(scores[_last_kept(tokens, choices)[None]] if one else scores)
+            last = _last_kept(proposal.array(), choices)[None] if one else None
+            nats = _certainty(scores if last is None else scores[last])
         blocks, self._blocks = self._blocks, None
-        return Decision.of(tokens, choices, nats, blocks)
+        return Decision.of(proposal.tokens, choices, nats, blocks)
 
     def take(self, decision: Decision, values: list[int]) -> Choices:
         """The choices in a decision's values, once they are read.
@@ -191,11 +190,11 @@ class Sampler:
         scores = scores / self.temperature
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
-    def _scores(self, proposal: Proposal, logits: mx.array, tokens: mx.array) -> mx.array:
+    def _scores(self, proposal: Proposal, logits: mx.array) -> mx.array:
         """What the target chooses by but for the noise: `log_probs` [N, V] of edited logits."""
         logits = self._biased(logits)
         if self._processors or self._rules:
-            paths = proposal.paths()
+            tokens, paths = proposal.array().astype(mx.int32), proposal.paths()
             if self._history is not None:
                 logits = self._after_histories(self._history, logits, tokens, paths)
             if self._rules:

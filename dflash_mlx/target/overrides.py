@@ -51,7 +51,7 @@ class Overrides:
 
         self.replace(module, call)
 
-    def installed(self, *others: Overrides) -> AbstractContextManager[None]:
+    def installed(self, *others: Overrides) -> AbstractContextManager[Any]:
         """Install the subclasses for the forwards run inside, and take them away afterwards.
 
         `others` are sets of the same target to install as well; of a module that is in several,
@@ -61,7 +61,7 @@ class Overrides:
         entries = self.entries
         if others:
             entries = [entry for one in (self, *others) for entry in one.entries]
-        return swapped(entries, self._lock)
+        return swapped(entries, self._lock) if entries else self._lock
 
 
 @contextmanager
