@@ -60,7 +60,7 @@ class Turn(Attempt):
 
 
 class Together(Protocol):
-    """How several requests of a round draft, and have their rows verified."""
+    """How the requests of a round draft, and have their rows verified."""
 
     def propose(self, turns: Sequence[Turn]) -> None:
         """Set the proposals."""
@@ -73,7 +73,7 @@ class Together(Protocol):
 
 
 def play_alone(request: Request) -> Event:
-    """A round of one request."""
+    """A round of one request, whose errors are whoever's who reads it."""
     proposal = request.propose()  # propose
     logits, taps = request.target.verify(proposal)  # verify
     values = _read(request.decide(proposal, logits, taps), [taps])
@@ -84,15 +84,9 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
     """One round of these requests: one forward over all their rows, one wait for the device.
 
     What goes wrong in a step of one request alone is that turn's error, and the others go on. What
-    is raised in a forward of several is raised here; then the caches of all are not to be trusted.
+    is raised in a forward of all is raised here; then the caches of all are not to be trusted.
     """
     turns = [Turn(request) for request in requests]
-    if len(turns) == 1:
-        (turn,) = turns
-        with turn:
-            turn.event = play_alone(turn.request)
-        return turns
-
     together.propose(turns)  # propose
 
     going = _going(turns)

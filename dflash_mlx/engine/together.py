@@ -30,7 +30,11 @@ class Flat:
         self._forest, self._rounds = Forest(target), rounds
 
     def propose(self, turns: Sequence[Turn]) -> None:
-        """Set the proposals: what brings most for all."""
+        """Set the proposals: of one request its own, of many what brings most for all."""
+        if len(turns) == 1:
+            with turns[0]:
+                turns[0].proposal = turns[0].request.propose()
+            return
         offers = self._offers(turns)
         rows = self._rows(offers)
         chains = []
@@ -92,11 +96,13 @@ class Flat:
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
+        if len(turns) == 1:
+            return [turns[0].request.target.verify(turns[0].proposal)]
         sessions = [turn.request.target for turn in turns]
         return self._forest.verify(sessions, [turn.proposal for turn in turns])
 
     def observe(self, turns: Sequence[Turn]) -> None:
         """Take in what a shared round brought."""
-        if self._rounds is not None:
+        if self._rounds is not None and len(turns) > 1:
             events = [(turn.request, turn.event) for turn in turns if turn.event is not None]
             self._rounds.observe([(request, len(event.tokens)) for request, event in events])
