@@ -25,6 +25,7 @@ from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
 from .rollback import rollbacks_for
+from .rows import RowRollback
 from .segment import Segment
 from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
@@ -221,6 +222,8 @@ class TargetSession:
         # read, and windows and states are cut anew.
         self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
         self._rollback = rollbacks_for(self._cache, layers, self._verify)
+        # Rows are there or not, so these alone have something to do in every round.
+        self._recording = [way for way in self._rollback if not isinstance(way, RowRollback)]
         absorb(layers, self._verify)
         self._widest: int | None = None  # rows of a verify
         if target.wiring is not None:
@@ -281,32 +284,36 @@ class TargetSession:
         Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
         for more rows than exact verification takes.
         """
-        segment = self.segment(proposal)
-        self.begin(segment)
-        tokens, reader = segment.tokens[None], segment.reader
+        reader = self._reader_of(proposal)
+        self.begin(proposal)
+        tokens = proposal.array()[None]
         if reader is None:
             with self._verify.installed():
                 logits = self._model(tokens, cache=self._cache)
         else:
             with reader.reading(proposal), self._verify.installed(reader.overrides):
                 logits = self._model(tokens, cache=self._cache)
-        return logits[0], self._verify_taps.take(len(proposal))
+        return logits.squeeze(0), self._verify_taps.take(len(proposal))
 
     def segment(self, proposal: Proposal) -> Segment:
         """What a forward over the proposal needs of this request. Raises as `verify` does."""
+        reader = self._reader_of(proposal)
+        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
+        return Segment(proposal, self.position, self._cache, self._rollback, entries, reader)
+
+    def _reader_of(self, proposal: Proposal) -> TreeReader | None:
+        """What reads the proposal, where that is a tree. Raises as `verify` does."""
         if self._widest is not None and len(proposal) > self._widest:
             raise SettingsError(
                 f"exact: at most {self._widest} rows are verified at once; load the model with "
                 "exact=False (--no-exact) for more."
             )
-        reader = None if proposal.is_chain else self._reader()
-        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
-        return Segment(proposal, self.position, self._cache, self._rollback, entries, reader)
+        return None if proposal.is_chain else self._reader()
 
-    def begin(self, segment: Segment) -> None:
-        """The forward over the segment is next, whoever runs it; then `commit` follows."""
-        self.whole, self._unsettled = False, len(segment.proposal)
-        for rollback in self._rollback:
+    def begin(self, proposal: Proposal) -> None:
+        """The forward over the proposal is next, whoever runs it; then `commit` follows."""
+        self.whole, self._unsettled = False, len(proposal)
+        for rollback in self._recording:
             rollback.begin()
 
     def expect(self, tokens: int) -> None:
@@ -327,12 +334,14 @@ class TargetSession:
         moved = kept[-1] >= len(kept)  # a path with rejected rows in between
         if moved:
             self._reader().move(kept)
-        for rollback in self._rollback:
-            rollback.keep(len(kept), self._unsettled - len(kept))
+        rejected = self._unsettled - len(kept)
+        for rollback in self._rollback if rejected else self._recording:
+            rollback.keep(len(kept), rejected)
         self.position += len(kept)
         self.whole, self._unsettled = True, 0
         # Leave nothing lazy in the caches: the next forward may be another thread's.
-        mx.async_eval([marks.arrays(cache) for cache in (self._cache if moved else self._lazy)])
+        if lazy := self._cache if moved else self._lazy:
+            mx.async_eval([marks.arrays(cache) for cache in lazy])
 
     @property
     def can_be_cut(self) -> bool:
