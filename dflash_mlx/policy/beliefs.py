@@ -19,9 +19,9 @@ RECENT = 0.75  # a token's weight against the next one's in the target's certain
 # The least certainty of each level; and before anything is known, how often slot 1 is right there,
 # and each slot after it if those before it are.
 LEVELS = (
-    (0.0, 0.05, 0.3),
-    (0.8, 0.2, 0.5),
-    (0.92, 0.4, 0.75),
+    (0.0, 0.25, 0.5),
+    (0.8, 0.35, 0.55),
+    (0.92, 0.45, 0.65),
     (0.97, 0.7, 0.85),
     (0.99, 0.9, 0.92),
     (0.998, 0.97, 0.95),
@@ -36,6 +36,7 @@ NEIGHBOUR_WEIGHT = 4.0  # how many rounds the slot before counts for in the beli
 MEMORY = 0.98  # a round's weight against the next one's: the last 50 or so count
 FADING = 0.998  # what a plain round leaves of the evidence, so that hope brings another try
 KEPT = 20.0  # rounds that evidence from an earlier start of the program counts for, at most
+STEADY, CALM = 4.0, 0.98  # of a request's mood: what none weighs, what a token leaves of one
 WARMTHS = (0.0, 0.5, 1.0)  # the highest temperature of each class; the last class has no end
 
 
@@ -153,6 +154,36 @@ def _evidence(pair: Sequence[Sequence[Any]], length: int) -> tuple[list[float], 
     shares = [min(1.0, KEPT / count) if count else 1.0 for count in rounds]
     kept = [[share * x for share, x in zip(shares, of, strict=True)] for of in (rounds, hits)]
     return kept[0], kept[1]
+
+
+class Mood:
+    """How much better or worse drafts of one request are right than is believed of the pair.
+
+    Some texts suit a drafter and some do not, whatever the target's certainty says. So all rates
+    are moved by as many nats of odds: by a Newton step of logistic regression for each slot that
+    was looked at, and back by a little with each token.
+    """
+
+    def __init__(self) -> None:
+        self._nats, self._weight = 0.0, 0.0  # and the curvature of the slots so far
+
+    def moved(self, rates: Sequence[float]) -> list[float]:
+        """The rates in this mood."""
+        odds = exp(self._nats)
+        return [rate * odds / (1 - rate + rate * odds) for rate in rates]
+
+    def learn(self, rates: Sequence[float], drafted: int, accepted: int) -> None:
+        """Take in a draft of so many slots, whose rates were believed to be `rates`."""
+        for slot, rate in enumerate(rates[: min(drafted, accepted + 1)]):
+            (now,) = self.moved([rate])
+            self._weight += now * (1 - now)
+            self._nats += ((slot < accepted) - now) / (self._weight + STEADY)
+
+    def pass_by(self, tokens: int) -> None:
+        """The text went on by so many tokens."""
+        kept = CALM**tokens
+        self._weight *= kept
+        self._nats *= kept
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:

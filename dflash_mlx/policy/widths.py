@@ -24,7 +24,7 @@ from ..errors import SettingsError
 from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
-from .beliefs import UNKNOWN, WARMTHS, Beliefs, expected_tokens, level, warmth
+from .beliefs import UNKNOWN, WARMTHS, Beliefs, Mood, expected_tokens, level, warmth
 from .confidence import Confidence
 from .costs import Costs, costs_file, curve, keep_costs, pair_costs, read_beliefs
 from .watch import Surcharge, Watch
@@ -193,6 +193,7 @@ class Widths:
 
     def __init__(self, policy: Policy, beliefs: Beliefs) -> None:
         self._policy, self._beliefs, self._account = policy, beliefs, Account()
+        self._mood = Mood()
         self._at, self._context = UNKNOWN, 1
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
@@ -291,11 +292,12 @@ class Widths:
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
-        return self._beliefs.rates(self._at)[: self._policy.widest - 1]
+        return self._mood.moved(self._beliefs.rates(self._at)[: self._policy.widest - 1])
 
     def hopes(self) -> list[float]:
         """The same, for the question of what is worth a try."""
-        return [self._beliefs.hope(self._at), *self.rates()[1:]][: self._policy.widest - 1]
+        first = self._mood.moved([self._beliefs.hope(self._at)])
+        return [*first, *self.rates()[1:]][: self._policy.widest - 1]
 
     def expected_tokens(self) -> list[float]:
         """What rounds of 1, 2, ... rows are expected to bring now."""
@@ -326,10 +328,12 @@ class Widths:
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
         self._account.book(seconds / self._seconds[0], accepted + 1)
+        self._mood.pass_by(accepted + 1)
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in how many slots of a chain, drafted at a level of certainty, were right."""
         self._policy.drafts += 1
+        self._mood.learn(self._beliefs.rates(at), drafted, accepted)
         self._beliefs.learn(at, drafted, accepted)
 
     @property
