@@ -3,11 +3,11 @@
     python scripts/policy_simulation.py --traces FILE,FILE [--half 0]
 
 `policy_traces.py` records the traces. No model runs and nothing is timed, so the figures are exact
-and the same everywhere. A policy plays half of each class's prompts, those that its figures were not
-chosen by or, with `--half 0`, those that they were: from nothing at each prompt ("fresh"), with what the prompts of the other half have taught it, as a
-program that is started again ("learned"), and one after another, class by class ("in turn").
-Besides the traces there are drafters made up: right at some rate whatever the target's certainty
-says, which is high or wavers.
+and the same everywhere. A policy plays half of each class's prompts (those that its constants were
+not chosen by; with `--half 0` those that they were): from nothing at each prompt ("fresh"), with
+what the prompts of the other half have taught it, as a program that is started again ("learned"),
+and one after another, class by class ("in turn"). Besides the traces there are drafters made up:
+right at some rate whatever the target's certainty says, which is high or wavers.
 """
 
 from __future__ import annotations

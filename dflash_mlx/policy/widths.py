@@ -207,7 +207,10 @@ class Widths:
             certainty: the target's, see `beliefs.Certainty`; None if that is not known.
         """
         self.look(context, certainty)
-        affordable, expected = self.affordable, expected_tokens(self.hopes())
+        # What a try teaches is for later rounds: near the end only what is believed counts.
+        is_early = limit >= self._policy.widest
+        affordable = self.affordable
+        expected = expected_tokens(self.hopes() if is_early else self.rates())
         speeds = [
             tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
@@ -216,7 +219,8 @@ class Widths:
         best = max(range(limit), key=speeds.__getitem__) + 1
         if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
             best = 1
-        return self._trial(best, limit, expected, affordable) or best
+        trial = self._trial(best, limit, expected, affordable) if is_early else None
+        return trial or best
 
     def look(self, context: int, certainty: float | None) -> None:
         """Where the next round begins; `width` says what the two are."""
