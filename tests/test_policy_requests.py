@@ -71,8 +71,9 @@ def test_one_wrong_guess_is_no_reason_to_stop_looking(draft, longest, wrong):
 
 def test_nothing_is_tried_where_little_is_left():
     """What a try would teach comes too late for the request, so what is believed decides."""
-    request = Policy(costs(1.8, 0.2), WIDEST).start()
+    request = Policy(costs(1.8, 0.3), WIDEST).start()
     for _ in range(10):
+        assert request.width(64, 1, UNSURE) == 1
         request.observe(0, 0)
     assert request.width(64, WIDEST, UNSURE) > 1
     for left in (2, 5, WIDEST - 1):
