@@ -12,13 +12,13 @@ right at some rate whatever the target's certainty says, which is high or wavers
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import log
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from experiment import options_of
@@ -151,12 +151,14 @@ def halves(traces: Sequence[Trace], half: int) -> tuple[list[Trace], list[Trace]
 
 def starts(other: Sequence[Trace], costs: Costs, widest: int) -> dict[str, Callable[[], Policy]]:
     """What a prompt may begin with."""
-    learned, in_turn = Policy(costs, widest), Policy(costs, widest)
+    file = Path(mkdtemp()) / "costs.json"
+    teacher, in_turn = Policy(costs, widest, file), Policy(costs, widest)
     for trace in other:
-        play(trace, costs, POLICY, learned)
+        play(trace, costs, POLICY, teacher)
+    teacher.keep()
     return {
         "fresh": lambda: Policy(costs, widest),
-        "learned": lambda: copy.deepcopy(learned),
+        "learned": lambda: Policy(costs, widest, file),
         "in turn": lambda: in_turn,
     }
 
