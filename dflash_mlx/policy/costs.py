@@ -153,9 +153,9 @@ def pair_costs(
     try:
         if not again:
             return read_costs(path)
-    except FileNotFoundError:
-        pass  # not measured yet
-    except (OSError, *UNREADABLE):
+    except OSError:
+        pass  # not measured yet, or not here
+    except UNREADABLE:
         warnings.warn(f"dflash-mlx: {path} is damaged: costs are measured anew.", stacklevel=3)
     costs = measured(target, drafter, widest, kv_bits)
     keep_costs(path, costs)
@@ -245,9 +245,9 @@ def read_beliefs(path: Path | None, slots: int) -> dict[int, Beliefs]:
     try:
         records = json.loads(path.read_text()).get("beliefs", {}) if path else {}
         return {int(warmth): Beliefs.read(slots, record) for warmth, record in records.items()}
-    except FileNotFoundError:
+    except OSError:
         return {}
-    except (OSError, *UNREADABLE):
+    except UNREADABLE:
         said = "how often drafts are right is learnt anew"
         warnings.warn(f"dflash-mlx: {path} is damaged: {said}.", stacklevel=3)
         return {}
