@@ -28,6 +28,7 @@ from dflash_mlx.engine.together import Flat
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import Turn
 from dflash_mlx.target import TargetSession, internals
+from dflash_mlx.target.taps import EMBEDDING
 
 WINDOWED = 40  # tokens of a prompt, more than the windows of the families
 TOKENS = 8
@@ -149,7 +150,9 @@ class Listening(Knowing):
 
 def drafter_of(crowd: Crowd, shape: str) -> Listening:
     known, layers = crowd.knowing(0.8), crowd.target.num_layers
-    drafter = Listening(known.texts, known.vocab_size, known.p, (-1, 0, layers // 2, layers - 1))
+    # Before DeepSeek-V4.1's first layer there are several streams, which are not one tap.
+    first = 0 if crowd.target.name == "deepseek_v41" else EMBEDDING
+    drafter = Listening(known.texts, known.vocab_size, known.p, (first, layers // 2, layers - 1))
     drafter.branches = shape == "tree"
     return drafter
 
