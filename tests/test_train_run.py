@@ -180,7 +180,7 @@ def test_it_starts_from_the_targets_layers(family: str, bits: int | None) -> Non
     names = start_from_target(drafter, target)
     weights = dict(tree_flatten(drafter.parameters()))
     assert {name for name in weights if "mlp" in name or "proj" in name} <= {*names}
-    source = target.layer(1).mlp.up_proj
+    source = target.layers[1].mlp.up_proj
     ids = mx.eye(target.hidden_size)
     assert mx.allclose(ids @ weights["layers.0.mlp.up_proj.weight"].T, source(ids), atol=1e-4)
     queries = drafter.layers[0].self_attn.q_norm.weight

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
@@ -131,10 +131,6 @@ class Target:
             packed = (head.weight[tokens], head.scales[tokens], biases)
             return mx.dequantize(*packed, head.group_size, head.bits, head.mode)
         return head.weight[tokens]
-
-    def layer(self, index: int) -> nn.Module:
-        """One of the model's own layers; its weights are shared by all requests."""
-        return cast(nn.Module, self._backbone.layers[index])
 
     def norm_weight(self) -> mx.array:
         """The weight [D] of the norm before the head."""
@@ -286,13 +282,10 @@ class TargetSession:
         """
         reader = self._reader_of(proposal)
         self.begin(proposal)
-        tokens = proposal.array()[None]
-        if reader is None:
-            with self._verify.installed():
-                logits = self._model(tokens, cache=self._cache)
-        else:
-            with reader.reading(proposal), self._verify.installed(reader.overrides):
-                logits = self._model(tokens, cache=self._cache)
+        reading = nullcontext() if reader is None else reader.reading(proposal)
+        others = () if reader is None else (reader.overrides,)
+        with reading, self._verify.installed(*others):
+            logits = self._model(proposal.array()[None], cache=self._cache)
         return logits.squeeze(0), self._verify_taps.take(len(proposal))
 
     def segment(self, proposal: Proposal) -> Segment:

@@ -26,7 +26,7 @@ def start_from_target(drafter: DFlash, target: Target) -> list[str]:
     found: dict[str, mx.array] = {}
     depth, count = target.num_layers, len(drafter.layers)
     for index in range(count):
-        source = target.layer(min(depth - 1, round((index + 1) * depth / (count + 1))))
+        source = target.layers[min(depth - 1, round((index + 1) * depth / (count + 1)))]
         for name, weight in _matrices(source):
             found[f"layers.{index}.{name}"] = weight
         _scale_norms(found, f"layers.{index}.", drafter, index)
