@@ -97,7 +97,6 @@ def main() -> None:
     from dflash_mlx.engine.costs import SharedCosts
     from dflash_mlx.engine.rows import SharedRounds
     from dflash_mlx.engine.together import Flat
-    from dflash_mlx.loop import Alone
 
     counts = [int(count) for count in options.requests.split(",")]
     never_ending = dict.fromkeys(target.tokenizer.eos_token_ids, -1e4)
@@ -114,7 +113,7 @@ def main() -> None:
     flat = Flat(target, None)
 
     def one_at_a_time(of: Sequence[tuple[list[int], list[int]]]) -> Lap:
-        each = [lap(target, drafter, Alone(), [one], drafted) for one in of]
+        each = [lap(target, drafter, flat, [one], drafted) for one in of]
         tokens, seconds = sum(one.tokens for one in each), sum(one.seconds for one in each)
         return Lap(tokens, seconds, sum(one.requests for one in each), all(e.right for e in each))
 

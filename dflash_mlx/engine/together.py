@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..drafter.forest import propose_together, propose_trees_together
 from ..drafter.protocol import TreeSession
-from ..loop import Alone, Turn
+from ..loop import Turn
 from ..policy.cuts import Draft, read_together
 from ..policy.offer import Offer, Planting
 from ..policy.rounds import checked
@@ -29,12 +29,13 @@ class Flat:
     """
 
     def __init__(self, target: Target, rounds: SharedRounds | None) -> None:
-        self._alone, self._forest, self._rounds = Alone(), Forest(target), rounds
+        self._forest, self._rounds = Forest(target), rounds
 
     def propose(self, turns: Sequence[Turn]) -> None:
         """Set the proposals: of one request its own, of many what brings most for all."""
         if len(turns) == 1:
-            self._alone.propose(turns)
+            with turns[0]:
+                turns[0].proposal = turns[0].request.propose()
             return
         offers = self._offers(turns)
         requests = [turn.request for turn, _ in offers]
@@ -123,7 +124,7 @@ class Flat:
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
         if len(turns) == 1:
-            return self._alone.verify(turns)
+            return [turns[0].request.target.verify(turns[0].proposal)]
         sessions = [turn.request.target for turn in turns]
         return self._forest.verify(sessions, [turn.proposal for turn in turns])
 

@@ -210,7 +210,7 @@ class TreeRounds:
     asks_certainty = True
 
     def __init__(self, policy: TreePolicy, temperature: float) -> None:
-        self._sizes: Sizes = policy.start()
+        self._sizes: Sizes = policy.start(temperature)
         self._can = Abilities()
         self._calibration = policy.calibration(temperature)
         self.sharpness = policy.sharpness(temperature)
@@ -311,7 +311,7 @@ def plan_rounds(
     if isinstance(policy, Policy):
         cuts = Cuts(policy.confidence(temperature))
         sharpness, branches = policy.sharpness(temperature), target.supports_trees
-        return ChainRounds(policy.start(), sharpness, cuts, branches)
+        return ChainRounds(policy.start(temperature), sharpness, cuts, branches)
     return FixedRounds((policy or FixedWidth()).sharpness(temperature))
 
 
