@@ -81,10 +81,9 @@ def played(says, wait=WAIT, rounds=150, requests=4):
     return sum(each.anchor for each in asking) / now[0], cut
 
 
-@pytest.mark.parametrize("says", ["informative", "inverted"])
-def test_rows_follow_what_a_drafter_says_of_its_chains(says):
+def test_rows_follow_what_a_drafter_says_of_its_chains():
     ignoring, _ = played(None)
-    using, cut = played(says)
+    using, cut = played("informative")
     assert using > 1.05 * ignoring and cut > 100, (using / ignoring, cut)
 
 
