@@ -131,6 +131,7 @@ def test_texts_stay_and_a_round_waits_once_more_where_that_pays(pays, monkeypatc
     policy = Policy(NOTHING, WIDEST)
     known = policy.confidence(0.0)
     known.weights = np.array([1.0, 0.0, 0.0])
+    known.shared._drafts = 0 if pays else -(10**6)  # it is never known to pay
     for _ in range(60 * pays):
         known.shared.learn(np.array([0.99, 0.01]), 1, np.array([1.0, 3.0, 5.0]))
     rounds = SharedRounds(shared_costs(0.05, 0.01, 0.1), float)
