@@ -88,6 +88,8 @@ def serve(
         with signals_to(partial(_end, server, over)):
             over.result()
             _close(engine)
+        if pair.chains is not None:
+            pair.chains.keep()
 
 
 def _close(engine: Engine) -> None:

@@ -126,6 +126,8 @@ def test_rates_begin_as_the_beliefs():
 def test_waiting_that_takes_long_is_not_paid_for():
     """Rounds that were cut and took twice as long as was measured: the account says so."""
     known, measured = Cutting(), np.linspace(1.15, 4.75, 8)
+    for waited in (True, False) * 9:
+        known.took(0.0, waited)  # by a clock that stands still
     assert known.seconds(measured) == pytest.approx(FIRST_WAIT * measured)
     for _ in range(10):
         known.took(1.0, waited=False)

@@ -81,10 +81,9 @@ def played(says, wait=WAIT, rounds=150, requests=4):
     return sum(each.anchor for each in asking) / now[0], cut
 
 
-@pytest.mark.parametrize("says", ["informative", "inverted"])
-def test_rows_follow_what_a_drafter_says_of_its_chains(says):
+def test_rows_follow_what_a_drafter_says_of_its_chains():
     ignoring, _ = played(None)
-    using, cut = played(says)
+    using, cut = played("informative")
     assert using > 1.05 * ignoring and cut > 100, (using / ignoring, cut)
 
 
@@ -132,6 +131,7 @@ def test_texts_stay_and_a_round_waits_once_more_where_that_pays(pays, monkeypatc
     policy = Policy(NOTHING, WIDEST)
     known = policy.confidence(0.0)
     known.weights = np.array([1.0, 0.0, 0.0])
+    known.shared._drafts = 0 if pays else -(10**6)  # it is never known to pay
     for _ in range(60 * pays):
         known.shared.learn(np.array([0.99, 0.01]), 1, np.array([1.0, 3.0, 5.0]))
     rounds = SharedRounds(shared_costs(0.05, 0.01, 0.1), float)

@@ -97,7 +97,8 @@ class Cutting:
 
     def took(self, ratio: float, waited: bool) -> None:
         """A round took so many times what was measured; `waited`: for the draft, to cut it."""
-        (self._cut if waited else self._whole).append(ratio)
+        if ratio > 0:  # a clock that stands still says nothing
+            (self._cut if waited else self._whole).append(ratio)
 
     def learn(self, rates: np.ndarray, right: int, measured: np.ndarray) -> None:
         """Take in a draft of which the first `right` slots were what the text became.
