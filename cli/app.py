@@ -6,12 +6,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from dflash_mlx import __version__
@@ -41,6 +42,22 @@ COMMANDS = {  # name -> the module beside this one and the function in it
 }
 
 
+class Flags:
+    """A command whose flags are shown without a value: Typer puts <bool> behind some."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The arguments and options, --help too."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(Flags, TyperCommand):
+    """One of them."""
+
+
 class Commands(Mapping[str, Any]):
     """The commands by name, each imported when it is asked for: an answer waits for one alone."""
 
@@ -59,40 +76,57 @@ def _declared(name: str, module: str, function: str) -> Any:
     """The command that Typer makes of a function."""
     alone = typer.Typer(add_completion=False)
     with nothing_collected():
-        alone.command(name)(spread(vars(import_module(f".{module}", __package__))[function]))
+        command = spread(vars(import_module(f".{module}", __package__))[function])
+        alone.command(name, cls=Command)(command)
         return get_command(alone)
 
 
-class Program(TyperGroup):
-    """Every command runs inside this: the errors of the library end here, in one line."""
+class Program(Flags, TyperGroup):
+    """Every command runs inside this: the errors of the library end here."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": Commands()})
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`help` and a command's name is that command and --help."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        with _told():  # here --help and --version write
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error of the library becomes a line on stderr and an exit code."""
+        """Run the command."""
         # Other libraries' advice is not for the person at the terminal.
         logging.disable(logging.WARNING)
+        with _told():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A context whose errors become a line on stderr and an exit code."""
+    try:
         try:
-            result = super().invoke(ctx)
+            yield
+        finally:
             # What is left in the buffer must fail here, not at the interpreter's shutdown.
-            print(end="", flush=True)
-            return result
-        except DFlashError as error:
-            error_line(str(error))
-            raise typer.Exit(1) from error
-        except KeyboardInterrupt as error:
-            if sys.stderr.isatty():
-                print(file=sys.stderr)  # the shell's prompt goes below the half-written line
-            raise typer.Exit(INTERRUPTED) from error
-        except BrokenPipeError as error:
-            # Whoever read our output has seen enough: stop without a word, as other tools do.
-            _forget_output()
-            raise typer.Exit(PIPE_CLOSED) from error
-        except OSError as error:  # a full disk, a folder without permission
-            error_line(str(error))
-            _forget_output()
-            raise typer.Exit(1) from error
+            sys.stdout.flush()
+    except DFlashError as error:
+        error_line(str(error))
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the shell's prompt goes below the half-written line
+        raise typer.Exit(INTERRUPTED) from error
+    except BrokenPipeError as error:
+        # Whoever read our output has seen enough: stop without a word, as other tools do.
+        _forget_output()
+        raise typer.Exit(PIPE_CLOSED) from error
+    except OSError as error:  # a full disk, a folder without permission
+        # What fails to be written elsewhere is an `OutputError`, or names its file.
+        error_line(str(error) if error.filename else f"stdout: {error.strerror or error}.")
+        _forget_output()
+        raise typer.Exit(1) from error
 
 
 def _forget_output() -> None:

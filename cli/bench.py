@@ -31,7 +31,7 @@ from .bench_clients import compare_clients
 from .bench_counts import count_rounds
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
-from .machines import Machines, join, shared
+from .machines import Machines, joined, shared
 from .options import AUTO, OFF, tree_rows
 from .pair import WHOLE_BLOCKS, open_pair
 from .screen import note, print_json
@@ -104,7 +104,7 @@ def bench(
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
     if counts and (out or sizes or budget or lengths):
         raise typer.BadParameter("goes with a pair and prompts alone", param_hint="--counts")
-    opened = partial(open_pair, names, weights, rounds, join=partial(join, machines, context))
+    opened = partial(open_pair, names, weights, rounds, member=joined(context))
     if counts:
         count_rounds(opened(), chosen, json)
     elif sizes:

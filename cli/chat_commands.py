@@ -110,6 +110,7 @@ def _set(chat: Chat, text: str) -> None:
 def _edit(chat: Chat, text: str) -> None:
     from .chat_line import edited
 
+    chat.draft = text
     try:
         chat.draft = edited(text)
     except SettingsError as error:

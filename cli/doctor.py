@@ -6,24 +6,26 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from packaging.requirements import Requirement
-from rich.table import Table
-from rich.text import Text
 
 import dflash_mlx
 from dflash_mlx.errors import DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.names import EMBEDDED
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.chips import find_chip
 from dflash_mlx.machine.facts import GB, computer, installed, memory_bytes
 
-from . import options
+from . import doctor_hosts, options
+from .doctor_checks import Check, table
+from .machines import rank
 from .screen import print_json, stdout, waiting
 
 INSTALL = f"{how_to_install('mlx').capitalize()}."
@@ -31,48 +33,61 @@ REPORT = "Please report this chip with what 'dflash-mlx bench' says about it."
 DECODING = ("mlx", "mlx-lm")  # the packages that nothing works without
 LITTLE_MEMORY, LITTLE_DISK = 8, 10  # GB below which most models do not fit
 TOKENS = 16
-COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    detail: str
-    advice: str = ""
 
 
 def doctor(
+    context: typer.Context,
+    hosts: Annotated[
+        Path | None,
+        options.value(
+            group=options.MODEL,
+            metavar="FILE",
+            help="Check these machines and their links instead: mlx.launch's file.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        options.value(
+            "--model",
+            "-m",
+            group=options.MODEL,
+            metavar="NAME",
+            help="What they are to share. Default: 'tiny'.",
+        ),
+    ] = None,
     offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
     json: options.Json = False,
 ) -> None:
     """Check that this machine has what decoding needs, and say how to fix what it lacks."""
+    if hosts is None and rank() is None and model is not None:
+        raise typer.BadParameter("goes with --hosts", param_hint="--model")
+    if hosts is not None and rank() is not None:
+        raise typer.BadParameter("goes without mlx.launch", param_hint="--hosts")
     blas = dflash_mlx.use_fast_blas(stock=stock_blas)  # before any check imports MLX
+    if hosts is not None or rank() is not None:
+        looked = doctor_hosts.look(hosts, model or EMBEDDED, Hub(offline=offline), context)
+        if looked is not None:
+            _say(looked.checks, json, looked.measured)
+        return
     checks = []
     with waiting("Looking"):
         checks += [_python(), *_packages(), _memory(), _disk(), _hub(offline)]
         if all(check.status != "fail" for check in checks):
             checks += [_chip(), _metal(), _kernels(), _compiler(), _blas(blas), _pair()]
+    _say(checks, json)
+
+
+def _say(checks: Sequence[Check], json: bool, measured: dict[str, Any] | None = None) -> None:
+    """The report, and the exit code that goes with it."""
     failed = any(check.status == "fail" for check in checks)
     if json:
-        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+        content: dict[str, Any] = {"ok": not failed, "checks": [asdict(check) for check in checks]}
+        print_json(content | ({} if measured is None else {"link": measured}))
     else:
-        stdout().print(_table(checks))
+        stdout().print(table(checks))
     if failed:
         raise typer.Exit(1)
-
-
-def _table(checks: list[Check]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for check in checks:
-        what = Text(check.detail)
-        if check.advice:
-            what.append(f"\n{check.advice}", style=COLORS[check.status])
-        table.add_row(Text(check.status, style=f"bold {COLORS[check.status]}"), check.name, what)
-    return table
 
 
 def _python() -> Check:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dflash_mlx.loading.fits import WHETHER, fits, looks_quantized
+from dflash_mlx.loading.gguf.packages import gguf_file
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import check_name
 from dflash_mlx.loading.registry import OTHERWISE, pair_of
@@ -26,12 +27,13 @@ NoDrafter = Annotated[
 ]
 
 
-def pull(*, name: Name, no_draft: NoDrafter = False) -> None:
-    """Download a model and the drafter that is known for it."""
+def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = False) -> None:
+    """Download a model and the drafter that is known for it, and print where they are."""
     check_name(name)
     if "/" not in name:
-        raise typer.BadParameter(f"{name} is in the package already", param_hint="NAME")
-    pair, hub = pair_of(name), Hub()
+        gguf_file(name)  # says how pip installs it
+        raise typer.BadParameter(f"{name} is installed already", param_hint="NAME")
+    pair, hub = pair_of(name), Hub(offline=offline)
     announce(name, hub)
     names = [name]
     if pair is not None and not no_draft:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import count, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from . import generate_options, options
 from .counters import counter_lines, counters
 from .generate_question import STANDARD, as_messages, read_prompt, read_schema
 from .generate_summary import as_json, event_as_json, summary
-from .machines import Machines, join, shared
+from .machines import Machines, joined, shared, stdin_ends
 from .output import as_line, as_text, check_writable, write_whole
 from .pair import Pair, explain, open_pair
 from .screen import note, panel, print_json, stderr, waiting
@@ -61,14 +60,14 @@ def generate(
         raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
     if json and json_lines:
         raise typer.BadParameter("goes without --json", param_hint="--json-lines")
-    text = read_prompt(prompt, file)
+    text = read_prompt(prompt, file, stdin_ends(context))
     asked = text if raw else as_messages(text, system)
     schema = read_schema(json_schema)
     if output is not None and str(output) == STANDARD:
         output = None
     if output is not None:
         check_writable(output)
-    pair = open_pair(names, weights, rounds, no_draft, compare, partial(join, machines, context))
+    pair = open_pair(names, weights, rounds, no_draft, compare, joined(context))
     comparison = _comparison(pair, asked, max_tokens, stop or [])
     comparison.sampling = sampling.settings() | _fitting(pair, schema)
     in_json = json or json_lines

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Final
 
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.post import LOST, Post
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.cluster.post import FAILED, LOST, MET, Post
+from dflash_mlx.errors import ClusterError, DFlashError
+from dflash_mlx.loading.names import check_name
 
 from . import options
 from .options import bits_of
 from .screen import error_line, note
 
-RANK: Final = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")  # what launchers of MLX tell a process
+MLX_RANK: Final = "MLX_RANK"
+RANK: Final = (MLX_RANK, "OMPI_COMM_WORLD_RANK")  # what launchers of MLX tell a process
 LOST_CODE: Final = 1
+ALONE: Final = (
+    "MLX has joined no other machine: the backend that was asked for does not work on this one. "
+    "'dflash-mlx doctor --hosts FILE' says which does."
+)
+MEMBER: Final = "dflash_mlx.member"  # under which a context keeps rank 0's
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,10 @@ class Machines:
             group=options.MODEL, metavar="S", help="Then one that is silent is given up."
         ),
     ] = 20.0
+    pipeline: Annotated[
+        bool,
+        options.flag("--pipeline", options.MODEL, "Split layers over them, and not their heads."),
+    ] = False
 
 
 @dataclass
@@ -57,29 +70,42 @@ class Place:
 
 
 class Member:
-    """This process, as one of several that share a model; rank 0.
+    """This process, as one of several that share a model.
 
     Attributes:
         cluster: it and the others.
         end: what is done when others are lost, in any thread, before anything else; None ends the
             process at once if it waits for them.
+        interrupted: whether somebody pressed Ctrl-C while this rank followed.
+
+    Raises `ClusterError` when the others cannot be reached, or MLX does not look for them.
     """
 
     def __init__(self, machines: Machines, context: typer.Context) -> None:
         from dflash_mlx.cluster.cluster import Cluster
 
         self.end: Callable[[DFlashError], Any] | None = None
+        self.interrupted = False
         self._post, self._said = None, threading.Lock()
         found = context.find_object(Place)
         if found is not None:
             self._post = found.post
             found.post.lost = lambda problem: self._lost(DFlashError(problem), False)
-        self.cluster = Cluster(machines.stall_seconds, self._lost, self.tell)
+        self.cluster = Cluster(
+            machines.stall_seconds, self._lost, self.tell, pipeline=machines.pipeline
+        )
+        if self.cluster.size == 1 and (rank() or found is not None):
+            raise ClusterError(ALONE)
 
     def tell(self, word: str, more: str = "") -> None:
         """Tell the supervisor, if there is one."""
+        if word == MET and self.cluster.rank:  # from now on rank 0 says when it is over
+            signal.signal(signal.SIGINT, self._interrupt)
         if self._post is not None:
             self._post.tell(word, more)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
 
     def _lost(self, error: DFlashError, stuck: bool) -> None:
         if not self._said.acquire(blocking=False):
@@ -108,23 +134,51 @@ def shared(
 ) -> bool:
     """Whether others answer: those that `--hosts` names, or, from another rank, rank 0.
 
-    Then this process has done its part, and the command is over.
+    Then this process has done its part, and the command is over. Rank 0 meets the others here:
+    they try to reach it for a few seconds only, and what a command does first may take longer.
 
     Args:
         listening: makes a server's socket.
     """
     if not machines.stall_seconds > 0:
         raise typer.BadParameter("must be above 0", param_hint="--stall-seconds")
+    if machines.pipeline and rank() is None and machines.hosts is None:
+        raise typer.BadParameter("goes with --hosts", param_hint="--pipeline")
     if rank() is not None and machines.hosts is not None:
         raise typer.BadParameter("goes without mlx.launch", param_hint="--hosts")
     if machines.hosts is not None:
         _supervise(machines, listening)
-    if not rank():
+    if rank() is None:
         return False
+    check_name(names.model)  # before the seconds that MLX takes to start
     dflash_mlx.use_fast_blas(stock=weights.stock_blas)
-    settings = weights.settings | {"exact": weights.exact}
-    Member(machines, context).cluster.follow(names.model, bits_of(weights.target_bits), **settings)
+    place = context.find_object(Place)
+    try:
+        member = Member(machines, context)
+        if member.cluster.rank == 0:
+            context.meta[MEMBER] = member
+            context.call_on_close(member.cluster.close)
+            return False
+        _follow(member, names, weights)
+    except DFlashError as error:
+        if not rank():
+            raise
+        if place is None:
+            raise ClusterError(f"rank {rank()} ({socket.gethostname()}): {error}") from error
+        place.post.tell(FAILED, str(error))  # all may say the same
+        raise typer.Exit(LOST_CODE) from error
     return True
+
+
+def _follow(member: Member, names: options.Names, weights: options.Weights) -> None:
+    """Do what rank 0 says, to its end."""
+    settings = weights.settings | {"exact": weights.exact}
+    try:
+        member.cluster.follow(names.model, bits_of(weights.target_bits), **settings)
+    except DFlashError as error:
+        if member.interrupted:  # then rank 0 was, too, and has left
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _supervise(machines: Machines, listening: Callable[[], socket.socket] | None) -> None:
@@ -150,15 +204,15 @@ def _arguments() -> list[str]:
     return found
 
 
-def join(machines: Machines, context: typer.Context) -> Member | None:
+def joined(context: typer.Context) -> Member | None:
     """What rank 0 shares a model with; None where it is alone."""
-    if rank() is None:
-        return None
-    member = Member(machines, context)
-    if member.cluster.size == 1:
-        return None
-    context.call_on_close(member.cluster.close)
-    return member
+    member: Member | None = context.meta.get(MEMBER)
+    return None if member is None or member.cluster.size == 1 else member
+
+
+def stdin_ends(context: typer.Context) -> bool:
+    """Whether what is read from stdin comes to an end: mlx.launch never closes its ranks'."""
+    return MLX_RANK not in os.environ or context.find_object(Place) is not None
 
 
 def inherited(context: typer.Context) -> socket.socket | None:

@@ -1,20 +1,36 @@
 """The console script. It imports nothing slow, so that Ctrl-C is quiet from the first moment."""
 
 import io
+import os
 import sys
 
-from .garbage import nothing_collected
+# By descriptor; writing to a stdout that was closed must fail, and not go nowhere.
+STREAMS = (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
+
+
+def _fill_closed_streams() -> None:
+    """Put the null device where a stream is closed: else the next file takes its descriptor.
+
+    MLX takes a file that has descriptor 0 for one that cannot be opened.
+    """
+    for number, (name, mode, access) in enumerate(STREAMS):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, access), number)
+            setattr(sys, name, open(number, mode))
 
 
 def main() -> None:
     """Run the command line and exit: 0, or 1 (error), 2 (usage), 130 (Ctrl-C), 141 (pipe closed).
 
-    A failure that a person can act on is one line on stderr; see `app.Commands`.
+    A failure that a person can act on is one line on stderr; see `app.Program`.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without the character shows "?"
     try:
+        _fill_closed_streams()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal without the character shows "?"
+        from .garbage import nothing_collected
+
         with nothing_collected():
             from .app import app
 

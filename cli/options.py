@@ -123,7 +123,7 @@ class Weights:
     ] = None
     quant_mode: Annotated[
         QuantMode,
-        value(group=MODEL, metavar="MODE", help="How to quantize: affine, mxfp4, mxfp8 or nvfp4."),
+        value(group=MODEL, metavar="MODE", help="One of affine, mxfp4, mxfp8, nvfp4."),
     ] = QuantMode.affine
     group_size: Annotated[
         int | None,

@@ -27,6 +27,8 @@ def as_text(answer: str) -> str:
 def check_writable(path: Path) -> None:
     """Refuse a path that cannot become a file, before any work. Raises `OutputError`."""
     try:
+        if path.is_dir():
+            raise OutputError(f"{path} is a folder, as an empty name is: give --output a file.")
         if path.exists() and not path.is_file():
             raise OutputError(f"{path} is not a file: choose another --output.")
         # Permissions alone would not tell of a disk that is mounted for reading only.

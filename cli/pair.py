@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +95,11 @@ def open_pair(
     rounds: Rounds = WHOLE_BLOCKS,
     no_draft: bool = False,
     warm: bool = True,
-    join: Callable[[], Member | None] = lambda: None,
+    member: Member | None = None,
 ) -> Pair:
     """Put the BLAS in place and load the weights.
 
-    `join` meets the machines that share the target. `warm` runs a few rounds, too, which compile
+    `member` is of the machines that share the target. `warm` runs a few rounds, too, which compile
     what is compiled: for whoever compares speeds, or asks more than once.
 
     Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
@@ -119,7 +119,6 @@ def open_pair(
     with waiting("Starting MLX"), nothing_collected():
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
-    member = join()
     settings = weights.settings | {"exact": weights.exact}
     settings |= {} if member is None else {"cluster": member.cluster}
     drafter: Drafter | None = None
@@ -136,6 +135,9 @@ def open_pair(
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
     kv_bits = bits_of(rounds.kv_bits)
     pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
+    file = pair.chains.file if pair.chains else None
+    if file and not os.path.exists(file):
+        note(f"{file.parent} cannot be written: this machine is measured anew at every start.")
     if warm:
         from dflash_mlx.bench.measure import warm_up
 

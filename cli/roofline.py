@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,17 +12,20 @@ import dflash_mlx
 from dflash_mlx.drafter.config import read_json
 from dflash_mlx.loading.fits import fits_here
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import EMBEDDED, check_name
+from dflash_mlx.loading.names import EMBEDDED
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pair_of
 from dflash_mlx.machine.chips import Chip, chip_named, chips, find_chip
+from dflash_mlx.machine.links import links
 
 from . import options
+from .roofline_machines import Asked, config_folder, over_machines
 from .screen import counted, note, print_json, sized, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.roofline import Round
 
+LINKS = tuple(link.name for link in links())
 WIDE = 70  # columns of the whole table
 EMBEDDED_ACCEPTANCE = 11.97  # as its model card says, over all categories
 
@@ -44,15 +46,41 @@ def roofline(
     context: Annotated[
         int, typer.Option(min=0, metavar="N", help="Tokens of context to attend to.")
     ] = 1024,
+    machines: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Machines of this chip that share the model.")
+    ] = 1,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"Between them: {', '.join(LINKS)}. Default: the first of these."
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            metavar="NAME",
+            help="With --machines, the drafter on the first. Default: the known one.",
+        ),
+    ] = None,
     offline: options.Offline = False,
     json: options.Json = False,
 ) -> None:
     """Predict how long rounds of 1 to 16 rows take on a chip, and the best possible speedup."""
+    if machines == 1 and (link or draft):
+        name = "--link" if link else "--draft"
+        raise typer.BadParameter("goes with --machines 2 or more", param_hint=name)
     where = _chip(chip)
     tokens = _acceptance(model, acceptance)
-    file = _folder(model, Hub(offline=offline)) / "config.json"
+    hub = Hub(offline=offline)
+    file = config_folder(model, "target", hub) / "config.json"
     config = read_json(file)
     quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
+    if machines > 1:
+        asked = Asked(model, config, file, quantization, where, tokens, context)
+        over_machines(asked, machines, link or LINKS[0], draft, hub, json)
+        return
     with waiting("Reading the model's shapes"):
         from dflash_mlx.bench.roofline import (
             kernel_counts,
@@ -108,17 +136,6 @@ def _acceptance(model: str, given: float | None) -> float:
             param_hint="--acceptance",
         )
     return tokens
-
-
-def _folder(name: str, hub: Hub) -> Path:
-    """The folder with the config.json of a model that may not be downloaded."""
-    if name == EMBEDDED:
-        from importlib.resources import files
-
-        return Path(str(files("dflash_mlx.tiny"))) / "target"
-    check_name(name)
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else hub.config(name)
 
 
 def _table(rows: list[Round]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,12 +25,13 @@ BESIDE = 32  # columns that its row and the frame take besides
 
 def stderr() -> Console:
     """The console for progress, logs and summaries; plain text when it is not a terminal."""
-    return Console(stderr=True, highlight=False)
+    # Told, for FORCE_COLOR has rich take a pipe for a terminal and draw spinners into it.
+    return Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
 
 
 def stdout() -> Console:
     """The console for results; plain text when it is not a terminal."""
-    return Console(highlight=False)
+    return Console(highlight=False, force_terminal=sys.stdout.isatty())
 
 
 def error_line(message: str) -> None:

@@ -22,7 +22,7 @@ from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, 
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
-from .machines import Machines, inherited, join, shared
+from .machines import Machines, inherited, joined, shared
 from .pair import Pair, open_pair
 from .screen import error_line, note
 from .serve_options import Load, Reached, Verbose
@@ -77,7 +77,7 @@ def serve(
         inherited(context) or listening() as socket,  # a taken port is told before all else
         _serving(socket, access, load) as (server, metrics, over),
     ):
-        pair = open_pair(names, weights, rounds, no_draft, join=partial(join, machines, context))
+        pair = open_pair(names, weights, rounds, no_draft, member=joined(context))
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
@@ -88,6 +88,8 @@ def serve(
         with signals_to(partial(_end, server, over)):
             over.result()
             _close(engine)
+        if pair.chains is not None:
+            pair.chains.keep()
 
 
 def _close(engine: Engine) -> None:

@@ -14,26 +14,28 @@ measures what rounds cost, for seconds, which a program rather decides on itself
 does it once).
 
 The public names are looked up on first use, so `import dflash_mlx` does not import MLX: the errors
-and `use_fast_blas` work without it, and a BLAS can be put in place before it is loaded.
+and `use_fast_blas` work without it, and a BLAS can be put in place before it is loaded. Nor does it
+import anything else that takes time: a Ctrl-C in these milliseconds is nobody's to catch.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
-from .drafter.config import DraftConfig
-from .errors import DFlashError, MissingDependencyError
-from .machine.blas import use_fast_blas
-
+TYPE_CHECKING = False  # as typing has it, which takes a third of a command's first moments
 if TYPE_CHECKING:
+    from typing import Any
+
     from .conversation import Conversation
+    from .drafter.config import DraftConfig
     from .drafter.network import DFlash
     from .engine.engine import Engine
     from .engine.job import Job
+    from .errors import DFlashError
     from .events import Event, Result, Stats
     from .loading.load import load, load_drafter, load_target
     from .loop import generate, stream_generate
+    from .machine.blas import use_fast_blas
     from .policy.widths import Policy
     from .prefix.store import PrefixStore
     from .proposal import Proposal
@@ -66,9 +68,12 @@ __all__ = [
 _HOME = {
     "Conversation": ".conversation",
     "DFlash": ".drafter.network",
+    "DFlashError": ".errors",
+    "DraftConfig": ".drafter.config",
     "Engine": ".engine.engine",
     "Event": ".events",
     "Job": ".engine.job",
+    "MissingDependencyError": ".errors",
     "Policy": ".policy.widths",
     "PrefixStore": ".prefix.store",
     "Proposal": ".proposal",
@@ -80,6 +85,7 @@ _HOME = {
     "load_drafter": ".loading.load",
     "load_target": ".loading.load",
     "stream_generate": ".loop",
+    "use_fast_blas": ".machine.blas",
 }
 
 
@@ -91,6 +97,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("mlx", "mlx.core", "mlx_lm"):
             raise
+        from .errors import MissingDependencyError
+
         package = error.name.partition(".")[0].replace("_", "-")
         raise MissingDependencyError.of(f"{package} is not installed", "mlx") from error
 

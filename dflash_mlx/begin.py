@@ -95,6 +95,8 @@ def begin(
     strings = _stop_strings(stop)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
+    if not isinstance(salt, str):
+        raise SettingsError(f"salt must be text, not {shown(salt)}.")
     if conversation is not None and (prefix is not None or salt):
         name = "salt" if prefix is None else "prefix"
         raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
@@ -103,7 +105,7 @@ def begin(
     policy = policy if drafter is not None else None
     rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
     sampler = Sampler(settings, ids, rounds.sharpness)
-    tokens = min(max_tokens, target.context_length - len(ids))
+    tokens = min(int(max_tokens), target.context_length - len(ids))
     tokenizer = target.tokenizer
     text = TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens)
     stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
@@ -147,6 +149,7 @@ def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
         )
     if drafter is None:
         return 1
+    requested = None if requested is None else int(requested)
     largest = drafter_block_size(drafter)
     if requested is None:
         return largest or DEFAULT_BLOCK_SIZE

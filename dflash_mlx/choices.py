@@ -10,8 +10,23 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .errors import SettingsError
+
 NO_CHOICE = -1  # in the place of a token, where there is no number to choose by
 NAT = 1e-4  # what certainties are rounded to
+
+
+def chosen(token: int) -> int:
+    """The token that a row which is kept has chosen. (After a wrong draft anything may come.)
+
+    Raises `SettingsError` where processors or a bias leave no number to choose by.
+    """
+    if token == NO_CHOICE:
+        raise SettingsError(
+            "No token can be chosen: logits_processors and logit_bias leave NaN, or nothing but "
+            "-inf, in the logits."
+        )
+    return token
 
 
 class Choices(NamedTuple):
@@ -34,39 +49,51 @@ class Decision(NamedTuple):
 
     Attributes:
         values: [M] int32, lazy; they are for `read`, once they are on the host.
+        tokens: the proposal's, where they are on the host: then they are not among the values.
         rows: N, the proposal's.
         certain: how many certainties are among them.
         slots: L of the drafts that are read along; 0 for none.
     """
 
     values: mx.array
+    tokens: list[int] | None
     rows: int
     certain: int
     slots: int
 
     @classmethod
     def of(
-        cls, tokens: mx.array, choices: mx.array, nats: mx.array | None, drafts: mx.array | None
+        cls,
+        tokens: Sequence[int] | mx.array,
+        choices: mx.array,
+        nats: mx.array | None,
+        drafts: mx.array | None,
     ) -> Decision:
-        """Of a proposal's tokens and its choices, [N] each.
+        """Of a proposal's tokens [N], and the choices [N] int32 after them.
 
         `nats` [C] are the certainties; `drafts` [T, L] were not proposed, and are to be judged.
         """
-        parts = [tokens.astype(mx.int32), choices.astype(mx.int32)]
+        known, parts = None, [choices]
+        if isinstance(tokens, mx.array):
+            parts = [tokens.astype(mx.int32), choices]
+        else:
+            known = [int(token) for token in tokens]
         if nats is not None:
             parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
         if drafts is not None:
             parts.append(drafts.flatten().astype(mx.int32))
         slots = 0 if drafts is None else drafts.shape[1]
         certain = 0 if nats is None else nats.shape[0]
-        return cls(mx.concatenate(parts), tokens.shape[0], certain, slots)
+        values = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return cls(values, known, len(tokens), certain, slots)
 
-    def read(self, values: Sequence[int]) -> tuple[Choices, list[list[int]]]:
+    def read(self, values: list[int]) -> tuple[Choices, list[list[int]]]:
         """The choices in the values, and the drafts that were read along."""
-        rows, slots, rest = self.rows, self.slots, list(values)
-        tokens, choices, rest = rest[:rows], rest[rows : 2 * rows], rest[2 * rows :]
-        sure = None
+        tokens, slots, sure = self.tokens, self.slots, None
+        if tokens is None:
+            tokens, values = values[: self.rows], values[self.rows :]
+        choices, end = values[: self.rows], self.rows + self.certain
         if self.certain:
-            sure, rest = [NAT * part for part in rest[: self.certain]], rest[self.certain :]
-        drafts = [rest[at : at + slots] for at in range(0, len(rest), slots)] if slots else []
+            sure = [NAT * part for part in values[self.rows : end]]
+        drafts = [values[at : at + slots] for at in range(end, len(values), slots)] if slots else []
         return Choices(tokens, choices, sure), drafts

@@ -55,7 +55,7 @@ class Turn(Attempt):
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.request = request
-        self.proposal = Proposal([0])
+        self.proposal: Proposal
         self.event: Event | None = None
 
 
@@ -72,22 +72,12 @@ class Together(Protocol):
         """Take in how the round went."""
 
 
-class Alone:
-    """Each request by itself: what a round of one request is."""
-
-    def propose(self, turns: Sequence[Turn]) -> None:
-        """Each has its own policy's proposal."""
-        for turn in turns:
-            with turn:
-                turn.proposal = turn.request.propose()
-
-    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
-        """A forward for each."""
-        return [turn.request.target.verify(turn.proposal) for turn in turns]
-
-    def observe(self, turns: Sequence[Turn]) -> None:
-        """Requests learn by themselves."""
-        pass
+def play_alone(request: Request) -> Event:
+    """A round of one request, whose errors are whoever's who reads it."""
+    proposal = request.propose()  # propose
+    logits, taps = request.target.verify(proposal)  # verify
+    values = _read(request.decide(proposal, logits, taps), [taps])
+    return request.absorb(values)  # accept, commit, emit
 
 
 def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
@@ -107,10 +97,12 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
         with turn:
             decided.append(turn.request.decide(turn.proposal, logits, taps))
 
-    features = [taps for _, taps in answers]
-    for turn, values in zip(_going(going), _read(decided, features), strict=True):
-        with turn:
-            turn.event = turn.request.absorb(values)  # accept, commit, emit
+    if decided:
+        values = _read(mx.concatenate(decided), [taps for _, taps in answers])
+        borders = pairwise(accumulate((array.size for array in decided), initial=0))
+        for turn, (start, end) in zip(_going(going), borders, strict=True):
+            with turn:
+                turn.event = turn.request.absorb(values[start:end])  # accept, commit, emit
     together.observe(turns)
     return turns
 
@@ -119,18 +111,14 @@ def _going(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for turn in turns if turn.error is None]
 
 
-def _read(arrays: Sequence[mx.array], along: Sequence[mx.array]) -> list[list[int]]:
-    """The numbers in arrays [M] of whole numbers. This is the round's only wait for the device.
+def _read(decided: mx.array, features: Sequence[mx.array]) -> list[int]:
+    """The numbers that were decided, [M] int32. This is the round's only wait for the device.
 
-    What is `along` is computed in the same pass.
+    Features, if there are any, are computed in the same pass.
     """
-    if not arrays:
-        return []
-    lazy = arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))
-    mx.eval(lazy, *(array for array in along if array.size))
-    values: Any = lazy.tolist()
-    borders = accumulate((array.size for array in arrays), initial=0)
-    return [values[start:end] for start, end in pairwise(borders)]
+    mx.eval(decided, *[taps for taps in features if taps.size])
+    values: Any = decided.tolist()
+    return values
 
 
 def _decode(request: Request) -> Generator[Event, None, None]:
@@ -143,11 +131,7 @@ def _decode(request: Request) -> Generator[Event, None, None]:
             if event is not None:
                 yield event
         while not request.finished:
-            (turn,) = play_round([request], Alone())
-            if turn.error is not None:
-                raise turn.error
-            assert turn.event is not None
-            yield turn.event
+            yield play_alone(request)
     finally:
         request.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from .errors import PromptError
@@ -59,12 +60,13 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
             return []
         bos = tokenizer.bos_token
         special = bos is None or not prompt.startswith(bos)
+        _check_text(prompt)
         with Foreign(PromptError, "The tokenizer cannot encode this prompt"):
             return list(tokenizer.encode(prompt, add_special_tokens=special))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise PromptError(_FORMS + (_LIST if hasattr(prompt, "tolist") else ""))
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-        return list(prompt)  # type: ignore[arg-type]
+    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
+        return [int(item) for item in prompt]  # type: ignore[arg-type]
     for message in prompt:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise PromptError(_FORMS)
@@ -83,7 +85,7 @@ def parting_places(target: Target, prompt: Prompt, ids: Sequence[int]) -> list[i
         prompt: in any form.
         ids: what `encode_prompt` made of it.
     """
-    if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
+    if isinstance(prompt, str) or not any(isinstance(item, Mapping) for item in prompt):
         return []
     messages: list[Any] = list(prompt)
     roles = [message["role"] for message in messages]
@@ -115,10 +117,24 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     puts places into the text that nothing fills. Raises `PromptError` for a part that is no text.
     """
     parts = message["content"]
+    if isinstance(parts, str):
+        _check_text(parts)
     if not isinstance(parts, list):
         return message
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise PromptError(f"A message's content is text, or parts of text, not {shown(kind)}.")
-    return {**message, "content": "".join(part["text"] for part in parts)}
+    return _with_text({**message, "content": "".join(part["text"] for part in parts)})
+
+
+def _check_text(text: str) -> None:
+    """Raise `PromptError` for half of a character, which text in UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = shown(text[error.start])
+        raise PromptError(
+            f"The prompt is not text: its character {error.start + 1} is {half}, a surrogate "
+            "without its other half."
+        ) from error

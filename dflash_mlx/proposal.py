@@ -6,13 +6,11 @@ A chain is a tree whose node i has parent i - 1, so one loop serves both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+
+import mlx.core as mx
 
 from .errors import ProposalError
-
-if TYPE_CHECKING:
-    import mlx.core as mx
 
 
 @dataclass(frozen=True)
@@ -25,28 +23,36 @@ class Proposal:
         parents: the row of each node's parent, (-1, ...): -1 for the root, and every other node
             comes after its parent. Left out, the tokens form a chain.
         log_probs: optional [N] log-probabilities that the drafter gave its tokens.
+        is_chain: whether every node is the only child of the one before it.
     """
 
     tokens: Sequence[int] | mx.array
     parents: tuple[int, ...] = ()
     log_probs: Sequence[float] | mx.array | None = None
+    is_chain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rows = len(self.tokens)
+        rows, parents = len(self.tokens), tuple(self.parents)
         if rows < 1:
             raise ProposalError("A proposal holds at least the anchor, the last committed token.")
-        parents = tuple(self.parents)
-        if not parents:
-            object.__setattr__(self, "parents", tuple(range(-1, rows - 1)))
-            return
-        if len(parents) != rows:
-            raise ProposalError(f"A proposal of {rows} tokens names {len(parents)} parents.")
-        if parents[0] != -1 or any(not 0 <= p < row for row, p in enumerate(parents) if row):
-            raise ProposalError(f"The parents {parents} do not form a tree rooted at row 0.")
-        object.__setattr__(self, "parents", parents)
+        chain = tuple(range(-1, rows - 1))
+        if parents and parents != chain:
+            if len(parents) != rows:
+                raise ProposalError(f"A proposal of {rows} tokens names {len(parents)} parents.")
+            if parents[0] != -1 or any(not 0 <= p < row for row, p in enumerate(parents) if row):
+                raise ProposalError(f"The parents {parents} do not form a tree rooted at row 0.")
+        object.__setattr__(self, "parents", parents or chain)
+        object.__setattr__(self, "is_chain", self.parents == chain)
 
     def __len__(self) -> int:
         return len(self.parents)
+
+    def first(self, rows: int) -> Proposal:
+        """Its first rows; on the device, if they are there."""
+        if rows == len(self):
+            return self
+        log_probs = None if self.log_probs is None else self.log_probs[:rows]
+        return Proposal(self.tokens[:rows], self.parents[:rows], log_probs)
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -63,7 +69,6 @@ class Proposal:
             paths.append([*paths[parent], row])
         return paths
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node is the only child of the one before it."""
-        return self.parents == tuple(range(-1, len(self.parents) - 1))
+    def array(self) -> mx.array:
+        """The tokens [N] for the device."""
+        return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens))

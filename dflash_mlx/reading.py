@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import stat
 import sys
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def check_file(path: str | Path, kind: type[DFlashError] = ConfigError) -> int:
 
 
 def is_whole(value: Any, least: int = 1, most: int = MOST_WHOLE) -> bool:
-    """Whether a value is a whole number (no bool, no 4.0) from `least` to `most`."""
-    return type(value) is int and least <= value <= most
+    """Whether a value is a whole number (numpy's too, no bool, no 4.0) from `least` to `most`."""
+    whole = isinstance(value, Integral) and type(value) is not bool
+    return whole and least <= int(value) <= most
 
 
 def is_finite(value: Any) -> bool:

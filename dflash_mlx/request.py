@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.core as mx
 
 from .accept import accept
-from .choices import Decision
+from .choices import Decision, chosen
 from .conversation import Conversation
 from .drafter.protocol import Session
 from .errors import ProposalError
@@ -144,7 +144,7 @@ class Request:
         """
         asked = Proposal([self._text_so_far[-1]])
         _, choices, sure = self._sampler.choose(asked, logits, self._rounds.asks_certainty)
-        (self._anchor,) = self._further = choices
+        self._anchor, self._further = chosen(choices[0]), choices
         piece, stats = self._text.add(choices), self.stats
         self._sampler.commit(choices)
         self._rounds.begin(sure[0] if sure else None)
@@ -180,11 +180,11 @@ class Request:
 
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
-        return self._rounds.propose(self.drafter, *self._begin_round(shared=False))
+        return self._rounds.propose(self._conversation.drafter, *self._begin_round(shared=False))
 
     def offer(self) -> Offer | Planting:
         """The rows that could be verified now, in a round that other requests share."""
-        return self._rounds.offer(self.drafter, *self._begin_round(shared=True))
+        return self._rounds.offer(self._conversation.drafter, *self._begin_round(shared=True))
 
     def _begin_round(self, shared: bool) -> tuple[int, int, int]:
         """The anchor, the tokens before it, and the most rows of a path."""
@@ -197,7 +197,7 @@ class Request:
         self._clock, self._shared, self._between_rounds = clock, shared, False
         # A round that accepts everything still adds a token of the target's own.
         limit = min(self.stats.block_size, self._text.remaining)
-        return self.anchor, self.target.position, limit
+        return self.anchor, self._conversation.target.position, limit
 
     def decide(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> mx.array:
         """The target's answer to a proposal, as numbers [M] int32 for `absorb`.
@@ -214,7 +214,7 @@ class Request:
         self._decision = self._sampler.decide(proposal, logits, self._rounds.asks_certainty)
         return self._decision.values
 
-    def absorb(self, values: Sequence[int]) -> Event:
+    def absorb(self, values: list[int]) -> Event:
         """Take the numbers that `decide` asked for: accept, commit, emit.
 
         Raises `ProposalError` for a proposal that does not begin with the anchor.
@@ -225,23 +225,26 @@ class Request:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
 
         # accept
-        kept, self._anchor = accept(tokens, proposal.parents, choices)
+        kept, token = accept(tokens, proposal.parents, choices)
+        self._anchor = chosen(token)
         certainty = sure[-1 if proposal.is_chain else kept[-1]] if sure else None
-        certain = [*(tokens[row] for row in kept[1:]), self._anchor]
-        drafted, right = len(proposal) - 1, len(kept) - 1
+        drafted, right = len(tokens) - 1, len(kept) - 1
+        path = [tokens[row] for row in kept]
+        certain = [*path[1:], self._anchor]
         piece = self._text.add(certain)
-        kept = kept[: len(piece.tokens)]  # what was right after the end is not text
+        used = len(piece.tokens)
+        kept, path = kept[:used], path[:used]  # what was right after the end is not text
 
         # commit
-        self.target.commit(kept)
-        self._conversation.extend([tokens[row] for row in kept], taps, kept)
+        self._conversation.target.commit(kept)
+        self._conversation.extend(path, taps, kept)
         self._sampler.commit(certain)
         self._further += certain
         self._between_rounds = True
 
         # emit
-        accepted, stats = min(right, len(piece.tokens)), self.stats
-        stats.count_round(drafted, accepted, len(piece.tokens), tree=not proposal.is_chain)
+        accepted, stats = min(right, used), self.stats
+        stats.count_round(drafted, accepted, used, tree=not proposal.is_chain)
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds

@@ -3,8 +3,8 @@
 A logits processor is shown one row after the other and reads its history on the host, which waits
 for the device each time: a grammar would wait for every token drafted and every row verified. A
 rule is asked for many rows with token ids that are on the host already. A round then waits for the
-device once for its drafts, and once more for each that breaks a rule. While the target's rows are
-asked about, the device computes them.
+device once for its drafts, and once more for each that breaks a rule that leaves a choice. While
+the target's rows are asked about, the device computes them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Rules:
                 break
             row = log_probs(_where(logits[slot : slot + 1], [mask]))
             rows.append(row)
-            answer += best(row, slot)
+            only = np.flatnonzero(mask) if np.count_nonzero(mask) == 1 else None
+            answer += best(row, slot) if only is None else only.tolist()
             slot += 1
         return mx.concatenate(rows)
 

@@ -68,6 +68,9 @@ class Sampler:
         while self._processors and isinstance(self._processors[-1], Rule):
             rules.append(self._processors.pop())
         self._rules = Rules(rules)
+        # Whether tokens are chosen by other numbers than the model's own.
+        self._edits = bool(self._processors or rules or settings.logit_bias)
+        self._plain = not self._edits and settings.temperature == 0
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
         self._noise: mx.array | None = None  # of the positions from `_noise_start` on
@@ -86,35 +89,27 @@ class Sampler:
         The drafter's part is read along, and with `certainty` how sure the target was. Nothing
         waits, unless a processor does: so many requests' decisions can be read together.
         """
-        tokens = proposal.tokens
-        if not isinstance(tokens, mx.array):
-            tokens = mx.array(list(tokens))
-        tokens = tokens.astype(mx.int32)
-        paths = proposal.paths() if self._processors or self._rules else []
-        chosen = self.log_probs(self._processed(logits, tokens, paths))
-        scores = chosen
+        scores = chosen = logits if self._plain else self._scores(proposal, logits)
         if self.temperature > 0:
             rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
-            chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
+            chosen = scores + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
-        if paths or self.settings.logit_bias:
-            # The largest of NaN is token 0, for ever: it is told from a choice by its sign.
-            choices = mx.where(mx.isnan(chosen).any(axis=-1), NO_CHOICE, choices)
+        if self._edits:
+            # The largest of NaN, and of nothing but -inf, is token 0, for ever: it is told from a
+            # choice by its sign.
+            none = mx.isnan(chosen).any(axis=-1) | (chosen.max(axis=-1) == -mx.inf)
+            choices = mx.where(none, NO_CHOICE, choices)
         nats = None
         if certainty:  # of the row it is asked for alone: a vocabulary's exponentials are dear
             one = proposal.is_chain and len(proposal) > 1
-            nats = _certainty(scores[_last_kept(tokens, choices)[None]] if one else scores)
+            last = _last_kept(proposal.array(), choices)[None] if one else None
+            nats = _certainty(scores if last is None else scores[last])
         blocks, self._blocks = self._blocks, None
-        return Decision.of(tokens, choices, nats, blocks)
+        return Decision.of(proposal.tokens, choices, nats, blocks)
 
-    def take(self, decision: Decision, values: Sequence[int]) -> Choices:
-        """The choices in a decision's values, once they are read.
-
-        Raises `SettingsError` where processors or a bias leave no number to choose by.
-        """
+    def take(self, decision: Decision, values: list[int]) -> Choices:
+        """The choices in a decision's values, once they are read; see `chosen`."""
         choices, blocks = decision.read(values)
-        if NO_CHOICE in choices.choices:
-            raise SettingsError("The logits are NaN after logits_processors and logit_bias.")
         if blocks:
             self._trials.add(decision.slots, blocks)
         return choices
@@ -133,6 +128,8 @@ class Sampler:
         Returns scores [L, V] and the weight of one unit of logit in them, for each of the
         sharpnesses that are tried; `settle` takes the tokens of each.
         """
+        if self._plain:
+            return [logits], [1.0]
         if self.temperature == 0:
             return [self._drafter_log_probs(logits, None, 1.0)], [1.0]
         # One row more than there are drafts: the target chooses after the last of them, too.
@@ -163,6 +160,8 @@ class Sampler:
     def commit(self, tokens: Sequence[int]) -> None:
         """The text goes on by these tokens, the next anchor last."""
         self._position += len(tokens)
+        if self._plain:
+            return
         self._rules.commit(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
@@ -188,14 +187,16 @@ class Sampler:
         scores = scores / self.temperature
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
-    def _processed(
-        self, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]
-    ) -> mx.array:
-        """Logits [N, V] after bias and processors; `paths` are each row's rows after the anchor."""
+    def _scores(self, proposal: Proposal, logits: mx.array) -> mx.array:
+        """What the target chooses by but for the noise: `log_probs` [N, V] of edited logits."""
         logits = self._biased(logits)
-        if self._history is not None:
-            logits = self._after_histories(self._history, logits, tokens, paths)
-        return self._rules.restrict(logits, tokens, paths) if self._rules else logits
+        if self._processors or self._rules:
+            tokens, paths = proposal.array().astype(mx.int32), proposal.paths()
+            if self._history is not None:
+                logits = self._after_histories(self._history, logits, tokens, paths)
+            if self._rules:
+                logits = self._rules.restrict(logits, tokens, paths)
+        return self.log_probs(logits)
 
     def _after_histories(
         self, history: mx.array, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import mlx.core as mx
@@ -103,15 +103,16 @@ class Sampling:
                 f"not {shown(self.logits_processors)}."
             )
         if self.logit_bias is not None:
-            _check_bias(self.logit_bias)
+            object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
     def _check(
         self, name: str, allowed: Callable[[Any], bool], range_: str, whole: bool = False
     ) -> None:
         value = getattr(self, name)
-        number = isinstance(value, int if whole else Real) and not isinstance(value, bool)
+        number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
         if not number or not allowed(value):
             raise SettingsError(f"{name} must be {range_}, not {shown(value)}.")
+        object.__setattr__(self, name, int(value) if whole else float(value))  # of numpy's
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `SettingsError` for a token that a vocabulary of this size does not have."""
@@ -146,10 +147,13 @@ def _items(name: str, value: Any) -> Sequence[Any]:
     return value
 
 
-def _check_bias(bias: Any) -> None:
-    """Raise `SettingsError` unless these are finite numbers by token id."""
-    whole = isinstance(bias, Mapping) and all(type(token) is int for token in bias)
+def _bias(bias: Any) -> dict[int, float]:
+    """Python's finite numbers by token id. Raises `SettingsError` for anything else."""
+    whole = isinstance(bias, Mapping) and all(
+        isinstance(token, Integral) and type(token) is not bool for token in bias
+    )
     values: list[Any] = list(bias.values()) if whole else []
     numbers = all(isinstance(value, Real) for value in values)
     if not whole or not numbers or not all(abs(value) <= MOST_F32 for value in values):
         raise SettingsError(f"logit_bias must map token ids to finite numbers, not {shown(bias)}.")
+    return {int(token): float(value) for token, value in bias.items()}

@@ -7,16 +7,14 @@ A round can bring many tokens at once; they are taken one by one, so that EOS, a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .events import FinishReason
 from .foreign import Foreign
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one round added: certain text, the tokens used, and why the text ended, if it did."""
 
     text: str
@@ -45,6 +43,9 @@ class TextStream:
         self.remaining = max_tokens
         self.finish_reason: FinishReason | None = None if max_tokens > 0 else "length"
         self._held = ""
+        self._detokenizing = Foreign(
+            ConfigError, "The target's tokenizer cannot make text of its tokens"
+        )
 
     def add(self, tokens: Sequence[int]) -> Piece:
         """Take a round's tokens up to where the text ends.
@@ -53,7 +54,7 @@ class TextStream:
         """
         used: list[int] = []
         text = ""
-        with Foreign(ConfigError, "The target's tokenizer cannot make text of its tokens"):
+        with self._detokenizing:
             for token in tokens:
                 if self.finish_reason is not None:
                     break
@@ -68,12 +69,12 @@ class TextStream:
             return self._flush()
         self._detokenizer.add_token(token)
         self._held += self._detokenizer.last_segment
-        if self._cut_at_stop():
+        if self._stop and self._cut_at_stop():
             return self._release(0)
         if self.remaining == 0:
             self.finish_reason = "length"
             return self._flush()
-        return self._release(self._possible_stop())
+        return self._release(self._possible_stop() if self._stop else 0)
 
     def _flush(self) -> str:
         """All that is left at the end, unless it completes a stop string."""
@@ -91,8 +92,6 @@ class TextStream:
 
     def _cut_at_stop(self) -> bool:
         """End the text before the first stop string, if one is complete."""
-        if not self._stop:
-            return False
         places = [self._held.find(stop) for stop in self._stop]
         if not any(place >= 0 for place in places):
             return False
@@ -102,8 +101,6 @@ class TextStream:
 
     def _possible_stop(self) -> int:
         """How many of the last held characters may be the start of a stop string."""
-        if not self._stop:
-            return 0
         longest = max(len(stop) - 1 for stop in self._stop)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

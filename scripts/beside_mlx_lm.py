@@ -2,6 +2,7 @@
 
     python scripts/beside_mlx_lm.py --concurrency 1,8,32 --repeats 3
     python scripts/beside_mlx_lm.py --model FOLDER -- --draft lookup     what follows -- is for ours
+    python scripts/beside_mlx_lm.py --model smollm2 --repeats 1 --max-tokens 48     some 6 minutes
 
 Tokens per second of all clients together, how long they wait for the first text, and the CPU time
 of the server's process per token: on a busy machine that is the figure to look at. Medians of the
@@ -20,20 +21,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any
+
+import mlx.core as mx
 
 import dflash_mlx
 from dflash_mlx.bench.clients import measure_clients
 from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.bench.server import Server
 from dflash_mlx.errors import ServerError
+from dflash_mlx.loading.gguf.convert import converted
+from dflash_mlx.loading.gguf.packages import gguf_file
 
 TINY = f"{dflash_mlx.__path__[0]}/tiny/target"
 THEIRS = (
     "import sys, dflash_mlx; dflash_mlx.use_fast_blas()\n"
     "from mlx_lm.server import main; sys.argv[0] = 'mlx_lm.server'; main()"
 )
-STARTING = 120  # seconds
+STARTING = 600  # seconds; a model is loaded, and its forwards timed
 
 
 class Contestant:
@@ -46,10 +52,9 @@ class Contestant:
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name, port = name, _free_port()
+        self._said = TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=self._said
         )
         atexit.register(self.process.kill)
         self.server = self._started(f"http://127.0.0.1:{port}")
@@ -64,7 +69,8 @@ class Contestant:
                 return server
             except ServerError:
                 time.sleep(0.5)
-        raise SystemExit(f"{self.name} does not start.")
+        self._said.seek(0)
+        raise SystemExit(f"{self.name} does not start.\n{self._said.read()}")
 
     @property
     def cpu_seconds(self) -> float:
@@ -93,6 +99,12 @@ class Contestant:
         return found | {"cpu_ms_per_token": 1e3 * cpu / max(1, found["tokens"])}
 
 
+def folder_of(name: str) -> str:
+    """What mlx-lm is to load: of a GGUF file the folder that ours makes of it, and reads."""
+    path = gguf_file(name)
+    return name if path is None else str(converted(path, unpack=mx.default_device() == mx.cpu))
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port: int = bound.getsockname()[1]
@@ -118,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default=TINY, help="a folder or a name that both know")
+    parser.add_argument("--model", default=TINY, help="a folder, a GGUF file, smollm2")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=32)
@@ -130,7 +142,7 @@ def main() -> None:
     python = sys.executable
     contestants = [
         Contestant("dflash-mlx", [python, "-m", "dflash_mlx", "serve", *model, *args.ours]),
-        Contestant("mlx-lm", [python, "-c", THEIRS, "--model", args.model]),
+        Contestant("mlx-lm", [python, "-c", THEIRS, "--model", folder_of(args.model)]),
     ]
     try:
         for one in contestants:

@@ -1,11 +1,12 @@
 """Hurts a server of two ranks on this machine, again and again, and sees that it comes back.
 
-    python scripts/cluster_faults.py [TIMES]
+    python scripts/cluster_faults.py [TIMES [OPTION ...]]
 
 Each time one of the ranks is killed or stopped, or the link between them takes nothing more: while
 they load, while they read a prompt, or in a round. Whoever waits is to get an error within 30
 seconds, `/health` is to answer 503, no process of before may be left, and the server that comes
 back is to say what it said. Prints a line each time, and JSON at the end; exit code 1 for a miss.
+The server is of the embedded pair; options of `serve` choose another, such as a pipeline.
 """
 
 from __future__ import annotations
@@ -234,11 +235,11 @@ class Watched(Ranks):
         Watched.now = self.all
 
 
-def main(times: int) -> int:
+def main(times: int, options: list[str]) -> int:
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     here = Host("127.0.0.1", ("127.0.0.1",))
-    arguments = ["serve", "--no-policy", "--stall-seconds", str(STALL)]
+    arguments = ["serve", "--no-policy", "--stall-seconds", str(STALL), *options]
     supervisor = Supervisor(
         Linked("ring", {}, (here, here)), arguments, print, listening, STALL, Watched
     )
@@ -251,4 +252,4 @@ def main(times: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 20))
+    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 20, sys.argv[2:]))

@@ -6,7 +6,8 @@
 Both sides (`stream_generate` and `dflash_mlx/bench/leanest.py`) answer the same prompts with the
 same weights, a round each in turn, and must say the same. Of each round the CPU time of the whole
 process counts, with what it left on the device; printed are the medians and their ratio.
-`--counts` needs no quiet machine: what both ask of the device, counted in the graphs.
+`--counts` needs no quiet machine: what both ask of the device, counted in the graphs, and how many
+Python functions are called for it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def count(target: dm.Target, drafter: dm.DFlash, prompts: list[list[int]], rows:
         print(
             f"{len(prompt):5} tokens, {rows:2} rows, {name:7}: {graph.nodes:5} nodes, "
             f"{graph.launches:4} kernels, {graph.copies:3} copies, {graph.copied_bytes:9,} bytes, "
-            f"{side.passes} passes, {side.waits} waits"
+            f"{side.passes} passes, {side.waits} waits, {side.calls:3} calls"
         )
 
 

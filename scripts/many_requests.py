@@ -1,13 +1,14 @@
 """What many requests at once bring: plain, drafted and shared-out rounds, and one after another.
 
-    python scripts/many_requests.py [--model NAME] [--tokens N] [--repeats N] [--most N]
-                                    [--stock-blas]
+    python scripts/many_requests.py [--model NAME] [--requests N,N,...] [--tokens N] [--repeats N]
+                                    [--limit N] [--again 1] [--stock-blas]
 
-For 1, 2, 4, 8, 16 and 32 requests: tokens per second of all together, decoding plainly, drafting
-whole blocks and with rows shared out by a policy, and of the same requests drafted one at a time.
-All of them read their prompts first; only rounds are timed, by the CPU time of the process, and
-only while all requests are there. The four take turns, and their medians are compared. Every text
-is compared with what plain decoding makes of it alone.
+For each number of requests: tokens per second of all together, decoding plainly, drafting whole
+blocks and with rows shared out by a policy, and of the same requests drafted one at a time. All of
+them read their prompts first, the second time out of a store; only rounds are timed, by the CPU
+time of the process, and only while all requests are there. The four take turns, and their medians
+are compared. Every text is compared with what plain decoding makes of it alone. The policy is the
+server's: its costs are those that are kept, measured now where there are none or with `--again 1`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from experiment import experiment, options_of
 
 import dflash_mlx as dm
 
-REQUESTS = (1, 2, 4, 8, 16, 32)
+REQUESTS = "1,2,4,8,16,32"
+CHUNK = 16  # tokens of a prompt that are stored together,
+MEMORY = 4 << 30  # and bytes for them
 WAYS = ("plain", "drafted", "policy", "one at a time")
 
 
@@ -32,7 +35,7 @@ class Lap:
 
     tokens: int
     seconds: float
-    requests: int  # requests' rounds, of which each brings tokens
+    requests: int  # their rounds, of each request one
     right: bool  # whether every text is the one alone
 
     @property
@@ -89,45 +92,53 @@ def laps(
 
 
 def main() -> None:
-    options = options_of(__doc__ or "", limit=8, tokens=96, repeats=5, most=REQUESTS[-1])
+    options = options_of(__doc__ or "", limit=8, tokens=96, repeats=5, requests=REQUESTS, again=0)
     target, drafter, prompts = experiment(options)
     from dflash_mlx.engine.costs import SharedCosts
     from dflash_mlx.engine.rows import SharedRounds
     from dflash_mlx.engine.together import Flat
-    from dflash_mlx.loop import Alone
 
+    counts = [int(count) for count in options.requests.split(",")]
     never_ending = dict.fromkeys(target.tokenizer.eos_token_ids, -1e4)
     settings: dict[str, Any] = {"max_tokens": options.tokens, "logit_bias": never_ending}
-    prompts = (prompts * REQUESTS[-1])[: options.most]
-    asked = [(each, dm.generate(target, None, each, **settings).tokens) for each in prompts]
-    policy = dm.Policy.of(target, drafter, again=True)
-    costs = SharedCosts.of(target, drafter, policy.costs, policy.widest, again=True)
-    shared = Flat(target, SharedRounds(costs))
+    plain = dm.PrefixStore(target, None, memory=MEMORY, chunk=CHUNK)
+    drafted = {"prefix": dm.PrefixStore(target, drafter, memory=MEMORY, chunk=CHUNK)} | settings
+    settings["prefix"] = plain
+    prompts = prompts[: max(counts)]
+    truths = [(each, dm.generate(target, None, each, **settings).tokens) for each in prompts]
+    asked = truths * -(-max(counts) // len(truths))
+    policy = dm.Policy.of(target, drafter, again=bool(options.again))
+    known = policy.costs, policy.widest, None, bool(options.again)
+    shared = Flat(target, SharedRounds(SharedCosts.of(target, drafter, *known)))
     flat = Flat(target, None)
 
     def one_at_a_time(of: Sequence[tuple[list[int], list[int]]]) -> Lap:
-        each = [lap(target, drafter, Alone(), [one], settings) for one in of]
+        each = [lap(target, drafter, flat, [one], drafted) for one in of]
         tokens, seconds = sum(one.tokens for one in each), sum(one.seconds for one in each)
         return Lap(tokens, seconds, sum(one.requests for one in each), all(e.right for e in each))
 
     ways: dict[str, Callable[[Sequence[tuple[list[int], list[int]]]], Lap]] = {
         "plain": lambda of: lap(target, None, flat, of, settings),
-        "drafted": lambda of: lap(target, drafter, flat, of, settings),
-        "policy": lambda of: lap(target, drafter, shared, of, {**settings, "policy": policy}),
+        "drafted": lambda of: lap(target, drafter, flat, of, drafted),
+        "policy": lambda of: lap(target, drafter, shared, of, {**drafted, "policy": policy}),
         "one at a time": one_at_a_time,
     }
     print(
         f"{target.name}, {options.tokens} tokens each; tokens per second of CPU time, all together"
     )
-    print("requests    plain  drafted   policy  one at a time   tokens a round   same texts")
-    for count in [each for each in REQUESTS if each <= options.most]:
+    print("                tokens per second of all            tokens a round")
+    print("requests    plain  drafted   policy  one at a time   drafted   policy   same texts")
+    for count in counts:
         found = laps(ways, asked[:count], options.repeats)
         speeds = [median(each.speed for each in found[way]) for way in WAYS]
-        drafted = found["drafted"][0]
+        brought = [
+            sum(each.tokens for each in found[way]) / sum(each.requests for each in found[way])
+            for way in ("drafted", "policy")
+        ]
         right = all(each.right for of_way in found.values() for each in of_way)
         print(
             f"{count:8} {speeds[0]:8.0f} {speeds[1]:8.0f} {speeds[2]:8.0f} {speeds[3]:14.0f} "
-            f"{drafted.tokens / drafted.requests:16.2f} {'yes' if right else 'NO':>12}"
+            f"{brought[0]:9.2f} {brought[1]:8.2f} {'yes' if right else 'NO':>12}"
         )
         pairs = [("drafted", "plain"), ("policy", "plain"), ("drafted", "one at a time")]
         ratios = ", ".join(f"{a} / {b} {_ratio(found, a, b):.2f}" for a, b in pairs)

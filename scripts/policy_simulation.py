@@ -1,129 +1,166 @@
 """A width policy on recorded traces, beside every fixed width, at several machines' costs.
 
-    python scripts/policy_simulation.py [--traces traces.json] [--kept 1]
+    python scripts/policy_simulation.py --traces FILE,FILE [--half 0]
 
 `policy_traces.py` records the traces. No model runs and nothing is timed, so the figures are exact
-and the same everywhere; what a round costs beyond its forwards is not in them. A policy starts from
-nothing at each prompt, or with `--kept 1` one serves all of them. Besides the traces there are
-drafters made up: right at some rate whatever the target's certainty says, which is high or wavers.
+and the same everywhere. A policy plays half of each class's prompts (those that its constants were
+not chosen by; with `--half 0` those that they were): from nothing at each prompt ("fresh"), with
+what the prompts of the other half have taught it, as a program that is started again ("learned"),
+and one after another, class by class ("in turn"). Besides the traces there are drafters made up:
+right at some rate whatever the target's certainty says, which is high or wavers.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from experiment import options_of
-from policy_traces import WIDTHS
 
 from dflash_mlx.policy.beliefs import Certainty
-from dflash_mlx.policy.costs import ROWS, Costs
+from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.widths import Policy
 
-FIXED, WIDEST, DEPTH, LONGEST = (1, 2, 4, 8, 16), 16, 64, 256
+FIXED, DEPTH = (1, 2, 4, 8, 16), 64
 POLICY = 0  # in the place of a width
+# In plain tokens: what a round under the policy takes more than without (tiny, smollm2: certainty
+# and features), and what each row of features that waits for a draft adds to it.
+WATCHING, WAITING = {16: 0.016, 8: 0.006}, 0.002
 Trace = dict[str, Any]  # see `policy_traces`
 MADE_UP = {"perfect": (1.0,), "good": (0.93,), "realistic": (0.6, 0.6, 0.5), "bad": (0.1,)}
 
 
-def machine(verify: float, draft: float, widest_draft: float) -> Costs:
-    """Costs in plain tokens: of 16 rows, of the narrowest draft, and of the widest one."""
-    drafts = {row: draft + (widest_draft - draft) * (row - 2) / 14 for row in ROWS}
-    return Costs(
-        {DEPTH: {row: 1 + (verify - 1) * (row - 1) / 15 for row in ROWS}},
-        {DEPTH: drafts | {1: 0.0}},
-    )
+def machine(verify: dict[int, float], draft: dict[int, float]) -> Costs:
+    """Costs in plain tokens, by rows."""
+    return Costs({DEPTH: {1: 1.0} | verify}, {DEPTH: {1: 0.0} | draft})
 
 
 MACHINES = {
-    "CPU": machine(1.7, 0.5, 0.65),
-    "CPU, another day": machine(1.8, 0.7, 0.75),
-    "CPU, stock BLAS": machine(4.6, 0.3, 1.3),
-    "in between": machine(1.8, 0.25, 0.4),
-    "Mac, rows cost": machine(2.4, 0.1, 0.15),
-    "Mac, rows do not": machine(1.2, 0.1, 0.15),
+    "tiny": {
+        "CPU": machine({2: 1.2, 4: 1.25, 8: 1.4, 16: 1.78}, {2: 0.83, 8: 0.95, 16: 1.15}),
+        "CPU, stock BLAS": machine({16: 4.6}, {2: 0.3, 16: 1.3}),
+        "in between": machine({16: 1.8}, {2: 0.25, 16: 0.4}),
+        "Mac, rows cost": machine({16: 2.4}, {2: 0.1, 16: 0.15}),
+        "Mac, rows do not": machine({16: 1.2}, {2: 0.1, 16: 0.15}),
+    },
+    "smollm2": {
+        "CPU": machine({2: 1.23, 4: 1.34, 8: 1.5}, {2: 0.1, 4: 0.13, 8: 0.19}),
+        "CPU, another day": machine({2: 1.19, 4: 1.27, 8: 1.42}, {2: 0.1, 4: 0.13, 8: 0.19}),
+        "Mac": machine({2: 1.05, 4: 1.12, 8: 1.25}, {2: 0.1, 8: 0.15}),
+    },
 }
 
 
 def play(trace: Trace, costs: Costs, way: int, policy: Policy) -> tuple[float, int]:
     """What an answer takes from its second token on, in plain tokens, and its rounds."""
-    seconds, request, certainty = costs.rounds(DEPTH, WIDEST), policy.start(), Certainty()
-    tokens, place, spent, rounds = len(trace["right"]), 1, 0.0, 0
+    seconds, right = costs.rounds(DEPTH, policy.widest), trace["right"]
+    request, certainty, waiting = policy.start(trace["temperature"]), Certainty(), trace["prompt"]
+    made, spent, rounds = 1, 0.0, 0
     certainty.take(1, trace["certainty"][0])
-    while place < tokens:
-        limit = min(WIDEST, LONGEST + 1 - place)
-        width = way or request.width(DEPTH + place, limit, certainty.mean)
-        width = min(width, limit)
-        accepted = _right(trace["right"][place], width)
+    while made < len(right):
+        width = way or request.width(DEPTH + made, policy.widest, certainty.mean)
+        accepted = min(right[made - 1], width - 1)
         spent, rounds = spent + seconds[width - 1], rounds + 1
-        place += accepted + 1
+        if width > 1:
+            spent, waiting = spent + WAITING * waiting, 0
+        waiting, made = waiting + accepted + 1, made + accepted + 1
         if way == POLICY:
+            spent += WATCHING[policy.widest]
             request.observe(width - 1, accepted)
-        certainty.take(accepted + 1, trace["certainty"][min(place, tokens) - 1])
+        certainty.take(accepted + 1, trace["certainty"][min(made, len(right)) - 1])
     return spent, rounds
 
 
-def _right(by_width: Sequence[int], width: int) -> int:
-    return 0 if width == 1 else min(by_width[bisect_left(WIDTHS, width)], width - 1)
-
-
-def made_up(name: str, sure: bool, seed: int, tokens: int = 200) -> Trace:
+def made_up(name: str, sure: bool, seed: int, widest: int, tokens: int = 200) -> Trace:
     """The trace of a drafter that is as good whatever the target's certainty says."""
     luck, rates, right, certainty = random.Random(seed), MADE_UP[name], [], []
     for _ in range(tokens):
         run = 0
-        while run < WIDEST - 1 and luck.random() < rates[min(run, len(rates) - 1)]:
+        while run < widest - 1 and luck.random() < rates[min(run, len(rates) - 1)]:
             run += 1
-        right.append([min(run, width - 1) for width in WIDTHS])
+        right.append(run)
         certainty.append(-1e-5 if sure else log(luck.choice((0.3, 0.6, 0.9, 0.97, 0.9999))))
     named = f"{name}, {'sure' if sure else 'unsure'}"
-    return {"class": named, "text": named, "certainty": certainty, "right": right}
+    trace = {"class": named, "text": named, "temperature": 0.0, "prompt": 30}
+    return trace | {"certainty": certainty, "right": right}
 
 
-def compare(traces: Sequence[Trace], costs: Costs, kept: bool) -> None:
-    """Print the classes' shares of the best fixed width, and the prompts that became slower."""
+def compare(traces: Sequence[Trace], costs: Costs, policy_of: Callable[[], Policy]) -> str:
+    """Each class's share of the best fixed width, and the prompts that became slower."""
     spent: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    policy, slower = Policy(costs, WIDEST), []
+    speeds = []
     for trace in traces:
-        policy = policy if kept else Policy(costs, WIDEST)
-        times = {way: play(trace, costs, way, policy)[0] for way in (POLICY, *FIXED)}
+        policy = policy_of()
+        widths = [width for width in FIXED if width <= policy.widest]
+        times = {way: play(trace, costs, way, policy)[0] for way in (POLICY, *widths)}
+        name = trace["class"] + f" T={trace['temperature']:g}" * (trace["temperature"] > 0)
         for way, time in times.items():
-            spent[trace["class"]][way] += time
-        slower.append((times[1] / times[POLICY], f"{trace['text'][:24]!r}"))
+            spent[name][way] += time
+        if len(trace["right"]) > 1:
+            speeds.append((times[1] / times[POLICY], trace["text"][:24]))
+    said = []
     for name, ways in spent.items():
-        best = min(FIXED, key=ways.__getitem__)
-        print(f"    {name:20} {ways[POLICY] / ways[best]:.3f} of {best:>2} rows")
-    below = sorted(one for one in slower if one[0] < 0.95)
-    said = ", ".join(f"{speed:.2f} {text}" for speed, text in below[:3])
-    print(
-        f"    {len(below)} of {len(traces)} below 0.95 of plain decoding{': ' * bool(said)}{said}"
-    )
+        best = min((way for way in ways if way != POLICY), key=ways.__getitem__)
+        shares = f"{ways[POLICY] / ways[best]:.3f} of {best} rows"
+        said.append(f"    {name:20} {shares:16} {ways[1] / ways[POLICY]:.2f}x plain")
+    below = sum(speed < 0.95 for speed, _ in speeds)
+    slowest = "{:.2f}x {!r}".format(*min(speeds))
+    said.append(f"    {below} of {len(speeds)} below 0.95 of plain decoding; slowest {slowest}")
+    return "\n".join(said)
 
 
 def main() -> None:
     """Simulate and print."""
-    options = options_of(__doc__ or "", traces="traces.json", kept=0)
-    recorded = json.loads(Path(options.traces).read_text())
-    others = [
-        made_up(n, sure, seed) for n in MADE_UP for sure in (True, False) for seed in range(8)
-    ]
-    for name, costs in MACHINES.items():
-        print(
-            f"{name}: 2, 4, 8, 16 rows",
-            *(f"{costs.rounds(DEPTH, 16)[r - 1]:.2f}" for r in FIXED[1:]),
-        )
-        compare(recorded, costs, bool(options.kept))
-        foxes = [
-            play(t, costs, POLICY, Policy(costs, WIDEST))[1] for t in recorded if "fox" in t["text"]
+    options = options_of(__doc__ or "", traces="traces.json", half=1)
+    by_pair: dict[str, list[Trace]] = defaultdict(list)
+    for name in options.traces.split(","):
+        for trace in json.loads(Path(name).read_text()):
+            by_pair[trace["pair"]].append(trace)
+    for pair, traces in by_pair.items():
+        played, other = halves(traces, options.half)
+        widest = 16 if pair == "tiny" else 8
+        alike = [
+            made_up(name, sure, seed, widest)
+            for name in MADE_UP
+            for sure in (True, False)
+            for seed in range(8)
         ]
-        print("    rounds of the fox:", *foxes)
-        compare(others, costs, kept=False)
+        for name, costs in MACHINES[pair].items():
+            ways = starts(other, costs, widest)
+            for way, policy_of in ways.items():
+                print(f"{pair}, {name}, {way}", compare(played, costs, policy_of), sep="\n")
+            print(f"{pair}, {name}, made up", compare(alike, costs, ways["fresh"]), sep="\n")
+
+
+def halves(traces: Sequence[Trace], half: int) -> tuple[list[Trace], list[Trace]]:
+    """Every second prompt of each class, class by class, and the others in any order."""
+    classes = defaultdict(list)
+    for trace in traces:
+        classes[trace["temperature"], trace["class"]].append(trace)
+    played = [trace for _, of in sorted(classes.items()) for trace in of[half::2]]
+    other = [trace for _, of in sorted(classes.items()) for trace in of[1 - half :: 2]]
+    random.Random(0).shuffle(other)
+    return played, other
+
+
+def starts(other: Sequence[Trace], costs: Costs, widest: int) -> dict[str, Callable[[], Policy]]:
+    """What a prompt may begin with."""
+    file = Path(mkdtemp()) / "costs.json"
+    teacher, in_turn = Policy(costs, widest, file), Policy(costs, widest)
+    for trace in other:
+        play(trace, costs, POLICY, teacher)
+    teacher.keep()
+    return {
+        "fresh": lambda: Policy(costs, widest),
+        "learned": lambda: Policy(costs, widest, file),
+        "in turn": lambda: in_turn,
+    }
 
 
 if __name__ == "__main__":

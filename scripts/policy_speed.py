@@ -1,13 +1,14 @@
 """What the width policy makes of a pair, beside plain decoding and every fixed width.
 
-    python scripts/policy_speed.py [--limit N] [--repeats N] [--kept 1] [--stock-blas]
+    python scripts/policy_speed.py [--limit N] [--repeats N] [--kept 0] [--stock-blas]
 
 Prompts of the embedded suite, and free ones that the embedded pair knows nothing about. Each is
 decoded in every way, in turns, `--repeats` times; the quickest time of a way counts, as other
-programs only ever add some. A policy starts from nothing at each prompt, as `generate` does; with
-`--kept 1` one policy serves all of them, as in a chat. Printed for each class of prompts: the
-policy's total time over the best fixed width's, and its slowest prompt against plain decoding.
-Costs are measured anew at the start.
+programs only ever add some. A policy begins with what another prompt of each class and the prompts
+so far have taught it, as `generate` does in every start but the first, and as a chat; with
+`--kept 0` it starts from nothing at each prompt. Printed for each class of prompts: the policy's
+total time over the best fixed width's, and its slowest prompt against plain decoding. Costs are
+measured anew at the start; what the rounds corrected of them is printed at the end.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Plan a day in Rome.""".splitlines()
 
 def main() -> None:
     """Measure and print."""
-    options = options_of(__doc__ or "", limit=5, repeats=3, kept=0, max_tokens=256)
+    options = options_of(__doc__ or "", limit=5, repeats=3, kept=1, max_tokens=256)
     print(f"BLAS: {dm.use_fast_blas(stock=options.stock_blas).name}")
 
     from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
@@ -63,6 +64,10 @@ def main() -> None:
     costs = dm.Policy.of(target, drafter, again=True).costs
     kept = dm.Policy(costs, max(WIDTHS)) if options.kept else None
     embedded = limit_per_category(embedded_prompts(), options.limit)
+    if kept:
+        for prompt in limit_per_category(embedded_prompts(), options.limit + 1):
+            if prompt not in embedded:
+                dm.generate(target, drafter, list(prompt.messages), policy=kept)
     asked = [(one.category, one.messages) for one in embedded]
     asked += [("free", [{"role": "user", "content": text}]) for text in FREE]
     times: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -84,6 +89,8 @@ def main() -> None:
             f"{category:13} {by_way[POLICY] / by_way[best]:6.3f} (width {best:>2}) "
             f"{by_way[1] / by_way[POLICY]:18.2f}x {low:8.2f}x ({text})"
         )
+    if kept:
+        print(*kept.describe(128), sep="\n")
 
 
 class Prompt:

@@ -1,19 +1,25 @@
-"""Record what drafts of every width would have brought, at every place of some answers.
+"""Record what drafts, chains and trees, would have brought at every place of some answers.
 
     python scripts/policy_traces.py [--out traces.json] [--model NAME] [--draft NAME] [--limit N]
+        [--suites NAME,NAME --data DIR] [--free N] [--temperatures 0,1] [--max-tokens N]
 
-Prompts of the embedded suite, and free ones. A trace is all that a width policy can see or cause,
-so `policy_simulation.py` runs any policy on it exactly, at any costs and with no clock. It has, for
-every token of an answer: the log-probability of the target's favourite where it was chosen, and how
-many slots of a draft after it would have been right, for each width of `WIDTHS`.
+Prompts of the embedded suite, or of the papers' suites, spread evenly over each, and free ones. A
+trace is all that a policy can see or cause, so `policy_simulation.py` runs any policy on it
+exactly, at any costs and with no clock. It has, for every token of an answer: the log-probability
+of the target's favourite where it was chosen; how many slots of a whole block after it would have
+been right; which rows of a tree of 64, best first; and how likely tree and chain said that their
+rows were. A narrower block is taken to draft the beginning of the whole one: where all rows see
+each other it is 1 to 3% worse than that. What is learnt of a drafter at a temperature
+(`sharpness`, `calibration`) is kept from answer to answer. Answers are written and drafted
+for side by side.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from experiment import options_of
@@ -21,59 +27,164 @@ from policy_speed import FREE
 
 import dflash_mlx as dm
 
-WIDTHS = (2, 3, 4, 6, 8, 12, 16)  # rows, the anchor's included
+TREE, WIDEST = 64, 16  # rows
+Asked = tuple[str, list[dict[str, str]], float]  # class, messages, temperature
 
 
 def main() -> None:
     """Record and write."""
-    options = options_of(__doc__ or "", out="traces.json", limit=8, max_tokens=256)
+    options = options_of(
+        __doc__ or "",
+        out="traces.json",
+        limit=8,
+        max_tokens=256,
+        suites="",
+        data="",
+        free=len(FREE),
+        temperatures="0",
+    )
     print(f"BLAS: {dm.use_fast_blas(stock=options.stock_blas).name}")
-
-    from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
-    from dflash_mlx.prompt import encode_prompt
-
     target, drafter = dm.load(options.model, options.draft)
-    embedded = limit_per_category(embedded_prompts(), options.limit)
-    asked: list[tuple[str, Any]] = [(one.category, one.messages) for one in embedded]
-    asked += [("free", [{"role": "user", "content": text}]) for text in FREE]
-    traces = []
-    for category, messages in asked:
-        prompt = encode_prompt(target, messages)
-        answer = dm.generate(target, None, prompt, max_tokens=options.max_tokens).tokens
-        certainty, right = zip(*places(target, drafter, prompt, answer), strict=True)
-        text = str(messages[-1]["content"])
-        traces.append({"class": category, "text": text, "certainty": certainty, "right": right})
-        print(f"{category:12} {len(answer):4} tokens  {text[:60]}", flush=True)
+    recorder, traces = Recorder(target, drafter), []
+    for batch in asked_together(options):
+        for trace in recorder.record(batch, options.max_tokens):
+            traces.append(trace | {"pair": options.model})
+            right = trace["right"]
+            counts = f"T={trace['temperature']:g} {len(right):4} tokens, {mean(right):5.2f} right"
+            print(f"{trace['class']:12} {counts}  {trace['text'][:60]!r}", flush=True)
         Path(options.out).write_text(json.dumps(traces))
 
 
-def places(
-    target: dm.Target, drafter: Any, prompt: list[int], answer: list[int]
-) -> Iterator[tuple[float, list[int]]]:
-    """For each token of an answer its certainty, and the right slots of each draft after it."""
-    import mlx.core as mx
+def asked_together(options: Any) -> list[list[Asked]]:
+    """The prompts: one of each class at a time, at each temperature."""
+    from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
+    from dflash_mlx.bench.suites import suite_prompts
+    from dflash_mlx.loading.hub import Hub
 
-    from dflash_mlx.sampling import Sampler
+    folder, classes = Path(options.data) if options.data else None, dict[str, list[Any]]()
+    for suite in filter(None, options.suites.split(",")):
+        prompts = suite_prompts(suite, Hub(), folder)
+        step = max(1, len(prompts) // options.limit)
+        classes[suite] = [list(prompt.messages) for prompt in prompts[::step][: options.limit]]
+    if not options.suites:
+        for prompt in limit_per_category(embedded_prompts(), options.limit):
+            classes.setdefault(prompt.category, []).append(list(prompt.messages))
+    classes["free"] = [[{"role": "user", "content": text}] for text in FREE[: options.free]]
+    temperatures = [float(number) for number in options.temperatures.split(",")]
+    return [
+        [(name, of[at], t) for name, of in classes.items() if at < len(of) for t in temperatures]
+        for at in range(max(map(len, classes.values())))
+    ]
 
-    text = [*prompt, *answer]
-    logits = target.model(mx.array([text[:-1]]))[0, len(prompt) - 1 :].astype(mx.float32)
-    certainties: Any = (logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)).tolist()
-    session, drafting = target.start(drafter.tap_layers), drafter.start(target, Sampler())
-    taps = mx.concatenate([features for _, features in session.prefill(text[:-1])], axis=1)
-    drafting.extend(taps[:, : len(prompt)])
-    for place, certainty in enumerate(certainties, start=len(prompt)):
-        rest = text[place + 1 :]
-        yield certainty, [right(drafting.propose(text[place], width), rest) for width in WIDTHS]
-        drafting.extend(taps[:, place : place + 1])
+
+class Recorder:
+    """What records a pair's traces."""
+
+    def __init__(self, target: dm.Target, drafter: Any) -> None:
+        from dflash_mlx.drafter.protocol import block_size
+        from dflash_mlx.policy.trees import TreePolicy
+
+        self.target, self.drafter = target, drafter
+        self.widest = min(WIDEST, block_size(drafter) or WIDEST)
+        self.kept = TreePolicy.fixed(TREE)  # holds what is learnt at each temperature
+
+    def record(self, asked: Sequence[Asked], max_tokens: int) -> list[dict[str, Any]]:
+        """The traces of some prompts, whose answers are written together."""
+        from dflash_mlx.drafter.forest import propose_together, propose_trees_together
+        from dflash_mlx.prompt import encode_prompt
+
+        prompts = [encode_prompt(self.target, messages) for _, messages, _ in asked]
+        answers = self._answers(prompts, [t for _, _, t in asked], max_tokens)
+        texts = [
+            Passage(self, prompt, answer, t)
+            for prompt, answer, (_, _, t) in zip(prompts, answers, asked, strict=True)
+        ]
+        for at in range(max_tokens):
+            going = [text for text in texts if at < len(text.answer)]
+            sessions = [text.drafting for text in going]
+            anchors = [text.answer[at] for text in going]
+            widths = [self.widest] * len(going)
+            for text, anchor in zip(going, anchors, strict=True):
+                text.sampler.commit([anchor])
+            chains = propose_together(sessions, anchors, widths)
+            calibrations = [text.calibration for text in going]
+            rows = [TREE] * len(going)
+            trees = propose_trees_together(sessions, anchors, rows, widths, calibrations)
+            for text, chain, tree in zip(going, chains, trees, strict=True):
+                text.take(at, chain, tree)
+        return [
+            {"class": name, "text": str(messages[-1]["content"]), "temperature": t} | text.trace
+            for (name, messages, t), text in zip(asked, texts, strict=True)
+        ]
+
+    def _answers(
+        self, prompts: Sequence[list[int]], temperatures: Sequence[float], max_tokens: int
+    ) -> list[list[int]]:
+        from dflash_mlx.begin import begin
+        from dflash_mlx.engine.together import Flat
+        from dflash_mlx.loop import play_round
+
+        requests, texts = [], list[list[int]]()
+        for prompt, t in zip(prompts, temperatures, strict=True):
+            settings: dict[str, Any] = {"temperature": t, "seed": 0} if t else {}
+            request = begin(self.target, None, prompt, max_tokens=max_tokens, **settings)
+            request.resume()
+            texts.append([token for event in request.read() if event for token in event.tokens])
+            requests.append(request)
+        together = Flat(self.target, None)
+        while going := [at for at, request in enumerate(requests) if not request.finished]:
+            turns = play_round([requests[at] for at in going], together)
+            for at, turn in zip(going, turns, strict=True):
+                if turn.event is None:
+                    raise turn.error or AssertionError
+                texts[at] += turn.event.tokens
+        return texts
 
 
-def right(proposal: Any, rest: Sequence[int]) -> int:
-    """How many drafted tokens are what the text went on with."""
-    import mlx.core as mx
+class Passage:
+    """An answer that is drafted for at every place."""
 
-    drafted: Any = mx.array(proposal.tokens).tolist()
-    pairs = zip(drafted[1:], rest, strict=False)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    def __init__(
+        self, of: Recorder, prompt: list[int], answer: list[int], temperature: float
+    ) -> None:
+        import mlx.core as mx
+
+        from dflash_mlx.sampling import Sampler
+        from dflash_mlx.settings import Sampling
+
+        text, self.answer = [*prompt, *answer], answer
+        settings = Sampling(temperature=temperature, seed=0 if temperature else None)
+        self.sampler = Sampler(settings, prompt, of.kept.sharpness(temperature))
+        self.calibration = of.kept.calibration(temperature)
+        session = of.target.start(of.drafter.tap_layers)
+        self.drafting = of.drafter.start(of.target, self.sampler)
+        logits = of.target.model(mx.array([text[:-1]]))[0, len(prompt) - 1 :]
+        self._taps = mx.concatenate([taps for _, taps in session.prefill(text[:-1])], axis=1)
+        self.drafting.extend(self._taps[:, : len(prompt)])
+        self._logits, self._start = logits.astype(mx.float32), len(prompt)
+        scores = self.sampler.log_probs(self._logits)
+        certainty: Any = (scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)).tolist()
+        self.trace: dict[str, Any] = {"prompt": len(prompt), "certainty": certainty}
+        self.trace |= {"right": [], "tree": [], "sure": []}
+
+    def take(self, at: int, chain: Any, tree: Any) -> None:
+        """Take in what was drafted after one of the answer's tokens."""
+        import mlx.core as mx
+
+        from dflash_mlx.policy.trees import matching
+
+        rest, logits = self.answer[at + 1 :], self._logits[at + 1 : at + 1 + len(chain)]
+        if len(logits) == len(chain):  # the chains of other sharpnesses are judged by the text
+            self.sampler.choose(chain, logits)
+        drafted: Any = mx.array(chain.tokens).tolist()
+        path: list[int] = []
+        if len(rest) >= tree.slots:
+            path = tree.tree.path(tree.learn(rest[: tree.slots]))
+        said = {"tree": tree.tree.log_probs, "chain": tree.chain.log_probs}
+        self.trace["right"].append(matching(drafted[1:], rest))
+        self.trace["tree"].append(path)
+        self.trace["sure"].append({key: [round(x, 2) for x in of] for key, of in said.items()})
+        self.drafting.extend(self._taps[:, self._start + at : self._start + at + 1])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """A rank that plays tiny models of several families with the others, and compares with one machine.
 
-    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py qwen3 llama
+    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py [--pipeline] [--quick] qwen3 llama
 
-Rank 0 prints a JSON object a family; tests/test_cluster_families.py and scripts/cluster_check.py
-read them.
+Rank 0 prints a JSON object a family; tests/test_cluster.py and scripts/cluster_check.py read them.
 """
 
 from __future__ import annotations
@@ -11,19 +10,25 @@ from __future__ import annotations
 import json
 import sys
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from crowd import Crowd, Knowing, Played
+from clusters import STALL
+from collectives import Counting, counted
+from crowd import Crowd, Knowing, KnowingSession, Played
 from families import CONFIGS, Letters, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
+from dflash_mlx.cluster.wire import Kind
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.target import TargetSession
+from dflash_mlx.loop import Turn
+from dflash_mlx.target import TargetSession, internals
+from dflash_mlx.target.taps import EMBEDDING
 
 WINDOWED = 40  # tokens of a prompt, more than the windows of the families
 TOKENS = 8
@@ -33,18 +38,46 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 4, "max_tokens": TOKENS},
 ]
 PROMPTS = [random_prompt(WINDOWED, 0), random_prompt(9, 1), random_prompt(20, 2)]
+# What the number of ranks has to divide. Where Qwen3.5 has fewer key heads, mlx-lm repeats them.
+HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads", "o_groups")
+KEY_HEADS = "num_key_value_heads"
+PIPELINE, QUICK = "--pipeline", "--quick"
+REPEATED = ("qwen3_5", "qwen3_5_moe")
 
 
-def digests(session: TargetSession) -> list[int]:
-    """A number for each array in a session's caches, the same for the same bits."""
-    leaves = tree_flatten([cache.state for cache in session._cache])
-    arrays = [np.array(leaf) for _, leaf in leaves if isinstance(leaf, mx.array)]
-    return [zlib.crc32(array.tobytes()) & 0x7FFFFFFF for array in arrays]
+class Rounds(Flat):
+    """Counts the rounds of an engine."""
+
+    count = 0
+
+    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+        self.count += 1
+        return super().verify(turns)
 
 
-def play(family: str, cluster: Cluster, model: Any) -> None:
-    """All of a family, as any rank."""
-    of = Letters(), CONFIGS[family], family
+def widened(family: str, size: int) -> dict[str, int]:
+    """A family's numbers of heads, times what makes so many ranks divide them."""
+    config = CONFIGS[family]
+    shape = config.get("text_config", config)
+    names = HEADS if family in REPEATED else (*HEADS, KEY_HEADS)
+    heads = {name: shape[name] for name in names if shape.get(name)}
+    times = next(n for n in range(1, size + 1) if not any(x * n % size for x in heads.values()))
+    return {name: count * times for name, count in heads.items()}
+
+
+def cached_heads(layer: Any) -> int:
+    """Whose rows or states a layer's caches hold. Latents, and what is pooled, have no heads: 1."""
+    attention = internals.attention_of(layer)
+    if attention is None:
+        return int(internals.mixer_of(layer).num_k_heads)
+    return internals.key_heads(attention) if internals.has_key_projection(attention) else 1
+
+
+def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
+    """All of a family, as any rank; or, quickly, a chain alone, and trees alone and together."""
+    wider = {} if pipeline else widened(family, cluster.size)
+    model = random_model(family, **wider)
+    heads = [cached_heads(layer) for layer in model.layers]
     try:
         cluster.shard(family, model)
     except SettingsError as error:
@@ -52,43 +85,81 @@ def play(family: str, cluster: Cluster, model: Any) -> None:
             print(json.dumps({"family": family, "refused": str(error)}), flush=True)
         return
     mx.eval(model.parameters())
-    target = cluster.open(model, *of)
+    target = cluster.open(model, Letters(), CONFIGS[family], family)
     if cluster.rank:
-        sessions = cluster.work(target).sessions
-        report({}, cluster, list(sessions.values())[-1])
+        last = list(cluster.work(target).sessions.values())[-1]
+        layers(cluster, target, last) if pipeline else shares(cluster, heads, last)
         return
-    requests = list(zip(PROMPTS, SETTINGS, strict=True))
-    crowd = Crowd(target_of(random_model(family), family), requests)
+    own = target_of(random_model(family, **wider), family)
+    crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
     found: dict[str, Any] = {"family": family, "ranks": cluster.size, "texts": {}}
-    conversation = None
+    counting, rounds = Counting(cluster._wire), 0
     for at, shape in enumerate(("chain", "tree") if target.supports_trees else ("chain",)):
         drafter = drafter_of(crowd, shape)
-        alone = list(zip(crowd.requests, crowd.alone, strict=True))
-        for (prompt, settings), text in alone[:2] if at == 0 else alone[1:2]:
+        for number in (at,) if quick else (0, 1):
+            (prompt, settings), text = crowd.requests[number], crowd.alone[number]
             conversation = dm.Conversation(target, drafter)
-            before = cluster.leader.messages
-            result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
-            name = f"{shape} at {settings['temperature']}"
-            found["texts"][name] = result.tokens == text
-            found[name] = {
-                "rounds": result.stats.rounds,
-                "messages": cluster.leader.messages - before,
-            }
-        found["texts"][f"{shape}, three"] = together(target, crowd, drafter)
-    assert conversation is not None
+            drafter.heard.clear()
+            beats = cluster.leader.beats
+            with counted() as sent:
+                result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
+            sent["all_sum"] -= cluster.leader.beats - beats
+            found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
+            rounds += result.stats.rounds
+        last, heard = conversation.target, list(drafter.heard)
+        if quick and shape == "chain":
+            continue
+        together = Rounds(target, None)
+        found["texts"][f"{shape}, three"] = three(target, crowd, drafter, together)
+        rounds += together.count
     cluster.close()
-    report(found, cluster, conversation.target)
+    found["rounds"], found["messages"] = rounds, counting.messages[Kind.VERIFY]
+    # Of the last text, whose prompt is read in one forward.
+    found["a forward"] = {kind: count / (result.stats.rounds + 1) for kind, count in sent.items()}
+    found["sums a message"] = counting.sums / counting.messages.total()
+    conversation = dm.Conversation(own, drafter)
+    drafter.heard.clear()
+    dm.generate(own, drafter, prompt, conversation=conversation, **settings)
+    off = [abs(one - other).max() for one, other in zip(heard, drafter.heard, strict=True)]
+    found["taps off by"] = float(max(off))
+    if pipeline:
+        found["caches"] = layers(cluster, target, last) == bits(conversation.target)
+    else:
+        found["caches"] = shares(cluster, heads, last)
+    print(json.dumps(found), flush=True)
 
 
-def drafter_of(crowd: Crowd, shape: str) -> Knowing:
-    drafter = crowd.knowing(0.8, (0, crowd.target.num_layers - 1))
+class Listening(Knowing):
+    """Keeps what its sessions are told of the target's layers."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.heard: list[np.ndarray] = []
+
+    def start(self, target: Any, sampler: Any) -> KnowingSession:
+        session = super().start(target, sampler)
+        extend = session.extend
+
+        def listen(taps: mx.array) -> None:
+            self.heard.append(np.array(taps))
+            extend(taps)
+
+        session.extend = listen  # type: ignore[method-assign]
+        return session
+
+
+def drafter_of(crowd: Crowd, shape: str) -> Listening:
+    known, layers = crowd.knowing(0.8), crowd.target.num_layers
+    # Before DeepSeek-V4.1's first layer there are several streams, which are not one tap.
+    first = 0 if crowd.target.name == "deepseek_v41" else EMBEDDING
+    drafter = Listening(known.texts, known.vocab_size, known.p, (first, layers // 2, layers - 1))
     drafter.branches = shape == "tree"
     return drafter
 
 
-def together(target: dm.Target, crowd: Crowd, drafter: Knowing) -> bool:
+def three(target: dm.Target, crowd: Crowd, drafter: Knowing, together: Flat) -> bool:
     """Three requests that join one after the other, and a fourth that is cancelled on its way."""
-    played = Played(target, drafter, Flat(target, None))
+    played = Played(target, drafter, together)
     jobs = []
     for prompt, settings in crowd.requests:
         jobs.append(played.submit(prompt, block_size=6, **settings))
@@ -107,18 +178,50 @@ def together(target: dm.Target, crowd: Crowd, drafter: Knowing) -> bool:
     )
 
 
-def report(found: dict[str, Any], cluster: Cluster, session: TargetSession) -> None:
-    """Rank 0 prints what was found, and which arrays of the caches are whose, by their bits."""
-    each = [cluster.meet(number) for number in digests(session)]
-    found["caches"] = each
-    if cluster.rank == 0:
-        print(json.dumps(found), flush=True)
+def bits(session: TargetSession) -> list[list[int]]:
+    """A number for each array of each layer's cache, the same for the same bits."""
+    return [
+        [zlib.crc32(np.array(leaf).tobytes()) & 0x7FFFFFFF for leaf in arrays_of(cache)]
+        for cache in session._cache
+    ]
 
 
-def main(families: list[str]) -> None:
-    for family in families:
-        cluster = Cluster()
-        play(family, cluster, random_model(family))
+def arrays_of(cache: Any) -> list[mx.array]:
+    return [leaf for _, leaf in tree_flatten(cache.state) if isinstance(leaf, mx.array)]
+
+
+def shares(cluster: Cluster, heads: Sequence[int], session: TargetSession) -> dict[str, Any]:
+    """Whether the arrays of a session's caches have the same bits on just the ranks that hold the
+    same heads, and how many arrays are of heads that more than one rank holds.
+    """
+    found: dict[str, Any] = {"arrays": 0, "shared": 0, "as held": True}
+    for count, own in zip(heads, bits(session), strict=True):
+        owners = [rank * min(count, cluster.size) // cluster.size for rank in range(cluster.size)]
+        for one in own:
+            held = cluster.meet(one)
+            pairs = set(zip(owners, held, strict=True))
+            found["arrays"] += 1
+            found["shared"] += count < cluster.size
+            found["as held"] &= len(pairs) == len(set(owners)) == len(set(held))
+    return found
+
+
+def layers(cluster: Cluster, target: dm.Target, session: TargetSession) -> list[list[int]]:
+    """The bits of all layers' caches, of which each rank has some."""
+    own, first = bits(session), internals.first_layer(target._backbone)
+    found = []
+    for layer in range(target.num_layers):
+        here = own[layer - first] if 0 <= layer - first < len(own) else []
+        count = max(cluster.meet(len(here)))
+        found.append([max(cluster.meet(here[at] if here else 0)) for at in range(count)])
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    for family in arguments:
+        if family not in (PIPELINE, QUICK):
+            cluster = Cluster(STALL, pipeline=PIPELINE in arguments)
+            play(family, cluster, PIPELINE in arguments, QUICK in arguments)
 
 
 if __name__ == "__main__":

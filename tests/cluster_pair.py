@@ -8,12 +8,18 @@ Rank 0 prints JSON objects, for tests/test_cluster.py and scripts/cluster_check.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from clusters import STALL
+from collectives import counted
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
@@ -27,9 +33,9 @@ TREE = 20
 class Pairs:
     """The pair over all ranks, and beside it the same on one machine."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster = cluster
-        self.target, self.drafter = dm.load("tiny", cluster=cluster)
+        self.target, self.drafter = dm.load(name, "tiny", cluster=cluster)
         self.whole, self.own = dm.load("tiny")
 
     def same(self, *questions: Any, **settings: Any) -> dict[str, Any]:
@@ -92,45 +98,56 @@ def together(pairs: Pairs) -> Iterator[dict[str, Any]]:
     }
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The operations over all ranks that are built inside."""
-    own, count = mx.distributed.all_sum, [0]
-
-    def all_sum(*of: Any, **settings: Any) -> mx.array:
-        count[0] += 1
-        return own(*of, **settings)
-
-    mx.distributed.all_sum = all_sum
-    try:
-        yield count
-    finally:
-        mx.distributed.all_sum = own
-
-
 def collectives(pairs: Pairs, tokens: int) -> Iterator[dict[str, Any]]:
     """What so many tokens take, drafted and plain."""
     found: dict[str, Any] = {"what": "collectives", "tokens": tokens}
+    leader = pairs.cluster.leader  # which may beat while a busy machine drafts
     for name, drafter in (("plain", None), ("drafted", pairs.drafter)):
         sums = made = rounds = requests = 0
         while made < tokens:
             asked = f"What is {31 + requests} plus {47 + requests}?"
             question = [{"role": "user", "content": asked}]
+            beats = leader.beats
             with counted() as count:
                 result = dm.generate(pairs.target, drafter, question, max_tokens=tokens - made)
-            sums, made = sums + count[0], made + len(result.tokens)
+            sums, made = sums + count.total() - (leader.beats - beats), made + len(result.tokens)
             rounds, requests = rounds + result.stats.rounds, requests + 1
         found[name] = {"sums": sums, "tokens": made, "rounds": rounds, "requests": requests}
         found[name]["a forward"] = sums // (rounds + requests)
     yield found
 
 
-def main(parts: list[str]) -> None:
-    cluster = Cluster()
-    if cluster.rank:
-        cluster.follow("tiny")
+@contextmanager
+def split_by(size: int) -> Iterator[str]:
+    """The pair's target, with as many heads as so many ranks divide.
+
+    It has two heads of keys. Each of them twice, for half of the queries, is the same model.
+    """
+    if size == 2:
+        yield "tiny"
         return
-    pairs = Pairs(cluster)
+    with tempfile.TemporaryDirectory() as place:
+        own, folder = Path(str(files("dflash_mlx") / "tiny/target")), Path(place) / "target"
+        shutil.copytree(own, folder)
+        config = json.loads((own / "config.json").read_text())
+        heads, length = config["num_key_value_heads"], config["head_dim"]
+        weights: Any = mx.load(str(own / "model.safetensors"))
+        for path, weight in weights.items():
+            if "k_proj" in path or "v_proj" in path:
+                weight = weight.reshape(heads, length, -1)
+                weights[path] = mx.repeat(weight, size // heads, axis=0).reshape(size * length, -1)
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": size}))
+        yield str(folder)
+
+
+def main(parts: list[str]) -> None:
+    cluster = Cluster(STALL)
+    with split_by(cluster.size) as target:
+        if cluster.rank:
+            cluster.follow(target)
+            return
+        pairs = Pairs(cluster, target)
     for part in parts:
         name, _, tokens = part.partition("=")
         shown = collectives(pairs, int(tokens)) if tokens else PARTS[name](pairs)

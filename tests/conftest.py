@@ -7,8 +7,6 @@ import hypothesis
 import pytest
 from rowwise import use_rowwise_blas
 
-use_rowwise_blas()
-
 # MLX computes in a thread of its own, which the main one wakes for every small operation. As a
 # batch job a woken thread lets the other go on for a while: a sixth of the time less.
 if hasattr(os, "SCHED_BATCH"):
@@ -20,8 +18,18 @@ hypothesis.settings.load_profile("dflash")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--ranks 2` has the tests of the real server ask one of so many ranks on this machine."""
+    """`--ranks 2` has the tests of the real server ask one of so many ranks on this machine.
+
+    `--stock-blas` shows on the BLAS that people may have what else holds on the tests' own.
+    """
     parser.addoption("--ranks", type=int, default=1, help="of the server in test_serve_process")
+    parser.addoption("--stock-blas", action="store_true", help="MLX's own BLAS, which is slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The tests' BLAS, before anything imports MLX."""
+    if not config.getoption("--stock-blas"):
+        use_rowwise_blas()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -93,11 +93,13 @@ class Crowd:
     def plain(self, prompt: list[int], settings: dict[str, Any]) -> list[int]:
         return dm.generate(self.target, None, prompt, **fresh(settings)).tokens
 
-    def knowing(self, p: float, taps: tuple[int, ...] = ()) -> Knowing:
+    def knowing(
+        self, p: float, taps: tuple[int, ...] = (), kind: type[Knowing] = Knowing
+    ) -> Knowing:
         texts = [
             [*prompt, *text] for (prompt, _), text in zip(self.requests, self.alone, strict=True)
         ]
-        return Knowing(texts, self.target.vocab_size, p, taps)
+        return kind(texts, self.target.vocab_size, p, taps)
 
 
 def fresh(settings: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +121,7 @@ class Played:
 
     def submit(self, prompt: list[int], **settings: Any) -> Job:
         request = begin(*self.pair, prompt, **fresh(settings))
-        job = Job(request.stats, lambda: None)
+        job = Job(request.stats, lambda: None, lambda: True)  # nobody else would make its text
         self.seats.add(job, request)
         return job
 

@@ -151,12 +151,12 @@ LIMITS = Limits(head_seconds=60, drain_seconds=0.05)  # what is slow is no fault
 
 
 @asynccontextmanager
-async def running(engine, limits=LIMITS, loaded=True):
+async def running(engine, limits=LIMITS, loaded=True, **options):
     """A server in this event loop, and its port; not `loaded` it still waits for its model."""
     desk = a_desk(engine)
     server = Server(make_waiting_app(Access(), desk.metrics), limits)
     if loaded:
-        server.open(make_app(desk, Options("told", Access())), desk)
+        server.open(make_app(desk, Options("told", Access(), **options)), desk)
     bound = listen("127.0.0.1", 0)
     server.port, server.desk = bound.getsockname()[1], desk
     task = asyncio.create_task(server.serve(sockets=[bound]))

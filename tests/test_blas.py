@@ -130,11 +130,14 @@ def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path):
 
 
 @linux
+@needs_compiler
 @needs_numpy_openblas
-def test_no_place_for_the_shim_leaves_the_stock_blas(tmp_path):
+def test_without_a_place_to_keep_it_the_shim_is_built_for_one_process(tmp_path):
     (tmp_path / ".cache").write_text("a file where a folder should be")
-    output = run(NO_SYSTEM + USE.format(""), tmp_path)
-    assert "name='stock'" in output and "cannot be kept" in output
+    (tmp_path / "tmp").mkdir()
+    output = run(NO_SYSTEM + USE.format("") + PRODUCT, tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert "name='numpy-openblas'" in output and "right" in output
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 @linux

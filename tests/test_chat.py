@@ -236,6 +236,7 @@ def test_an_editor_that_fails_is_one_line(chat, capsys, monkeypatch, editor):
         assert not heard and not chat.draft, "it runs, and leaves nothing"
     else:
         assert heard.startswith(f"error: {editor}: ") and heard.count("\n") == 1
+        assert chat.draft == "draft", "nobody types it again"
 
 
 def test_an_edited_message_is_text(chat, capsys, monkeypatch, tmp_path):

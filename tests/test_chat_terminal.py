@@ -80,7 +80,7 @@ def test_paste_completion_settings_editor_and_a_history_of_two_sessions(tmp_path
     seen = re.sub(r"\s+", " ", "\n".join(first.lines))
     assert "What is ... 47 ... plus ... 38 ... ? " in seen and "prompt: 0 new" not in seen
     assert "Be kind." in seen and "did you mean /system?" in seen and "Be brief." in seen
-    assert "temperature 0.8" in seen and "error: top_p must be" in seen
+    assert "/set temperature 0.8 temperature 0.8" in seen and "error: top_p must be" in seen
     assert f"Savedin{talk}." in seen.replace(" ", "")  # a long path is broken
     saved = talk.read_text()
     assert r"What is\n47\nplus\n38\n?" in saved and r"What is 6 plus\n7?" in saved

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,12 @@ def popen(command: list[str]) -> subprocess.Popen[bytes]:
     )
 
 
+def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
+    """A run with what only a shell can do to its streams, in a quarter of a second without MLX."""
+    command = f"{shlex.join(PROGRAM)} {line}"
+    return subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, cwd=HERE)
+
+
 @pytest.fixture
 def background_job():
     """Like a shell that starts a job in the background: SIGINT is ignored, by children too."""
@@ -76,6 +83,8 @@ def answer() -> str:
 def test_help(arguments):
     done = in_process(*arguments, "--help")
     assert done.exit_code == 0 and "Usage: dflash-mlx" in done.output
+    assert "<bool>" not in done.output, "a flag takes no value"
+    assert in_process("help", *arguments).output == done.output
 
 
 def test_help_and_models_do_without_mlx():
@@ -111,7 +120,8 @@ def test_shells_complete_commands_and_names(shell):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["nope"],
+        ["generat"],
+        ["help", "nope"],
         ["generate", "hi", "--nope"],
         ["generate", "hi", "--max-tokens", "-1"],
         ["generate", "hi", "--block-size", "0"],
@@ -122,7 +132,8 @@ def test_shells_complete_commands_and_names(shell):
     ],
 )
 def test_usage_errors(arguments):
-    assert in_process(*arguments).exit_code == 2
+    done = in_process(*arguments)
+    assert done.exit_code == 2 and ("generat" not in arguments or "'generate'" in done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -284,13 +295,26 @@ def test_a_terminal_without_the_character_shows_another():
     assert "caf?.jsonl" in one_line_error(done)
 
 
-def test_a_full_disk_is_one_line():
-    full = Path("/dev/full")
-    if not full.exists():
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("models >/dev/full", "No space left on device"),
+        ("help rm >/dev/full", "No space left on device"),
+        ("--version >&-", "Bad file descriptor"),
+    ],
+)
+def test_what_stdout_does_not_take_is_an_error(line, said):
+    if "full" in line and not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
-    with full.open("w") as stdout:
-        done = start("models", capture_output=False, stdout=stdout, stderr=subprocess.PIPE)
-    assert done.returncode == 1 and re.fullmatch("error: .*No space left.*\n", done.stderr)
+    done = in_a_shell(line)
+    assert done.returncode == 1 and done.stderr == f"error: stdout: {said}.\n"
+
+
+def test_a_stdin_that_is_closed_is_an_empty_one(pair, tmp_path):
+    """Whatever the program opens first must not get its number: MLX cannot read from file 0."""
+    asked = shlex.join(["generate", "hi", "-n", "2", "-o", str(tmp_path / "text"), *pair])
+    done = in_a_shell(f"{asked} --no-policy <&- >&-")
+    assert done.returncode == 0 and (tmp_path / "text").stat().st_size, done.stderr
 
 
 # A program that says when it begins to import what it needs.

@@ -1,14 +1,20 @@
 """Two ranks on this machine: the texts of one, and what they tell each other."""
 
 import json
+from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from clusters import find, run_ranks
+from families import random_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dflash_mlx.cluster.wire as wire_module
+from dflash_mlx.cluster.pipeline import carried
+from dflash_mlx.cluster.shards import split_by_heads, split_by_layers
 from dflash_mlx.cluster.wire import Kind, Told, Wire
+from dflash_mlx.errors import SettingsError
 
 NUMBERS = st.lists(st.integers(-1, 2**31 - 1), max_size=300)
 
@@ -72,25 +78,80 @@ def test_drafting_divides_the_sums(pair):
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    """Recurrences whose head is sliced, latents that all ranks hold, and what cannot be split."""
+    """By heads: recurrences, whose head is sliced, and latents, which all ranks hold."""
     folder = tmp_path_factory.mktemp("families")
-    names = ("qwen3_5", "kimi_k25", "gemma4_dense", "qwen3_next")
-    return run_ranks("cluster_families.py", 2, folder, *names)
+    return run_ranks("cluster_families.py", 2, folder, "--quick", "qwen3_5", "kimi_k25")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_k25"])
-def test_families_over_ranks(families, family):
-    found = find(families, family=family)
-    assert found["ranks"] == 2 and len(found["texts"]) >= 4
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory):
+    """By layers: what cannot be split by heads."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    return run_ranks("cluster_families.py", 2, folder, "--quick", "--pipeline", "qwen3_next")
+
+
+def all_is_well(found):
+    assert found["ranks"] == 2 and len(found["texts"]) == 3
     assert all(found["texts"].values()), json.dumps(found["texts"])
+    assert found["messages"] == found["rounds"] and found["sums a message"] == 1
 
 
-def test_the_same_heads_have_the_same_bits(families):
-    """Latents are of no head, so every rank holds them; keys and values are each its own."""
-    assert all(len(set(ranks)) == 1 for ranks in find(families, family="kimi_k25")["caches"])
-    assert all(len(set(ranks)) == 2 for ranks in find(families, family="qwen3_5")["caches"])
+@pytest.mark.parametrize(("family", "shared"), [("qwen3_5", False), ("kimi_k25", True)])
+def test_families_over_ranks(families, family, shared):
+    """Latents are of no head, so every rank has the same bits; keys and values are each its own."""
+    found = find(families, family=family)
+    all_is_well(found)
+    assert found["taps off by"] < 1e-4
+    assert found["caches"]["as held"] and found["caches"]["arrays"] >= 4
+    assert found["caches"]["shared"] == shared * found["caches"]["arrays"]
 
 
-def test_what_cannot_be_split_says_so(families):
-    for family in ("qwen3_next", "gemma4_dense"):
-        assert "use one" in find(families, family=family)["refused"]
+def test_a_pipeline_over_ranks(pipelines):
+    """Each layer is computed by one rank as by one machine, so that all bits are the same."""
+    found = find(pipelines, family="qwen3_next")
+    all_is_well(found)
+    assert found["taps off by"] == 0 and found["caches"]
+
+
+def test_stages_that_cannot_do_the_same(tmp_path):
+    """Rank 0 has attention alone, which can be cut anywhere; a recurrence elsewhere cannot."""
+    found = {one["what"]: one for one in run_ranks("cluster_stages.py", 2, tmp_path)}
+    assert all(one["own"] == one["spread"] for one in found.values())
+    assert found["can be cut"]["own"] == [False]
+    assert sum(map(bool, found["reused"]["own"])) == 4
+
+
+def test_taps_are_carried_of_those_who_have_some():
+    """In one array, from which requests that tap nothing have none."""
+    one, other = mx.arange(12.0).reshape(1, 3, 4), mx.arange(20.0, 28.0).reshape(1, 2, 4)
+    answers = [
+        (mx.ones((n, 5)), tap) for n, tap in ((3, one), (2, mx.zeros((1, 2, 0))), (2, other))
+    ]
+    found = carried(mx.distributed.init(), answers)
+    assert [logits.shape for logits, _ in found] == [(3, 5), (2, 5), (2, 5)]
+    for (_, expected), (_, tap) in zip(answers, found, strict=True):
+        assert tap.shape == expected.shape and mx.array_equal(tap, expected)
+    logits, tap = carried(mx.distributed.init(), (None, one))
+    assert logits is None and mx.array_equal(tap, one)
+
+
+GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+CROWD = SimpleNamespace(rank=lambda: 0, size=lambda: 8)
+
+
+@pytest.mark.parametrize(
+    ("split", "family", "group", "said"),
+    [
+        (split_by_heads, "gemma4_dense", GROUP, "nor its layers; use one"),
+        (split_by_heads, "qwen3_next", GROUP, "split its layers with --pipeline"),
+        (split_by_heads, "llama", CROWD, "do not divide its 4 heads; use fewer machines."),
+        (split_by_heads, "glm4_moe", CROWD, "4 heads; use fewer machines or --pipeline."),
+        (split_by_layers, "gemma4_dense", GROUP, "use one machine"),
+        (split_by_layers, "llama", GROUP, "leave --pipeline out"),
+        (split_by_layers, "deepseek_v41", GROUP, "leave --pipeline out"),
+        (split_by_layers, "glm4_moe", CROWD, "it has 4 layers; use fewer machines"),
+    ],
+)
+def test_what_cannot_be_split_says_what_can_be_done(split, family, group, said):
+    with pytest.raises(SettingsError, match=said):
+        split(family, random_model(family), group)

@@ -92,8 +92,17 @@ def test_rank_0_has_said_what_is_wrong():
     assert (code, said) == (2, []) and all(map(is_gone, pids))
 
 
-def test_another_has_said_what_is_wrong():
-    code, said, pids = supervised({"0": {}, "1": {"code": 1}})
+WRONG = {"says": ["failed It is missing there."], "code": 1}
+
+
+def test_what_is_wrong_with_another_one_is_said():
+    code, said, pids = supervised({"0": {}, "1": WRONG})
+    assert (code, said) == (1, ["rank 1 (127.0.0.1): It is missing there."])
+    assert all(map(is_gone, pids))
+
+
+def test_what_is_wrong_with_all_is_said_by_rank_0():
+    code, said, pids = supervised({"0": {"code": 1}, "1": WRONG})
     assert (code, said) == (1, []) and all(map(is_gone, pids))
 
 

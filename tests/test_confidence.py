@@ -7,13 +7,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.policy.confidence import FIRST_WAIT, Confidence
+from dflash_mlx.policy.confidence import FIRST_WAIT, Confidence, Cutting
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.cuts import Cuts
 from dflash_mlx.policy.outcome import Outcome
 from dflash_mlx.policy.rounds import ChainRounds
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
+from dflash_mlx.sharpness import Sharpness
 
 WIDEST, TOKENS, WRONG = 8, 800, 10**6
 WAIT = 0.04  # plain rounds that waiting for a draft takes
@@ -62,8 +63,10 @@ def run(says, last_row, seed, policy=None):
         proposal = rounds.propose(session, done, 64, WIDEST)
         rows = len(proposal)
         accepted = sum(np.cumprod([t == done + at for at, t in enumerate(proposal.tokens)])) - 1
-        drafted = rows if rows == 1 and not policy.confidence(0.0).pays else len(session.odds) + 1
-        waited = says is not None and policy.confidence(0.0).pays and drafted > 1
+        drafted = (
+            rows if rows == 1 and not policy.confidence(0.0).alone.pays else len(session.odds) + 1
+        )
+        waited = says is not None and policy.confidence(0.0).alone.pays and drafted > 1
         cost = seconds[rows - 1] if not waited else pair.verify[64][rows] + 0.15 + WAIT
         cut += waited and rows < drafted
         tokens = list(range(done + 1, done + accepted + 2))
@@ -108,26 +111,63 @@ def test_what_was_learnt_serves_the_next_request():
     policy = Policy(costs(3.0), WIDEST)
     run("informative", 3.0, 0, policy)
     known = policy.confidence(0.0)
-    assert known.pays and known.weights[0] > 0.5
+    assert known.alone.pays and known.weights[0] > 0.5
     _, cut = run("informative", 3.0, 1, policy)
     assert cut > 50
 
 
 def test_rates_begin_as_the_beliefs():
-    known = Confidence(costs(4.6), WIDEST)
+    known = Confidence()
     beliefs = [0.9, 0.5, 0.2]
     assert known.rates([3.0, -8.0, 0.0], beliefs) == pytest.approx(beliefs)
-    assert not known.pays
+    assert not known.alone.pays and not known.shared.pays
 
 
 def test_waiting_that_takes_long_is_not_paid_for():
     """Rounds that were cut and took twice as long as was measured: the account says so."""
-    known = Confidence(costs(4.6), WIDEST)
-    whole, short = (known.seconds(8, rows, 64) / FIRST_WAIT for rows in (8, 3))
+    known, measured = Cutting(), np.linspace(1.15, 4.75, 8)
+    assert known.seconds(measured) == pytest.approx(FIRST_WAIT * measured)
     for _ in range(10):
-        known.took(8, 8, 64, whole, waited=False)
-        known.took(8, 3, 64, 2 * short, waited=True)
-    assert known.seconds(8, 8, 64) == pytest.approx(2 * (4.6 + 0.15))
+        known.took(1.0, waited=False)
+        known.took(2.0, waited=True)
+    assert known.seconds(measured) == pytest.approx(2 * measured)
     for _ in range(60):
-        known.learn([5.0, 5.0, -5.0], [0.8, 0.8, 0.8], 2, 64)
+        known.learn(np.array([0.99, 0.99, 0.01]), 2, measured[:4])
     assert not known.pays
+
+
+class Noting(Confidence):
+    """Remembers how many slots of each draft were said to be right."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def learn(self, logits, beliefs, right):
+        self.seen.append(right)
+
+
+def test_a_draft_that_was_cut_is_judged_by_the_text_whatever_came_between():
+    """Two slots of four are verified, and a plain round brings the third token after them."""
+    known = Noting()
+    for _ in range(60):
+        known.alone.learn(np.array([0.99, 0.99, 0.01]), 2, np.linspace(1.15, 4.75, 4))
+    assert known.alone.pays
+    cuts, widths = Cuts(known), Policy(costs(4.6), WIDEST).start()
+    rounds = ChainRounds(widths, Sharpness(), cuts, False)
+
+    class Session:
+        def propose(self, anchor, width):
+            return Proposal([0, 1, 2, 3, 4][:width])
+
+        def confidence(self):
+            return mx.array([9.0, 9.0, -9.0, -9.0])
+
+    known.weights = np.array([1.0, 0.0, 0.0])
+    widths.width = iter([5, 1, 1]).__next__
+    widths.width = lambda *of, wanted=widths.width: wanted()
+    for brought, rows in (([1, 2, 3], 3), ([4], 1), ([5], 1)):
+        proposal = rounds.propose(Session(), 0, 64, WIDEST)
+        assert len(proposal) == rows
+        rounds.observe(Outcome(proposal, len(brought) - 1, brought, 0.0, 1.0))
+    assert known.seen == [4]

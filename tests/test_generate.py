@@ -170,7 +170,8 @@ def test_an_answer_in_a_file(loaded, tmp_path):
 
 def test_outputs_that_cannot_work(tmp_path):
     nowhere, long = tmp_path / "no" / "a.txt", tmp_path / ("a" * 300)
-    assert "is not a file: choose another --output" in refused("hi", "--output", tmp_path)
+    for folder in (tmp_path, ""):
+        assert "is a folder, as an empty name is" in refused("hi", "--output", folder)
     assert f"{nowhere}: cannot be written (No such file" in refused("hi", "--output", nowhere)
     assert "cannot be written (File name too long)" in refused("hi", "--output", long)
     assert not os.listdir(tmp_path)

@@ -113,6 +113,9 @@ def test_a_disk_that_fills_up_on_the_way(hub, monkeypatch):
 def test_no_network_and_no_copy(unreachable):
     message = refusal(DownloadError, unreachable, TARGET)
     assert "cannot be reached" in message and "not downloaded" in message
+    with pytest.raises(DownloadError, match="cannot be asked") as caught:
+        unreachable.remote_bytes(TARGET)
+    assert TARGET in str(caught.value) and "broke off" not in str(caught.value)
 
 
 def test_no_network_and_a_copy(hub, unreachable):

@@ -1,5 +1,6 @@
 """Keys and values in 8 or 4 bits: drafted text stays plain text, and who cannot says so."""
 
+import numpy as np
 import pytest
 from families import FAMILIES, random_model, random_prompt, target_of
 from oracle import Oracle
@@ -59,7 +60,7 @@ def test_heads_that_are_no_whole_groups_are_refused():
 
 def test_8_bits_take_less_memory():
     sizes = {}
-    for bits in (None, 8, 4):
+    for bits in (None, np.int64(8), 4):
         session = target_of(random_model("qwen3"), "qwen3").start(kv_bits=bits)
         list(session.prefill(random_prompt(500, 1)))
         sizes[bits] = sum(cache.nbytes for cache in session._cache)

@@ -5,6 +5,7 @@ from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from huggingface_hub import errors as hub
 from mlx.utils import tree_flatten
@@ -77,7 +78,7 @@ def message_of(error: type[DFlashError], loader, *arguments) -> str:
 
 
 def test_a_pair_of_folders(pair):
-    target, drafter = load(str(pair[0]), draft=str(pair[1]))
+    target, drafter = load(pair[0], draft=pair[1])  # paths, as pathlib has them
     assert target.name == str(pair[0])
     assert (target.num_layers, target.hidden_size) == (3, 64)
     assert target.vocab_size == drafter.config.vocab_size == len(tokenizer())
@@ -135,7 +136,7 @@ def test_half_precision_computes_in_f32_on_the_cpu(bits, tmp_path):
 
 
 def test_drafter_bits(pair):
-    drafter = load_drafter(str(pair[1]), bits=8)
+    drafter = load_drafter(pair[1], bits=np.int64(8))
     assert isinstance(drafter.fc, nn.QuantizedLinear)
     # 96 columns are no whole number of groups: that one matrix stays as it is.
     assert isinstance(drafter.layers[0].mlp.down_proj, nn.Linear)

@@ -8,6 +8,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import mlx.core as mx
@@ -163,11 +164,7 @@ def test_the_tokenizer_wrapper():
 
 def test_how_models_are_loaded(tmp_path):
     assert parameters(utils.load_model)[:3] == ["model_path", "lazy", "strict"]
-    assert parameters(utils.load_tokenizer) == [
-        "model_path",
-        "tokenizer_config_extra",
-        "eos_token_ids",
-    ]
+    assert parameters(utils.load_tokenizer)[1:] == ["tokenizer_config_extra", "eos_token_ids"]
     folder = save_target(tmp_path, "qwen3_moe", eos_token_id=5)
     model, config = utils.load_model(folder, lazy=True)
     assert config["eos_token_id"] == 5 and config["hidden_size"] == 64
@@ -179,15 +176,22 @@ def test_how_models_are_loaded(tmp_path):
 
 
 def test_what_the_drafter_is_made_of():
-    assert parameters(rope_utils.initialize_rope) == [
-        "dims",
-        "base",
-        "traditional",
-        "scaling_config",
-        "max_position_embeddings",
-    ]
+    names = ["dims", "base", "traditional", "scaling_config", "max_position_embeddings"]
+    assert parameters(rope_utils.initialize_rope) == names
     gate, x = mx.array([1.0, -2.0]), mx.array([3.0, 5.0])
     assert mx.allclose(swiglu(gate, x), gate * mx.sigmoid(gate) * x)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32"])
+def test_a_pipeline_gives_the_first_rank_the_last_layers(family):
+    model = families.random_model(family)
+    backbone = internals.backbone(internals.text_model(model))
+    layers = internals.own_layers(backbone)
+    assert internals.has_pipeline(backbone) and internals.first_layer(backbone) == 0
+    backbone.pipeline(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+    assert internals.own_layers(backbone) == layers[2:] == model.layers
+    assert internals.first_layer(backbone) == 2 and len(backbone.layers) == len(layers)
+    assert not internals.has_pipeline(internals.backbone(families.random_model("qwen3")))
 
 
 def test_this_file_tries_all_that_is_named_there():

@@ -1,14 +1,18 @@
 """A prompt in any of its forms, and what is no prompt."""
 
+import json
+import logging
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from damaged_text import TEMPLATES
-from tinymodels import END, ending_at, target, tokenizer
+from tinymodels import END, ending_at, save_target, target, tokenizer
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.errors import PromptError
+from dflash_mlx.loading.load import load_target
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.target import Target
 
@@ -21,7 +25,8 @@ def test_text_is_encoded_as_it_is():
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_token_ids_are_taken_as_they_are(kind):
-    assert encode_prompt(target(), kind([5, 0, 7])) == [5, 0, 7]
+    ids = encode_prompt(target(), kind([5, np.int64(0), np.uint8(7)]))
+    assert ids == [5, 0, 7] and all(type(one) is int for one in ids)
 
 
 def test_messages_go_through_the_chat_template():
@@ -40,6 +45,8 @@ def test_parts_of_text_are_their_text():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
+        ("a\udcff", "character 2 is .*, a surrogate without its other half"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}], "a surrogate"),
         ("", "empty"),
         ([], "empty"),
         ([-1], "Token id -1 is outside"),
@@ -74,6 +81,15 @@ def test_the_prompt_leaves_room_for_an_answer():
     assert len(encode_prompt(small, [3] * 9)) == 9
     with pytest.raises(PromptError, match="has 10 tokens.* at most 9"):
         encode_prompt(small, [3] * 10)
+
+
+def test_no_tokenizer_warns_of_a_long_text(tmp_path, monkeypatch, caplog):
+    """transformers would, for every prompt that is longer than the tokenizer's config says."""
+    path = save_target(tmp_path) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 2}))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(load_target(tmp_path).tokenizer.encode("what is 37 + 48?")) > 2
+    assert not caplog.records
 
 
 def with_template(template: str | None) -> Target:

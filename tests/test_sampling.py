@@ -1,6 +1,7 @@
 """The processed distribution, the noise, and settings that are refused instead of ignored."""
 
 import math
+from fractions import Fraction
 
 import mlx.core as mx
 import mlx_lm.sample_utils as mlx_lm
@@ -285,10 +286,11 @@ def test_the_smallest_temperatures_are_greedy(temperature):
         (lambda logits: logits.tolist(), r"shape \(1, 192\), not \["),
         (lambda logits: logits[0], r"shape \(1, 192\), not \(192,\)"),
         (lambda logits: logits[:, :5], r"shape \(1, 192\), not \(1, 5\)"),
-        (lambda logits: logits * mx.nan, "NaN after logits_processors"),
-        (lambda logits: mx.where(mx.arange(192) == 7, mx.nan, logits), "NaN after"),
+        (lambda logits: logits * mx.nan, "No token can be chosen: logits_processors"),
+        (lambda logits: mx.where(mx.arange(192) == 7, mx.nan, logits), "NaN"),
+        (lambda logits: mx.full(logits.shape, -mx.inf), "nothing but -inf"),
     ],
-    ids=["nothing", "a list", "no rows", "fewer tokens", "NaN", "one NaN"],
+    ids=["nothing", "a list", "no rows", "fewer tokens", "NaN", "one NaN", "only -inf"],
 )
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_what_a_processor_may_not_return(result, message, temperature):
@@ -298,6 +300,34 @@ def test_what_a_processor_may_not_return(result, message, temperature):
     with pytest.raises(SettingsError, match=message) as caught:
         dm.generate(target, None, [1], max_tokens=3, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_processor_leaves_after_a_wrong_draft_matters_to_nobody():
+    """A grammar has no token for a text that it forbids, and drafts may be such."""
+    table = np.random.default_rng(1).normal(size=(50, 50))
+    target = BigramTarget(table)
+    text = [1, *dm.generate(target, None, [1], max_tokens=8).tokens]
+
+    def allowed(tokens, logits):
+        right = tokens.tolist() == text[: tokens.size]
+        return logits if right else mx.full(logits.shape, -mx.inf)
+
+    settings = {"max_tokens": 8, "block_size": 4, "logits_processors": [allowed]}
+    result = dm.generate(target, BigramDrafter(table), [1], **settings)
+    assert result.tokens == text[1:] and result.stats.accepted_tokens < result.stats.drafted_tokens
+
+
+def test_numbers_of_numpy_and_fractions_are_numbers():
+    table = np.random.default_rng(1).normal(size=(50, 50))
+    target, drafter = BigramTarget(table), BigramDrafter(table)
+    plain = {"max_tokens": 5, "temperature": 0.5, "seed": 3, "top_k": 9, "logit_bias": {4: 1.0}}
+    others = {"max_tokens": np.int64(5), "temperature": Fraction(1, 2), "seed": np.uint32(3)}
+    others |= {"top_k": np.int8(9), "logit_bias": {np.int64(4): np.float32(1)}}
+    others |= {"top_p": np.float32(1), "repetition_context_size": np.int16(20)}
+    expected = dm.generate(target, None, [1, 2], **plain).tokens
+    ids, block_size = [np.int64(1), np.int32(2)], np.int64(3)
+    assert dm.generate(target, None, ids, **others).tokens == expected
+    assert dm.generate(target, drafter, ids, block_size=block_size, **others).tokens == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

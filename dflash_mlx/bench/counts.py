@@ -9,10 +9,12 @@ one kernel each on Metal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +24,7 @@ from mlx.utils import tree_flatten
 from ..begin import begin
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
-from ..loop import Alone, play_round
+from ..loop import play_alone
 from ..target import Target
 from .leanest import Leanest
 
@@ -71,12 +73,14 @@ class Round:
         passes: graphs that were handed over, each a fence for what uses it.
         waits: passes that the host has waited for before it went on.
         graph: what was in them.
+        calls: of Python functions, in the round after it: the host's part but for the graph's.
     """
 
     rows: int
     passes: int
     waits: int
     graph: Graph
+    calls: int = 0
 
 
 def count_into(graph: Graph, *arrays: Any) -> bool:
@@ -122,6 +126,22 @@ def counted(rows: int, fused: bool = False) -> Iterator[Round]:
         mx.enable_compile()
 
 
+def count_calls(work: Callable[[], object]) -> int:
+    """How many Python functions are called: a busy machine calls no more of them."""
+    calls, before = 0, sys.getprofile()
+
+    def saw(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(saw)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
 def _stand_in(x: mx.array, *others: Any, **settings: Any) -> mx.array:
     """An array of the shape of x that needs all arrays given, by one primitive."""
     arrays = [one for one in (*others, *settings.values()) if isinstance(one, mx.array)]
@@ -131,18 +151,21 @@ def _stand_in(x: mx.array, *others: Any, **settings: Any) -> mx.array:
 def count_round(
     target: Target, drafter: Drafter | None, prompt: list[int], rows: int, fused: bool = False
 ) -> Round | None:
-    """A round of so many rows behind a prompt; None if the text ends before."""
+    """A round of so many rows behind a prompt; None if the text ends before the one after it."""
     request = begin(target, drafter, prompt, max_tokens=10_000, block_size=rows)
     request.resume()
     for _ in request.read():
         pass
     for _ in range(SETTLED):
         if not request.finished:
-            play_round([request], Alone())
+            play_alone(request)
     if request.finished:
         return None
     with counted(rows, fused) as found:
-        play_round([request], Alone())
+        play_alone(request)
+    if request.finished:
+        return None
+    found.calls = count_calls(lambda: play_alone(request))
     request.close()
     return found
 
@@ -157,4 +180,5 @@ def count_leanest(
         leanest.round(rows)
     with counted(rows, fused) as found:
         leanest.round(rows)
+    found.calls = count_calls(lambda: leanest.round(rows))
     return found

@@ -14,12 +14,15 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..accept import accept
+from ..cluster.sessions import LeadingTarget
 from ..drafter.network import DFlash, DraftLayer
 from ..target import Target
 
 
 def why_not(target: Target, drafter: Any) -> str | None:
     """Why there is no leanest round of this pair; None where there is one."""
+    if isinstance(target, LeadingTarget):
+        return "it is of one machine: others would not run its forwards"
     if target.config.get("model_type") not in ("qwen2", "qwen3", "llama"):
         return "it is written for Llama, Qwen2 and Qwen3"
     if {type(cache) for cache in make_prompt_cache(target.model)} != {KVCache}:
@@ -75,7 +78,8 @@ class Leanest:
             h = layer(h, mask, cache)
             outputs.append(h)
         taps = mx.concatenate([outputs[layer] for layer in self._drafter.tap_layers], axis=-1)
-        return self._target.head(model.model.norm(h[:, -1:] if last else h))[0], taps
+        logits = self._target.head(model.model.norm(h[:, -1:] if last else h))
+        return logits.squeeze(0), taps
 
     def _draft(self, block: mx.array) -> mx.array:
         """The drafter's logits [N - 1, V] of a block [N] of the anchor and masks."""
@@ -85,7 +89,7 @@ class Leanest:
         for layer, cache in zip(drafter.layers, self._contexts, strict=True):
             x = x + self._attend(layer, layer.input_layernorm(x), context, cache)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self._target.head(drafter.norm(x[:, 1:]))[0]
+        return self._target.head(drafter.norm(x[:, 1:])).squeeze(0)
 
     def _attend(self, layer: DraftLayer, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         of, rows, start = layer.self_attn, mx.concatenate([context, x], axis=1), cache.offset

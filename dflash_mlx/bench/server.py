@@ -148,12 +148,22 @@ def _open(url: str, content: dict[str, Any] | None = None, key: str | None = Non
         response: HTTPResponse = urlopen(request, timeout=TIMEOUT)
     except HTTPError as error:
         with error:
-            told = " ".join(error.read(300).decode(errors="replace").split())
+            told = _told(error.read(4000).decode(errors="replace"))
         raise ServerError(f"{url}: the server refuses ({error.code}): {told}") from error
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ServerError(f"{url}: cannot be reached ({reason}).") from error
     return response
+
+
+def _told(text: str) -> str:
+    """What an error says: of one in OpenAI's form message and code, of others the beginning."""
+    try:
+        error = json.loads(text)["error"]
+        text = f"{error['message']} ({error['code']})" if error.get("code") else error["message"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        pass
+    return " ".join(str(text)[:300].split())
 
 
 def _parts(response: HTTPResponse, url: str) -> Iterator[dict[str, Any]]:

@@ -41,15 +41,20 @@ class Leader:
         stall: seconds that a forward may take before the others are given up.
         lost: called once with what is wrong, in any thread, when they are; and whether a thread
             waits for them that will not come back.
+        carry: brings what a forward returns together from all ranks; they all do it.
 
     Attributes:
         messages: forwards that were told; `beats` are not among them.
     """
 
     def __init__(
-        self, wire: Wire, stall: float, lost: Callable[[ClusterError, bool], None]
+        self,
+        wire: Wire,
+        stall: float,
+        lost: Callable[[ClusterError, bool], None],
+        carry: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
-        self._wire, self._lost = wire, lost
+        self._wire, self._lost, self._carry = wire, lost, carry
         self._numbers = count()
         self._told: deque[Told] = deque()  # since the last message
         self._lock, self._leading = threading.RLock(), False
@@ -81,7 +86,7 @@ class Leader:
             with self._attempt():
                 self.messages += 1
                 self._cast(Told(kind, numbers))
-                answer = forward()
+                answer: Answer = self._carry(forward())
                 mx.eval(answer)
                 self._last = time.monotonic()
             return answer
@@ -133,15 +138,20 @@ class Leader:
         """What fails inside, half done, leaves the ranks with different caches."""
         if self._problem is not None:
             raise ClusterError(self._problem)
-        self._leading = True
+        self._leading, whole = True, False
         try:
             with Foreign(ClusterError, LOST), self._watch.expecting():
                 yield
+            whole = True
         except DFlashError as error:
             self.give_up(str(error))
             raise
         finally:
             self._leading = False
+            if not whole and self._problem is None:  # Ctrl-C: the others wait for this forward
+                self._problem = "A forward was interrupted: join the cluster anew."
+                self._ended.set()
+                self._watch.close()
 
     def _stalled(self, seconds: float) -> None:
         self.give_up(f"{LOST}: nothing has come back for {seconds:.0f} s.", stuck=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 BEAT_SECONDS = 1.0
 BEAT, LOADED, MET, READY, LOST = "beat", "loaded", "met", "ready", "lost"
+FAILED = "failed"  # and why
 GONE_CODE = 1
 
 

@@ -93,10 +93,7 @@ class Ranks:
 
     def _other(self, host: Host, told: dict[str, Any]) -> Rank:
         """Any other, whose line is its input and output."""
-        command = self._command(told)
-        if not host.is_here:
-            place = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.join(command)}"
-            command = [*SSH, host.ssh, place]
+        command = command_on(host, self._command(told))
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
         assert process.stdin is not None and process.stdout is not None
@@ -158,6 +155,14 @@ class Ranks:
             for pipe in filter(None, (rank.process.stdin, rank.process.stdout)):
                 pipe.close()
         self._selector.close()
+
+
+def command_on(host: Host, command: Sequence[str]) -> list[str]:
+    """What runs a command on a machine, in the folder of this process where there is one."""
+    if host.is_here:
+        return list(command)
+    place = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.join(command)}"
+    return [*SSH, host.ssh, place]
 
 
 def _kill(rank: Rank) -> None:

@@ -29,7 +29,13 @@ class LeadingTarget(Target):
     Args:
         leader: of the other ranks.
         whole_head: the head before it was sliced, for drafts; None where it was not.
+
+    Attributes:
+        can_be_cut: whether the sessions' caches on all other ranks can be cut anywhere; those of
+            other layers may not.
     """
+
+    can_be_cut = True
 
     def __init__(self, leader: Leader, whole_head: nn.Module | None, *of: Any) -> None:
         self.leader, self._whole_head = leader, whole_head
@@ -38,7 +44,7 @@ class LeadingTarget(Target):
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """As of `Target`."""
         with self.at_rest:
-            return LeadingSession(self.leader, self, self._backbone.layers, tap_layers, kv_bits)
+            return LeadingSession(self.leader, self, self.layers, tap_layers, kv_bits)
 
     def together(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
         """As of `Target`; the others run it, too."""
@@ -63,9 +69,10 @@ class NumberedMark(Mark):
 class LeadingSession(TargetSession):
     """One request's caches on rank 0, and by its number on all others."""
 
-    def __init__(self, leader: Leader, *of: Any) -> None:
-        super().__init__(*of)
+    def __init__(self, leader: Leader, target: LeadingTarget, *of: Any) -> None:
+        super().__init__(target, *of)
         self._leader, self.number, self._known = leader, leader.number(), False
+        self._others_can_be_cut = target.can_be_cut
 
     def introduce(self) -> None:
         """Have the others begin it, too; most sessions are only looked at, and need none."""
@@ -102,6 +109,11 @@ class LeadingSession(TargetSession):
         super().commit(kept)
         self._leader.tell(Kind.COMMIT, self.number, *kept)
 
+    @property
+    def can_be_cut(self) -> bool:
+        """As of `TargetSession`, on all ranks."""
+        return self._others_can_be_cut and super().can_be_cut
+
     def cut(self, position: int) -> None:
         """As of `TargetSession`."""
         super().cut(position)
@@ -130,7 +142,8 @@ class LeadingSession(TargetSession):
     def state(self) -> Arrays:
         """As of `TargetSession`, with a number for what the others keep."""
         found = super().state()
-        return self._kept(found, None, self.position) if found else found
+        kept = found or not self._others_can_be_cut
+        return self._kept(found, None, self.position) if kept else found
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """As of `TargetSession`; the others have what the numbers stand for."""

@@ -1,4 +1,4 @@
-"""A model -> this rank's shard of it, by mlx-lm's own means."""
+"""A model -> this rank's part of it, by mlx-lm's own means: heads of all layers, or some layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mlx.nn as nn
 from ..errors import SettingsError
 from ..foreign import Foreign
 from ..target import internals
+from ..target.kv_bits import make_cache
 
 
 def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Module | None:
@@ -17,24 +18,56 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
 
     Raises `SettingsError` for a model that cannot be split so, or not so often.
     """
+    by_layers = _why_no_pipeline(model) is None
     if not hasattr(model, "shard"):
+        instead = "; split its layers with --pipeline" if by_layers else " nor its layers; use one"
         raise SettingsError(
-            f"{name}: mlx-lm does not split the heads of a {_type(model)} over machines: use one."
+            f"{name}: mlx-lm does not split the heads of a {_type(model)} over machines{instead}."
         )
     text, size = internals.text_model(model), group.size()
     head, before = internals.own_head(text), [_heads(layer) for layer in model.layers]
     wrong = f"{name} cannot be split over {size} machines"
+    instead = "; use fewer machines" + (" or --pipeline" if by_layers else "")
     if any(heads % size for one in before for heads in one[:1]):
-        raise SettingsError(f"{wrong}: they do not divide its {before[0][0]} heads.")
+        raise SettingsError(f"{wrong}: they do not divide its {before[0][0]} heads{instead}.")
     with Foreign(SettingsError, wrong):
         model.shard(group)
     for was, layer in zip(before, model.layers, strict=True):
         for heads, now in zip(was, _heads(layer), strict=True):
             # Some families repeat keys where there are fewer heads of them than machines.
             if now < 1 or (now * size != heads and not (now == 1 and size % heads == 0)):
-                raise SettingsError(f"{wrong}: they do not divide {heads} heads.")
+                raise SettingsError(f"{wrong}: they do not divide {heads} heads{instead}.")
     sliced = internals.own_head(text) is not head
     return head if sliced else None
+
+
+def split_by_layers(name: str, model: Any, group: mx.distributed.Group) -> int:
+    """Leave this rank some of the layers; how many there were.
+
+    Raises `SettingsError` for a model that cannot be split so, or not so often.
+    """
+    why = _why_no_pipeline(model)
+    if why is not None:
+        instead = "leave --pipeline out" if hasattr(model, "shard") else "use one machine"
+        raise SettingsError(f"{name}: {why}; {instead}.")
+    backbone = internals.backbone(internals.text_model(model))
+    layers, size = len(backbone.layers), group.size()
+    wrong = f"{name} cannot be split over {size} machines"
+    if layers < size:
+        raise SettingsError(f"{wrong}: it has {layers} layers; use fewer machines.")
+    with Foreign(SettingsError, wrong):
+        backbone.pipeline(group)
+    return layers
+
+
+def _why_no_pipeline(model: Any) -> str | None:
+    """What keeps a model's layers from being split over machines; None when they can be."""
+    if not internals.has_pipeline(internals.backbone(internals.text_model(model))):
+        return f"mlx-lm does not split the layers of a {_type(model)} over machines"
+    if any(type(cache) is internals.LayerCache for cache in make_cache(model)):
+        # A stage's first layer gets what an earlier one keeps, and has no way to take it back.
+        return f"in a pipeline of a {_type(model)}, rejected drafts would stay in what layers share"
+    return None
 
 
 def _type(model: Any) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from ..machine.signals import signals_to
 from .away import Away
 from .hosts import Hosts
+from .post import FAILED as HAS_FAILED
 from .post import LOADED, LOST, MET, READY
 from .ranks import Rank, Ranks
 
@@ -97,6 +98,7 @@ class Supervisor:
         self._hosts, self._arguments, self._say = hosts, arguments, say
         self._listening, self._silent, self._start = listening, silent, start
         self._told_to_end = 0
+        self._failed: dict[str, str] = {}  # ranks by name, and what they say is wrong
 
     def run(self) -> int:
         """Until the command has ended; its exit code."""
@@ -138,6 +140,8 @@ class Supervisor:
                     served = True
                     if away is not None:
                         away.close()
+                elif word == HAS_FAILED:
+                    self._failed[rank.name] = more
                 elif word == LOST:
                     return self._lost(ranks, more, served, away)
             if self._told_to_end > passed_on:
@@ -181,7 +185,10 @@ class Supervisor:
             away.answer()
         signalled = _signalled(ranks)
         if not served and not signalled and any(rank.process.poll() for rank in ranks.all[1:]):
-            return End(FAILED)  # it has said itself why it cannot begin
+            if not ranks.all[0].process.poll():  # else it has said the same
+                for name, why in self._failed.items():
+                    self._say(f"{name}: {why}")
+            return End(FAILED)
         problem = _how(signalled[0]) if signalled else problem.rstrip(".")
         return End(FAILED, problem, served)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -28,12 +29,22 @@ Numbers = Sequence[int]
 class Worker:
     """One rank's shard, and the sessions on it.
 
+    Args:
+        wire: to the other ranks.
+        target: the shard.
+        carry: as of `Leader`.
+
     Attributes:
         sessions: by the numbers that rank 0 gave them.
     """
 
-    def __init__(self, wire: Wire, target: Target) -> None:
-        self._wire, self._target = wire, target
+    def __init__(
+        self,
+        wire: Wire,
+        target: Target,
+        carry: Callable[[Any], Any] = lambda answer: answer,
+    ) -> None:
+        self._wire, self._target, self._carry = wire, target, carry
         self._forest: Forest | None = None  # made when two requests share a round
         self._marks: dict[int, Mark] = {}
         self._pieces: dict[int, Arrays] = {}
@@ -74,7 +85,7 @@ class Worker:
     def _read(self, of: Numbers) -> None:
         number, last, *tokens = of
         # All that rank 0 computes is computed, in its order: there may be sums in it.
-        mx.eval(self.sessions[number].read(tokens, bool(last)))
+        mx.eval(self._carry(self.sessions[number].read(tokens, bool(last))))
 
     def _verify(self, of: Numbers) -> None:
         sessions, proposals, start = [], [], 0
@@ -88,10 +99,10 @@ class Worker:
             sessions.append(self.sessions[number])
             proposals.append(Proposal(tokens, parents))
         if len(sessions) == 1:
-            mx.eval(sessions[0].verify(proposals[0]))
+            mx.eval(self._carry(sessions[0].verify(proposals[0])))
             return
         self._forest = self._forest or Forest(self._target)
-        mx.eval(self._forest.verify(sessions, proposals))
+        mx.eval(self._carry(self._forest.verify(sessions, proposals)))
 
     def _mark(self, of: Numbers) -> None:
         self._marks[of[1]] = self.sessions[of[0]].mark()

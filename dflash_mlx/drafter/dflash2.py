@@ -75,15 +75,14 @@ class DFlash2Layer(DraftLayer):
         self.attention_conv = DynamicConv(config)
         self.mlp_conv = DynamicConv(config)
 
-    def around_attention(
-        self, x: mx.array, attention: Sublayer, places: mx.array | None
-    ) -> mx.array:
-        """The attention between its two convolutions."""
-        return self.attention_conv(x, attention, places)
+    def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
+        """As of `DraftLayer`."""
 
-    def around_mlp(self, x: mx.array, mlp: Sublayer, places: mx.array | None) -> mx.array:
-        """The MLP between its two convolutions."""
-        return self.mlp_conv(x, mlp, places)
+        def attention(inputs: mx.array) -> mx.array:
+            return self.self_attn.output(attend(inputs))
+
+        x = x + self.attention_conv(self.input_layernorm(x), attention, places)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp, places)
 
 
 class CandidateSelector(nn.Module):

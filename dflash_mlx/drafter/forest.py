@@ -75,7 +75,7 @@ def propose_together(
         chosen = group.network.choose([request for _, request in ready]) if ready else []
         for (index, (slots, _)), drafts in zip(ready, chosen, strict=True):
             session = group.sessions[index]
-            proposals[group.places[index]] = session.chain(parts[index], slots.hidden, drafts)
+            proposals[group.places[index]] = session.chain(parts[index], slots.hidden[None], drafts)
     return proposals
 
 
@@ -148,7 +148,7 @@ def _slots(group: _Group, parts: Sequence[Part]) -> list[Slots]:
     cuts = list(accumulate(len(part.block) - first for part in parts))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
     each = zip(logits, mx.split(hidden[0], cuts), parts, strict=True)
-    return [Slots(of, states, part.block[0], part.sampler) for of, states, part in each]
+    return [Slots(of, states, mx.array(part.anchor), part.sampler) for of, states, part in each]
 
 
 def _pass(network: DFlash, target: Target, parts: Sequence[Part]) -> mx.array:

@@ -82,6 +82,10 @@ class Attention(nn.Module):
         keys, values = cache.update(*self.keys_values(rows, start), block=block)
         return self.attend(self.queries(x, cache.offset), keys, values)
 
+    def output(self, seen: mx.array) -> mx.array:
+        """The attention's share of the stream [N, L, D] from its heads' outputs."""
+        return self.o_proj(seen.transpose(0, 2, 1, 3).flatten(2))
+
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """The heads' outputs [1, H, B, head_dim] of a block's queries, whose own keys are last."""
         return mx.fast.scaled_dot_product_attention(
@@ -90,12 +94,9 @@ class Attention(nn.Module):
             values,
             scale=self.scale,
             mask=self.mask(queries.shape[2], keys.shape[2]),
-            sinks=self.sinks(),
+            # A logit per head [H] in every softmax's denominator, as gpt-oss has it.
+            sinks=self.get("attention_sink_bias"),
         )
-
-    def sinks(self) -> mx.array | None:
-        """A logit per head [H] in every softmax's denominator, as gpt-oss has it; None for none."""
-        return self.attention_sink_bias if "attention_sink_bias" in self else None
 
     def mask(self, block: int, keys: int) -> mx.array | str | None:
         """Which of `keys` (the block's own `block` rows last) each row of the block may see.
@@ -134,16 +135,6 @@ class DraftLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def around_attention(
-        self, x: mx.array, attention: Sublayer, places: mx.array | None
-    ) -> mx.array:
-        """The attention's share of the residual stream, from the normed input x [N, L, D]."""
-        return attention(x)
-
-    def around_mlp(self, x: mx.array, mlp: Sublayer, places: mx.array | None) -> mx.array:
-        """The MLP's share of the residual stream, from the normed input x [N, L, D]."""
-        return mlp(x)
-
     def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
         """The layer's output [N, L, D] from its input x [N, L, D].
 
@@ -151,12 +142,8 @@ class DraftLayer(nn.Module):
         there is to see is its caller's affair (a cache when drafting, whole texts in training).
         `places` [L] are the rows' in their blocks, where x holds several one after the other.
         """
-
-        def attention(inputs: mx.array) -> mx.array:
-            return self.self_attn.o_proj(attend(inputs).transpose(0, 2, 1, 3).flatten(2))
-
-        x = x + self.around_attention(self.input_layernorm(x), attention, places)
-        return x + self.around_mlp(self.post_attention_layernorm(x), self.mlp, places)
+        x = x + self.self_attn.output(attend(self.input_layernorm(x)))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DFlash(nn.Module):
@@ -273,7 +260,9 @@ class DFlash(nn.Module):
 
     def embed_block(self, block: mx.array, target: Target) -> mx.array:
         """Embeddings [1, B, D] of a block [B]: the anchor, and masks."""
-        return self.embed_rows(block, mx.arange(len(block)), target)
+        if "mask_embedding" in self:
+            return self.embed_rows(block, mx.arange(len(block)), target)
+        return self.embed(block[None], target)
 
     def embed_rows(self, tokens: mx.array, places: mx.array, target: Target) -> mx.array:
         """Embeddings [1, R, D] of the rows of blocks, [R] each; 0 is the place of an anchor."""
@@ -328,7 +317,7 @@ class DFlash(nn.Module):
 
         On the device, like everything before it: nothing waits.
         """
-        slots = Slots(self.logits(hidden, target)[0], hidden[0], anchor, sampler)
+        slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
         return self.choose([(slots, self.trials(slots))])[0]
 
     def trials(self, slots: Slots) -> Trials:
@@ -359,7 +348,7 @@ class DFlash(nn.Module):
 
         Ranked on the device with the noise of the target's choice, and then read: this waits.
         """
-        slots = Slots(self.logits(hidden, target)[0], hidden[0], anchor, sampler)
+        slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
         return Candidates.read_together([self.rank(slots, calibration, count)])[0]
 
     def rank(self, slots: Slots, calibration: Calibration, count: int) -> Ranking:

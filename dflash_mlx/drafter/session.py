@@ -70,12 +70,14 @@ class Part(NamedTuple):
     """One request's part of a pass of the network.
 
     Attributes:
+        anchor: the last committed token.
         block: [B] token ids, the anchor and masks.
         taps: [1, S, K*D], features that enter the context first.
         cache: the context, of each layer.
         sampler: the request's.
     """
 
+    anchor: int
     block: mx.array
     taps: mx.array
     cache: list[ContextCache]
@@ -217,13 +219,14 @@ class DraftSession:
             return Proposal([anchor])
         part = self.part(anchor, width)
         hidden = self._hidden(part)
-        drafts = self._drafter.draft(hidden, part.block[0], self._target, self._sampler)
-        return self.chain(part, hidden[0], drafts)
+        drafts = self._drafter.draft(hidden, mx.array(anchor), self._target, self._sampler)
+        return self.chain(part, hidden, drafts)
 
     def chain(self, part: Part, hidden: mx.array, drafts: mx.array) -> Proposal:
-        """The proposal of tokens [L] that were drafted in slots with hidden states [L, D]."""
-        tokens = mx.concatenate([part.block[:1], drafts.astype(part.block.dtype)])
-        self._last = hidden, tokens[:-1]
+        """The proposal of tokens [L] that were drafted in slots with hidden states [1, L, D]."""
+        tokens = mx.concatenate([mx.array([part.anchor]), drafts.astype(part.block.dtype)])
+        if self._confident is not None:
+            self._last = hidden, tokens
         return Proposal(tokens)
 
     def confidence(self) -> mx.array | None:
@@ -231,7 +234,10 @@ class DraftSession:
 
         On the device: nothing waits.
         """
-        return None if self._confident is None else self._confident.confidence(*self._last)
+        if self._confident is None:
+            return None
+        hidden, tokens = self._last
+        return self._confident.confidence(hidden[0], tokens[:-1])
 
     def propose_tree(
         self, anchor: int, rows: int, width: int, calibration: Calibration
@@ -245,8 +251,9 @@ class DraftSession:
             calibration: what is known about the drafter's probabilities.
         """
         part = self.part(anchor, width)
+        hidden, last = self._hidden(part), mx.array(anchor)
         candidates = self._drafter.candidates(
-            self._hidden(part), part.block[0], self._target, self._sampler, calibration, rows - 1
+            hidden, last, self._target, self._sampler, calibration, rows - 1
         )
         return DraftTree(anchor, candidates, calibration, rows)
 
@@ -258,7 +265,7 @@ class DraftSession:
         config = self._drafter.config
         rows = min(width - 1, config.drafts) + config.first_row
         block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
-        return Part(block, self._take_pending(), self._cache, self._sampler)
+        return Part(anchor, block, self._take_pending(), self._cache, self._sampler)
 
     @property
     def pair(self) -> tuple[Network, Target]:

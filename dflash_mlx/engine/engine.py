@@ -6,6 +6,7 @@ after the other.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -90,7 +91,7 @@ class Engine(AbstractContextManager["Engine", None]):
         self._seats = Seats(together, self._memory, most_jobs, stall_ms / 1e3)
         self._arrived: deque[tuple[Job, Request]] = deque()  # what other threads have put there
         self._lock, self._scheduled, self._closed = threading.Lock(), False, False
-        self.progressed = time.monotonic()
+        self.progressed, self._process = time.monotonic(), os.getpid()
         # Its thread waits for steps, ends with the engine, and is joined when the program ends.
         self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
         self._owner: int | None = None  # the thread, once it takes steps
@@ -102,8 +103,14 @@ class Engine(AbstractContextManager["Engine", None]):
             prompt, settings: those of `stream_generate`.
 
         Raises at once what `stream_generate` raises at once; `NotEnoughMemoryError` where the text
-        could outgrow the engine's memory, and `EngineError` when the engine is closed.
+        could outgrow the engine's memory, and `EngineError` when the engine is closed, or in a
+        process that was forked from the engine's: its thread is not there.
         """
+        if os.getpid() != self._process:
+            raise EngineError(
+                "The engine's thread is in the process that this one was forked from: make an "
+                "engine here, in a process that was spawned and not forked."
+            )
         for name in ("target", "drafter"):
             if name in settings:
                 raise SettingsError(f"{name} is the engine's: make another engine for another one.")

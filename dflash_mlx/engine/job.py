@@ -6,18 +6,20 @@ import asyncio
 import threading
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import suppress
+from types import TracebackType
+from typing import Any
 
 from ..errors import EngineError
 from ..events import Event, FinishReason, Result, Stats
 
 
-class Job(Iterator[Event], AsyncIterator[Event]):
+class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
     """A request in an engine: an iterator of its events, for `for` and for `async for`.
 
-    Several readers share the events among them. `result` waits beside them, and needs none. Whoever
-    reads slowly, or not at all, delays nobody: events wait here.
+    Several readers share the events among them. `result`, or `await`, waits beside them, and needs
+    none. Whoever reads slowly, or not at all, delays nobody: events wait here.
 
     Args:
         stats: the request's counters.
@@ -37,6 +39,7 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None  # to where it was raised
         self.cancelled = False
 
     def __repr__(self) -> str:
@@ -73,13 +76,20 @@ class Job(Iterator[Event], AsyncIterator[Event]):
                 if self._events or self.done:
                     event = self._take()
                     break
-                loop = asyncio.get_running_loop()
-                arrived = loop.create_future()
-                self._asleep.append((loop, arrived))
+                arrived = self._arrival()
             await arrived
         if event is None:
             raise StopAsyncIteration
         return event
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        """As `result`, while other tasks of the event loop go on."""
+        while True:
+            with self._news:
+                if self.done:
+                    return self.result()
+                arrived = self._arrival()
+            yield from arrived
 
     @property
     def done(self) -> bool:
@@ -95,8 +105,7 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         with self._news:
             if not self._wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"The job has not ended within {timeout} seconds.")
-            if self._error is not None:
-                raise self._error
+            self._raise()
             assert self._finish_reason is not None
             return Result("".join(self._text), [*self._tokens], self._finish_reason, self.stats)
 
@@ -121,8 +130,16 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         # The frames hold the request and its caches for as long as somebody holds the error.
         traceback.clear_frames(error.__traceback__)
         with self._news:
-            self._error = self._error or error
+            if self._error is None:
+                self._error, self._trace = error, error.__traceback__
             self._tell()
+
+    def _arrival(self) -> asyncio.Future[None]:
+        """Of the next news, for a task of the running event loop. The lock is held."""
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+        self._asleep.append((loop, arrived))
+        return arrived
 
     def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait for news; whether they came. Raises `EngineError` where they never can."""
@@ -137,9 +154,13 @@ class Job(Iterator[Event], AsyncIterator[Event]):
         """The first event that waits; None at the end. Raises what the request raised."""
         if self._events:
             return self._events.popleft()
-        if self._error is not None:
-            raise self._error
+        self._raise()
         return None
+
+    def _raise(self) -> None:
+        """Raise what the request raised, if it did: for each reader without the readers before."""
+        if self._error is not None:
+            raise self._error.with_traceback(self._trace)
 
     def _tell(self) -> None:
         """Wake who waits."""

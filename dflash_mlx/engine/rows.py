@@ -12,6 +12,8 @@ the number that brings the most tokens per second. That may be none: plain decod
     never slower            an account, as of one request's rounds (`policy.account`), books what
                             rounds cost and bring against plain batching
     as it really is         where rounds say that the costs are wrong, theirs count (`policy.watch`)
+    what is doubted         a drafter that says how sure it is of its chains has the round wait for
+                            them and the rows chosen anew, where that pays (`policy.confidence`)
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..policy.account import CREDIT, Account
+from ..policy.cuts import Draft
 from ..policy.offer import Offer
 from ..policy.watch import Watch
 from ..policy.widths import TRIAL_GAIN, TRIAL_ROWS
@@ -43,13 +46,19 @@ class Share(NamedTuple):
         rows: of each request, the anchor included.
         cost: of the round, in plain rounds of the same requests.
         width: rows of a request on average; 1 of a plain round alone.
-        seconds: that the round takes, as measured.
+        seconds: that the round takes, as measured,
+        plain: that a plain one would take,
+        drafts: and what of them is drafting.
+        trial: whether this width is tried for its cost alone.
     """
 
     rows: list[int]
     cost: float
     width: int
     seconds: float
+    plain: float
+    drafts: float
+    trial: bool = False
 
 
 class Standing:
@@ -77,6 +86,7 @@ def share(
     context: int,
     affordable: float,
     watch: Watch,
+    before: Share | None = None,
 ) -> Share:
     """The rows that bring the most tokens per second.
 
@@ -86,6 +96,7 @@ def share(
         context: tokens before the round, of a request on average.
         affordable: what the round may cost, in plain rounds.
         watch: what such rounds take, by their width.
+        before: the rows for which all is drafted already; None where it is yet to be.
     """
     requests = len(offers)
     rows = [1 + len(offer.chances) * offer.asked for offer in offers]
@@ -96,24 +107,38 @@ def share(
     asked = np.array([offer.asked and len(offer.chances) > 0 for offer in offers], int) * joint
     drafting = int(asked.sum()) + _after(joint[of] * _first_of_each(of))
     drafted = int((asked * rows).sum()) + _after(joint[of] + joint[of] * _first_of_each(of))
-    seconds = costs.verify(verified, requests, context) + costs.draft(drafted, drafting, context)
-    widths = 1 + -(-(verified - verified[0]) // requests)
-    real = seconds * watch.multiples(widths)
-    cost, tokens = real / real[0], 1 + _after(chances) / requests
+    drafts = costs.draft(drafted, drafting, context)
+    verify = costs.verify(verified, requests, context)
+    plain = verify[0] + drafts[0]
+    if before is not None:
+        plain, drafts = before.plain, drafts + before.drafts
+    seconds, widths = verify + drafts, 1 + -(-(verified - verified[0]) // requests)
+    multiples = watch.multiples(widths)
+    cost, tokens = seconds * multiples / (plain * multiples[0]), 1 + _after(chances) / requests
     allowed = (cost <= affordable) & (cost <= _bearable(of, chances, standings))
     best = int(np.where(allowed, tokens / cost, 0.0).argmax())
-    if tokens[best] <= GAIN * cost[best]:
+    if tokens[best] * cost[0] <= GAIN * cost[best]:
         best = 0
-    # A width that was hardly ever run is tried for its cost alone: what all others are compared
-    # with, and what would bring clearly more.
-    for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(of)):
-        more = not trial or (allowed[trial] and tokens[trial] > TRIAL_GAIN * tokens[best])
-        if more and watch.is_unknown(int(widths[trial]), beside=int(widths[best])):
-            best = trial
-            break
+    tried = _trial(widths, tokens, allowed, best, watch) if before is None else None
+    best = best if tried is None else tried
     for request in of[:best]:
         rows[request] += 1
-    return Share(rows, float(cost[best]), int(widths[best]), float(seconds[best]))
+    of_round = float(cost[best]), int(widths[best]), float(seconds[best])
+    return Share(rows, *of_round, float(plain), float(drafts[best]), tried is not None)
+
+
+def _trial(
+    widths: np.ndarray, tokens: np.ndarray, allowed: np.ndarray, best: int, watch: Watch
+) -> int | None:
+    """The candidates of a width that is tried for its cost alone, as it was hardly ever run.
+
+    What all others are compared with, or what would bring clearly more; mostly None.
+    """
+    for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(widths) - 1):
+        more = not trial or (allowed[trial] and tokens[trial] > TRIAL_GAIN * tokens[best])
+        if more and watch.is_unknown(int(widths[trial]), beside=int(widths[best])):
+            return trial
+    return None
 
 
 class SharedRounds:
@@ -122,13 +147,18 @@ class SharedRounds:
     Args:
         costs: of rounds.
         clock: what says how long rounds really take.
+
+    Attributes:
+        waited: whether this round waited for its drafts, to cut them.
     """
 
     def __init__(self, costs: SharedCosts, clock: Callable[[], float] = time.perf_counter) -> None:
         self._costs, self._clock, self._account = costs, clock, Account()
         self._standings: WeakKeyDictionary[Request, Standing] = WeakKeyDictionary()
         self._watches: dict[int, Watch] = {}  # by how many requests there are, to a doubling
-        self._share, self._began = Share([], 1.0, 1, 1.0), 0.0
+        self._share, self._began = Share([], 1.0, 1, 1.0, 1.0, 0.0), 0.0
+        self._drafts: list[Draft] = []  # of this round, whose drafter says how sure it is
+        self.waited = False
 
     def rows(self, requests: Sequence[Request], offers: Sequence[Offer], context: int) -> list[int]:
         """The rows of each request's next round, the anchor included; the round begins.
@@ -138,21 +168,65 @@ class SharedRounds:
             offers: what they could have verified.
             context: tokens before it, of a request on average.
         """
-        standings = [self._standings.setdefault(request, Standing()) for request in requests]
-        affordable = self._account.affordable_together
-        self._share = share(
-            offers, standings, self._costs, context, affordable, self._watch(len(requests))
-        )
-        self._began = self._clock()
+        self._began, self._drafts, self.waited = self._clock(), [], False
+        self._share_out(requests, offers, context)
         return self._share.rows
+
+    def part(self, rows: int, context: int) -> np.ndarray:
+        """Seconds [rows] of the part of one request, were its first 1, 2, ... rows verified.
+
+        A plain round and all drafts are everybody's alike, further rows are the request's own.
+        """
+        share, requests = self._share, len(self._share.rows)
+        all_rows = sum(share.rows) - rows + np.arange(1, rows + 1)
+        verify = self._costs.verify(all_rows, requests, context)
+        part: np.ndarray = (share.plain + share.drafts) / requests + verify - verify[0]
+        return part
+
+    def cut(
+        self,
+        requests: Sequence[Request],
+        offers: Sequence[Offer],
+        drafts: Sequence[Draft],
+        context: int,
+    ) -> list[int]:
+        """The rows again, once chains are drafted and their drafter has said how sure it is.
+
+        Args:
+            requests, context: as of `rows`.
+            offers: what is drafted; of the chains that the round waits for, by what was said.
+            drafts: those of which something was said.
+        """
+        self._drafts, self.waited = [*drafts], any(draft.waits for draft in drafts)
+        if self.waited:
+            self._share_out(requests, offers, context, self._share)
+        return self._share.rows
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether this round is to find out what its width costs, so that nothing is cut."""
+        return self._share.trial
+
+    def _share_out(
+        self,
+        requests: Sequence[Request],
+        offers: Sequence[Offer],
+        context: int,
+        before: Share | None = None,
+    ) -> None:
+        standings = [self._standings.setdefault(request, Standing()) for request in requests]
+        affordable, watch = self._account.affordable_together, self._watch(len(requests))
+        self._share = share(offers, standings, self._costs, context, affordable, watch, before)
 
     def observe(self, brought: Sequence[tuple[Request, int]]) -> None:
         """Take in the tokens that the round brought each request, now that it is over."""
         played = self._share
         if not brought:
             return
-        watch = self._watch(len(played.rows))
-        watch.saw(played.width, self._clock() - self._began, played.seconds)
+        seconds, watch = self._clock() - self._began, self._watch(len(played.rows))
+        watch.saw(played.width, seconds, played.seconds)
+        for cutting in {draft.cutting for draft in self._drafts}:
+            cutting.took(seconds / played.seconds, self.waited)
         for request, tokens in brought:
             self._standings.setdefault(request, Standing()).book(played.cost, tokens)
         self._account.book(played.cost, sum(tokens for _, tokens in brought) / len(brought))

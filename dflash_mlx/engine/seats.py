@@ -112,8 +112,8 @@ class Seats:
             if not self._memory.enters(self._queue[0].request, seated):
                 break
             seat = self._queue.popleft()
-            self._seats.append(seat)
-            self._seats.sort(key=lambda seat: seat.number)
+            # A new list: one that is sorted in place is empty meanwhile, to other threads.
+            self._seats = sorted([*self._seats, seat], key=lambda seat: seat.number)
             self._begin(seat)
 
     def _begin(self, seat: _Seat) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import mlx.core as mx
 
 from ..drafter.forest import propose_together, propose_trees_together
 from ..drafter.protocol import TreeSession
-from ..loop import Alone, Turn
+from ..loop import Turn
+from ..policy.cuts import Draft, read_together
 from ..policy.offer import Offer, Planting
 from ..policy.rounds import checked
 from ..proposal import Proposal
@@ -27,25 +29,30 @@ class Flat:
     """
 
     def __init__(self, target: Target, rounds: SharedRounds | None) -> None:
-        self._alone, self._forest, self._rounds = Alone(), Forest(target), rounds
+        self._forest, self._rounds = Forest(target), rounds
 
     def propose(self, turns: Sequence[Turn]) -> None:
         """Set the proposals: of one request its own, of many what brings most for all."""
         if len(turns) == 1:
-            self._alone.propose(turns)
+            with turns[0]:
+                turns[0].proposal = turns[0].request.propose()
             return
         offers = self._offers(turns)
-        rows = self._rows(offers)
-        chains = []
+        requests = [turn.request for turn, _ in offers]
+        context = sum(each.target.position for each in requests) // max(1, len(requests))
+        if self._rounds is None or not offers:
+            rows = everything([offer for _, offer in offers])
+        else:
+            rows = self._rounds.rows(requests, [offer for _, offer in offers], context)
+        offers = self._draft(offers, rows)
+        if self._rounds is not None and offers and not self._rounds.is_trial:
+            rows = self._cut(self._rounds, offers, context)
         for (turn, offer), count in zip(offers, rows, strict=True):
             with turn:
-                if offer.draft is None and count > 1:
-                    chains.append((turn, offer, count))
-                elif offer.draft is None:
+                if offer.draft is None:
                     turn.proposal = Proposal([turn.request.anchor])
                 else:
                     turn.proposal = checked(offer.draft(count), count)
-        self._draft(chains)
 
     def _offers(self, turns: Sequence[Turn]) -> list[tuple[Turn, Offer]]:
         """What all of them could have verified; trees are drafted for it, in one pass."""
@@ -71,32 +78,53 @@ class Flat:
                     offers.append((turn, planting.grow(tree)))
         return offers
 
-    def _rows(self, offers: Sequence[tuple[Turn, Offer]]) -> list[int]:
-        if self._rounds is None or not offers:
-            return everything([offer for _, offer in offers])
-        requests = [turn.request for turn, _ in offers]
-        context = sum(request.target.position for request in requests) // len(requests)
-        return self._rounds.rows(requests, [offer for _, offer in offers], context)
-
-    def _draft(self, chains: Sequence[tuple[Turn, Offer, int]]) -> None:
-        """Draft chains of so many rows in one pass."""
-        if not chains:
-            return
-        sessions = [offer.session or turn.request.drafter for turn, offer, _ in chains]
-        anchors = [turn.request.anchor for turn, _, _ in chains]
-        counts, guards = [count for _, _, count in chains], [turn for turn, _, _ in chains]
-        proposals = propose_together(sessions, anchors, counts, guards)
-        for (turn, offer, count), proposal in zip(chains, proposals, strict=True):
-            if proposal is not None:
+    def _draft(
+        self, offers: Sequence[tuple[Turn, Offer]], rows: Sequence[int]
+    ) -> list[tuple[Turn, Offer]]:
+        """The offers, once chains of so many rows are drafted, in one pass."""
+        drafted = [
+            (turn, replace(offer, chances=[]) if offer.draft is None else offer)
+            for turn, offer in offers
+        ]
+        chains = [at for at, (_, offer) in enumerate(offers) if offer.draft is None]
+        chains = [at for at in chains if rows[at] > 1]
+        turns = [offers[at][0] for at in chains]
+        proposals = propose_together(
+            [offers[at][1].session or offers[at][0].request.drafter for at in chains],
+            [turn.request.anchor for turn in turns],
+            [rows[at] for at in chains],
+            turns,
+        )
+        for at, turn, proposal in zip(chains, turns, proposals, strict=True):
+            if proposal is not None:  # else its turn has the error
                 with turn:
-                    turn.proposal = checked(proposal, count)
-                    if offer.drafted is not None:
-                        offer.drafted(proposal)
+                    turn.proposal = checked(proposal, rows[at])
+                    drafted[at] = turn, offers[at][1].as_drafted(proposal)
+        return drafted
+
+    def _cut(
+        self, rounds: SharedRounds, offers: list[tuple[Turn, Offer]], context: int
+    ) -> list[int]:
+        """The rows again, now that drafters say how sure they are; waits once where that pays."""
+        drafts: dict[int, Draft] = {}
+        for at, (turn, offer) in enumerate(offers):
+            if offer.look is not None and offer.draft is not None and turn.error is None:
+                with turn:
+                    part = rounds.part(len(turn.proposal), context)
+                    draft = offer.look(turn.proposal, part)
+                    if draft is not None:
+                        drafts[at] = draft
+        read_together([draft for draft in drafts.values() if draft.waits])
+        for at, draft in drafts.items():
+            if draft.waits:
+                offers[at] = offers[at][0], replace(offers[at][1], chances=draft.chances())
+        requests = [turn.request for turn, _ in offers]
+        return rounds.cut(requests, [offer for _, offer in offers], [*drafts.values()], context)
 
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
         if len(turns) == 1:
-            return self._alone.verify(turns)
+            return [turns[0].request.target.verify(turns[0].proposal)]
         sessions = [turn.request.target for turn in turns]
         return self._forest.verify(sessions, [turn.proposal for turn in turns])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +58,8 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
         raise ModelNotFoundError(f"{folder}: there is no tokenizer.json, the tokenizer is missing.")
     with Foreign(ConfigError, f"{folder}: the tokenizer cannot be read"):
         # Else transformers asks at the terminal whether to run the code that came with it.
-        extra = {"trust_remote_code": False}
+        # Nor is it to warn of long texts: what a target can read is judged by its context.
+        extra = {"trust_remote_code": False, "model_max_length": sys.maxsize}
         return load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))
 
 

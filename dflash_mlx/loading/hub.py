@@ -158,7 +158,7 @@ class Hub:
         try:
             sizes = self._sizes(name)[0]
         except FAILURES as error:
-            raise self._explain(name, error) from error
+            raise self._explain(name, error, "cannot be asked") from error
         return sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=list(wanted)))
 
     def remove(self, name: str) -> int:
@@ -218,8 +218,10 @@ class Hub:
                 f"{free / GB:.1f}: free some of the disk."
             )
 
-    def _explain(self, name: str, error: Exception) -> DFlashError:
-        """What a failed download means for a person, in one line."""
+    def _explain(
+        self, name: str, error: Exception, failed: str = "does not give it"
+    ) -> DFlashError:
+        """What a failed download means for a person, in one line; `failed` is what the hub did."""
         hub = self.endpoint or "the hub"
         if isinstance(error, GatedRepoError):
             return DownloadError(
@@ -239,7 +241,7 @@ class Hub:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
         return DownloadError(
-            f"{name}: the download broke off ({reason}); run this again, what is there is kept."
+            f"{name}: {hub} {failed} ({reason}); run this again, what is there is kept."
         )
 
 

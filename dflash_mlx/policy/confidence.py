@@ -5,7 +5,8 @@ before it are. A cut needs these numbers on the host before the target's forward
 round waits once more. The numbers themselves are read in every round, when the device is idle, and
 judged by what the text became: what the cut *would* have brought, and cost, is booked against the
 whole chain. Rounds are cut only while that account says so. So a head that knows nothing, or the
-opposite, costs nothing but its own product.
+opposite, costs nothing but its own product. Rounds that requests share have an account of their
+own: there a row costs more, and a wait is everybody's.
 
 The head's logit x of slot j is corrected by what is believed of the slot anyway, at rate r_j:
 
@@ -23,8 +24,6 @@ from statistics import median
 
 import numpy as np
 
-from .costs import Costs, curve
-
 FIRST = (0.0, 0.0, 1.0)  # a, b, c
 FIRST_WEIGHT = 4.0  # what they count, in units of the log-likelihood's curvature
 LIMIT = 10.0  # of the weights either way
@@ -39,64 +38,23 @@ SEEN, LATEST = 5, 15  # rounds of a kind before their time counts, and those tha
 class Confidence:
     """What is known of a pair's confidences. Kept with the policy, it serves further requests.
 
-    Args:
-        costs: of the pair.
-        widest: the most rows of a round.
-
     Attributes:
         weights: [a, b, c] in float64.
+        alone, shared: whether chains are cut in rounds of one request, and of many.
     """
 
-    def __init__(self, costs: Costs, widest: int) -> None:
-        self._costs, self._widest = costs, widest
+    def __init__(self) -> None:
         self.weights = np.array(FIRST)
         self._curvature = FIRST_WEIGHT * np.eye(len(FIRST))
-        self._drafts, self._gain = 0, 0.0  # tokens that cutting would have been ahead by
-        self._tokens, self._spent = 0.0, 0.0  # what whole chains bring, and their seconds
-        self._whole: deque[float] = deque(maxlen=LATEST)  # seconds by what was measured,
-        self._cut: deque[float] = deque(maxlen=LATEST)  # of whole chains and of cut ones
-        self._tables: dict[int, tuple[list[float], list[float]]] = {}
-
-    @property
-    def pays(self) -> bool:
-        """Whether chains are cut now."""
-        return self._drafts >= TRIALS and self._gain > MARGIN * self._tokens
+        self.alone, self.shared = Cutting(), Cutting()
 
     def rates(self, logits: Sequence[float], beliefs: Sequence[float]) -> np.ndarray:
         """How likely each slot is right when those before it are."""
         features = _features(np.array(logits), np.array(beliefs))
         return _logistic(features @ self.weights)
 
-    def rows(self, logits: Sequence[float], beliefs: Sequence[float], context: int) -> int:
-        """The best rows of a chain with these slots, the anchor included."""
-        tokens = 1 + np.concatenate([[0.0], np.cumprod(self.rates(logits, beliefs)).cumsum()])
-        return int((tokens - self._speed() * self._seconds(len(tokens), context)).argmax()) + 1
-
-    def seconds(self, drafted: int, rows: int, context: int) -> float:
-        """Of a round that drafts a chain of `drafted` rows and verifies the first `rows`."""
-        return float(self._seconds(drafted, context)[rows - 1])
-
-    def took(self, drafted: int, rows: int, context: int, seconds: float, waited: bool) -> None:
-        """A round took so long; `waited`: it waited for the draft, to cut it."""
-        of_kind = self._cut if waited else self._whole
-        of_kind.append(seconds / self._measured(drafted, context)[rows - 1])
-
-    def learn(
-        self, logits: Sequence[float], beliefs: Sequence[float], right: int, context: int
-    ) -> None:
+    def learn(self, logits: Sequence[float], beliefs: Sequence[float], right: int) -> None:
         """Take in a draft of which the first `right` slots were what the text became."""
-        slots = len(logits)
-        cut = self.rows(logits, beliefs, context) if self._spent else slots + 1
-        whole = float(self._measured(slots + 1, context)[-1])
-        gain = min(right, cut - 1) - right
-        saved = whole - self._seconds(slots + 1, context)[cut - 1]
-        self._gain = MEMORY * self._gain + gain + self._speed() * saved
-        self._tokens = MEMORY * self._tokens + right + 1
-        self._spent = MEMORY * self._spent + whole
-        self._drafts += 1
-        self._fit(logits, beliefs, right)
-
-    def _fit(self, logits: Sequence[float], beliefs: Sequence[float], right: int) -> None:
         reached = min(right + 1, len(logits))
         features = _features(np.array(logits[:reached]), np.array(beliefs[:reached]))
         p = _logistic(features @ self.weights)
@@ -106,25 +64,57 @@ class Confidence:
         step = np.linalg.solve(self._curvature + ridge, gradient)
         self.weights = np.clip(self.weights + step, -LIMIT, LIMIT)
 
-    def _speed(self) -> float:
-        """Tokens per second of whole chains."""
-        return self._tokens / self._spent if self._spent else 0.0
 
-    def _seconds(self, drafted: int, context: int) -> np.ndarray:
-        """Of rounds that verify the first 1, 2, ... rows of a chain that they waited for."""
+class Cutting:
+    """Whether chains are cut in rounds of one kind, and where.
+
+    `measured` are seconds [w] of a round that drafts a chain of w rows and verifies its first 1, 2,
+    ... w, without waiting; of a round that requests share, a request's part of them.
+    """
+
+    def __init__(self) -> None:
+        self._drafts, self._gain = 0, 0.0  # tokens that cutting would have been ahead by
+        self._tokens, self._spent = 0.0, 0.0  # what whole chains bring, and their seconds
+        self._whole: deque[float] = deque(maxlen=LATEST)  # seconds by what was measured,
+        self._cut: deque[float] = deque(maxlen=LATEST)  # of whole chains and of cut ones
+
+    @property
+    def pays(self) -> bool:
+        """Whether chains are cut now."""
+        return self._drafts >= TRIALS and self._gain > MARGIN * self._tokens
+
+    def rows(self, rates: np.ndarray, measured: np.ndarray) -> int:
+        """The best rows of a chain whose slots are right so often, the anchor included."""
+        tokens = 1 + np.concatenate([[0.0], np.cumprod(rates).cumsum()])
+        return int((tokens - self._speed() * self.seconds(measured)).argmax()) + 1
+
+    def seconds(self, measured: np.ndarray) -> np.ndarray:
+        """The same of rounds that wait for the draft."""
         wait = FIRST_WAIT
         if min(len(self._cut), len(self._whole)) >= SEEN:
             wait = median(self._cut) / median(self._whole)
-        return wait * self._measured(drafted, context)
+        return wait * measured
 
-    def _measured(self, drafted: int, context: int) -> np.ndarray:
-        depth = 1 << max(context, 1).bit_length() - 1
-        if depth not in self._tables:
-            rounds = self._costs.rounds(depth, self._widest)
-            self._tables[depth] = rounds, curve(self._costs.verify, depth, self._widest)
-        rounds, verify = self._tables[depth]
-        draft = rounds[drafted - 1] - verify[drafted - 1]
-        return np.array(verify[:drafted]) + draft
+    def took(self, ratio: float, waited: bool) -> None:
+        """A round took so many times what was measured; `waited`: for the draft, to cut it."""
+        (self._cut if waited else self._whole).append(ratio)
+
+    def learn(self, rates: np.ndarray, right: int, measured: np.ndarray) -> None:
+        """Take in a draft of which the first `right` slots were what the text became.
+
+        `rates` are what was said of it.
+        """
+        cut = self.rows(rates, measured) if self._spent else len(measured)
+        gain, whole = min(right, cut - 1) - right, float(measured[-1])
+        saved = whole - float(self.seconds(measured)[cut - 1])
+        self._gain = MEMORY * self._gain + gain + self._speed() * saved
+        self._tokens = MEMORY * self._tokens + right + 1
+        self._spent = MEMORY * self._spent + whole
+        self._drafts += 1
+
+    def _speed(self) -> float:
+        """Tokens per second of whole chains."""
+        return self._tokens / self._spent if self._spent else 0.0
 
 
 def _features(logits: np.ndarray, beliefs: np.ndarray) -> np.ndarray:

@@ -1,22 +1,28 @@
 """What a request can draft in a round that it shares with others.
 
-A chain's rows are worth what is believed of its slots, before it is drafted; a tree's are known
-when it is, so it is drafted first, together with those of others.
+A chain's rows are worth what is believed of its slots, before it is drafted, and what its drafter
+says of them afterwards, if it says. A tree's are known when it is drafted, so that comes first,
+together with those of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from operator import mul
-from typing import cast
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from ..drafter.calibration import Calibration
 from ..drafter.protocol import Abilities, Both, Session
 from ..drafter.tree import DraftTree
 from ..proposal import Proposal
+
+if TYPE_CHECKING:
+    from .cuts import Draft
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Offer:
         asked: all of these rows are to be verified, whatever they cost.
         session: whose chain it is; None for the request's own session.
         drafted: is told that chain.
+        look: what its drafter says of that chain, given the seconds [w] of the request's part of
+            the round, were its first 1, 2, ... rows verified; None where it says nothing.
     """
 
     chances: Sequence[float]
@@ -37,6 +45,14 @@ class Offer:
     asked: bool = False
     session: Session | None = None
     drafted: Callable[[Proposal], None] | None = None
+    look: Callable[[Proposal, np.ndarray], Draft | None] | None = None
+
+    def as_drafted(self, proposal: Proposal) -> Offer:
+        """The same once its chain is drafted, whose first rows cost nothing more."""
+        if self.drafted is not None:
+            self.drafted(proposal)
+        chances = self.chances[: len(proposal) - 1]
+        return replace(self, chances=chances, draft=proposal.first)
 
 
 @dataclass(frozen=True)

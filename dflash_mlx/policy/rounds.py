@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ from ..drafter.protocol import (
     Abilities,
     Both,
     Drafter,
+    SaysConfidence,
     Session,
     TreeSession,
     drafts_trees,
@@ -20,7 +22,7 @@ from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
 from .beliefs import Certainty
-from .cuts import Cuts
+from .cuts import Cuts, Draft
 from .offer import Offer, Planting, offer_chain, paths
 from .outcome import Outcome
 from .trees import Sizes, TreePolicy, matching, tree_policy
@@ -117,8 +119,9 @@ class ChainRounds:
         self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
         self._branches, self._can = branches, Abilities()
         self._certainty = Certainty()
-        self._kind: Literal["drafted", "cut", "foreseen", "branches"] = "drafted"
-        self._rows = 1  # of this round's drafted chain
+        self._kind: Literal["drafted", "foreseen", "branches"] = "drafted"
+        self._draft: Draft | None = None  # this round's, if its drafter says how sure it is,
+        self._rows = 1  # and the rows of its drafted chain
 
     def begin(self, certainty: float | None) -> None:
         """Where the first chain begins to be believed in."""
@@ -126,10 +129,10 @@ class ChainRounds:
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The chain, or the two branches, that bring the most tokens per second."""
-        widths, self._kind = self._widths, "drafted"
+        widths, self._kind, self._draft = self._widths, "drafted", None
         width = self._rows = widths.width(context, limit, self._certainty.mean)
         if not self._can.foresees(session):
-            return self._cut(chain(session, anchor, width), session, context)
+            return self._cut(chain(session, anchor, width), session)
         rates = session.foresee(anchor, limit)
         rows, speed = widths.free(rates, limit)
         if session.only_foresees or (rows > 1 and speed > widths.speed(width)):
@@ -140,25 +143,28 @@ class ChainRounds:
         if min(more, limit - width) > 0:
             self._kind = "branches"
             return both.propose_both(anchor, width, min(more, limit - width))
-        return self._cut(both.propose_network(anchor, width), session, context)
+        return self._cut(both.propose_network(anchor, width), session)
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
         """The chain of which more is expected, drafted or foreseen."""
         self._widths.look(context, self._certainty.mean)
         chances = paths(self._widths.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
-        self._kind = "drafted" if offer.draft is None else "foreseen"
+        self._kind, self._draft = "drafted" if offer.draft is None else "foreseen", None
+        if offer.draft is None and self._can.says_confidence(session):
+            return replace(offer, look=partial(self._look, session, shared=True))
         return offer
 
     def observe(self, outcome: Outcome) -> None:
         """Learn how wide chains are right, and book what the round cost."""
         self._certainty.take(len(outcome.tokens), outcome.certainty)
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
+        self._cuts.observe(self._draft, outcome, widths)
+        if self._draft is not None:
+            return
         if outcome.shared:
             if self._kind == "drafted":
                 widths.observe_shared(rows - 1, accepted)
-        elif self._kind == "cut":
-            self._cuts.observe(outcome, widths)
         elif self._kind == "foreseen" and rows > 1:
             widths.observe_free(rows, accepted)
         elif self._kind == "branches":
@@ -169,16 +175,28 @@ class ChainRounds:
         else:
             widths.observe(rows - 1, accepted, outcome.seconds)
 
-    def _cut(self, proposal: Proposal, session: object, context: int) -> Proposal:
+    def _cut(self, proposal: Proposal, session: object) -> Proposal:
         """The part of a drafted chain that its drafter trusts, if it says."""
-        sure = None
-        if len(proposal) > 1 and self._can.says_confidence(session):
-            sure = session.confidence()
-        if sure is None:
+        if len(proposal) == 1 or not self._can.says_confidence(session):
             return proposal
-        self._kind = "cut"
-        widths = self._widths
-        return self._cuts.propose(proposal, sure, widths.rates(), widths.level, context)
+        draft = self._look(session, proposal, self._widths.chain_seconds(len(proposal)))
+        if draft is None or not draft.waits:
+            return proposal
+        return proposal.first(draft.cutting.rows(draft.rates(), draft.measured))
+
+    def _look(
+        self,
+        session: SaysConfidence,
+        proposal: Proposal,
+        measured: np.ndarray,
+        shared: bool = False,
+    ) -> Draft | None:
+        """The chain that a session has just drafted, if it says how sure it is; see `Draft`."""
+        sure, widths = session.confidence(), self._widths
+        if sure is not None:
+            beliefs, at = widths.rates(), widths.level
+            self._draft = self._cuts.look(proposal, sure, beliefs, at, measured, shared)
+        return self._draft
 
 
 class TreeRounds:
@@ -192,7 +210,7 @@ class TreeRounds:
     asks_certainty = True
 
     def __init__(self, policy: TreePolicy, temperature: float) -> None:
-        self._sizes: Sizes = policy.start()
+        self._sizes: Sizes = policy.start(temperature)
         self._can = Abilities()
         self._calibration = policy.calibration(temperature)
         self.sharpness = policy.sharpness(temperature)
@@ -293,7 +311,7 @@ def plan_rounds(
     if isinstance(policy, Policy):
         cuts = Cuts(policy.confidence(temperature))
         sharpness, branches = policy.sharpness(temperature), target.supports_trees
-        return ChainRounds(policy.start(), sharpness, cuts, branches)
+        return ChainRounds(policy.start(temperature), sharpness, cuts, branches)
     return FixedRounds((policy or FixedWidth()).sharpness(temperature))
 
 

@@ -92,9 +92,9 @@ class TreePolicy:
         nothing = Costs({1: {1: 1.0}}, {1: {1: 1.0}})
         return cls(Policy(nothing, widest=1), nothing, rows)
 
-    def start(self) -> Sizes:
+    def start(self, temperature: float = 0.0) -> Sizes:
         """A request begins."""
-        return Sizes(self)
+        return Sizes(self, temperature)
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter's chains at this temperature."""
@@ -154,8 +154,8 @@ class TreePolicy:
 class Sizes:
     """The sizes of one request's trees."""
 
-    def __init__(self, policy: TreePolicy) -> None:
-        self._policy, self._chains = policy, policy.chains.start()
+    def __init__(self, policy: TreePolicy, temperature: float) -> None:
+        self._policy, self._chains = policy, policy.chains.start(temperature)
         self._paused = policy.pause if policy.scored >= TRIALS else 0  # rounds of chains to come
         self._table = policy.table(1)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 SEEN = 5  # rounds of a width before they count
 LATEST = 15  # rounds of a width that are remembered
-TOLERANCE = 1.35  # by which widths may disagree with each other before the measurement is wrong
+TOLERANCE = 1.15  # by which widths may disagree with each other before the measurement is wrong
 
 
 class Watch:

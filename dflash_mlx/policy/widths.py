@@ -19,14 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..drafter.protocol import Drafter, block_size
 from ..errors import SettingsError
 from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
-from .beliefs import UNKNOWN, Beliefs, expected_tokens, level
+from .beliefs import UNKNOWN, WARMTHS, Beliefs, Mood, expected_tokens, level, warmth
 from .confidence import Confidence
-from .costs import Costs, costs_file, curve, keep_costs, pair_costs
+from .costs import Costs, costs_file, curve, keep_costs, pair_costs, read_beliefs
 from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
@@ -50,16 +52,17 @@ class Policy:
 
     Attributes:
         costs, widest: as given.
-        file: where costs are kept from one start of the program to the next; None if nowhere.
-        beliefs: how often drafts are right.
+        file: where costs and beliefs are kept from one start of the program to the next; None if
+            nowhere.
         watch: whether rounds take the time that `costs` says.
         branching: what a tree of two branches costs more than a chain of as many rows.
     """
 
     def __init__(self, costs: Costs, widest: int, file: Path | None = None) -> None:
         self.costs, self.widest, self.file = costs, widest, file
-        self._kept = 0  # the watch's version whose costs are in the file
-        self.beliefs, self.watch = Beliefs(widest - 1), Watch()
+        self.watch, self._beliefs = Watch(), read_beliefs(file, widest - 1)
+        self.drafts = 0  # that were learnt from,
+        self._kept = (0, 0)  # how many of them are in the file, and the watch's version
         self._sharpness: dict[float, Sharpness] = {}
         self._confidence: dict[float, Confidence] = {}
         self.branching = Surcharge(FIRST_BRANCHING)
@@ -92,22 +95,30 @@ class Policy:
         return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)
 
     def keep(self) -> None:
-        """Have the next start of the program begin with costs that the rounds so far agree with.
+        """Have the next start of the program begin with what the rounds so far have shown.
 
-        That takes no measuring: what was measured is corrected as the watch does it. Where they
-        agree already, or costs are not kept for this pair, nothing is done.
+        Costs are corrected as the watch does it, which takes no measuring. Where nothing is new,
+        or costs are not kept for this pair, nothing is done.
         """
-        if self.file and self.watch.disagrees and self.watch.version != self._kept:
-            self._kept = self.watch.version
-            keep_costs(self.file, self.costs.corrected(self.watch.factors(), self.widest))
+        known = (self.drafts, self.watch.version if self.watch.disagrees else 0)
+        if self.file and known != self._kept:
+            self._kept, costs = known, self.costs
+            if self.watch.disagrees:
+                costs = costs.corrected(self.watch.factors(), self.widest)
+            records = {str(at): of.record() for at, of in self._beliefs.items()}
+            keep_costs(self.file, costs, records)
 
     def plain_seconds(self, context: int) -> float:
         """Of a plain token at this depth: as measured, at the pace of the rounds so far."""
         return self.watch.pace * self.seconds(context)[0]
 
-    def start(self) -> Widths:
+    def start(self, temperature: float = 0.0) -> Widths:
         """A request begins."""
-        return Widths(self)
+        return Widths(self, self.beliefs(temperature))
+
+    def beliefs(self, temperature: float = 0.0) -> Beliefs:
+        """How often drafts are right, of each class of temperatures; to be gone on with."""
+        return self._beliefs.setdefault(warmth(temperature), Beliefs(self.widest - 1))
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter at this temperature, to be gone on with."""
@@ -115,7 +126,7 @@ class Policy:
 
     def confidence(self, temperature: float) -> Confidence:
         """What was learnt about the drafter's own confidence at this temperature."""
-        return self._confidence.setdefault(temperature, Confidence(self.costs, self.widest))
+        return self._confidence.setdefault(temperature, Confidence())
 
     def seconds(self, context: int) -> list[float]:
         """Of rounds of 1, 2, ... rows, as measured; looked up once for every doubling."""
@@ -141,7 +152,7 @@ class Policy:
             context: tokens before the round that is spoken of.
         """
         seconds = self.watch.corrected(self.seconds(context))
-        expected = expected_tokens(self.beliefs.rates(level(1.0)))
+        expected = expected_tokens(self.beliefs().rates(level(1.0)))
         plain = 1e3 * self.plain_seconds(context)
         lines = [f"a plain token: {plain:.2f} ms at {context} tokens of context"]
         for row in (2, 4, 8, 12, 16):
@@ -151,6 +162,7 @@ class Policy:
                     f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens where the target is "
                     f"sure: {tokens / cost:.2f} x the speed"
                 )
+        lines += self._firsts()
         if self.watch.disagrees:
             said = ", ".join(f"{row} rows {f:.2f}" for row, f in self.watch.factors().items())
             lines.append(
@@ -160,12 +172,30 @@ class Policy:
             )
         return lines
 
+    def _firsts(self) -> list[str]:
+        """A line for each class of temperatures that something was drafted at."""
+        kept = ", kept for the next start" if self.file else ""
+        return [
+            f"temperature {_temperatures(at)}: first drafts are right, where the target is unsure "
+            "to where it is sure: "
+            + " ".join(f"{of.rates(one)[0]:.0%}" for one in range(UNKNOWN))
+            + f" (by {of.rounds:.0f} drafts{kept})"
+            for at, of in sorted(self._beliefs.items())
+            if of.rounds >= 1
+        ]
+
+
+def _temperatures(at: int) -> str:
+    """What a class of temperatures is called."""
+    return f"{WARMTHS[at]:g}" if at < len(WARMTHS) else f"above {WARMTHS[-1]:g}"
+
 
 class Widths:
     """The widths of one request's rounds."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy, self._account = policy, Account()
+    def __init__(self, policy: Policy, beliefs: Beliefs) -> None:
+        self._policy, self._beliefs, self._account = policy, beliefs, Account()
+        self._mood = Mood()
         self._at, self._context = UNKNOWN, 1
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
@@ -179,7 +209,10 @@ class Widths:
             certainty: the target's, see `beliefs.Certainty`; None if that is not known.
         """
         self.look(context, certainty)
-        affordable, expected = self.affordable, expected_tokens(self.hopes())
+        # What a try teaches is for later rounds: near the end only what is believed counts.
+        is_early = limit >= self._policy.widest
+        affordable = self.affordable
+        expected = expected_tokens(self.hopes() if is_early else self.rates())
         speeds = [
             tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
@@ -188,7 +221,8 @@ class Widths:
         best = max(range(limit), key=speeds.__getitem__) + 1
         if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
             best = 1
-        return self._trial(best, limit, expected, affordable) or best
+        trial = self._trial(best, limit, expected, affordable) if is_early else None
+        return trial or best
 
     def look(self, context: int, certainty: float | None) -> None:
         """Where the next round begins; `width` says what the two are."""
@@ -235,6 +269,12 @@ class Widths:
                 best, most = more, gain
         return best
 
+    def chain_seconds(self, rows: int) -> np.ndarray:
+        """Of rounds that draft a chain of so many rows and verify its first 1, 2, ..., measured."""
+        policy = self._policy
+        rounds, verify = policy.seconds(self._context), policy.verify(self._context)
+        return np.array(verify[:rows]) + (rounds[rows - 1] - verify[rows - 1])
+
     def observe_free(self, rows: int, accepted: int) -> None:
         """Take in a round that cost nothing to draft."""
         self.book(self._verify()[rows - 1], accepted)
@@ -264,11 +304,12 @@ class Widths:
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
-        return self._policy.beliefs.rates(self._at)[: self._policy.widest - 1]
+        return self._mood.moved(self._beliefs.rates(self._at)[: self._policy.widest - 1])
 
     def hopes(self) -> list[float]:
         """The same, for the question of what is worth a try."""
-        return [self._policy.beliefs.hope(self._at), *self.rates()[1:]][: self._policy.widest - 1]
+        first = self._mood.moved([self._beliefs.hope(self._at)])
+        return [*first, *self.rates()[1:]][: self._policy.widest - 1]
 
     def expected_tokens(self) -> list[float]:
         """What rounds of 1, 2, ... rows are expected to bring now."""
@@ -294,15 +335,18 @@ class Widths:
         if drafted:
             self.learn(self._at, drafted, accepted)
         else:
-            self._policy.beliefs.pass_by(self._at)
+            self._beliefs.pass_by(self._at)
 
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
         self._account.book(seconds / self._seconds[0], accepted + 1)
+        self._mood.pass_by(accepted + 1)
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in how many slots of a chain, drafted at a level of certainty, were right."""
-        self._policy.beliefs.learn(at, drafted, accepted)
+        self._policy.drafts += 1
+        self._mood.learn(self._beliefs.rates(at), drafted, accepted)
+        self._beliefs.learn(at, drafted, accepted)
 
     @property
     def level(self) -> int:

@@ -74,7 +74,12 @@ class Access:
             return ""
         key = self._key(headers)
         if key is None:
-            raise Refusal("The API key is missing or wrong.", 401, code="invalid_api_key")
+            raise Refusal(
+                "The API key is missing or wrong: send this server's, as 'Authorization: Bearer "
+                "KEY' or 'x-api-key: KEY'.",
+                401,
+                code="invalid_api_key",
+            )
         return hashlib.sha256(key.encode()).hexdigest() if len(self.keys) > 1 else ""
 
     def _is_ours(self, host: str) -> bool:

@@ -133,7 +133,12 @@ class Endpoints:
     async def model(self, request: Request) -> Response:
         """A model by its name."""
         if request.path_params["name"] != self._options.name:
-            raise Refusal("There is no such model here.", 404, code="model_not_found")
+            raise Refusal(
+                f"There is one model here, {self._options.name}; it answers whatever model a "
+                "request names.",
+                404,
+                code="model_not_found",
+            )
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -246,4 +251,4 @@ def make_app(desk: Desk, options: Options) -> Starlette:
         ("/metrics", ends.metrics),
     ):
         routes.append(Route(path, handler))
-    return guarded(routes, options.access, desk.metrics)
+    return guarded(routes, options.access, desk.metrics, options.bounds)

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from .ask import Ask, Tool, given
 from .body import parse_object
 from .errors import Refusal
-from .fields import Body, Ignored, Only, Refused
+from .fields import Body, Ignored, Only, Refused, Several
 
+Biases = dict[int, Annotated[float, Field(ge=-100, le=100)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 STOPS, MOST_CHOICES, MOST_TOP = 16, 8, 20
-SEEDS = 2**32
+SEEDS, MOST_BIASES = 2**32, 16384
+
+
+def _few(biases: Any) -> Any:
+    """A check before any other: pydantic would tell of every wrong one."""
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise ValueError(f"more than {MOST_BIASES:,} tokens")
+    return biases
 
 
 class Sampled(Body):
@@ -28,11 +36,11 @@ class Sampled(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=STOPS)] | None = None
+    stop: str | Annotated[Several[str], Field(max_length=STOPS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[Biases | None, BeforeValidator(_few)] = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     draft: bool | None = None
     user: Ignored = None
@@ -92,10 +100,10 @@ class Message(Body):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Several[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[CallMade] | None = None
+    tool_calls: Several[CallMade] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
@@ -170,7 +178,7 @@ class AllowedTools(Body):
     """Some of the tools, and whether one has to be called."""
 
     mode: Literal["auto", "required"] = "auto"
-    tools: list[ToolNamed]
+    tools: Several[ToolNamed]
 
 
 class ToolsAllowed(Body):
@@ -216,13 +224,13 @@ class StreamOptions(Body):
 class ChatBody(Sampled):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Several[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    tools: list[ToolGiven] | None = None
+    tools: Several[ToolGiven] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolNamed | ToolsAllowed | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -231,7 +239,7 @@ class ChatBody(Sampled):
     audio: Refused = None
     function_call: Refused = None
     functions: Refused = None
-    modalities: Annotated[list[str] | None, Only(["text"])] = None
+    modalities: Annotated[Several[str] | None, Only(["text"])] = None
     verbosity: Annotated[str | None, Only("medium")] = None
     web_search_options: Refused = None
     prediction: Ignored = None

@@ -12,7 +12,7 @@ from .ask import Ask
 from .chat import Sampled, StreamOptions
 from .desk import Answering, End, Step
 from .errors import Refusal
-from .fields import Ignored, Only, Refused
+from .fields import Ignored, Only, Refused, Several
 from .logprobs import TokenLogprob
 from .openai_forms import drafting, new_id, of_round, usage
 from .parts import Text
@@ -22,9 +22,9 @@ MOST_PROMPTS, MOST_TOP = 32, 5
 DEFAULT_TOKENS = 16  # of OpenAI's
 DONE = b"data: [DONE]\n\n"
 
-Ids = Annotated[list[int], Field(min_length=1)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-Lists = Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+Ids = Annotated[Several[int], Field(min_length=1)]
+Texts = Annotated[Several[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+Lists = Annotated[Several[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
 
 
 class CompletionsBody(Sampled):

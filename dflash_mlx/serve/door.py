@@ -147,7 +147,7 @@ class _Caller:
         self._connection, self._crowd, self._asks = connection, crowd, asks
         self._head = b""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(connection, self._hear)
+        self._loop.add_reader(connection.fileno(), self._hear)
         self._late = self._loop.call_later(crowd.limits.head_seconds, self.abort)
 
     def abort(self) -> None:
@@ -158,7 +158,7 @@ class _Caller:
     def _leave(self) -> None:
         self._crowd.go(self)
         self._late.cancel()
-        self._loop.remove_reader(self._connection)
+        self._loop.remove_reader(self._connection.fileno())
 
     def _hear(self) -> None:
         """It says something, or has left."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from ..reading import shown
+
+Value = TypeVar("Value")
+# Refused at its first wrong value: of each of millions pydantic would write a kilobyte.
+Several = Annotated[list[Value], Field(fail_fast=True)]
 
 
 class Body(BaseModel):

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from .access import Access
+from .body import Bodies, Bounds
 from .errors import RETRY_SECONDS, Refusal
 from .guard import Guard, error_response
 from .metrics import Metrics
@@ -51,9 +52,14 @@ def make_waiting_app(access: Access, metrics: Metrics) -> Starlette:
     return guarded(routes, access, metrics)
 
 
-def guarded(routes: Sequence[Route], access: Access, metrics: Metrics) -> Starlette:
+def guarded(
+    routes: Sequence[Route], access: Access, metrics: Metrics, bounds: Bounds | None = None
+) -> Starlette:
     """An application of these paths, with what comes before and after all of them."""
-    middleware = [Middleware(Guard, access=access, metrics=metrics)]
+    middleware = [
+        Middleware(Guard, access=access, metrics=metrics),
+        Middleware(Bodies, bounds=bounds or Bounds()),
+    ]
     if access.origins:
         origins = sorted(access.origins)
         cors = Middleware(

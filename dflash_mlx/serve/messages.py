@@ -9,7 +9,7 @@ from pydantic import Field
 from .ask import Ask, Tool, given
 from .chat import effort_settings
 from .errors import Refusal
-from .fields import Body, Ignored, Only, Refused
+from .fields import Body, Ignored, Only, Refused, Several
 
 # Claude Code's first block of the system prompt. It differs from session to session, and a prompt
 # that differs at its start shares nothing with another one.
@@ -26,7 +26,7 @@ class Block(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Several[Block] | None = None
     is_error: bool | None = None
     cache_control: Ignored = None
     citations: Ignored = None
@@ -43,7 +43,7 @@ class Turn(Body):
     """One turn; of a result and what the user says to it come two."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Several[Block]
 
     def for_template(self) -> list[dict[str, Any]]:
         """As chat templates expect it."""
@@ -124,9 +124,9 @@ class CountBody(Body):
     """POST /v1/messages/count_tokens"""
 
     model: Annotated[str, Field(max_length=512)] = "default"
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    system: str | list[Block] | None = None
-    tools: list[ToolGiven] | None = None
+    messages: Annotated[Several[Turn], Field(min_length=1)]
+    system: str | Several[Block] | None = None
+    tools: Several[ToolGiven] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -189,7 +189,7 @@ class MessagesBody(CountBody):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[Several[str], Field(max_length=16)] | None = None
     metadata: Ignored = None
     service_tier: Ignored = None
     inference_geo: Ignored = None

@@ -14,7 +14,7 @@ from pydantic import Field
 from .ask import Ask, Tool, given
 from .chat import Effort, effort_settings, history_call
 from .errors import Refusal
-from .fields import Body, Ignored, Only, Refused
+from .fields import Body, Ignored, Only, Refused, Several
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -46,13 +46,13 @@ class Item(Body):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Content] | None = None
-    summary: list[Thought] | None = None
+    content: str | Several[Content] | None = None
+    summary: Several[Thought] | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     call_id: str | None = None
-    output: str | list[Content] | None = None
+    output: str | Several[Content] | None = None
     id: Ignored = None
     status: Ignored = None
     phase: Ignored = None
@@ -92,7 +92,7 @@ class ToolGiven(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    tools: list[ToolGiven] | None = None
+    tools: Several[ToolGiven] | None = None
 
 
 class ToolNamed(Body):
@@ -107,22 +107,22 @@ class ToolsAllowed(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
-    tools: list[ToolNamed]
+    tools: Several[ToolNamed]
 
 
 class ResponsesBody(Body):
     """POST /v1/responses"""
 
     model: Annotated[str, Field(max_length=512)] = "default"
-    input: str | list[Item]
+    input: str | Several[Item]
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[str] | None = None
-    tools: list[ToolGiven] | None = None
+    include: Several[str] | None = None
+    tools: Several[ToolGiven] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolNamed | ToolsAllowed | None = None
     parallel_tool_calls: bool | None = None
     text: TextGiven | None = None

@@ -88,7 +88,7 @@ class Forest:
     ) -> list[Verified]:
         """One forward over several segments."""
         for session, segment in zip(sessions, segments, strict=True):
-            session.begin(segment)
+            session.begin(segment.proposal)
         wanted = [session.tap_layers for session in sessions]
         tapped = tuple(dict.fromkeys(layer for each in wanted for layer in each))
         rows, (overrides, recorder) = Rows(segments), self._taps(tapped)

@@ -56,7 +56,7 @@ class Layers:
         self._entries: list[dict[int, list[Entry]]] = []  # and what modules are for each request
         with target.at_rest:
             self._wiring = target.wiring
-            layers = [target.layer(index) for index in range(target.num_layers)]
+            layers = target.layers
             flat = level and all(
                 _is_flat(layer, rollback)
                 for layer, rollback in zip_longest(layers, rollbacks)

@@ -62,7 +62,9 @@ class Rows:
     @property
     def tokens(self) -> mx.array:
         """The rows' token ids [R]."""
-        return mx.concatenate([segment.tokens.astype(mx.int32) for segment in self.segments])
+        return mx.concatenate(
+            [segment.proposal.array().astype(mx.int32) for segment in self.segments]
+        )
 
     @cached_property
     def positions(self) -> mx.array:
@@ -135,9 +137,25 @@ class Caches:
         pairs = zip(self.parts, self.rows.widths, strict=True)
         return Parts(mask_of(cache, rows, **settings) for cache, rows in pairs)
 
-    def __getitem__(self, index: int) -> Caches:
-        """Of layers that have a list of caches, those at a place in it."""
-        return type(self)(self.rows, (cache[index] for cache in self.parts))
+    def __getitem__(self, index: int) -> Any:
+        """Of layers that have a list of caches, those at a place in it; of arrays, `keys`."""
+        parts = [cache[index] for cache in self.parts]
+        return self.keys if isinstance(parts[0], mx.array) else type(self)(self.rows, parts)
+
+    # In a pipeline, mlx-lm's models have their last cache wait for what they send, as a prefill
+    # computes only caches. A forward of many requests computes logits, and those wait for it, too.
+
+    @property
+    def keys(self) -> mx.array:
+        """Nothing to compute with."""
+        return mx.zeros((0,) * AXES)
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        pass
+
+    def __setitem__(self, index: int, array: mx.array) -> None:
+        pass
 
 
 class FlatCaches(Caches):

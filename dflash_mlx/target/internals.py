@@ -78,6 +78,21 @@ def backbone(text: nn.Module) -> Any:
     return getattr(text, "model", None)
 
 
+def own_layers(backbone: Any) -> list[nn.Module]:
+    """The layers that are in this process: all, or those of its stage in a pipeline."""
+    return list(getattr(backbone, "pipeline_layers", backbone.layers))
+
+
+def first_layer(backbone: Any) -> int:
+    """The number of the first of them."""
+    return int(getattr(backbone, "start_idx", 0))
+
+
+def has_pipeline(backbone: Any) -> bool:
+    """Whether mlx-lm splits its layers over machines."""
+    return hasattr(backbone, "pipeline")
+
+
 def own_head(text: nn.Module) -> Any:
     """The output head; None where the embedding is the head too."""
     return getattr(text, "lm_head", None)

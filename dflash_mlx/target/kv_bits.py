@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..reading import shown
+from ..reading import is_whole, shown
 from .internals import (
     ArraysCache,
     KVCache,
@@ -34,9 +34,10 @@ def make_cache(
     caches: list[Any] = make_prompt_cache(model)
     if kv_bits is None:
         return caches
-    if type(kv_bits) is not int or kv_bits not in (8, 4):
+    if not is_whole(kv_bits) or kv_bits not in (8, 4):
         raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {shown(kv_bits)}.")
-    return [_quantized(cache, layer, kv_bits) for cache, layer in zip(caches, layers, strict=False)]
+    bits = int(kv_bits)
+    return [_quantized(cache, layer, bits) for cache, layer in zip(caches, layers, strict=False)]
 
 
 def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:

@@ -11,8 +11,8 @@ looks at classes, as these methods do, holds it too; it is never held between fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -51,34 +51,41 @@ class Overrides:
 
         self.replace(module, call)
 
-    @contextmanager
-    def installed(self, *others: Overrides) -> Iterator[None]:
+    def installed(self, *others: Overrides) -> AbstractContextManager[Any]:
         """Install the subclasses for the forwards run inside, and take them away afterwards.
 
         `others` are sets of the same target to install as well; of a module that is in several,
         the last one counts.
         """
         clean_up_at_end()
-        every = (self, *others)
-        with self._lock, swapped([entry for one in every for entry in one.entries]):
-            yield
+        entries = self.entries
+        if others:
+            entries = [entry for one in (self, *others) for entry in one.entries]
+        return swapped(entries, self._lock) if entries else self._lock
 
 
 @contextmanager
-def swapped(entries: Iterable[Entry]) -> Iterator[None]:
+def swapped(
+    entries: Sequence[Entry], lock: AbstractContextManager[Any] | None = None
+) -> Iterator[None]:
     """Have modules be of other classes meanwhile; of a module's several, the last one counts.
 
-    For whoever holds the target's lock.
+    Args:
+        entries: the modules, and their classes.
+        lock: the target's; None where it is held already.
     """
-    entries = list(entries)
-    originals = [type(module) for module, _ in entries]
-    try:
-        for module, subclass in entries:
-            module.__class__ = subclass
-        yield
-    finally:
-        for (module, _), original in zip(entries, originals, strict=True):
-            module.__class__ = original
+    with lock or nullcontext():
+        originals = [(module, type(module)) for module, _ in entries]
+        try:
+            _put(entries)
+            yield
+        finally:
+            _put(originals)
+
+
+def _put(entries: Sequence[Entry]) -> None:
+    for module, cls in entries:
+        object.__setattr__(module, "__class__", cls)  # MLX's own would look for parameters first
 
 
 def rebound(call: Any, **names: Any) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ a subclass may store its rows differently, and an unknown kind is refused rather
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -25,7 +26,7 @@ from .internals import (
 )
 from .overrides import Overrides
 from .recurrent import RecurrentTape, has_tape
-from .rows import Rollback, RowRollback, cut_rotating_rows, trim_each, trim_rows
+from .rows import Rollback, RowRollback, cut_rotating_rows, trim_each
 
 
 def rollbacks_for(
@@ -58,11 +59,11 @@ def rollback_for(cache: Any, layer: nn.Module, overrides: Overrides) -> Rollback
     """
     kind = type(cache)
     if kind is KVCache or kind is QuantizedKVCache:
-        return RowRollback(cache, trim_rows)
+        return RowRollback(cache.trim)
     if kind is RotatingKVCache:
-        return RowRollback(cache, cut_rotating_rows)
+        return RowRollback(partial(cut_rotating_rows, cache))
     if kind is CacheList and all(type(part) is KVCache for part in cache.caches):
-        return RowRollback(cache, trim_each)
+        return RowRollback(partial(trim_each, cache))
     if kind is LayerCache:
         return CompressedTape(cache, layer, overrides)
     if kind is ArraysCache and has_tape(layer):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from .internals import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, cut_ring
+from .internals import CacheList, RotatingKVCache, cut_ring
 from .overrides import Overrides
 from .tree import Tree
 
@@ -32,10 +32,15 @@ class TreeRollback(Rollback, Protocol):
 
 
 class RowRollback:
-    """Rollback of a cache that holds a row per token: the last rows go, nothing is remembered."""
+    """Rollback of a cache that holds a row per token: the last rows go, nothing is remembered.
 
-    def __init__(self, cache: Any, remove: Callable[[Any, int], None]) -> None:
-        self._cache, self._remove = cache, remove
+    Args:
+        remove: forgets so many of the last rows. A cache that never drops any has its own `trim`:
+            the next rows overwrite them. (MLA keeps its latents and rotary keys in such a one.)
+    """
+
+    def __init__(self, remove: Callable[[int], object]) -> None:
+        self._remove = remove
 
     def begin(self) -> None:
         """Nothing to record."""
@@ -43,15 +48,7 @@ class RowRollback:
     def keep(self, kept: int, rejected: int) -> None:
         """Remove the last `rejected` rows."""
         if rejected:
-            self._remove(self._cache, rejected)
-
-
-def trim_rows(cache: KVCache | QuantizedKVCache, rejected: int) -> None:
-    """Forget the last rows of a cache that never drops any; the next rows overwrite them.
-
-    MLA keeps its latents and rotary keys in the same kind of cache.
-    """
-    cache.trim(rejected)
+            self._remove(rejected)
 
 
 def cut_rotating_rows(cache: RotatingKVCache, rejected: int) -> None:
@@ -67,4 +64,4 @@ def cut_rotating_rows(cache: RotatingKVCache, rejected: int) -> None:
 def trim_each(cache: CacheList, rejected: int) -> None:
     """Forget the last rows of every cache of a layer that has several (GLM-5, DeepSeek-V3.2)."""
     for part in cache.caches:
-        trim_rows(part, rejected)
+        part.trim(rejected)

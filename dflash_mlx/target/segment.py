@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from ..proposal import Proposal
 from .overrides import Entry
 from .rows import Rollback
@@ -33,12 +31,6 @@ class Segment:
     rollbacks: Sequence[Rollback]
     entries: Sequence[Entry]
     reader: TreeReader | None
-
-    @property
-    def tokens(self) -> mx.array:
-        """The rows' token ids [N]."""
-        tokens = self.proposal.tokens
-        return tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
 
     @property
     def tree(self) -> Tree | None:

@@ -44,7 +44,8 @@ class Taps:
     def _recorder(self, indices: set[int]) -> Callable[[Any, Any], None]:
         def record(x: Any, result: Any) -> None:
             for index in indices:
-                self._outputs[index] = _hidden(x if index == EMBEDDING else result)
+                output = x if index == EMBEDDING else result
+                self._outputs[index] = _hidden(output) if isinstance(output, tuple) else output
 
         return record
 
@@ -56,11 +57,9 @@ def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
     return taps[:, : len(kept)] if kept[-1] < len(kept) else taps[:, mx.array(list(kept))]
 
 
-def _hidden(result: Any) -> mx.array:
-    """The hidden states [N, S, D] in what a decoder layer returns."""
-    if not isinstance(result, tuple):
-        return result
-    hidden = result[0]
+def _hidden(result: tuple[Any, ...]) -> mx.array:
+    """The hidden states [N, S, D] in the several things that a decoder layer may return."""
+    hidden: mx.array = result[0]
     if hidden.ndim == 4:
         # DeepSeek-V4.1 carries several residual streams [N, S, hc, D] and the mix [N, S, hc] with
         # which the next reader, a layer or the final norm, sums them: record what that one reads.

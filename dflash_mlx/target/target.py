@@ -25,6 +25,7 @@ from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
 from .rollback import rollbacks_for
+from .rows import RowRollback
 from .segment import Segment
 from .taps import EMBEDDING, Taps
 from .tree_attention import TreeReader, why_no_trees
@@ -47,6 +48,7 @@ class Target:
         config: its config.json.
         name: what it was loaded as.
         num_layers, hidden_size, vocab_size, context_length: its shape.
+        layers: those that are in this process; of a pipeline, others are elsewhere.
         wiring: which layers run on our Metal kernels; None where none does.
 
     Raises `UnsupportedCacheError` when its caches cannot be rolled back, and `ConfigError` when
@@ -72,19 +74,20 @@ class Target:
                     f"model.{part}, which this version cannot draft for."
                 )
         self.num_layers = len(self._backbone.layers)
+        self.layers = internals.own_layers(self._backbone)
         self.hidden_size: int = self._backbone.norm.weight.shape[0]
         self.vocab_size: int = self._backbone.embed_tokens.weight.shape[0]
         shape = config.get("text_config") or config
         self.context_length = int(shape.get("max_position_embeddings") or 2**31)
         self._forwards = threading.Lock()
-        layers, caches = self._backbone.layers, make_cache(model)
-        rollbacks = rollbacks_for(caches, layers, self.overrides())
-        problems = (why_no_trees(*of) for of in zip_longest(layers, rollbacks))
+        caches = make_cache(model)
+        rollbacks = rollbacks_for(caches, self.layers, self.overrides())
+        problems = (why_no_trees(*of) for of in zip_longest(self.layers, rollbacks))
         self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
             from .attention import check_exact
 
-            check_exact(layers, caches)
+            check_exact(self.layers, caches)
         evaluate(model)
 
     def __repr__(self) -> str:
@@ -165,7 +168,10 @@ class Target:
         for layer in layers:
             if not EMBEDDING <= layer < self.num_layers:
                 raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
-        return Taps(self._backbone.layers, layers, overrides)
+        return self._recorder(layers, overrides)
+
+    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> Taps:
+        return Taps(self.layers, layers, overrides)
 
     def read_last_row(self, overrides: Overrides) -> None:
         """Have the head read a forward's last row alone while `overrides` is installed."""
@@ -183,7 +189,7 @@ class Target:
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
         with self.at_rest:  # another thread's would have modules of other classes
-            return TargetSession(self, self._backbone.layers, tap_layers, kv_bits)
+            return TargetSession(self, self.layers, tap_layers, kv_bits)
 
     def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
         """Bytes of a request's caches after so many tokens. Nothing is computed."""
@@ -216,6 +222,8 @@ class TargetSession:
         # read, and windows and states are cut anew.
         self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
         self._rollback = rollbacks_for(self._cache, layers, self._verify)
+        # Rows are there or not, so these alone have something to do in every round.
+        self._recording = [way for way in self._rollback if not isinstance(way, RowRollback)]
         absorb(layers, self._verify)
         self._widest: int | None = None  # rows of a verify
         if target.wiring is not None:
@@ -276,32 +284,36 @@ class TargetSession:
         Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
         for more rows than exact verification takes.
         """
-        segment = self.segment(proposal)
-        self.begin(segment)
-        tokens, reader = segment.tokens[None], segment.reader
+        reader = self._reader_of(proposal)
+        self.begin(proposal)
+        tokens = proposal.array()[None]
         if reader is None:
             with self._verify.installed():
                 logits = self._model(tokens, cache=self._cache)
         else:
             with reader.reading(proposal), self._verify.installed(reader.overrides):
                 logits = self._model(tokens, cache=self._cache)
-        return logits[0], self._verify_taps.take(len(proposal))
+        return logits.squeeze(0), self._verify_taps.take(len(proposal))
 
     def segment(self, proposal: Proposal) -> Segment:
         """What a forward over the proposal needs of this request. Raises as `verify` does."""
+        reader = self._reader_of(proposal)
+        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
+        return Segment(proposal, self.position, self._cache, self._rollback, entries, reader)
+
+    def _reader_of(self, proposal: Proposal) -> TreeReader | None:
+        """What reads the proposal, where that is a tree. Raises as `verify` does."""
         if self._widest is not None and len(proposal) > self._widest:
             raise SettingsError(
                 f"exact: at most {self._widest} rows are verified at once; load the model with "
                 "exact=False (--no-exact) for more."
             )
-        reader = None if proposal.is_chain else self._reader()
-        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
-        return Segment(proposal, self.position, self._cache, self._rollback, entries, reader)
+        return None if proposal.is_chain else self._reader()
 
-    def begin(self, segment: Segment) -> None:
-        """The forward over the segment is next, whoever runs it; then `commit` follows."""
-        self.whole, self._unsettled = False, len(segment.proposal)
-        for rollback in self._rollback:
+    def begin(self, proposal: Proposal) -> None:
+        """The forward over the proposal is next, whoever runs it; then `commit` follows."""
+        self.whole, self._unsettled = False, len(proposal)
+        for rollback in self._recording:
             rollback.begin()
 
     def expect(self, tokens: int) -> None:
@@ -322,12 +334,14 @@ class TargetSession:
         moved = kept[-1] >= len(kept)  # a path with rejected rows in between
         if moved:
             self._reader().move(kept)
-        for rollback in self._rollback:
-            rollback.keep(len(kept), self._unsettled - len(kept))
+        rejected = self._unsettled - len(kept)
+        for rollback in self._rollback if rejected else self._recording:
+            rollback.keep(len(kept), rejected)
         self.position += len(kept)
         self.whole, self._unsettled = True, 0
         # Leave nothing lazy in the caches: the next forward may be another thread's.
-        mx.async_eval([marks.arrays(cache) for cache in (self._cache if moved else self._lazy)])
+        if lazy := self._cache if moved else self._lazy:
+            mx.async_eval([marks.arrays(cache) for cache in lazy])
 
     @property
     def can_be_cut(self) -> bool:
@@ -380,10 +394,7 @@ class TargetSession:
             pieces = [contents.inside(piece, f"{at}.") for piece in rows]
             contents.fill(cache, position, pieces, contents.inside(state, f"{at}."), room)
         self.position = position
-        self._start_computing()
-
-    def _start_computing(self) -> None:
-        """Leave nothing lazy in the caches: the next forward may be another thread's."""
+        # Leave nothing lazy in the caches: the next forward may be another thread's.
         mx.async_eval([marks.arrays(cache) for cache in self._cache])
 
     def _reader(self) -> TreeReader:

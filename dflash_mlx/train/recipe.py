@@ -113,8 +113,8 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
         differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
         if differing:
             raise SettingsError(
-                f"{work} was begun with another {', '.join(differing)}: use the same, or another "
-                "--out, or delete it."
+                f"{work} was begun with other settings ({', '.join(differing)}): use the same, or "
+                "another --out, or delete it."
             )
         return
     part = path.with_suffix(".part")

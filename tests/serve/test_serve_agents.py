@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -59,9 +60,14 @@ def test_an_agent_calls_a_tool_and_ends_its_turn(agent, tmp_path):
                 stderr=asyncio.subprocess.PIPE,
                 cwd=tmp_path,
                 env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+                start_new_session=True,
             )
-            async with asyncio.timeout(120):
-                said, told = await process.communicate()
+            try:
+                async with asyncio.timeout(600):
+                    said, told = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # the agent, which launch has started
             return process.returncode, said.decode(), told.decode(), len(engine.asked)
 
     code, said, told, asked = asyncio.run(turn())

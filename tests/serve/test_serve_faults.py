@@ -12,6 +12,7 @@ from serving import LIMITS, Says, a_desk, a_target, running
 from dflash_mlx.errors import ServerError
 from dflash_mlx.events import Event
 from dflash_mlx.serve.ask import Ask
+from dflash_mlx.serve.body import Bounds
 from dflash_mlx.serve.run import listen
 
 
@@ -240,6 +241,37 @@ def test_who_is_given_up_before_it_began_leaves_nothing(target):
         desk.abandon()
         answering = await desk.ask(Ask("m", "Hi"))
         assert engine.jobs[-1].cancelled and not desk.busy and answering
+
+    asyncio.run(faults())
+
+
+def test_large_bodies_are_bounded_together_until_they_are_answered(target):
+    async def faults():
+        bounds = Bounds(together=1500, alone=500)
+        large = post(stream=True, x="y" * 1500)
+
+        async def told(content):
+            reader, writer = await opened(server, content)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            return head, reader, writer
+
+        async with running(Says(target, reason=None), bounds=bounds) as server:
+            _, first = await opened(server, large[:-9])
+            while "200" in (found := await told(large))[0]:  # until the first one is read
+                found[2].close()
+                await until(lambda: not server.desk.busy)
+            assert " 503 " in found[0] and "retry-after: 2" in found[0]
+            claude = post("/v1/messages", stream=True, max_tokens=9, x="y" * 1500)
+            head, reader, writer = await told(claude)
+            assert " 503 " in head and b"overloaded_error" in await reader.read(999)
+            first.write(large[-9:])  # it is read, but not answered
+            await until(lambda: server.desk.busy)
+            assert " 503 " in (await told(large))[0]
+            assert " 200 " in (await told(post(stream=True)))[0]
+            first.close()
+            await until(lambda: len(server.desk._answering) <= 1)
+            while " 503 " in (await told(large))[0]:
+                pass
 
     asyncio.run(faults())
 

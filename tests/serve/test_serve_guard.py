@@ -8,6 +8,7 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from serving import Says, a_desk, a_target, client
 
 from dflash_mlx.errors import SettingsError
@@ -19,7 +20,14 @@ from dflash_mlx.serve.body import Bounds
 from dflash_mlx.serve.errors import Refusal
 
 CHAT = "/v1/chat/completions"
-POSTS = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
+BODIES = {
+    CHAT: chat.ChatBody,
+    "/v1/completions": completions.CompletionsBody,
+    "/v1/responses": responses.ResponsesBody,
+    "/v1/messages": messages.MessagesBody,
+    "/v1/messages/count_tokens": messages.CountBody,
+}
+POSTS = [*BODIES]
 HI = {"max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -138,9 +146,22 @@ def test_bodies_that_are_none(server, path):
     for content in (deep, deeper):
         answer = server.post(path, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and "nested" in answer.text or "JSON" in answer.text
-    many = b'{"a": [' + b"[]," * 1_000_001 + b"[]]}"
-    answer = server.post(path, content=many, headers={"content-type": "application/json"})
-    assert answer.status_code == 413
+    for many in (b"[]," * 30_000 + b"[]", b"[" * 200_001, b"," * 2_000_001):
+        content = b'{"a": [' + many + b"]}"
+        answer = server.post(path, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_a_list_is_refused_at_its_first_wrong_value(path):
+    """Pydantic would write down millions of them, and nobody else be answered meanwhile."""
+    wrong = [0.5] * 20_000
+    for name in BODIES[path].model_fields:
+        for value in (wrong, [wrong], [{"content": wrong}], dict.fromkeys(map(str, range(20_000)))):
+            try:
+                BODIES[path].model_validate({name: value})
+            except ValidationError as error:
+                assert error.error_count() < 40, name
 
 
 def test_large_bodies_are_refused_before_and_while_they_are_read(target):
@@ -269,14 +290,6 @@ JSON = st.recursive(
 )
 
 
-def fields(path):
-    """What a body of this path may have, and what it must have to be read on."""
-    of = {"/v1/chat/completions": chat.ChatBody, "/v1/completions": completions.CompletionsBody}
-    of |= {"/v1/responses": responses.ResponsesBody, "/v1/messages": messages.MessagesBody}
-    of["/v1/messages/count_tokens"] = messages.CountBody
-    return sorted(of[path].model_fields)
-
-
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {
@@ -308,7 +321,7 @@ TOOL = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("path", POSTS)
 def test_no_body_makes_the_server_fail(server, path):
-    names = st.sampled_from(fields(path))
+    names = st.sampled_from(sorted(BODIES[path].model_fields))
     plain = {"messages": HI["messages"], "prompt": "x", "input": "x", "max_tokens": 3}
 
     @settings(max_examples=60)

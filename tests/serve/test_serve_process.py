@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import anthropic
-import jsonschema
 import openai
 import pytest
+from demands import QUESTION, Demands
 from pydantic import BaseModel, Field
 
-QUESTION = [{"role": "user", "content": "What is 37 plus 48?"}]
 LONG = [{"role": "user", "content": "x " * 4000}]
 OPTIONS = ("--no-policy", "--stock-blas", "--port", "0", "--block-size", "8")
 
@@ -139,15 +138,6 @@ class Sum(BaseModel):
     digits: Annotated[list[int], Field(max_length=2)]
 
 
-SUM = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2}
-SCHEMA = {
-    "type": "object",
-    "properties": {"right": {"type": "boolean"}, "digits": SUM},
-    "required": ["right", "digits"],
-    "additionalProperties": False,
-}
-
-
 def test_openai_responses(chat):
     settings = {"model": "m", "input": "What is 37 plus 48?", "max_output_tokens": 30}
     whole = chat.responses.create(**settings)
@@ -163,48 +153,16 @@ def test_openai_responses(chat):
     assert whole.status == "completed"
 
 
-def test_schemas_and_forced_tools_validate(chat, claude):
-    """At concurrency 8, with and without drafting's own order of rounds."""
-    named = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
-    function = {"name": "tell", "parameters": SCHEMA}
-    tools = [{"type": "function", "function": function}]
-
-    def structured(seed):
-        answer = chat.chat.completions.create(
-            model="m", messages=QUESTION, response_format=named, seed=seed, temperature=1
-        )
-        jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
-
-    def called(seed):
-        answer = chat.chat.completions.create(
-            model="m",
-            messages=QUESTION,
-            tools=tools,
-            tool_choice="required",
-            seed=seed,
-            temperature=1,
-            parallel_tool_calls=False,
-        )
-        (call,) = answer.choices[0].message.tool_calls
-        assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "tell"
-        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
-
-    def used(seed):
-        answer = claude.messages.create(
-            model="m",
-            max_tokens=300,
-            messages=QUESTION,
-            extra_body={"temperature": seed / 8},
-            tools=[{"name": "tell", "input_schema": SCHEMA}],
-            tool_choice={"type": "tool", "name": "tell", "disable_parallel_tool_use": True},
-        )
-        assert answer.stop_reason == "tool_use"
-        jsonschema.validate(answer.content[-1].input, SCHEMA)
-
+@pytest.mark.parametrize(
+    ("seeds", "step"), [(1, 7), pytest.param(5, 1, marks=pytest.mark.matrix, id="200")]
+)
+def test_schemas_and_forced_tools_validate(chat, claude, seeds, step):
+    """At concurrency 8; all of them with `pytest -m matrix tests/serve/test_serve_process.py`."""
+    cases = Demands(chat, claude).cases(seeds)[::step]
+    assert len(cases) == (200 if step == 1 else 6)
     with ThreadPoolExecutor(8) as threads:
-        ways = [(how, seed) for how in (structured, called, used) for seed in range(2)]
-        for asked in [threads.submit(how, seed) for how, seed in ways]:
-            asked.result(120)
+        for asked in [threads.submit(case) for case in cases]:
+            asked.result(600)
 
 
 def test_openai_parses_answers(chat):
