@@ -76,7 +76,7 @@ Steps = Annotated[
     int | None, _value(TRAINING, "N", "Steps; by default six times over the data.", min=1)
 ]
 Hours = Annotated[
-    float | None, _value(TRAINING, "H", "As many steps as a first few say will fit.", min=0)
+    float | None, _value(TRAINING, "H", "As many steps as fit beside the answers.", min=0)
 ]
 Anchors = Annotated[int, _value(TRAINING, "N", "Blocks of each sequence in a step.", min=1)]
 Tokens = Annotated[int, _value(TRAINING, "N", "Tokens of half a step, padding too.", min=16)]

@@ -1,8 +1,12 @@
 """Answers in batches: what plain decoding says, kept chunk by chunk, taken up where they ended."""
 
 import json
+from copy import copy
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import tinymodels
 from tinymodels import END, LINES
@@ -30,6 +34,29 @@ def test_answers_are_those_of_plain_decoding(target: Target, prompts: list[list[
     for prompt, answer in zip(prompts, found, strict=True):
         assert list(answer.answer) == tinymodels.greedy(target, prompt, 8)
         assert answer.prompt == tuple(prompt)
+
+
+class Widths(nn.Module):
+    """A model that remembers how many tokens it was given at once, padding included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.layers, self.seen = model, model.layers, []
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        self.seen.append(ids.shape)
+        return self.model(ids, cache=cache)
+
+
+def test_prompts_of_like_length_are_read_together(target: Target) -> None:
+    """Eight at a time; in the order given, each eight would be as wide as the longest."""
+    target = copy(target)
+    target.model = watched = Widths(target.model)
+    prompts = [[5] * (30 if i % 2 else 3) for i in range(16)]
+    answers = complete(target, prompts, Answering(max_tokens=2, rows=16, chunk=16))
+    assert [list(answer.prompt) for answer in answers] == prompts
+    read = sum(rows * width for rows, width in watched.seen if width > 1)
+    assert read <= 8 * 29 + 8 * 2
 
 
 def test_an_answer_holds_the_token_that_ended_it(prompts: list[list[int]]) -> None:

@@ -31,7 +31,7 @@ from dflash_mlx.train import plan
 from dflash_mlx.train.drafter import new_drafter
 from dflash_mlx.train.fit import Report
 from dflash_mlx.train.recipe import TARGET, Recipe
-from dflash_mlx.train.run import Begun, train
+from dflash_mlx.train.run import Begun, seconds_of_steps, train
 from dflash_mlx.train.shape import draft_shape, mask_token, tap_layers
 from dflash_mlx.train.warm import start_from_target
 
@@ -136,6 +136,11 @@ def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> 
     train(target, tmp_path / "out", hours, listen=seen.append)
     steps = json.loads((tmp_path / "out" / "work" / "steps.json").read_text())["steps"]
     assert [event.steps for event in seen if isinstance(event, Begun)] == [steps]
+
+
+@pytest.mark.parametrize(("spent", "left"), [(0, 3600), (600, 3000), (1800, 1800), (9999, 1800)])
+def test_answers_take_their_part_of_the_hours(spent: float, left: float) -> None:
+    assert seconds_of_steps(1.0, spent) == left
 
 
 def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path: Path, target: Target) -> None:

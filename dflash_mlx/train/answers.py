@@ -97,6 +97,8 @@ def complete(
 ) -> list[Answer]:
     """The target's continuations of token ids, generated side by side.
 
+    Prompts of like length are read together, the longest first: a batch is as wide as its longest.
+
     Args:
         sampler: log-probabilities [N, V] -> tokens [N]; None takes the likeliest.
         on_token: called for each token, to show that something happens.
@@ -110,9 +112,11 @@ def complete(
         prefill_batch_size=min(8, settings.rows),
     )
     try:
-        order = generator.insert([list(prompt) for prompt in prompts])
-        found: dict[int, list[int]] = {uid: [] for uid in order}
-        ended = dict.fromkeys(order, False)
+        longest = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        inserted = generator.insert([list(prompts[i]) for i in longest])
+        uids = dict(zip(longest, inserted, strict=True))
+        found: dict[int, list[int]] = {uid: [] for uid in uids.values()}
+        ended = dict.fromkeys(found, False)
         while responses := generator.next_generated():
             for response in responses:
                 found[response.uid].append(response.token)
@@ -122,8 +126,8 @@ def complete(
     finally:
         generator.close()
     return [
-        Answer(tuple(prompt), tuple(found[uid]), ended[uid])
-        for prompt, uid in zip(prompts, order, strict=True)
+        Answer(tuple(prompt), tuple(found[uids[i]]), ended[uids[i]])
+        for i, prompt in enumerate(prompts)
     ]
 
 

@@ -52,7 +52,8 @@ class Mix:
             labels: the target's choices [C].
             tops, shares: its likeliest tokens and their probabilities [C, T]; 0 is no opinion.
         """
-        total = mx.logsumexp(logits, axis=-1, keepdims=True)
+        found: Any = _log_total(logits)
+        total = found[0]
         loss = mx.zeros(labels.shape)
         if self.cross_entropy:
             chosen = mx.take_along_axis(logits, labels[:, None], axis=-1)
@@ -68,6 +69,25 @@ class Mix:
                 common = mx.minimum(p, mx.exp(log_q)).sum(axis=-1)
                 loss = loss + self.total_variation * (1 - common)
         return loss
+
+
+@mx.custom_function
+def _log_total(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """The log-sum-exp [..., 1] of logits [..., V], and their softmax, which is its gradient.
+
+    Exponentials are what a loss costs on a CPU (13 ns each, a sum 0.4), and the gradient of MLX's
+    own log-sum-exp takes them once more.
+    """
+    q = mx.softmax(logits, axis=-1)
+    # Of the largest logit, log q is its distance from the log-sum-exp.
+    top = logits.max(axis=-1, keepdims=True)
+    return top - mx.log(q.max(axis=-1, keepdims=True)), q
+
+
+@_log_total.vjp
+def _log_total_back(logits: mx.array, cotangents: Any, outputs: Any) -> mx.array:
+    """The gradient of the first output alone: nothing is made of the second."""
+    return cotangents[0] * outputs[1]
 
 
 def summed(

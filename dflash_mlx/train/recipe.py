@@ -28,7 +28,8 @@ class Recipe:
         synthesize: instead, how many user turns the target writes itself.
         keep_answers: learn the file's answers, instead of the target's own to its prompts.
         kind, block_size, layers, causal, draft_tokens: see `draft_shape`.
-        steps, hours: how long to train; without either, `EPOCHS` times over the data.
+        steps, hours: how long to train; without either, `EPOCHS` times over the data. Of the hours,
+            writing prompts and answers takes its part, half of them at most.
         anchors, tokens, learning_rate, optimizer, mix, occurring, seed: see `DrafterSettings`.
         cache_features: keep the target's features on disk.
         max_tokens, rows: of answers, see `Answering`.

@@ -39,6 +39,7 @@ from .synthesize import user_header
 from .warm import start_from_target
 
 TIMED_STEPS = 4  # behind the number of steps that fit into some hours
+STEPS_SHARE = 0.5  # of the hours belongs to steps, however long prompts and answers took
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def train(
     except OSError as error:
         raise OutputError.because(work, error) from error
     claim(work, target, recipe)
+    begin = time.monotonic()
     samples = gather(target, work, recipe, listen)
     held_out, training = split(samples, recipe)
     raw = _shape(target, recipe, samples, warm)
@@ -132,7 +134,7 @@ def train(
         store = build_store(target, samples, config.target_layer_ids, work / "features", seen)
     start = _start(target, config, recipe, warm, training)
     if recipe.hours is not None:
-        settings = _timed(target, config, settings, training, start, store, work, recipe)
+        settings = _timed(target, config, settings, training, start, store, work, recipe, begin)
     begun = Begun(
         samples=len(training),
         held_out=len(held_out),
@@ -240,6 +242,12 @@ def _settings(recipe: Recipe, training: Sequence[Sample]) -> DrafterSettings:
     )
 
 
+def seconds_of_steps(hours: float, spent: float) -> float:
+    """What is left for steps of some hours after `spent` seconds of prompts and answers."""
+    whole = 3600 * hours
+    return max(whole - spent, STEPS_SHARE * whole)
+
+
 def _timed(
     target: Target,
     config: DraftConfig,
@@ -249,8 +257,11 @@ def _timed(
     store: Store | None,
     work: Path,
     recipe: Recipe,
+    begin: float,
 ) -> DrafterSettings:
     """The settings with as many steps as fit into the hours, counted once and written down.
+
+    The prompts and answers that were made since `begin` have taken their part of the hours.
 
     A schedule that looked at the clock would give another drafter after every interruption.
     """
@@ -267,7 +278,8 @@ def _timed(
             target, config, lambda e: training, few, progress=note, drafter=trial, store=store
         )
         seconds = (times[-1] - times[0]) / TIMED_STEPS
-        steps = max(1, round(3600 * (recipe.hours or 0) / seconds))
+        left = seconds_of_steps(recipe.hours or 0, times[0] - begin)
+        steps = max(1, round(left / seconds))
         path.write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
     steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
     every = max(1, min(50, steps // 10))
