@@ -125,11 +125,6 @@ def test_whatever_a_template_raises_is_one_line(template):
         assert ids == changed.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
 
 
-def test_text_that_the_tokenizer_cannot_read():
-    with pytest.raises(PromptError, match="cannot encode"):
-        encode_prompt(target(), "half a character: \ud83d")
-
-
 def test_a_bos_token_that_is_written_out_is_not_added_again():
     changed = with_template(None)
     hugging = changed.tokenizer._tokenizer
