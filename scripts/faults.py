@@ -224,7 +224,7 @@ def leavers(server: Process, args: argparse.Namespace) -> dict[str, Any]:
     """Clients that leave: in the queue, while their prompt is read, amid their answer."""
     # Whoever stays takes more than whoever leaves, and what MLX has had it keeps for the next one.
     for name in KINDS:
-        leave(server, name, 2 * args.at_once, args.at_once, stays=True)
+        leave(server, name, args.at_once, args.at_once, stays=True)
     before = server.megabytes
     found: dict[str, Any] = {}
     for name in KINDS:
@@ -242,7 +242,7 @@ def answers(server: Process) -> bool:
         return status_of(connection) == 200
 
 
-KINDS = {"decode": (0, True), "prefill": (900, False), "queue": (0, False)}
+KINDS = {"decode": (0, True), "prefill": (300, False), "queue": (0, False)}
 
 
 def leave(server: Process, kind: str, count: int, at_once: int, stays: bool = False) -> bool:
@@ -250,7 +250,7 @@ def leave(server: Process, kind: str, count: int, at_once: int, stays: bool = Fa
     words, waits = KINDS[kind]
     for start in range(0, count, at_once):
         bodies = (
-            question(words, number, stream=True, max_tokens=400)  # nothing of which was read before
+            question(words, number, stream=True, max_tokens=100)  # nothing of which was read before
             for number in range(start, min(start + at_once, count))
         )
         asked = [server.connect(post(body)) for body in bodies]
