@@ -66,8 +66,8 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
             without it the arithmetic is IEEE's.
 
     Raises:
-        SettingsError: MLX is already imported, without another BLAS under it (Linux only), or
-            `threads` is less than 1.
+        SettingsError: MLX is already imported, with its own BLAS, and another one is wanted (Linux
+            only), or `threads` is less than 1.
     """
     if threads < 1:
         raise SettingsError(f"threads is {threads}: a matrix product needs at least 1.")
@@ -79,13 +79,13 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
     if hasattr(everywhere, "cblas_sgemm"):
         path = _file_of(everywhere.cblas_sgemm)
         return BlasInfo("preloaded", path, "a cblas_sgemm was loaded globally before this call")
+    if stock:
+        return BlasInfo("stock", None, "asked for")
     if "mlx.core" in sys.modules:
         raise SettingsError(
             "MLX is already imported and keeps its BLAS: call use_fast_blas() before any import "
             "that needs mlx."
         )
-    if stock:
-        return BlasInfo("stock", None, "asked for")
     system = _system_openblas()
     if system is not None:
         return _use_system(system, threads, flush_denormals)
