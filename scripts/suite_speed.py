@@ -4,7 +4,7 @@
         [--widths 2,4,8] [--max-tokens N] [--temperature T] [--stock-blas]
 
 The prompts are spread evenly over a suite. One policy decodes all of them, and learns as it does
-for somebody who chats or comes back; it begins with what earlier runs on this machine have kept.
+for somebody who chats; its costs are those that are kept, measured now where there are none.
 Prints tokens a round and the speed over plain decoding, the policy's share of the best of all, and
 whether every text was the plain one. `--data` is as in `dflash-mlx bench`.
 """
