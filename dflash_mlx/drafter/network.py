@@ -92,17 +92,18 @@ class Attention(nn.Module):
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """The heads' outputs [1, H, B, head_dim] of a block's queries, whose own keys are last."""
+        masks = self.causal or self.window is not None  # else every row sees everything
         return mx.fast.scaled_dot_product_attention(
             queries,
             keys,
             values,
             scale=self.scale,
-            mask=self.mask(queries.shape[2], keys.shape[2]),
+            mask=self._mask(queries.shape[2], keys.shape[2]) if masks else None,
             # A logit per head [H] in every softmax's denominator, as gpt-oss has it.
             sinks=self.get("attention_sink_bias"),
         )
 
-    def mask(self, block: int, keys: int) -> mx.array | str | None:
+    def _mask(self, block: int, keys: int) -> mx.array | str | None:
         """Which of `keys` (the block's own `block` rows last) each row of the block may see.
 
         A window counts from the query's own position; without causality the block sees all of
