@@ -32,7 +32,7 @@ class TreeRollback(Rollback, Protocol):
 
 
 class RowRollback:
-    """In a rollback's place, of a cache that holds a row per token: the last rows go, nothing is remembered.
+    """In a rollback's place, of a cache with a row per token: the last go, nothing is remembered.
 
     Attributes:
         remove: forgets so many of the last rows. A cache that never drops any has its own `trim`:
