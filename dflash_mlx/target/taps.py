@@ -27,27 +27,29 @@ class Taps:
         self, layers: Sequence[nn.Module], indices: Sequence[int], overrides: Overrides
     ) -> None:
         self._indices = tuple(indices)
-        self._outputs: dict[int, mx.array] = {}
-        watched: dict[int, set[int]] = {}  # the first layer's input and output are one watch
-        for index in sorted(set(indices)):
-            watched.setdefault(max(index, 0), set()).add(index)
-        for layer, wanted in watched.items():
-            overrides.watch(layers[layer], self._recorder(wanted))
+        self._seen: dict[int, tuple[Any, Any]] = {}  # what a layer has read and returned
+        for index in {max(index, 0) for index in indices}:  # the first layer reads the embedding
+            call = self._recording(type(layers[index]).__call__, index)
+            overrides.replace(layers[index], call)
 
     def take(self, rows: int) -> mx.array:
         """The last forward's recorded outputs side by side, [N, rows, K*D]; [1, rows, 0] if K=0."""
         if not self._indices:
             return mx.zeros((1, rows, 0))
-        outputs, self._outputs = self._outputs, {}
-        return mx.concatenate([outputs[index] for index in self._indices], axis=-1)
+        seen, self._seen = self._seen, {}
+        outputs = [seen[0][0] if at == EMBEDDING else seen[at][1] for at in self._indices]
+        hidden = [_hidden(one) if isinstance(one, tuple) else one for one in outputs]
+        return mx.concatenate(hidden, axis=-1)
 
-    def _recorder(self, indices: set[int]) -> Callable[[Any, Any], None]:
-        def record(x: Any, result: Any) -> None:
-            for index in indices:
-                output = x if index == EMBEDDING else result
-                self._outputs[index] = _hidden(output) if isinstance(output, tuple) else output
+    def _recording(self, own: Callable[..., Any], index: int) -> Callable[..., Any]:
+        """What stands for a layer's own call."""
 
-        return record
+        def call(layer: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+            result = own(layer, x, *args, **kwargs)
+            self._seen[index] = x, result
+            return result
+
+        return call
 
 
 def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
