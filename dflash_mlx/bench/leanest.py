@@ -1,9 +1,8 @@
 """The leanest round: the two forwards written by hand on mlx-lm's layers, and nothing else.
 
 What any loop has to compute for a round of N rows, greedy: the drafter over N - 1 masked slots and
-the newly kept rows, the target over N rows, an argmax of each, one read, and the tokens' text, as
-mlx-lm's own loop makes it. It is the lower bound that our own rounds are measured against. No
-settings, no end of the text, no threads.
+the newly kept rows, the target over N rows, an argmax of each, and one read. It is the lower bound
+that our own rounds are measured against. No settings, no text, no threads.
 """
 
 from __future__ import annotations
@@ -34,23 +33,18 @@ def why_not(target: Target, drafter: Any) -> str | None:
 
 
 class Leanest:
-    """One request of a pair for which `why_not` is None. Weights are the pair's own.
-
-    Attributes:
-        text: that the last prefill or round brought.
-    """
+    """One request of a pair for which `why_not` is None. Weights are the pair's own."""
 
     def __init__(self, target: Target, drafter: DFlash) -> None:
         self._target, self._drafter = target, drafter
         self._caches, self._contexts = make_prompt_cache(target.model), drafter.make_cache()
         self._anchor, self._taps = 0, mx.zeros((1, 0, 0))
-        self._detokenizer, self.text = target.tokenizer.detokenizer, ""
 
     def prefill(self, prompt: list[int]) -> int:
         """Read a prompt that fits one chunk; its next token."""
         logits, self._taps = self._verify(mx.array(prompt), last=True)
         choices: Any = logits.argmax(axis=-1).tolist()
-        [self._anchor] = self._say(choices)
+        [self._anchor] = choices
         return self._anchor
 
     def ask(self, width: int) -> mx.array:
@@ -73,13 +67,7 @@ class Leanest:
             cache.trim(width - len(kept))
         rejected = width - len(kept)
         self._taps = self._taps[:, : self._taps.shape[1] - rejected]
-        return self._say([*(read[row] for row in kept[1:]), self._anchor])
-
-    def _say(self, tokens: list[int]) -> list[int]:
-        for token in tokens:
-            self._detokenizer.add_token(token)
-        self.text = self._detokenizer.last_segment
-        return tokens
+        return [*(read[row] for row in kept[1:]), self._anchor]
 
     def _verify(self, tokens: mx.array, last: bool = False) -> tuple[mx.array, mx.array]:
         """Logits [N, V] and taps [1, N, K*D] of tokens [N]; `last`: the last row's logits alone."""
