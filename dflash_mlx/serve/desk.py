@@ -22,6 +22,7 @@ from .ask import Ask
 from .errors import RETRY_SECONDS, Refusal, of_library
 from .grammar import Grammars
 from .harmony import HarmonySplitter
+from .length import LeastTokens
 from .logprobs import Recorder, TokenLogprob, Vocabulary
 from .metrics import Metrics
 from .parts import Part, Splitter
@@ -209,7 +210,7 @@ class Desk:
         self.syntax = harmony.syntax() if speaks else Syntax.of(target.tokenizer)
         self.draining = self.lost = False
         self._engine, self._defaults, self._room = engine, dict(defaults), room
-        self._grammars = Grammars(target)
+        self._grammars, self._least = Grammars(target), LeastTokens(target.tokenizer)
         self._vocabulary = Vocabulary(target.tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, "dflash-serve", clean_up_at_end)
         self._answering: set[Answering] = set()
@@ -228,7 +229,7 @@ class Desk:
     async def encode(self, ask: Ask) -> Encoded:
         """The prompt of a request. Raises `Refusal`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, encode, self.target, self.syntax, ask)
+        return await loop.run_in_executor(self._threads, self._encode, ask)
 
     async def ask(self, ask: Ask, who: str = "") -> Answering:
         """Start to answer.
@@ -315,9 +316,12 @@ class Desk:
 
     # What follows runs in a thread of the desk's.
 
+    def _encode(self, ask: Ask) -> Encoded:
+        return encode(self.target, self.syntax, ask, self._least)
+
     def _begin(self, ask: Ask, who: str) -> tuple[Encoded, list[_Open]]:
         """The prompt of a request, and its jobs. Raises `DFlashError`."""
-        encoded = encode(self.target, self.syntax, ask)
+        encoded = self._encode(ask)
         grammars = self._grammars.of(self.syntax, ask, encoded.thinking)
         jobs: list[_Open] = []
         try:
