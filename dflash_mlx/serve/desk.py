@@ -52,9 +52,13 @@ class Engine(Protocol):
 
     Attributes:
         progressed: when it last got on, with a round or with a prompt, by `time.monotonic`.
+        busy: whether a job is left, be it one that was cancelled.
     """
 
     progressed: float
+
+    @property
+    def busy(self) -> bool: ...
 
     def submit(self, prompt: Sequence[int], **settings: Any) -> Job:
         """A job that has these settings of `stream_generate`."""
@@ -218,13 +222,18 @@ class Desk:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is to be done."""
+        """Whether anybody waits for an answer."""
         return bool(self._answering)
 
     @property
     def still(self) -> float:
-        """Seconds since the engine got on, or had something to do; 0 while it has not."""
-        return time.monotonic() - max(self._since, self._engine.progressed) if self.busy else 0.0
+        """Seconds since the engine got on, or had something to do; 0 while it has not.
+
+        Where all have left, a device that does not come back still keeps their jobs.
+        """
+        if not (self.busy or self._engine.busy):
+            return 0.0
+        return time.monotonic() - max(self._since, self._engine.progressed)
 
     async def encode(self, ask: Ask) -> Encoded:
         """The prompt of a request. Raises `Refusal`."""
@@ -241,6 +250,8 @@ class Desk:
         Raises `Refusal`.
         """
         self._take_room(ask.n)
+        if idle := not (self.busy or self._engine.busy):
+            self._since = time.monotonic()
         begun = self._threads.submit(self._begin, ask, who)
         try:
             encoded, jobs = await asyncio.wrap_future(begun)
@@ -250,7 +261,7 @@ class Desk:
             if isinstance(error, DFlashError):
                 raise of_library(error) from error
             raise
-        if not self._answering:
+        if idle:
             self._since = time.monotonic()
         answering = Answering(self, ask, encoded, jobs)
         self._answering.add(answering)
