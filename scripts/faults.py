@@ -35,7 +35,11 @@ MEGABYTES = 32  # that memory may have grown by
 MOST = 256 + 16  # connections that stay of a crowd: the server's, and some that are just coming
 CHAT = "/v1/chat/completions"
 # An answer that is not over by itself before what is done to it: no token ends it, none is drafted.
-LONG: dict[str, Any] = {"max_tokens": 400, "logit_bias": dict.fromkeys(range(3), -100), "draft": False}
+LONG: dict[str, Any] = {
+    "max_tokens": 400,
+    "logit_bias": dict.fromkeys(range(3), -100),
+    "draft": False,
+}
 SPAWN = get_context("spawn")
 
 
