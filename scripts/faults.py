@@ -91,10 +91,9 @@ class Process:
         return int(float(found[1])) if found else -1
 
     @property
-    def ended(self) -> int:
-        """How many answers came to their end; of none whose client has left."""
-        found = re.findall(r"^dflash_request_success_total\S* (\S+)", self.get("/metrics"), re.M)
-        return sum(int(float(one)) for one in found)
+    def works(self) -> bool:
+        """Whether its engine has something to do, be it for nobody."""
+        return bool(json.loads(self.get("/health"))["seconds_since_round"])
 
     @property
     def megabytes(self) -> float:
@@ -105,10 +104,13 @@ class Process:
         return int(told.stdout) / 1024
 
     def settled(self) -> bool:
-        """Wait until nothing is open, and nothing more is opened; whether that came to be."""
-        end, calm = time.monotonic() + 60, 0
+        """Wait until nothing is open or worked on, and stays so; whether that came to be soon.
+
+        What nobody reads would take longer, if it were gone on with.
+        """
+        end, calm = time.monotonic() + 10, 0
         while calm < 10 and time.monotonic() < end:
-            calm = 0 if self.open_answers else calm + 1
+            calm = 0 if self.open_answers or self.works else calm + 1
             time.sleep(0.05)
         return calm == 10
 
@@ -267,10 +269,8 @@ def leavers(server: Process, args: argparse.Namespace) -> dict[str, Any]:
     before = server.megabytes
     found: dict[str, Any] = {}
     for name in KINDS:
-        ended = server.ended
         settled = leave(server, name, args.leavers, args.at_once)
-        ended = server.ended - ended  # for nobody
-        found[name] = {"left": args.leavers, "nothing_open": settled and not ended, "ended": ended}
+        found[name] = {"left": args.leavers, "nothing_open": settled}
     answered = answers(server)
     grown = server.megabytes - before
     good = answered and grown <= MEGABYTES and all(one["nothing_open"] for one in found.values())
