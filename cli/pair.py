@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,13 +180,27 @@ def _policy(
         return TreePolicy.fixed(budget)
     if rounds.no_policy or rounds.block_size:
         return None
-    with waiting("Measuring what a round costs, once for this pair and machine"):
-        kv_bits = bits_of(rounds.kv_bits)
+    from dflash_mlx.begin import DEFAULT_BLOCK_SIZE, widest_block
+    from dflash_mlx.policy.costs import costs_file
+
+    kv_bits, widest = bits_of(rounds.kv_bits), min(widest_block(drafter), DEFAULT_BLOCK_SIZE)
+    with measuring("a round", costs_file(target, drafter, widest, kv_bits)):
         if budget is None:
-            return dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits)
+            return dflash_mlx.Policy.of(target, drafter, widest, kv_bits)
         from dflash_mlx.policy.trees import tree_policy
 
         return tree_policy(target, drafter, kv_bits)
+
+
+@contextmanager
+def measuring(what: str, file: Path | None) -> Iterator[None]:
+    """Say that costs are measured meanwhile, unless this file has them."""
+    if file is None or not file.exists():
+        note(f"Measuring what {what} costs, once for this pair and machine: some seconds.")
+        with waiting("Measuring"):
+            yield
+    else:
+        yield
 
 
 def explain(pair: Pair, stats: Stats) -> None:

@@ -32,7 +32,14 @@ from typing import Any
 COMMAND = [sys.executable, "-m", "dflash_mlx", "serve", "--port", "0", "--no-policy"]
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 MEGABYTES = 32  # that memory may have grown by
+MOST = 256 + 16  # connections that stay of a crowd: the server's, and some that are just coming
 CHAT = "/v1/chat/completions"
+# An answer that is not over by itself before what is done to it: no token ends it, none is drafted.
+LONG: dict[str, Any] = {
+    "max_tokens": 400,
+    "logit_bias": dict.fromkeys(range(3), -100),
+    "draft": False,
+}
 SPAWN = get_context("spawn")
 
 
@@ -84,6 +91,11 @@ class Process:
         return int(float(found[1])) if found else -1
 
     @property
+    def works(self) -> bool:
+        """Whether its engine has something to do, be it for nobody."""
+        return bool(json.loads(self.get("/health"))["seconds_since_round"])
+
+    @property
     def megabytes(self) -> float:
         """Of memory, resident."""
         told = subprocess.run(
@@ -92,12 +104,21 @@ class Process:
         return int(told.stdout) / 1024
 
     def settled(self) -> bool:
-        """Wait until nothing is open, and nothing more is opened; whether that came to be."""
-        end, calm = time.monotonic() + 60, 0
+        """Wait until nothing is open or worked on, and stays so; whether that came to be soon.
+
+        What nobody reads would take longer, if it were gone on with.
+        """
+        end, calm = time.monotonic() + 10, 0
         while calm < 10 and time.monotonic() < end:
-            calm = 0 if self.open_answers else calm + 1
+            calm = 0 if self.open_answers or self.works else calm + 1
             time.sleep(0.05)
         return calm == 10
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody listens at its port."""
+        with socket.socket() as connection:
+            return connection.connect_ex(("127.0.0.1", self.port)) == 0
 
     def end(self, *signals: int) -> int:
         """Send these, and tell the exit code."""
@@ -136,10 +157,12 @@ def crowd(server: Process, args: argparse.Namespace) -> dict[str, Any]:
     for name, content in (("silent", b""), ("half_heads", b"GET /heal")):
         before = server.megabytes
         coming: list[float] = []
-        here, over = SPAWN.Event(), SPAWN.Event()
+        here, over, stayed = SPAWN.Event(), SPAWN.Event(), SPAWN.Value("i", -1)
         # By a process of its own: this one is to see what a client of the server sees.
         others = SPAWN.Process(
-            target=come, args=(server.port, content, args.connections, here, over), daemon=True
+            target=come,
+            args=(server.port, content, args.connections, here, over, stayed),
+            daemon=True,
         )
         others.start()
         while not here.is_set() and others.is_alive():
@@ -154,14 +177,15 @@ def crowd(server: Process, args: argparse.Namespace) -> dict[str, Any]:
             "while_held_ms": {"median": round(median(held), 1), "most": round(max(held), 1)},
             "megabytes_grown": round(grown, 1),
             "asked": len(coming) + len(held),
+            "stayed": stayed.value,
         }
         good = max(*coming, *held) <= args.health_ms and others.exitcode == 0
-        found[name]["good"] = good and grown <= MEGABYTES
+        found[name]["good"] = good and grown <= MEGABYTES and 0 <= stayed.value <= MOST
     return found | {"good": all(one["good"] for one in found.values())}
 
 
-def come(port: int, content: bytes, count: int, here: Any, over: Any) -> None:
-    """As many connections, which stay until it is over."""
+def come(port: int, content: bytes, count: int, here: Any, over: Any, stayed: Any) -> None:
+    """As many connections, which stay until it is over, or until the server closes them."""
     connections = []
     for _ in range(count):
         connections.append(socket.create_connection(("127.0.0.1", port), timeout=120))
@@ -169,6 +193,19 @@ def come(port: int, content: bytes, count: int, here: Any, over: Any) -> None:
             connections[-1].sendall(content)
     here.set()
     over.wait()
+    stayed.value = sum(map(is_open, connections))
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server has left a connection open on which it says nothing."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def bodies(server: Process, args: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +291,8 @@ def leave(server: Process, kind: str, count: int, at_once: int, stays: bool = Fa
     words, waits = KINDS[kind]
     for start in range(0, count, at_once):
         bodies = (
-            question(words, number, stream=True, max_tokens=100)  # nothing of which was read before
+            # Nothing of them was read before.
+            question(words, number, stream=True, **({"max_tokens": 100} if stays else LONG))
             for number in range(start, min(start + at_once, count))
         )
         asked = [server.connect(post(body)) for body in bodies]
@@ -272,16 +310,16 @@ def leave(server: Process, kind: str, count: int, at_once: int, stays: bool = Fa
 def ends(server: Process, args: argparse.Namespace) -> dict[str, Any]:
     """SIGTERM amid an answer, with time to drain and without; twice; Ctrl-C."""
     long = ("--drain-seconds", "600")
-    cases: dict[str, tuple[tuple[str, ...], list[int], bytes]] = {
+    cases: dict[str, tuple[tuple[str, ...], list[int], bytes | None]] = {
         "drained": (long, [signal.SIGTERM], b"[DONE]"),
         "no time": (("--drain-seconds", "0"), [signal.SIGTERM], b"shutting down"),
-        "twice": (long, [signal.SIGTERM, signal.SIGTERM], b""),
+        "twice": (long, [signal.SIGTERM, signal.SIGTERM], None),
         "Ctrl-C": (long, [signal.SIGINT], b"[DONE]"),
     }
     found: dict[str, Any] = {}
     for name, (options, signals, last) in cases.items():
         one = Process(*options)
-        with one.connect(post(question(stream=True, max_tokens=1000))) as connection:
+        with one.connect(post(question(stream=True, **LONG))) as connection:
             said = connection.recv(4096)
             code = one.end(*signals)
             try:
@@ -289,8 +327,9 @@ def ends(server: Process, args: argparse.Namespace) -> dict[str, Any]:
                     said += more
             except ConnectionError:
                 pass
-        good = code == 0 and last in said
-        found[name] = {"exit_code": code, "last_words": last.decode() if good else "", "good": good}
+        words = next((one for one in (b"[DONE]", b"shutting down") if one in said), None)
+        good = code == 0 and words == last and not one.is_there
+        found[name] = {"exit_code": code, "last_words": words and words.decode(), "good": good}
     return found | {"good": all(one["good"] for one in found.values())}
 
 

@@ -102,6 +102,7 @@ class Says:
     error: Exception | None = None
     cached: int = 0
     progressed: float = 0.0
+    busy: bool = False  # but for those who wait
     asked: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     jobs: list[SaidJob] = field(default_factory=list)
 

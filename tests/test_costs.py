@@ -44,6 +44,25 @@ def test_measuring_a_pair():
     assert len(rounds) == 16 and rounds == sorted(rounds) and 0 < rounds[0] < 1
 
 
+@pytest.mark.parametrize(("seconds", "times"), [(0, 1), (1e9, 2 * timing.REPEATS)])
+def test_slow_rounds_are_timed_once(monkeypatch, seconds, times):
+    """After one that warms up: whoever starts a server waits for them."""
+    monkeypatch.setattr(timing, "SECONDS", seconds)
+    played = []
+
+    def begin(depth):
+        def play(rows):
+            played.append((depth, rows))
+            return (1e-9 * rows,)
+
+        return play
+
+    (found,) = timing.time_rounds(target("qwen3"), (1, 4), 4, begin, (8,))
+    warm_ups = 1 if times == 1 else 2
+    assert played.count((8, 1)) == played.count((8, 4)) == times + warm_ups
+    assert found == {8: {1: 1e-9, 4: pytest.approx(4e-9)}}
+
+
 def test_measured_once_and_read_afterwards(tmp_path, monkeypatch):
     pair, made = (target("qwen3"), random_drafter()), []
 

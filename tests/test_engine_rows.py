@@ -146,11 +146,21 @@ def test_costs_grow_with_rows_requests_and_depth():
     assert drafts == pytest.approx([0, 0.5, 2.0])
 
 
+def test_a_deeper_context_costs_many_what_it_costs_each():
+    """The many are measured at one depth; each of their rows meets the keys of its own request."""
+    one = {64: {1: 1.0, 16: 2.5}, 1024: {1: 1.2, 16: 5.7}}  # 0.2 s for 960 keys, and 0.2 a row
+    near = {64: {8: 3.0, 128: 6.0}}
+    nothing = {64: {1: 0.0}}
+    costs = SharedCosts(Costs(one, nothing), Costs(near, nothing))
+    rows = np.array([8, 64, 128])
+    deeper = costs.verify(rows, 8, 1024) - costs.verify(rows, 8, 64)
+    assert deeper == pytest.approx([8 * 0.2, 8 * (0.2 + 7 * 0.2), 8 * (0.2 + 15 * 0.2)])
+
+
 def test_measuring_a_pair_s_shared_rounds(monkeypatch):
-    monkeypatch.setattr(timing, "DEPTHS", (4, 8))
-    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "SECONDS", 0)
     measured = measure_shared(target("qwen3"), random_drafter(), 4)
-    assert sorted(measured.verify) == sorted(measured.draft) == [4, 8]
+    assert sorted(measured.verify) == sorted(measured.draft) == [timing.DEPTHS[0]]
     assert all(sorted(points) == [8, 16, 32] for points in measured.verify.values())
     assert all(sorted(points) == [16, 32] for points in measured.draft.values())
     assert all(0 < s < 10 for table in measured.verify.values() for s in table.values())

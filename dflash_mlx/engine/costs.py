@@ -7,7 +7,11 @@ A forward over R rows of B requests, after so much context each, takes
 where verify(R) is the forward of one request, and s what one more request takes for its own
 attention: both at that depth of context, so they hold the keys that are read. Up to the widest
 round of one request verify(R) is measured with one; beyond it, with `MANY` requests, less what
-these take. What drafts is told apart in the same way. Measured once, kept with the costs of the
+these take. What drafts is told apart in the same way.
+
+The many are measured at the shallower depth alone. Each attends to its own keys, so a deeper
+context costs all of them what it costs one, as many times as they are: reading it `MANY` times over
+takes minutes of a slow machine, and tells the same. Measured once, kept with the costs of the
 pair's own rounds (`policy.costs`), never while text is made.
 """
 
@@ -23,7 +27,7 @@ import numpy as np
 from ..drafter.forest import propose_together
 from ..drafter.protocol import Drafter
 from ..policy.costs import Costs, curve, monotone, pair_costs
-from ..policy.timing import TOKEN, Round, started, time_rounds
+from ..policy.timing import DEPTHS, TOKEN, Round, started, time_rounds
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..target.forest import Forest
@@ -43,7 +47,8 @@ class SharedCosts:
 
     Args:
         one: rounds of one request, as a `Policy` has them.
-        many: rounds of `MANY` requests, by the rows of all together; see `measure_shared`.
+        many: rounds of `MANY` requests, by the rows of all together; see `measure_shared`. Of
+            several depths the shallowest counts.
     """
 
     def __init__(self, one: Costs, many: Costs) -> None:
@@ -79,7 +84,8 @@ class _Forwards:
     """The forwards of one model, from what was measured with one request and with `MANY`."""
 
     def __init__(self, one: Points, many: Points) -> None:
-        self._one, self._many = one, many
+        self._one, self._near = one, min(many)
+        self._many = {self._near: many[self._near]}
         self._tables: dict[int, tuple[np.ndarray, float]] = {}  # by depth
 
     def seconds(self, rows: np.ndarray, requests: Any, context: int) -> np.ndarray:
@@ -93,9 +99,12 @@ class _Forwards:
     def _table(self, depth: int) -> tuple[np.ndarray, float]:
         """Seconds of one request's 1, 2, ... rows, and those of each further request."""
         border = max(*map(max, self._one.values()), *map(min, self._many.values()))
-        alone, together = curve(self._one, depth, border), curve(self._many, depth, MOST_ROWS)
+        alone, near = (np.array(curve(self._one, at, border)) for at in (depth, self._near))
+        each_one = np.clip(np.arange(1, MOST_ROWS + 1) / MANY, 1, border)  # of these rows has
+        deeper = np.interp(each_one, np.arange(1, border + 1), alone - near)
+        together = np.array(curve(self._many, self._near, MOST_ROWS)) + MANY * deeper
         each = max(0.0, together[border - 1] - alone[-1]) / (MANY - 1)
-        beyond = [max(alone[-1], seconds - (MANY - 1) * each) for seconds in together[border:]]
+        beyond = np.maximum(alone[-1], together[border:] - (MANY - 1) * each)
         return np.array(monotone([*alone, *beyond])), each
 
 
@@ -130,7 +139,7 @@ def measure_shared(
         return play
 
     rows = [row for row in ROWS if row < widest] + [widest]
-    verify, draft = time_rounds(target, rows, widest, begin)
+    verify, draft = time_rounds(target, rows, widest, begin, DEPTHS[:1])
     return Costs(_by_all(verify), _by_all(draft, least=2))
 
 

@@ -96,6 +96,11 @@ class Engine(AbstractContextManager["Engine", None]):
         self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
         self._owner: int | None = None  # the thread, once it takes steps
 
+    @property
+    def busy(self) -> bool:
+        """Whether a job is left, be it one that was cancelled; for any thread."""
+        return bool(self._arrived) or self._seats.busy
+
     def submit(self, prompt: Prompt, **settings: Any) -> Job:
         """Have a text made; from any thread.
 

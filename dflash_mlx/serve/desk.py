@@ -22,6 +22,7 @@ from .ask import Ask
 from .errors import RETRY_SECONDS, Refusal, of_library
 from .grammar import Grammars
 from .harmony import HarmonySplitter
+from .length import LeastTokens
 from .logprobs import Recorder, TokenLogprob, Vocabulary
 from .metrics import Metrics
 from .parts import Part, Splitter
@@ -51,9 +52,13 @@ class Engine(Protocol):
 
     Attributes:
         progressed: when it last got on, with a round or with a prompt, by `time.monotonic`.
+        busy: whether a job is left, be it one that was cancelled.
     """
 
     progressed: float
+
+    @property
+    def busy(self) -> bool: ...
 
     def submit(self, prompt: Sequence[int], **settings: Any) -> Job:
         """A job that has these settings of `stream_generate`."""
@@ -209,7 +214,7 @@ class Desk:
         self.syntax = harmony.syntax() if speaks else Syntax.of(target.tokenizer)
         self.draining = self.lost = False
         self._engine, self._defaults, self._room = engine, dict(defaults), room
-        self._grammars = Grammars(target)
+        self._grammars, self._least = Grammars(target), LeastTokens(target.tokenizer)
         self._vocabulary = Vocabulary(target.tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, "dflash-serve", clean_up_at_end)
         self._answering: set[Answering] = set()
@@ -217,18 +222,23 @@ class Desk:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is to be done."""
+        """Whether anybody waits for an answer."""
         return bool(self._answering)
 
     @property
     def still(self) -> float:
-        """Seconds since the engine got on, or had something to do; 0 while it has not."""
-        return time.monotonic() - max(self._since, self._engine.progressed) if self.busy else 0.0
+        """Seconds since the engine got on, or had something to do; 0 while it has not.
+
+        Where all have left, a device that does not come back still keeps their jobs.
+        """
+        if not (self.busy or self._engine.busy):
+            return 0.0
+        return time.monotonic() - max(self._since, self._engine.progressed)
 
     async def encode(self, ask: Ask) -> Encoded:
         """The prompt of a request. Raises `Refusal`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, encode, self.target, self.syntax, ask)
+        return await loop.run_in_executor(self._threads, self._encode, ask)
 
     async def ask(self, ask: Ask, who: str = "") -> Answering:
         """Start to answer.
@@ -240,6 +250,8 @@ class Desk:
         Raises `Refusal`.
         """
         self._take_room(ask.n)
+        if idle := not (self.busy or self._engine.busy):
+            self._since = time.monotonic()
         begun = self._threads.submit(self._begin, ask, who)
         try:
             encoded, jobs = await asyncio.wrap_future(begun)
@@ -249,7 +261,7 @@ class Desk:
             if isinstance(error, DFlashError):
                 raise of_library(error) from error
             raise
-        if not self._answering:
+        if idle:
             self._since = time.monotonic()
         answering = Answering(self, ask, encoded, jobs)
         self._answering.add(answering)
@@ -315,9 +327,12 @@ class Desk:
 
     # What follows runs in a thread of the desk's.
 
+    def _encode(self, ask: Ask) -> Encoded:
+        return encode(self.target, self.syntax, ask, self._least)
+
     def _begin(self, ask: Ask, who: str) -> tuple[Encoded, list[_Open]]:
         """The prompt of a request, and its jobs. Raises `DFlashError`."""
-        encoded = encode(self.target, self.syntax, ask)
+        encoded = self._encode(ask)
         grammars = self._grammars.of(self.syntax, ask, encoded.thinking)
         jobs: list[_Open] = []
         try:

@@ -75,12 +75,19 @@ class Refusal(DFlashError):
 
 
 class TooLong(Refusal):
-    """A prompt that leaves no room for an answer; each dialect has words of its own for it."""
+    """A prompt that leaves no room for an answer; each dialect has words of its own for it.
 
-    def __init__(self, tokens: int, most: int) -> None:
+    Args:
+        tokens: of the prompt.
+        most: that there is room for.
+        counted: whether there are as many, and not only as many or more.
+    """
+
+    def __init__(self, tokens: int, most: int, counted: bool = True) -> None:
+        self._or_more = "" if counted else f" ({tokens} or more: so long a prompt is not counted.)"
         super().__init__(
             f"This model's maximum context length is {most} tokens. However, your messages resulted"
-            f" in {tokens} tokens. Please reduce the length of the messages.",
+            f" in {tokens} tokens. Please reduce the length of the messages.{self._or_more}",
             code="context_length_exceeded",
             param="messages",
         )
@@ -90,7 +97,7 @@ class TooLong(Refusal):
         """As Anthropic says it."""
         form = super().anthropic(request_id)
         form["error"]["message"] = (
-            f"prompt is too long: {self._tokens} tokens > {self._most} maximum"
+            f"prompt is too long: {self._tokens} tokens > {self._most} maximum{self._or_more}"
         )
         return form
 

@@ -20,10 +20,13 @@ from ..prompt import token_ids
 from . import harmony
 from .ask import Ask
 from .errors import Refusal, TooLong
+from .length import LeastTokens
 from .tools import Syntax, described, in_words
 
 if TYPE_CHECKING:
     from ..target import Target
+
+COUNTED: Final = 2**18  # characters; the tokens of less are soon told exactly
 
 Message = Mapping[str, Any]
 # What apply_chat_template itself is told, which is not a request's to say: not even its template.
@@ -40,18 +43,21 @@ class Encoded:
     thinking: bool = False
 
 
-def encode(target: Target, syntax: Syntax, ask: Ask) -> Encoded:
-    """The prompt of a request.
+def encode(target: Target, syntax: Syntax, ask: Ask, least: LeastTokens) -> Encoded:
+    """The prompt of a request; `least` tells before it is tokenized where that is of no use.
 
     Raises `Refusal` for what the template does not take, `TooLong` where no answer has room.
     """
-    tokenizer = target.tokenizer
+    tokenizer, most = target.tokenizer, target.context_length - 1
     thinking = False
     try:
         if isinstance(ask.prompt, str) or not _are_messages(ask.prompt):
+            if isinstance(ask.prompt, str):
+                _check_length(ask.prompt, least, most)
             ids = token_ids(tokenizer, ask.prompt)
         else:
             text = _render(tokenizer, syntax, ask, ask.prompt)
+            _check_length(text, least, most)
             if tokenizer.has_thinking:
                 thinking = text.rstrip().endswith(tokenizer.think_start)
             with Foreign(PromptError, "The tokenizer cannot encode this prompt"):
@@ -62,9 +68,15 @@ def encode(target: Target, syntax: Syntax, ask: Ask) -> Encoded:
         raise Refusal("The prompt is empty.", param="messages")
     if any(not 0 <= token < target.vocab_size for token in ids):
         raise Refusal(f"A token is outside the vocabulary of {target.vocab_size}.", param="prompt")
-    if len(ids) >= target.context_length:
-        raise TooLong(len(ids), target.context_length - 1)
+    if len(ids) > most:
+        raise TooLong(len(ids), most)
     return Encoded(ids, thinking)
+
+
+def _check_length(text: str, least: LeastTokens, most: int) -> None:
+    """Raise `TooLong` for a text that is so far beyond `most` tokens that it needs no counting."""
+    if len(text) > COUNTED and (tokens := least.of(text)) > most:
+        raise TooLong(tokens, most, counted=False)
 
 
 def _are_messages(prompt: Sequence[Any]) -> bool:

@@ -98,3 +98,25 @@ def test_a_device_that_does_not_come_back_is_told_by_health(pair):
             assert (await ends.health(None)).status_code == 200
 
     asyncio.run(ask())
+
+
+def test_a_device_that_does_not_come_back_is_told_when_all_have_left(pair):
+    """And somebody who comes then does not have the clock begin anew."""
+
+    async def ask():
+        with engine_of(pair, stuck=2) as engine:
+            desk = a_desk(engine)
+            answering = await desk.ask(Ask("m", "What is 37", {"max_tokens": 24}))
+            device = engine._seats._together
+            await asyncio.to_thread(device.waiting.wait, 60)
+            answering.leave()
+            still = desk.still
+            assert still > 0 and not desk.busy
+            another = await desk.ask(Ask("m", "What is 12", {"max_tokens": 2}))
+            assert desk.still > still
+            device.freed.set()
+            assert [step async for step in another.steps()][-1].end is not None
+            while desk.still:
+                await asyncio.sleep(0)
+
+    asyncio.run(ask())
