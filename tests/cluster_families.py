@@ -150,9 +150,8 @@ class Listening(Knowing):
 
 def drafter_of(crowd: Crowd, shape: str) -> Listening:
     known, layers = crowd.knowing(0.8), crowd.target.num_layers
-    # Before DeepSeek-V4.1's first layer there are several streams, which are not one tap.
-    first = 0 if crowd.target.name == "deepseek_v41" else EMBEDDING
-    drafter = Listening(known.texts, known.vocab_size, known.p, (first, layers // 2, layers - 1))
+    taps = (EMBEDDING, layers // 2, layers - 1)
+    drafter = Listening(known.texts, known.vocab_size, known.p, taps)
     drafter.branches = shape == "tree"
     return drafter
 

@@ -44,8 +44,7 @@ class Taps:
     def _recorder(self, indices: set[int]) -> Callable[[Any, Any], None]:
         def record(x: Any, result: Any) -> None:
             for index in indices:
-                output = x if index == EMBEDDING else result
-                self._outputs[index] = _hidden(output) if isinstance(output, tuple) else output
+                self._outputs[index] = _embedded(x) if index == EMBEDDING else _hidden(result)
 
         return record
 
@@ -57,8 +56,15 @@ def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
     return taps[:, : len(kept)] if kept[-1] < len(kept) else taps[:, mx.array(list(kept))]
 
 
-def _hidden(result: tuple[Any, ...]) -> mx.array:
-    """The hidden states [N, S, D] in the several things that a decoder layer may return."""
+def _embedded(x: mx.array) -> mx.array:
+    """The embeddings [N, S, D] that the first layer reads; DeepSeek-V4.1's gets them hc times."""
+    return x[:, :, 0] if x.ndim == 4 else x
+
+
+def _hidden(result: Any) -> mx.array:
+    """The hidden states [N, S, D] in what a decoder layer returns, which may be several things."""
+    if not isinstance(result, tuple):
+        return result
     hidden: mx.array = result[0]
     if hidden.ndim == 4:
         # DeepSeek-V4.1 carries several residual streams [N, S, hc, D] and the mix [N, S, hc] with
