@@ -160,8 +160,13 @@ def _hung(line: str, width: int) -> list[str]:
     """A line below a row, its further parts indented; names that are too long end at a slash."""
     room = width - 2 * len(INDENT)
     words = [word if len(word) <= room else word.replace("/", "/ ") for word in line.split()]
-    by = {"initial_indent": INDENT, "subsequent_indent": 2 * INDENT, "break_on_hyphens": False}
-    return textwrap.wrap(" ".join(words), width, **by)
+    return textwrap.wrap(
+        " ".join(words),
+        width,
+        initial_indent=INDENT,
+        subsequent_indent=2 * INDENT,
+        break_on_hyphens=False,
+    )
 
 
 def sized(size: float) -> str:

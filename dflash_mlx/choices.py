@@ -77,7 +77,7 @@ class Decision(NamedTuple):
         if isinstance(tokens, mx.array):
             parts = [tokens.astype(mx.int32), choices]
         else:
-            known = [int(token) for token in tokens]
+            known = list(map(int, tokens))
         if nats is not None:
             parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
         if drafts is not None:

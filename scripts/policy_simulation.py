@@ -4,10 +4,9 @@
 
 `policy_traces.py` records the traces. No model runs and nothing is timed, so the figures are exact
 and the same everywhere. A policy plays half of each class's prompts (those that its constants were
-not chosen by; with `--half 0` those that they were): from nothing at each prompt ("fresh"), with
-what the prompts of the other half have taught it, as a program that is started again ("learned"),
-and one after another, class by class ("in turn"). Besides the traces there are drafters made up:
-right at some rate whatever the target's certainty says, which is high or wavers.
+not chosen by; with `--half 0` those that they were): from nothing at each prompt ("fresh"), and
+one after another, class by class ("in turn"). Besides the traces there are drafters made up: right
+at some rate whatever the target's certainty says, which is high or wavers.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import log
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from experiment import options_of
@@ -123,7 +122,7 @@ def main() -> None:
         for trace in json.loads(Path(name).read_text()):
             by_pair[trace["pair"]].append(trace)
     for pair, traces in by_pair.items():
-        played, other = halves(traces, options.half)
+        played = half_of(traces, options.half)
         widest = 16 if pair == "tiny" else 8
         alike = [
             made_up(name, sure, seed, widest)
@@ -132,35 +131,21 @@ def main() -> None:
             for seed in range(8)
         ]
         for name, costs in MACHINES[pair].items():
-            ways = starts(other, costs, widest)
-            for way, policy_of in ways.items():
-                print(f"{pair}, {name}, {way}", compare(played, costs, policy_of), sep="\n")
-            print(f"{pair}, {name}, made up", compare(alike, costs, ways["fresh"]), sep="\n")
+            in_turn, fresh = Policy(costs, widest), partial(Policy, costs, widest)
+            for way, of, policy_of in (
+                ("fresh", played, fresh),
+                ("in turn", played, lambda policy=in_turn: policy),
+                ("made up", alike, fresh),
+            ):
+                print(f"{pair}, {name}, {way}", compare(of, costs, policy_of), sep="\n")
 
 
-def halves(traces: Sequence[Trace], half: int) -> tuple[list[Trace], list[Trace]]:
-    """Every second prompt of each class, class by class, and the others in any order."""
+def half_of(traces: Sequence[Trace], half: int) -> list[Trace]:
+    """Every second prompt of each class, class by class."""
     classes = defaultdict(list)
     for trace in traces:
         classes[trace["temperature"], trace["class"]].append(trace)
-    played = [trace for _, of in sorted(classes.items()) for trace in of[half::2]]
-    other = [trace for _, of in sorted(classes.items()) for trace in of[1 - half :: 2]]
-    random.Random(0).shuffle(other)
-    return played, other
-
-
-def starts(other: Sequence[Trace], costs: Costs, widest: int) -> dict[str, Callable[[], Policy]]:
-    """What a prompt may begin with."""
-    file = Path(mkdtemp()) / "costs.json"
-    teacher, in_turn = Policy(costs, widest, file), Policy(costs, widest)
-    for trace in other:
-        play(trace, costs, POLICY, teacher)
-    teacher.keep()
-    return {
-        "fresh": lambda: Policy(costs, widest),
-        "learned": lambda: Policy(costs, widest, file),
-        "in turn": lambda: in_turn,
-    }
+    return [trace for _, of in sorted(classes.items()) for trace in of[half::2]]
 
 
 if __name__ == "__main__":

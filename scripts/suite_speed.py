@@ -1,16 +1,21 @@
-"""Fixed widths, the policy and plain decoding on the papers' suites, in turns.
+"""Fixed widths, trees, the policy and plain decoding on the papers' suites, in turns.
 
     python scripts/suite_speed.py --model smollm2 [--data DIR] [--suites NAME,NAME] [--limit N]
-        [--widths 2,4,8] [--max-tokens N] [--temperature T] [--stock-blas]
+        [--widths 2,4,8] [--trees 8,auto] [--lookup 0|1] [--max-tokens N] [--temperature T]
+        [--stock-blas]
 
-The prompts are spread evenly over a suite. One policy decodes all of them, and learns as it does
-for somebody who chats or comes back; it begins with what earlier runs on this machine have kept.
-Prints tokens a round and the speed over plain decoding, the policy's share of the best of all, and
-whether every text was the plain one. `--data` is as in `dflash-mlx bench`.
+The prompts are spread evenly over a suite. A policy decodes all of them, and learns as it does for
+somebody who chats; its costs are those that are kept, measured now where there are none. With
+`--trees` there are rounds of such trees, too, `auto` as large as pays, and with `--lookup 1` a
+policy that has a lookup beside the network.
+
+Prints tokens a round and the speed over plain decoding of each, the policy's share of the best of
+all, and whether every text was the plain one. `--data` is as in `dflash-mlx bench`.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from experiment import options_of
 import dflash_mlx as dm
 
 SUITES = "gsm8k,humaneval,mbpp,mt-bench,math500"
+LEARNS = ("policy", "trees auto", "lookup beside")  # not to be compared with as a fixed choice
 
 
 def main() -> None:
@@ -31,6 +37,8 @@ def main() -> None:
         max_tokens=96,
         temperature=0.0,
         widths="2,4,8",
+        trees="",
+        lookup=0,
     )
     print(f"BLAS: {dm.use_fast_blas(stock=options.stock_blas).name}")
 
@@ -39,13 +47,7 @@ def main() -> None:
 
     target, drafter = dm.load(options.model, options.draft)
     asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": 0}
-    widths = [int(width) for width in options.widths.split(",")]
-    policy = dm.Policy.of(target, drafter)
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {
-        "plain": (None, {}),
-        **{f"{width} rows": (drafter, {"block_size": width}) for width in widths},
-        "policy": (drafter, {"policy": policy}),
-    }
+    ways = ways_of(options, target, drafter)
     dm.generate(target, drafter, "warm up", max_tokens=8)
     folder = Path(options.data) if options.data else None
     for suite in options.suites.split(","):
@@ -65,7 +67,7 @@ def main() -> None:
                 texts.append(result.tokens)
             same += all(text == texts[0] for text in texts)
         speed = {way: tokens[way] / seconds[way] for way in ways}
-        best = max(speed[way] for way in ways if way != "policy")
+        best = max(speed[way] for way in ways if way not in LEARNS)
         said = ", ".join(
             f"{way} {tokens[way] / rounds[way]:.2f} tokens a round "
             f"{speed[way] / speed['plain']:.2f}x"
@@ -74,7 +76,27 @@ def main() -> None:
         )
         print(f"{suite:12} {said}; the policy has {speed['policy'] / best:.3f} of the best speed")
         print(f"{'':12} {same} of {len(prompts)} texts the plain ones", flush=True)
-    print(*policy.describe(256), sep="\n")
+    print(*ways["policy"][1]["policy"].describe(256), sep="\n")
+
+
+def ways_of(
+    options: argparse.Namespace, target: dm.Target, drafter: Any
+) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """A drafter and settings of each way to decode."""
+    from dflash_mlx.drafter.beside import Beside
+    from dflash_mlx.policy.trees import TreePolicy, tree_policy
+
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {"plain": (None, {})}
+    for width in map(int, options.widths.split(",")):
+        ways[f"{width} rows"] = drafter, {"block_size": width}
+    for budget in filter(None, options.trees.split(",")):
+        kept = tree_policy(target, drafter) if budget == "auto" else TreePolicy.fixed(int(budget))
+        ways[f"trees {budget}"] = drafter, {"policy": kept}
+    if options.lookup:
+        both = Beside(drafter)
+        ways["lookup beside"] = both, {"policy": dm.Policy.of(target, both)}
+    ways["policy"] = drafter, {"policy": dm.Policy.of(target, drafter)}
+    return ways
 
 
 if __name__ == "__main__":

@@ -83,13 +83,13 @@ def test_the_account_limits_what_can_be_lost(requests):
     assert machine.spent <= played * (1 + ALLOWANCE) + CREDIT + 1
 
 
-def after(rounds: int, believed, real) -> list[tuple[int, ...]]:
-    """The rows of the last ten of these rounds, of four requests that are mostly right."""
+def after(rounds: int, believed, real, last=10) -> list[tuple[int, ...]]:
+    """The rows of the last of these rounds, of four requests that are mostly right."""
     machine, requests, rows = Machine(believed, real), [Asking(0.8, 0.8) for _ in range(4)], []
     for _ in range(rounds):
         machine.play(requests)
         rows.append(machine.rows)
-    return rows[-10:]
+    return rows[-last:]
 
 
 CHEAP, DEAR = (0.01, 0.02, 0.2), (1.0, 0.0, 0.5)
@@ -102,6 +102,12 @@ def test_costs_that_are_wrong_give_way_to_what_rounds_take():
     # Measured on a busy machine, so to say; and on an idle one.
     assert min(map(min, after(150, dear, cheap))) > 1
     assert max(map(max, after(150, cheap, dear))) == 1
+
+
+def test_nothing_is_tried_where_rounds_take_what_was_measured():
+    """Answers may have ten rounds: five plain ones, to know their cost, were half of them."""
+    cheap = shared_costs(*CHEAP)
+    assert min(map(min, after(60, cheap, cheap, last=60))) > 1
 
 
 def test_a_machine_that_is_slower_altogether_changes_nothing():

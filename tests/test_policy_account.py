@@ -32,7 +32,7 @@ def test_the_dearest_round_is_expected_to_lose_what_there_is(rates, rounds):
     risk = min(RISK, FIRST + SHARE * (tokens + 1)) + felt
     cost = account.affordable(rates)
     assert 1 <= cost <= max(1, 1 + CREDIT + ahead)
-    if cost <= len(rates):  # further out the last rate goes on
+    if cost > 1 + RISK + felt and cost <= len(rates):  # further out the last rate goes on
         assert expected_loss(cost, rates) <= max(0, risk) + 1e-9
         if 1 < cost < 1 + CREDIT + ahead:
             assert expected_loss(cost, rates) == pytest.approx(risk)
@@ -64,17 +64,20 @@ def test_where_the_target_is_unsure_little_is_lost_at_any_length(last_row, draft
 
 @pytest.mark.parametrize("last_row, draft", [(1.2, 0.1), (1.8, 0.4), (1.8, 0.75), (4.6, 0.3)])
 def test_where_it_is_sure_one_wrong_guess_comes_on_top(last_row, draft):
-    """A drafter that is wrong although the target has no doubt: one block, and a twentieth."""
+    """A drafter that is wrong although the target has no doubt: one block, and a twentieth.
+
+    Or two blocks, where they cost next to nothing.
+    """
     pair = costs(last_row, draft)
     for tokens in (3, 8, 20, 40, 100, 300):
         spent, widths = spent_on_nothing(pair, tokens, 0.9999)
         dearest = max(pair.rounds(64, WIDEST)[width - 1] for width in widths)
-        assert spent <= tokens / 0.95 + FIRST + dearest - 1
+        assert spent <= tokens / 0.95 + FIRST + max(RISK, dearest - 1)
 
 
 def test_the_first_block_is_whole_where_the_target_is_sure_and_rows_are_cheap():
     widths = {
-        (last_row, certainty): Policy(costs(last_row, 0.4), WIDEST).start().width(64, 16, certainty)
+        (last_row, certainty): Policy(costs(last_row, 0.6), WIDEST).start().width(64, 16, certainty)
         for last_row in (1.8, 8.0)
         for certainty in (0.9999, 0.7)
     }
@@ -82,3 +85,23 @@ def test_the_first_block_is_whole_where_the_target_is_sure_and_rows_are_cheap():
     assert widths[1.8, 0.7] == widths[8.0, 0.7] == 1
     # Where a wrong wide block is dear, the first one is narrower.
     assert 1 <= widths[8.0, 0.9999] < WIDEST
+
+
+@pytest.mark.parametrize("draft, is_tried", [(0.2, True), (0.5, True), (0.7, False)])
+def test_what_can_lose_a_part_of_a_token_is_tried_at_once(draft, is_tried):
+    """Though the target is unsure, and again once most of the loss is forgotten."""
+    pair = costs(1.8, draft)
+    request, seconds = Policy(pair, WIDEST).start(), pair.rounds(64, WIDEST)
+    widths = spell(request, 24, 0.7)
+    assert (widths[0] > 1) == is_tried
+    assert max(seconds[width - 1] for width in widths[:8]) <= 1 + RISK
+    assert max(widths[1:]) > 1
+
+
+def spell(request, rounds, certainty):
+    """The widths of some rounds in which drafts are all wrong."""
+    widths = []
+    for _ in range(rounds):
+        widths.append(request.width(64, WIDEST, certainty))
+        request.observe(widths[-1] - 1, 0)
+    return widths

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 Sublayer = Callable[[mx.array], mx.array]
 
 
+# A module is a dict of its parts. What a round calls asks for them by key, as MLX's own layers do:
+# an attribute is looked for in every class first, and only then by a function of Python's.
+
+
 class Attention(nn.Module):
     """Attention of a block over the context rows and over itself."""
 
@@ -62,14 +66,14 @@ class Attention(nn.Module):
 
         `offset` is a position, or one per batch row as an integer array [N].
         """
-        queries = self.q_proj(x).reshape(*x.shape[:2], self.heads, self.head_dim)
-        return self.rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=offset)
+        queries = self["q_proj"](x).reshape(*x.shape[:2], self.heads, self.head_dim)
+        return self["rope"](self["q_norm"](queries).transpose(0, 2, 1, 3), offset=offset)
 
     def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """Rotated keys and values, each [N, KV, L, head_dim], of x [N, L, D] at `offset`."""
-        keys = self.k_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
-        values = self.v_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
-        keys = self.rope(self.k_norm(keys).transpose(0, 2, 1, 3), offset=offset)
+        keys = self["k_proj"](x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
+        values = self["v_proj"](x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
+        keys = self["rope"](self["k_norm"](keys).transpose(0, 2, 1, 3), offset=offset)
         return keys, values.transpose(0, 2, 1, 3)
 
     def __call__(self, x: mx.array, context: mx.array, cache: ContextCache) -> mx.array:
@@ -84,21 +88,22 @@ class Attention(nn.Module):
 
     def output(self, seen: mx.array) -> mx.array:
         """The attention's share of the stream [N, L, D] from its heads' outputs."""
-        return self.o_proj(seen.transpose(0, 2, 1, 3).flatten(2))
+        return self["o_proj"](seen.transpose(0, 2, 1, 3).flatten(2))
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """The heads' outputs [1, H, B, head_dim] of a block's queries, whose own keys are last."""
+        masks = self.causal or self.window is not None  # else every row sees everything
         return mx.fast.scaled_dot_product_attention(
             queries,
             keys,
             values,
             scale=self.scale,
-            mask=self.mask(queries.shape[2], keys.shape[2]),
+            mask=self._mask(queries.shape[2], keys.shape[2]) if masks else None,
             # A logit per head [H] in every softmax's denominator, as gpt-oss has it.
             sinks=self.get("attention_sink_bias"),
         )
 
-    def mask(self, block: int, keys: int) -> mx.array | str | None:
+    def _mask(self, block: int, keys: int) -> mx.array | str | None:
         """Which of `keys` (the block's own `block` rows last) each row of the block may see.
 
         A window counts from the query's own position; without causality the block sees all of
@@ -122,7 +127,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self["down_proj"](swiglu(self["gate_proj"](x), self["up_proj"](x)))
 
 
 class DraftLayer(nn.Module):
@@ -142,8 +147,8 @@ class DraftLayer(nn.Module):
         there is to see is its caller's affair (a cache when drafting, whole texts in training).
         `places` [L] are the rows' in their blocks, where x holds several one after the other.
         """
-        x = x + self.self_attn.output(attend(self.input_layernorm(x)))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self["self_attn"].output(attend(self["input_layernorm"](x)))
+        return x + self["mlp"](self["post_attention_layernorm"](x))
 
 
 class DFlash(nn.Module):
@@ -222,7 +227,7 @@ class DFlash(nn.Module):
         if "hidden_dim_adapter" in self:
             each = taps.reshape(*taps.shape[:2], -1, self.config.target_hidden_size)
             taps = self.hidden_dim_adapter["proj"](each).flatten(2)
-        return self.hidden_norm(self.fc(taps))
+        return self["hidden_norm"](self["fc"](taps))
 
     def __call__(
         self, block_embeddings: mx.array, taps: mx.array, cache: list[ContextCache]
@@ -240,9 +245,9 @@ class DFlash(nn.Module):
         """
         context = self.fuse(taps) if taps.shape[1] else taps
         x = block_embeddings
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer(x, partial(layer.self_attn, context=context, cache=layer_cache))
-        return self.norm(x)
+        for layer, layer_cache in zip(self["layers"], cache, strict=True):
+            x = layer(x, partial(layer["self_attn"], context=context, cache=layer_cache))
+        return self["norm"](x)
 
     def extend(self, taps: mx.array, cache: list[ContextCache]) -> None:
         """Remember the context features of taps [1, S, K*D] without drafting (prefill chunks)."""
@@ -318,7 +323,8 @@ class DFlash(nn.Module):
         On the device, like everything before it: nothing waits.
         """
         slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
-        return self.choose([(slots, self.trials(slots))])[0]
+        [chains] = self.chains([(slots, self.trials(slots))])
+        return sampler.settle(chains)
 
     def trials(self, slots: Slots) -> Trials:
         """What the tokens of a request's slots are chosen by; a processor of the request's runs."""

@@ -210,8 +210,9 @@ class DraftSession:
         self._pending, self._waiting = [], 0
         if not pending:
             return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
-        parts = [gathered(taps, kept) for taps, kept in pending]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+        if len(pending) == 1:
+            return gathered(*pending[0])
+        return mx.concatenate([gathered(*waiting) for waiting in pending], axis=1)
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """Draft a chain of at most `width` rows, the anchor first; nothing waits for the device."""

@@ -45,7 +45,7 @@ class Share(NamedTuple):
     Attributes:
         rows: of each request, the anchor included.
         cost: of the round, in plain rounds of the same requests.
-        width: rows of a request on average; 1 of a plain round alone.
+        width: rows of a request on average, to a doubling; 1 of a plain round alone.
         seconds: that the round takes, as measured,
         plain: that a plain one would take,
         drafts: and what of them is drafting.
@@ -112,7 +112,7 @@ def share(
     plain = verify[0] + drafts[0]
     if before is not None:
         plain, drafts = before.plain, drafts + before.drafts
-    seconds, widths = verify + drafts, 1 + -(-(verified - verified[0]) // requests)
+    seconds, widths = verify + drafts, _doublings(1 + (verified - verified[0]) / requests)
     multiples = watch.multiples(widths)
     cost, tokens = seconds * multiples / (plain * multiples[0]), 1 + _after(chances) / requests
     allowed = (cost <= affordable) & (cost <= _bearable(of, chances, standings))
@@ -132,13 +132,22 @@ def _trial(
 ) -> int | None:
     """The candidates of a width that is tried for its cost alone, as it was hardly ever run.
 
-    What all others are compared with, or what would bring clearly more; mostly None.
+    What would bring clearly more; or plain decoding, which all are compared with, where rounds do
+    not take what was measured. Mostly None.
     """
+    width = int(widths[best])
     for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(widths) - 1):
-        more = not trial or (allowed[trial] and tokens[trial] > TRIAL_GAIN * tokens[best])
-        if more and watch.is_unknown(int(widths[trial]), beside=int(widths[best])):
+        more = allowed[trial] and tokens[trial] > TRIAL_GAIN * tokens[best]
+        worth = more if trial else watch.is_off(width)
+        if worth and watch.is_unknown(int(widths[trial]), beside=width):
             return trial
     return None
+
+
+def _doublings(rows: np.ndarray) -> np.ndarray:
+    """1, 2, 4, 8, ... at least these: so that rounds of a width are soon enough to be judged."""
+    doublings: np.ndarray = 2 ** np.ceil(np.log2(rows)).astype(int)
+    return doublings
 
 
 class SharedRounds:

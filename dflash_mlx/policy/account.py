@@ -4,7 +4,8 @@ It books what every round brought against what plain decoding would have taken f
 be drafted if what it is *expected* to lose is there: a share of the tokens so far, and what
 drafting is ahead by. So where the target is sure, and drafts are mostly right, whole blocks are
 drafted from the first round on; where it is not, the same block has to wait until the answer is
-long enough to pay for it, or a narrower one is drafted first if that is cheaper.
+long enough to pay for it, or a narrower one is drafted first if that is cheaper. What cannot lose
+more than a part of a token, even if all of it is wrong, may always be tried where nothing is owed.
 
 What is really lost is booked twice. In full, and this limits the loss of the longest answer; and
 as a debt that fades with the tokens, and this decides about the next try. A bad start is a reason
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 FIRST = 0.15  # plain tokens that the first round may be expected to lose,
 SHARE = 0.02  # the share of the tokens so far that may be lost besides,
-RISK = 0.6  # and both together at most
+RISK = 0.6  # and both together at most; and what any round may lose, however likely it is to fail
 FADING = 0.92  # what a token leaves of a debt, as the next try sees it
 CREDIT = 6.0  # tokens that a request may really lose,
 ALLOWANCE = 0.01  # and the share of all its tokens besides
@@ -36,7 +37,8 @@ class Account:
         """The cost of the dearest round that may be drafted; 1, a plain one's, at least.
 
         A round of cost c is expected to lose the sum over k < c of P(it brings k tokens) (c - k).
-        Between c = k and k + 1 that grows by P(it brings at most k) = 1 - a_1 ... a_k.
+        Between c = k and k + 1 that grows by P(it brings at most k) = 1 - a_1 ... a_k. At worst it
+        loses c - 1.
 
         Args:
             rates: a_1, a_2, ...: how often the slots are right when those before them are.
@@ -49,6 +51,7 @@ class Account:
             cost, risk = cost + 1, risk - (1 - path)
         if risk > 0 and path < 1:
             cost += risk / (1 - path)
+        cost = max(cost, 1 + RISK + self._felt)
         return max(1.0, min(cost, 1 + CREDIT + self._ahead))
 
     @property

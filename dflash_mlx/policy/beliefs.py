@@ -11,9 +11,8 @@ are right.
 from __future__ import annotations
 
 from bisect import bisect, bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import exp
-from typing import Any
 
 RECENT = 0.75  # a token's weight against the next one's in the target's certainty
 # The least certainty of each level; and before anything is known, how often slot 1 is right there,
@@ -35,7 +34,6 @@ PRIOR_WEIGHT = 2.0  # how many rounds all these count for
 NEIGHBOUR_WEIGHT = 4.0  # how many rounds the slot before counts for in the belief about a slot
 MEMORY = 0.98  # a round's weight against the next one's: the last 50 or so count
 FADING = 0.998  # what a plain round leaves of the evidence, so that hope brings another try
-KEPT = 20.0  # rounds that evidence from an earlier start of the program counts for, at most
 STEADY, CALM = 4.0, 0.98  # of a request's mood: what none weighs, what a token leaves of one
 WARMTHS = (0.0, 0.5, 1.0)  # the highest temperature of each class; the last class has no end
 
@@ -111,22 +109,6 @@ class Beliefs:
         """How many drafts they rest on, old ones counting less."""
         return sum(self._tried)
 
-    def record(self) -> dict[str, list[list[float]]]:
-        """What they rest on, for `read`: rounds and hits by level, and by slot."""
-        pairs = {"levels": (self._tried, self._hit), "slots": (self._reached, self._right)}
-        return {name: [[round(x, 3) for x in each] for each in of] for name, of in pairs.items()}
-
-    @classmethod
-    def read(cls, slots: int, record: Mapping[str, Any]) -> Beliefs:
-        """What `record` wrote, counting for `KEPT` rounds at most: new rounds soon weigh more.
-
-        Raises `ValueError`, or what Python raises for what is no record.
-        """
-        beliefs = cls(slots)
-        beliefs._tried, beliefs._hit = _evidence(record["levels"], len(FIRST))
-        beliefs._reached, beliefs._right = _evidence(record["slots"], max(0, slots - 1))
-        return beliefs
-
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in a draft of so many slots, of which the first ones were right."""
         self._tried[at] = MEMORY * self._tried[at] + 1
@@ -142,18 +124,6 @@ class Beliefs:
         """Nothing was drafted at this level: what is known of it is a little older now."""
         self._tried[at] *= FADING
         self._hit[at] *= FADING
-
-
-def _evidence(pair: Sequence[Sequence[Any]], length: int) -> tuple[list[float], list[float]]:
-    """Rounds and hits of so many places. Raises `ValueError` where they cannot be."""
-    rounds, hits = ([float(number) for number in of] for of in pair)
-    if not len(rounds) == len(hits) == length:
-        raise ValueError("a record of other levels or slots")
-    if not all(0 <= hit <= count < 1e9 for count, hit in zip(rounds, hits, strict=True)):
-        raise ValueError("a record that cannot be")
-    shares = [min(1.0, KEPT / count) if count else 1.0 for count in rounds]
-    kept = [[share * x for share, x in zip(shares, of, strict=True)] for of in (rounds, hits)]
-    return kept[0], kept[1]
 
 
 class Mood:

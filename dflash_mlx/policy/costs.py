@@ -1,7 +1,5 @@
 """What a round costs on this machine: measured before decoding, kept in the user's cache folder.
 
-The file also keeps how often drafts of the pair were right (`beliefs`), for the next start.
-
 How many rows to verify at once depends on what rows cost, and that is a matter of the machine, the
 model, its quantization and the version of MLX: from nearly nothing to nearly another forward each.
 Nothing is timed while text is generated, so that a run can be repeated.
@@ -26,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
-from .beliefs import Beliefs
 from .timing import TOKEN, Round, started, time_rounds
 
 if TYPE_CHECKING:
     from ..target import Target
 
 ROWS = (1, 2, 4, 8, 12, 16)
-FORMAT = 4  # of the cached file, and of what the beliefs in it are about
+FORMAT = 4  # of the cached file
 # What Python raises for a file's content that is not what was written.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -176,12 +173,12 @@ def costs_file(
     return _cache_folder() / f"{(measured or measure).__name__}-{mark}.json"
 
 
-def keep_costs(path: Path, costs: Costs, beliefs: Mapping[str, Any] | None = None) -> None:
-    """Write costs, and records of beliefs, for the next start, in one move.
+def keep_costs(path: Path, costs: Costs) -> None:
+    """Write costs for the next start, in one move.
 
     A folder that cannot be written costs that some seconds.
     """
-    content = {"verify": costs.verify, "draft": costs.draft, "beliefs": beliefs or {}}
+    content = {"verify": costs.verify, "draft": costs.draft}
     part = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,22 +232,6 @@ def read_costs(path: Path) -> Costs:
         for part in ("verify", "draft")
     ]
     return Costs(*tables)
-
-
-def read_beliefs(path: Path | None, slots: int) -> dict[int, Beliefs]:
-    """The beliefs about drafts of so many slots that are kept beside the costs, by `warmth`.
-
-    None where there are none; where they cannot be, a warning says so.
-    """
-    try:
-        records = json.loads(path.read_text()).get("beliefs", {}) if path else {}
-        return {int(warmth): Beliefs.read(slots, record) for warmth, record in records.items()}
-    except OSError:
-        return {}
-    except UNREADABLE:
-        said = "how often drafts are right is learnt anew"
-        warnings.warn(f"dflash-mlx: {path} is damaged: {said}.", stacklevel=3)
-        return {}
 
 
 def _fingerprint(target: Target, identity: str, widest: int, kv_bits: int | None) -> str:

@@ -38,6 +38,11 @@ class Watch:
         """Whether a width was hardly ever run, while another one was."""
         return len(self._ratios.get(beside, ())) >= SEEN > len(self._ratios.get(rows, ()))
 
+    def is_off(self, rows: int) -> bool:
+        """Whether rounds of a width are known not to take what was measured."""
+        factor = self.factor(rows) or 1.0
+        return not 1 / TOLERANCE <= factor <= TOLERANCE
+
     def factors(self) -> dict[int, float]:
         """The median ratio of every width that was seen often enough."""
         known = ((rows, self.factor(rows)) for rows in sorted(self._ratios))

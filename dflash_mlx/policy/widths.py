@@ -28,7 +28,7 @@ from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import UNKNOWN, WARMTHS, Beliefs, Mood, expected_tokens, level, warmth
 from .confidence import Confidence
-from .costs import Costs, costs_file, curve, keep_costs, pair_costs, read_beliefs
+from .costs import Costs, costs_file, curve, keep_costs, pair_costs
 from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
@@ -52,17 +52,15 @@ class Policy:
 
     Attributes:
         costs, widest: as given.
-        file: where costs and beliefs are kept from one start of the program to the next; None if
-            nowhere.
+        file: where costs are kept from one start of the program to the next; None if nowhere.
         watch: whether rounds take the time that `costs` says.
         branching: what a tree of two branches costs more than a chain of as many rows.
     """
 
     def __init__(self, costs: Costs, widest: int, file: Path | None = None) -> None:
         self.costs, self.widest, self.file = costs, widest, file
-        self.watch, self._beliefs = Watch(), read_beliefs(file, widest - 1)
-        self.drafts = 0  # that were learnt from,
-        self._kept = (0, 0)  # how many of them are in the file, and the watch's version
+        self.watch, self._beliefs = Watch(), dict[int, Beliefs]()
+        self._kept = 0  # the watch's version that is in the file
         self._sharpness: dict[float, Sharpness] = {}
         self._confidence: dict[float, Confidence] = {}
         self.branching = Surcharge(FIRST_BRANCHING)
@@ -95,18 +93,14 @@ class Policy:
         return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)
 
     def keep(self) -> None:
-        """Have the next start of the program begin with what the rounds so far have shown.
+        """Have the next start of the program begin with the costs that the rounds have corrected.
 
-        Costs are corrected as the watch does it, which takes no measuring. Where nothing is new,
-        or costs are not kept for this pair, nothing is done.
+        Where they agree with what was measured, or costs are not kept for this pair, nothing is
+        done.
         """
-        known = (self.drafts, self.watch.version if self.watch.disagrees else 0)
-        if self.file and known != self._kept:
-            self._kept, costs = known, self.costs
-            if self.watch.disagrees:
-                costs = costs.corrected(self.watch.factors(), self.widest)
-            records = {str(at): of.record() for at, of in self._beliefs.items()}
-            keep_costs(self.file, costs, records)
+        if self.file and self.watch.disagrees and self.watch.version != self._kept:
+            self._kept = self.watch.version
+            keep_costs(self.file, self.costs.corrected(self.watch.factors(), self.widest))
 
     def plain_seconds(self, context: int) -> float:
         """Of a plain token at this depth: as measured, at the pace of the rounds so far."""
@@ -174,12 +168,11 @@ class Policy:
 
     def _firsts(self) -> list[str]:
         """A line for each class of temperatures that something was drafted at."""
-        kept = ", kept for the next start" if self.file else ""
         return [
             f"temperature {_temperatures(at)}: first drafts are right, where the target is unsure "
             "to where it is sure: "
             + " ".join(f"{of.rates(one)[0]:.0%}" for one in range(UNKNOWN))
-            + f" (by {of.rounds:.0f} drafts{kept})"
+            + f" (by {of.rounds:.0f} drafts)"
             for at, of in sorted(self._beliefs.items())
             if of.rounds >= 1
         ]
@@ -344,7 +337,6 @@ class Widths:
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in how many slots of a chain, drafted at a level of certainty, were right."""
-        self._policy.drafts += 1
         self._mood.learn(self._beliefs.rates(at), drafted, accepted)
         self._beliefs.learn(at, drafted, accepted)
 

@@ -32,23 +32,15 @@ class TreeRollback(Rollback, Protocol):
 
 
 class RowRollback:
-    """Rollback of a cache that holds a row per token: the last rows go, nothing is remembered.
+    """In a rollback's place, of a cache with a row per token: the last go, nothing is remembered.
 
-    Args:
+    Attributes:
         remove: forgets so many of the last rows. A cache that never drops any has its own `trim`:
             the next rows overwrite them. (MLA keeps its latents and rotary keys in such a one.)
     """
 
     def __init__(self, remove: Callable[[int], object]) -> None:
-        self._remove = remove
-
-    def begin(self) -> None:
-        """Nothing to record."""
-
-    def keep(self, kept: int, rejected: int) -> None:
-        """Remove the last `rejected` rows."""
-        if rejected:
-            self._remove(rejected)
+        self.remove = remove
 
 
 def cut_rotating_rows(cache: RotatingKVCache, rejected: int) -> None:

@@ -27,26 +27,31 @@ class Taps:
         self, layers: Sequence[nn.Module], indices: Sequence[int], overrides: Overrides
     ) -> None:
         self._indices = tuple(indices)
-        self._outputs: dict[int, mx.array] = {}
-        watched: dict[int, set[int]] = {}  # the first layer's input and output are one watch
-        for index in sorted(set(indices)):
-            watched.setdefault(max(index, 0), set()).add(index)
-        for layer, wanted in watched.items():
-            overrides.watch(layers[layer], self._recorder(wanted))
+        self._seen: dict[int, tuple[Any, Any]] = {}  # what a layer has read and returned
+        for index in {max(index, 0) for index in indices}:  # the first layer reads the embedding
+            call = self._recording(type(layers[index]).__call__, index)
+            overrides.replace(layers[index], call)
 
     def take(self, rows: int) -> mx.array:
         """The last forward's recorded outputs side by side, [N, rows, K*D]; [1, rows, 0] if K=0."""
         if not self._indices:
             return mx.zeros((1, rows, 0))
-        outputs, self._outputs = self._outputs, {}
-        return mx.concatenate([outputs[index] for index in self._indices], axis=-1)
+        seen, self._seen = self._seen, {}
+        hidden = [
+            _embedded(seen[0][0]) if at == EMBEDDING else _hidden(seen[at][1])
+            for at in self._indices
+        ]
+        return mx.concatenate(hidden, axis=-1)
 
-    def _recorder(self, indices: set[int]) -> Callable[[Any, Any], None]:
-        def record(x: Any, result: Any) -> None:
-            for index in indices:
-                self._outputs[index] = _embedded(x) if index == EMBEDDING else _hidden(result)
+    def _recording(self, own: Callable[..., Any], index: int) -> Callable[..., Any]:
+        """What stands for a layer's own call."""
 
-        return record
+        def call(layer: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+            result = own(layer, x, *args, **kwargs)
+            self._seen[index] = x, result
+            return result
+
+        return call
 
 
 def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
@@ -63,9 +68,7 @@ def _embedded(x: mx.array) -> mx.array:
 
 def _hidden(result: Any) -> mx.array:
     """The hidden states [N, S, D] in what a decoder layer returns, which may be several things."""
-    if not isinstance(result, tuple):
-        return result
-    hidden: mx.array = result[0]
+    hidden: mx.array = result[0] if isinstance(result, tuple) else result
     if hidden.ndim == 4:
         # DeepSeek-V4.1 carries several residual streams [N, S, hc, D] and the mix [N, S, hc] with
         # which the next reader, a layer or the final norm, sums them: record what that one reads.

@@ -92,6 +92,12 @@ class TreeReader:
         if self._caches and not self._masks:
             raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
 
+    @contextmanager
+    def installed(self, proposal: Proposal, verify: Overrides) -> Iterator[None]:
+        """The same, with the overrides of the verify and those of trees installed."""
+        with self.reading(proposal), verify.installed(self.overrides):
+            yield
+
     def move(self, kept: Sequence[int]) -> None:
         """Put the kept rows of the tree that was read last, a path, before its other rows."""
         rows, path = len(self.tree), mx.array(list(kept))
