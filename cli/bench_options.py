@@ -8,7 +8,7 @@ from typing import Annotated
 
 from dflash_mlx.bench.suites import SUITES
 
-from .options import DECODING, OUTPUT, flag, value
+from .options import DECODING, OUTPUT, flag, named, value
 
 WHAT = "What is measured"  # the group that --help shows
 EMBEDDED = "embedded"
@@ -117,9 +117,16 @@ Concurrency = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    value(group=OUTPUT, metavar="DIR", help="Write JSON, CSV, Markdown and plots to this folder."),
+    value(
+        group=OUTPUT,
+        metavar="DIR",
+        help="Write JSON, CSV, Markdown and plots to this folder.",
+        parser=named,
+    ),
 ]
 Plot = Annotated[
     Path | None,
-    value(group=OUTPUT, metavar="FILE", help="Save a plot of the --trees comparison."),
+    value(
+        group=OUTPUT, metavar="FILE", help="Save a plot of the --trees comparison.", parser=named
+    ),
 ]

@@ -12,7 +12,7 @@ from dflash_mlx.loading.registry import EMBEDDED
 
 from . import options
 from .chat_commands import obey, reader
-from .chat_dialogue import Dialogue, read_messages
+from .chat_dialogue import Dialogue, read_talk
 from .chat_loop import Chat
 from .generate_options import System
 from .generate_question import utf8
@@ -60,7 +60,7 @@ def chat(
     verbose: options.Verbose = False,
 ) -> None:
     """Chat with a model. In a pipe, each line is a turn and stdout has only the answers."""
-    messages = [] if resume is None else read_messages(resume.expanduser())
+    talk = None if resume is None else read_talk(resume.expanduser())
     if system is not None:
         utf8(system, "The system message")
     settings = sampling.settings() | {"max_tokens": max_tokens, "stop": stop or ()}
@@ -68,7 +68,8 @@ def chat(
         dialogue = _served(server, names, api_key, settings)
     else:
         dialogue = _loaded(open_pair(names, weights, rounds, no_draft), settings)
-    dialogue.messages = messages
+    if talk is not None:
+        dialogue.go_on(*talk)
     if system is not None:
         dialogue.set_system(system)
     Chat(dialogue, obey, reader, verbose and server is None).run()

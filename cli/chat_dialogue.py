@@ -14,6 +14,7 @@ from dflash_mlx.reading import read_json
 
 from .output import write_whole
 from .pair import Pair
+from .screen import note
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Stats
@@ -160,15 +161,25 @@ class Dialogue:
 
     def load(self, path: Path) -> None:
         """Go on from a file that `save` wrote. Raises `DataError` and leaves all as it was."""
-        self.messages, self.last = read_messages(path), None
+        self.go_on(*read_talk(path))
+
+    def go_on(self, messages: list[dict[str, str]], model: str | None) -> None:
+        """Go on from messages of a conversation with a model, which may have been another one."""
+        self.messages, self.last = messages, None
+        if model not in (None, self.name):
+            note(f"That conversation was with {model}; {self.name} goes on with it.")
 
 
-def read_messages(path: Path) -> list[dict[str, str]]:
-    """The messages of a file that `Dialogue.save` wrote. Raises `DataError`."""
-    messages = read_json(path, DataError).get("messages")
+def read_talk(path: Path) -> tuple[list[dict[str, str]], str | None]:
+    """The messages of a file that `Dialogue.save` wrote, and whose answers are in them.
+
+    Raises `DataError`.
+    """
+    talk = read_json(path, DataError)
+    messages, model = talk.get("messages"), talk.get("model")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise DataError(f"{path}: not a saved conversation (it lists no messages).")
-    return messages
+    return messages, model if isinstance(model, str) else None
 
 
 def measure_plain(pair: Pair) -> float | None:

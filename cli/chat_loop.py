@@ -18,7 +18,7 @@ from .chat_dialogue import Answer, Dialogue, measure_plain
 from .chat_wrap import BETWEEN, packed
 from .chat_writer import ASCII_BARS, BARS, ROUNDS, Writer, ribbon, terminal_size
 from .pair import explain
-from .screen import counted, error_line, note, stderr, waiting
+from .screen import FEW, counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Stats
@@ -163,7 +163,7 @@ class Chat:
         """The parts of the line about an answer."""
         pair = self.dialogue.pair
         parts = [counted(stats.output_tokens, "token"), f"{stats.tokens_per_second:,.0f} tok/s"]
-        if self.plain:
+        if self.plain and stats.rounds >= FEW:
             parts.append(f"~{stats.tokens_per_second / self.plain:.1f}x plain")
         if pair.drafter is not None:
             parts.append(f"{stats.acceptance_length:.1f} tokens per round")

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from .pair import Pair
-from .screen import counted, speeds
+from .screen import FEW, counted, speeds
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Result, Stats
@@ -27,7 +27,9 @@ def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
     """What the panel says; a figure that was computed and not run is marked with ~."""
     stats, runs = result.stats, comparison
     name = pair.drafts
-    plain = None if runs.plain or runs.drafter is None else plain_by_cost(pair, stats)
+    plain = None
+    if not runs.plain and runs.drafter is not None and stats.rounds >= FEW:
+        plain = plain_by_cost(pair, stats)
     if runs.plain:
         rows = [
             ("plain", runs.plain_speed, ""),

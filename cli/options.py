@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -40,6 +41,13 @@ def flag(name: str, group: str, help: str) -> Any:
 def value(*names: str, group: str, metavar: str, help: str, **limits: Any) -> Any:
     """An option with a value; without a name it is called like the parameter."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=group, **limits)
+
+
+def named(path: str) -> Path:
+    """The path of an option. An empty one, as of a variable that is not set, would be "here"."""
+    if not path:
+        raise typer.BadParameter("the name is empty.")
+    return Path(path)
 
 
 def names_beginning(incomplete: str) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -20,18 +22,26 @@ BAR = 28  # columns of the longest bar
 ASCII = str.maketrans({"·": "-", "…": "..."})  # what a terminal without these shows instead
 NAME = 24  # columns that the names of a table's rows need, or it is no table
 NOTHING, INDENT = "-", "  "  # an empty cell, and what stands before the lines of a row
+FEW = 3  # rounds; how long fewer took says little of a speed
 BESIDE = 32  # columns that its row and the frame take besides
 
 
 def stderr() -> Console:
     """The console for progress, logs and summaries; plain text when it is not a terminal."""
-    # Told, for FORCE_COLOR has rich take a pipe for a terminal and draw spinners into it.
-    return Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
+    return _console(sys.stderr, stderr=True)
 
 
 def stdout() -> Console:
     """The console for results; plain text when it is not a terminal."""
-    return Console(highlight=False, force_terminal=sys.stdout.isatty())
+    return _console(sys.stdout)
+
+
+def _console(stream: TextIO, **of: Any) -> Console:
+    # Told, for FORCE_COLOR has rich take a pipe for a terminal and draw spinners into it.
+    console = Console(highlight=False, force_terminal=stream.isatty(), **of)
+    if console.is_dumb_terminal:  # rich takes any for one of 80 columns
+        console.size = os.get_terminal_size(stream.fileno())
+    return console
 
 
 def error_line(message: str) -> None:
@@ -128,7 +138,8 @@ class Figures:
             else:
                 yield Text(self._line(cells, widths), style)
             for line in below:
-                yield Text(INDENT + line, "dim", overflow="fold")
+                for part in _hung(line, options.max_width):
+                    yield Text(part, "dim", overflow="fold")
 
     def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
         (name, left), *others = zip(cells, widths, strict=True)
@@ -143,6 +154,19 @@ class Figures:
         between = BETWEEN.translate(ASCII) if options.ascii_only else BETWEEN
         for line in packed(parts, options.max_width - len(INDENT), between):
             yield Text(INDENT + line, style, overflow="fold")
+
+
+def _hung(line: str, width: int) -> list[str]:
+    """A line below a row, its further parts indented; names that are too long end at a slash."""
+    room = width - 2 * len(INDENT)
+    words = [word if len(word) <= room else word.replace("/", "/ ") for word in line.split()]
+    return textwrap.wrap(
+        " ".join(words),
+        width,
+        initial_indent=INDENT,
+        subsequent_indent=2 * INDENT,
+        break_on_hyphens=False,
+    )
 
 
 def sized(size: float) -> str:

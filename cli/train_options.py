@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .options import named
+
 DATA, SHAPE, TRAINING, OUTPUT = "Data", "Drafter", "Training", "Output"  # what --help shows
 
 
@@ -42,7 +44,10 @@ def _flag(name: str, group: str, help: str) -> Any:
     return typer.Option(name, metavar="", help=help, rich_help_panel=group)
 
 
-Out = Annotated[Path, _value(OUTPUT, "DIR", "Where the drafter goes, and what is needed to go on.")]
+Out = Annotated[
+    Path,
+    _value(OUTPUT, "DIR", "Where the drafter goes, and what is needed to go on.", parser=named),
+]
 Data = Annotated[
     Path | None,
     _value(DATA, "FILE", "JSON lines of prompts, conversations or texts; or a .txt file."),

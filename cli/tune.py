@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from . import options, tune_kernels
@@ -10,6 +11,7 @@ from .pair import Pair, open_pair
 from .screen import NOTHING, Figures, note, print_json, stdout, waiting
 
 if TYPE_CHECKING:
+    from dflash_mlx import Policy
     from dflash_mlx.policy.costs import Costs
 
 MILLISECONDS = 1e3
@@ -36,7 +38,7 @@ def tune(
         kernels = tune_kernels.time_kernels(names, weights, again)
     pair = open_pair(names, weights)  # with the kernels that have just won
     with waiting("Measuring what rounds cost"):
-        costs = _costs(pair, options.bits_of(kv_bits), again)
+        costs, kept = _costs(pair, options.bits_of(kv_bits), again)
     if json:
         content: dict[str, Any] = {"model": pair.target.name, "milliseconds": costs}
         rows = None if kernels is None else [tune_kernels.as_json(row) for row in kernels]
@@ -45,24 +47,35 @@ def tune(
     if kernels is not None:
         stdout().print(tune_kernels.table(kernels), "")
     stdout().print(_table(costs))
-    note(f"{pair.title}; from now on 'generate' and 'chat' choose by these figures.")
+    note(f"{pair.title}; {kept}")
     if kernels is None:
         note("There is no Metal here, so only costs were measured: our kernels need it.")
 
 
-def _costs(pair: Pair, kv_bits: int | None, again: bool) -> dict[str, ByRows]:
-    """Milliseconds of a round, its draft included, by shape, context and rows."""
+def _costs(pair: Pair, kv_bits: int | None, again: bool) -> tuple[dict[str, ByRows], str]:
+    """Milliseconds of a round, its draft included, by shape, context and rows; who has them."""
     from dflash_mlx.policy.trees import TreePolicy, tree_policy
 
     assert pair.drafter is not None  # tune takes no --no-draft
     policy = tree_policy(pair.target, pair.drafter, kv_bits, again)
     if not isinstance(policy, TreePolicy):
-        return {CHAINS: _chains(policy.costs)}
+        return {CHAINS: _chains(policy.costs)}, _kept(policy)
     trees = {
         context: {rows: MILLISECONDS * seconds for rows, seconds in by_rows.items()}
         for context, by_rows in policy.costs.verify.items()  # whole rounds, see `measure_trees`
     }
-    return {CHAINS: _chains(policy.chains.costs), TREES: trees}
+    return {CHAINS: _chains(policy.chains.costs), TREES: trees}, _kept(policy.chains)
+
+
+def _kept(chains: Policy) -> str:
+    """Whether later runs find these costs."""
+    from dflash_mlx.policy.costs import UNREADABLE, read_costs
+
+    with suppress(OSError, *UNREADABLE):
+        if chains.file and read_costs(chains.file) == chains.costs:
+            return "from now on 'generate' and 'chat' choose by these figures."
+    where = "" if chains.file is None else f": {chains.file.parent} cannot be written"
+    return f"these figures are not kept{where}."
 
 
 def _chains(costs: Costs) -> ByRows:

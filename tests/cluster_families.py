@@ -1,6 +1,6 @@
 """A rank that plays tiny models of several families with the others, and compares with one machine.
 
-    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py [--pipeline] [--quick] qwen3 llama
+    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py --quick llama --pipeline glm4_moe
 
 Rank 0 prints a JSON object a family; tests/test_cluster.py and scripts/cluster_check.py read them.
 """
@@ -150,9 +150,8 @@ class Listening(Knowing):
 
 def drafter_of(crowd: Crowd, shape: str) -> Listening:
     known, layers = crowd.knowing(0.8), crowd.target.num_layers
-    # Before DeepSeek-V4.1's first layer there are several streams, which are not one tap.
-    first = 0 if crowd.target.name == "deepseek_v41" else EMBEDDING
-    drafter = Listening(known.texts, known.vocab_size, known.p, (first, layers // 2, layers - 1))
+    taps = (EMBEDDING, layers // 2, layers - 1)
+    drafter = Listening(known.texts, known.vocab_size, known.p, taps)
     drafter.branches = shape == "tree"
     return drafter
 
@@ -218,10 +217,11 @@ def layers(cluster: Cluster, target: dm.Target, session: TargetSession) -> list[
 
 
 def main(arguments: list[str]) -> None:
-    for family in arguments:
-        if family not in (PIPELINE, QUICK):
-            cluster = Cluster(STALL, pipeline=PIPELINE in arguments)
-            play(family, cluster, PIPELINE in arguments, QUICK in arguments)
+    pipeline = False
+    for argument in arguments:
+        pipeline |= argument == PIPELINE
+        if argument not in (PIPELINE, QUICK):
+            play(argument, Cluster(STALL, pipeline=pipeline), pipeline, QUICK in arguments)
 
 
 if __name__ == "__main__":

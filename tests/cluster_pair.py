@@ -26,7 +26,8 @@ from dflash_mlx.cluster.cluster import Cluster
 from dflash_mlx.cluster.store import LeadingStore
 
 QUESTION = "Let us add 47 and 38 digit by digit.\nOnes:"
-LONG = [{"role": "user", "content": "Count. " * 150 + "What is 3 plus 4?"}]
+LONG = [{"role": "user", "content": "Count. " * 20 + "What is 3 plus 4?"}]
+CHUNK = 32  # tokens of what is kept of a prompt
 TREE = 20
 
 
@@ -79,7 +80,7 @@ def together(pairs: Pairs) -> Iterator[dict[str, Any]]:
         (LONG, {"temperature": 0.8, "seed": 1}),
     ]
     alone = [dm.generate(pairs.whole, pairs.own, q, max_tokens=4, **s) for q, s in requests]
-    store = LeadingStore(pairs.target, pairs.drafter, memory=2**26)
+    store = LeadingStore(pairs.target, pairs.drafter, memory=2**26, chunk=CHUNK)
     with dm.Engine(pairs.target, pairs.drafter, prefix=store) as engine:
         jobs = [engine.submit(q, max_tokens=4, **s) for q, s in requests[:2]]
         gone = engine.submit(QUESTION, max_tokens=200, block_size=2)

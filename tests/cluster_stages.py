@@ -52,7 +52,7 @@ def texts(target: Target, store: type[dm.PrefixStore], **settings: Any) -> dict[
     }
 
 
-def main() -> None:
+def main(_: list[str]) -> None:
     cluster, stage = Cluster(STALL, pipeline=True), model()
     cluster.shard(FAMILY, stage)
     mx.eval(stage.parameters())
@@ -67,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main([])

@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+Rank: TypeAlias = "subprocess.Popen[str]"
 HERE = Path(__file__).parent
-SECONDS = 300
-STALL = 150.0  # for a rank to answer: the machine may be busy with other tests
+SECONDS = 240
+STALL = 40.0  # for a rank to answer: the machine may be busy with other tests
 
 
 def free_addresses(count: int) -> list[list[str]]:
@@ -52,13 +54,24 @@ def run_ranks(
         for rank in range(size)
     ]
     try:
-        told, *_ = [one.communicate(timeout=seconds)[0] for one in ranks]
+        with ThreadPoolExecutor(size) as pool:
+            told = [pool.submit(_output, one, ranks, seconds) for one in ranks]
     finally:
         for one in ranks:
             one.kill()
     said = "".join((folder / f"{rank}.err").read_text() for rank in range(size))
     assert [one.returncode for one in ranks] == [0] * size, said
-    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in told[0].result().splitlines() if line.startswith("{")]
+
+
+def _output(one: Rank, ranks: Sequence[Rank], seconds: float) -> str:
+    """What a rank prints to its end. One that fails ends the others, which would wait for it."""
+    try:
+        return one.communicate(timeout=seconds)[0]
+    finally:
+        if one.returncode != 0:
+            for each in ranks:
+                each.kill()
 
 
 def find(found: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any]:

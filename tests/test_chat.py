@@ -206,6 +206,26 @@ def test_a_chat_goes_on_from_a_file_that_is_there(tmp_path):
     assert done.stderr.count("\n") == 1 and "talk.json: cannot be read" in done.stderr
 
 
+@pytest.mark.parametrize(("model", "said"), [("another/one", True), (None, False), (7, False)])
+def test_a_conversation_with_another_model_is_said(chat, capsys, tmp_path, model, said):
+    file = tmp_path / "talk.json"
+    say(chat, f"/save {file}")
+    assert "was with" not in told(chat, capsys, f"/load {file}")
+    file.write_text(json.dumps({"model": model, "messages": []}))
+    assert ("was with another/one;" in told(chat, capsys, f"/load {file}")) == said
+    done = run("chat", "--no-draft", "--resume", file)
+    assert done.returncode == 0 and ("was with another/one; tiny" in done.stderr) == said
+
+
+def test_a_speed_of_few_rounds_is_not_compared(capsys):
+    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
+    chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 3}), obey, reader)
+    assert "2 rounds" not in told(chat, capsys, "hi", "/set max_tokens 4")
+    chat.plain = 1.0
+    assert "plain" not in told(chat, capsys, "/set max_tokens 3", "hi")
+    assert "x plain" in told(chat, capsys, "/set max_tokens 4", "hi")
+
+
 def test_a_history_that_cannot_be_kept_is_said_once(tmp_path, capsys):
     from dflash_mlx.cli.chat_line import KeptHistory
 

@@ -123,6 +123,8 @@ def test_shells_complete_commands_and_names(shell):
         ["generat"],
         ["help", "nope"],
         ["generate", "hi", "--nope"],
+        ["bench", "--out", ""],
+        ["train", "--out", "", "--synthesize", "1"],
         ["generate", "hi", "--max-tokens", "-1"],
         ["generate", "hi", "--block-size", "0"],
         ["generate", "hi", "--target-bits", "5"],

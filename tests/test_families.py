@@ -23,6 +23,7 @@ from oracle import Oracle
 
 import dflash_mlx as dm
 from dflash_mlx.target.overrides import Overrides
+from dflash_mlx.target.taps import EMBEDDING
 
 pytestmark = pytest.mark.by_family
 
@@ -119,11 +120,13 @@ def test_taps_are_of_committed_rows_whatever_was_rejected(family):
     """Features that reach a drafter in pieces are those of one forward over the whole text."""
     target, prompt = target_of(random_model(family), family), random_prompt(9, 5)
     answer = plain_tokens(target.model, prompt, 40)
-    layers = (1, target.num_layers - 1)
+    layers = (EMBEDDING, target.num_layers - 1)
     oracle = Oracle(prompt, answer, 256, p=0.5, tap_layers=layers)
     dm.generate(target, oracle, prompt, max_tokens=40, block_size=8)
     pieces = mx.concatenate(oracle.taps, axis=1)
     _, whole = target.features(mx.array([prompt + answer]), layers)
+    embedded = whole[..., : target.hidden_size]
+    assert mx.array_equal(embedded, target.embed(mx.array([prompt + answer])))
     rows = len(prompt) + 39  # the last token is nobody's context yet
     assert mx.allclose(pieces[:, :rows], whole[:, :rows], atol=1e-4)
 

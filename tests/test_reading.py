@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.bench.datasets import parse_object
 from dflash_mlx.bench.report import read_run
-from dflash_mlx.cli.chat_dialogue import read_messages
+from dflash_mlx.cli.chat_dialogue import read_talk
 from dflash_mlx.errors import ConfigError, DataError, DFlashError, WeightsError
 from dflash_mlx.foreign import Foreign
 from dflash_mlx.reading import is_finite, is_positive, is_whole, parse_json, read_json, shown
@@ -136,7 +136,7 @@ def test_whoever_reads_lines_and_files_of_people_says_it_in_one_line(tmp_path):
         lambda: parse_object(DEEP, "here"),
         lambda: parse_record(DEEP, "here"),
         lambda: whole_lines(lines_in(tmp_path / "answers.jsonl")),
-        *(partial(read, path) for read in (read_run, read_messages) for path in (deep, pipe)),
+        *(partial(read, path) for read in (read_run, read_talk) for path in (deep, pipe)),
     ):
         with pytest.raises(DataError) as caught:
             read()

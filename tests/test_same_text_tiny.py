@@ -10,10 +10,11 @@ from dflash_mlx.bench.datasets import BenchPrompt, embedded_prompts
 from dflash_mlx.prompt import encode_prompt
 
 PER_CATEGORY, TOKENS = 6, 12
+# Strong enough that few tokens tell a row that was filtered or penalized like another.
 WAYS = [
     {},
-    {"top_k": 30, "top_p": 0.95, "min_p": 0.01},
-    {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+    {"top_k": 3, "top_p": 0.6, "min_p": 0.001},
+    {"repetition_penalty": 1.5, "presence_penalty": 3.0, "frequency_penalty": 1.0},
 ]
 
 pytestmark = [
@@ -38,18 +39,16 @@ def shortest_of_each_category() -> list[BenchPrompt]:
     return [prompt for prompts in chosen.values() for prompt in prompts[:PER_CATEGORY]]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["all tokens", "filters", "penalties"])
-@pytest.mark.parametrize(
-    "temperature",
-    [pytest.param(t, marks=pytest.mark.xdist_group(f"tiny pair at {t}")) for t in (0.3, 0.8, 1.3)],
-)
-def test_drafted_tokens_are_plain_tokens(pair, temperature, way):
+@pytest.mark.parametrize(("first", "temperature"), enumerate((0.3, 0.8, 1.3)))
+def test_drafted_tokens_are_plain_tokens(pair, first, temperature):
+    """Each prompt at each temperature, in another way at each."""
     target, drafter = pair
     chosen = shortest_of_each_category()
     assert len(chosen) >= 40
     rounds = tokens = 0
     for seed, prompt in enumerate(chosen):
         ids = encode_prompt(target, prompt.messages)
+        way = WAYS[(first + seed) % len(WAYS)]
         settings = {"temperature": temperature, "seed": seed, "max_tokens": TOKENS, **way}
         plain = dm.generate(target, None, ids, **settings)
         width = 1 + seed % 16  # every fixed width has its turn

@@ -1,12 +1,14 @@
 """Tables on any terminal: every figure is there, no line is too long, no word is cut."""
 
 import io
+import os
+import termios
 
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dflash_mlx.cli.screen import Figures
+from dflash_mlx.cli.screen import Figures, stderr
 
 CELL = st.text("abcdefgh0123456789.,x/-", min_size=1, max_size=12)
 
@@ -44,6 +46,22 @@ def test_a_table_where_there_is_room_and_lines_where_there_is_not():
     wide = shown(titles, rows, 40, below=["drafted by another"])
     assert wide == ["model      size  fits", "a/model  8.0 GB   yes", "  drafted by another"]
     assert shown(titles, rows, 20) == ["a/model", "  size 8.0 GB", "  fits yes"]
+
+
+def test_a_terminal_that_moves_no_cursor_has_its_own_width(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    leader, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 40))
+    with open(leader, "rb", 0), open(terminal, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        assert stderr().is_dumb_terminal and stderr().width == 40
+
+
+def test_what_stands_below_is_indented_and_no_name_is_torn():
+    below = ["drafted by RedHatAI/Qwen3.6-35B-A3B-speculator.dspark"]
+    lines = shown(("model", "size"), [("a/model", "8.0 GB")], 40, below=below)
+    assert lines[2:] == ["  drafted by RedHatAI/", "    Qwen3.6-35B-A3B-speculator.dspark"]
+    assert shown(("model", "size"), [("a/model", "8.0 GB")], 80, below=below)[2] == f"  {below[0]}"
 
 
 def test_one_long_name_does_not_take_the_table_away():

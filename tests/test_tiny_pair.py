@@ -6,11 +6,10 @@ import sys
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from random import Random
 
 import mlx.core as mx
 import pytest
-from oracle import ResumingOracle
+from oracle import Oracle
 from pair_worker import PER_CATEGORY, read_prompts, shortest_of_each
 from tinymodels import greedy
 
@@ -22,8 +21,8 @@ WORKER = Path(__file__).with_name("pair_worker.py")
 CATEGORIES = {"arithmetic", "counting", "units", "code", "story", "qa", "chat"}
 PROBLEMS = ["arithmetic", "counting", "units"]  # with one right answer
 FIRST_TOKENS = 20  # of each answer compared with mlx-lm: more than a block
-# What drafts, and how wide: no wider than it is right, or the test would mostly wait.
-HALF = PER_CATEGORY // 2
+# Oracles, and how wide: no wider than they are right, or the test would mostly wait.
+FEWER = {None: PER_CATEGORY, 8: 2, 4: 4}  # prompts of a category, by bits
 ORACLES = {0.0: 3, 0.5: 4, 0.9: 10, 1.0: 16}
 
 pytestmark = pytest.mark.skipif(
@@ -119,25 +118,22 @@ def in_its_own_process(bits: int | None):
 def test_every_drafter_gives_mlx_lms_tokens(bits):
     """With weights as they are, of 8 and of 4 bits; drafted by the pair's own and by oracles.
 
-    In few bits, where a product takes MLX's CPU ten times as long, with half of the prompts.
+    These and plain decoding take turns: what one gets wrong is of no prompt. In few bits, where a
+    product takes MLX's CPU ten times as long and is the same for both, with fewer prompts.
     """
     target, drafter = dm.load("tiny", target_bits=bits, draft_bits=bits)
-    records = shortest_of_each(read_prompts(TINY), PER_CATEGORY if bits is None else HALF)
-    assert len(records) >= (60 if bits is None else 28)
+    records = shortest_of_each(read_prompts(TINY), FEWER[bits])
+    assert len(records) == len(CATEGORIES) * FEWER[bits]
+    turns = [(None, None), *ORACLES.items()]
     for number, record in enumerate(records):
         messages = record["messages"]
         prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         answer = greedy(target, prompt, FIRST_TOKENS)
-        for contestant in (None, drafter):
-            result = generate(target, contestant, prompt, max_tokens=FIRST_TOKENS)
-            assert result.tokens == answer, (contestant, messages)
-        oracle = ResumingOracle(prompt, answer, target.vocab_size)
-        talk = dm.Conversation(target, oracle)  # the prompt is read once for all of them
-        settings = {"max_tokens": FIRST_TOKENS, "conversation": talk}
-        for p, width in ORACLES.items():
-            oracle.p, oracle.random = p, Random(number)
-            result = generate(target, oracle, prompt, block_size=width, **settings)
-            assert result.tokens == answer, (p, messages)
+        p, width = turns[number % len(turns)]
+        other = None if p is None else Oracle(prompt, answer, target.vocab_size, p, seed=number)
+        for contestant, rows in ((drafter, None), (other, width)):
+            result = generate(target, contestant, prompt, block_size=rows, max_tokens=FIRST_TOKENS)
+            assert result.tokens == answer, (contestant, p, messages)
 
 
 def acceptance_length(answers: Iterable[dict]) -> float:

@@ -33,6 +33,14 @@ def test_costs_are_kept_until_they_are_asked_for_again(pair, tmp_path, monkeypat
     assert json.loads(tuned("--again", "--json").stdout)["milliseconds"]["chains"] != chains
 
 
+def test_costs_that_cannot_be_kept(pair, tmp_path, monkeypatch):
+    """A file where the folder ought to be: nothing is promised."""
+    (tmp_path / ".cache").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = run("tune", *pair).stderr
+    assert "from now on" not in said and "costs cannot be written" in " ".join(said.split())
+
+
 def test_the_table_of_timings(capsys):
     Console(width=100).print(table([ROW]))
     printed = capsys.readouterr().out

@@ -37,8 +37,10 @@ class Taps:
         if not self._indices:
             return mx.zeros((1, rows, 0))
         seen, self._seen = self._seen, {}
-        outputs = [seen[0][0] if at == EMBEDDING else seen[at][1] for at in self._indices]
-        hidden = [_hidden(one) if isinstance(one, tuple) else one for one in outputs]
+        hidden = [
+            _embedded(seen[0][0]) if at == EMBEDDING else _hidden(seen[at][1])
+            for at in self._indices
+        ]
         return mx.concatenate(hidden, axis=-1)
 
     def _recording(self, own: Callable[..., Any], index: int) -> Callable[..., Any]:
@@ -59,9 +61,14 @@ def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
     return taps[:, : len(kept)] if kept[-1] < len(kept) else taps[:, mx.array(list(kept))]
 
 
-def _hidden(result: tuple[Any, ...]) -> mx.array:
-    """The hidden states [N, S, D] in the several things that a decoder layer may return."""
-    hidden: mx.array = result[0]
+def _embedded(x: mx.array) -> mx.array:
+    """The embeddings [N, S, D] that the first layer reads; DeepSeek-V4.1's gets them hc times."""
+    return x[:, :, 0] if x.ndim == 4 else x
+
+
+def _hidden(result: Any) -> mx.array:
+    """The hidden states [N, S, D] in what a decoder layer returns, which may be several things."""
+    hidden: mx.array = result[0] if isinstance(result, tuple) else result
     if hidden.ndim == 4:
         # DeepSeek-V4.1 carries several residual streams [N, S, hc, D] and the mix [N, S, hc] with
         # which the next reader, a layer or the final norm, sums them: record what that one reads.
