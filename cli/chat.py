@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from .chat_loop import Chat
 from .generate_options import System
 from .generate_question import utf8
 from .pair import Pair, open_pair
+
+if TYPE_CHECKING:
+    from dflash_mlx import Target
 
 Resume = Annotated[
     Path | None,
@@ -67,7 +70,8 @@ def chat(
     if server is not None:
         dialogue = _served(server, names, api_key, settings)
     else:
-        dialogue = _loaded(open_pair(names, weights, rounds, no_draft), settings)
+        pair = open_pair(names, weights, rounds, no_draft, check=_can_chat)
+        dialogue = _loaded(pair, settings)
     if talk is not None:
         dialogue.go_on(*talk)
     if system is not None:
@@ -75,10 +79,13 @@ def chat(
     Chat(dialogue, obey, reader, verbose and server is None).run()
 
 
+def _can_chat(target: Target) -> None:
+    if not target.tokenizer.has_chat_template:
+        raise PromptError(f"{target.name} has no chat template: it cannot chat.")
+
+
 def _loaded(pair: Pair, settings: dict[str, Any]) -> Dialogue:
     """With a model in this process."""
-    if not pair.target.tokenizer.has_chat_template:
-        raise PromptError(f"{pair.target.name} has no chat template: it cannot chat.")
     decoding = {"block_size": pair.block_size, "kv_bits": pair.kv_bits, "policy": pair.policy}
     return Dialogue(pair, settings | decoding)
 

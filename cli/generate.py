@@ -23,7 +23,7 @@ from .pair import Pair, explain, open_pair
 from .screen import note, panel, print_json, stderr, waiting
 
 if TYPE_CHECKING:
-    from dflash_mlx import Event, Result
+    from dflash_mlx import Event, Result, Target
     from dflash_mlx.bench.measure import Comparison
 
 # One short answer is over in a tenth of a second, far too short to time once.
@@ -67,8 +67,17 @@ def generate(
         output = None
     if output is not None:
         check_writable(output)
-    pair = open_pair(names, weights, rounds, no_draft, compare, joined(context))
-    comparison = _comparison(pair, asked, max_tokens, stop or [])
+    ids: list[int] = []
+    pair = open_pair(
+        names,
+        weights,
+        rounds,
+        no_draft,
+        compare,
+        joined(context),
+        lambda target: ids.extend(_encoded(target, asked)),
+    )
+    comparison = _comparison(pair, ids, max_tokens, stop or [])
     comparison.sampling = sampling.settings() | _fitting(pair, schema)
     in_json = json or json_lines
     events = _stream(comparison, _shown_as(output is None, json, json_lines))
@@ -116,15 +125,18 @@ def _fitting(pair: Pair, schema: dict[str, Any] | None) -> dict[str, Any]:
     return {"logits_processors": [JsonSchema(pair.target, schema)]}
 
 
-def _comparison(
-    pair: Pair, prompt: str | list[dict[str, str]], max_tokens: int, stop: list[str]
-) -> Comparison:
-    from dflash_mlx.bench.measure import Comparison
+def _encoded(target: Target, prompt: str | list[dict[str, str]]) -> list[int]:
+    """Its token ids. Raises `PromptError` where the target cannot read it."""
     from dflash_mlx.prompt import encode_prompt
 
-    if not isinstance(prompt, str) and not pair.target.tokenizer.has_chat_template:
-        raise PromptError(f"{pair.target.name} has no chat template: add --no-chat-template.")
-    ids = encode_prompt(pair.target, prompt)
+    if not isinstance(prompt, str) and not target.tokenizer.has_chat_template:
+        raise PromptError(f"{target.name} has no chat template: add --no-chat-template.")
+    return encode_prompt(target, prompt)
+
+
+def _comparison(pair: Pair, ids: list[int], max_tokens: int, stop: list[str]) -> Comparison:
+    from dflash_mlx.bench.measure import Comparison
+
     return Comparison(
         pair.target,
         pair.drafter,

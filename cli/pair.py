@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,13 +97,15 @@ def open_pair(
     no_draft: bool = False,
     warm: bool = True,
     member: Member | None = None,
+    check: Callable[[Target], object] | None = None,
 ) -> Pair:
     """Put the BLAS in place and load the weights.
 
     `member` is of the machines that share the target. `warm` runs a few rounds, too, which compile
-    what is compiled: for whoever compares speeds, or asks more than once.
+    what is compiled: for whoever compares speeds, or asks more than once. `check` refuses what the
+    target cannot do, before seconds go into costs.
 
-    Raises the errors of `dflash_mlx.load`, and `MissingDependencyError`.
+    Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
     if no_draft and (names.draft or rounds.block_size):
         raise typer.BadParameter(
@@ -133,6 +135,8 @@ def open_pair(
             f"No drafter is known for {names.model}: lookup drafts. --draft NAME names another "
             f"one, --draft {LOOKUP} asks for this one, --draft {NONE} does not draft."
         )
+    if check is not None:
+        check(target)
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
     kv_bits = bits_of(rounds.kv_bits)
     pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
