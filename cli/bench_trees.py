@@ -46,7 +46,7 @@ def compare_trees(
 
 def _table(rows: list[TreeRow]) -> Figures:
     """A column for each way to draft: categories and figures are too many to be columns."""
-    table = Figures("tokens/round", *(row.way for row in rows), padding=1)
+    table = Figures("tokens/round", *(row.way for row in rows), padding=1, named=True)
     for category in rows[0].tokens_per_round:
         table.add(category, *(f"{row.tokens_per_round[category]:.2f}" for row in rows))
     table.add("T = 1", *(_length(row.with_noise) for row in rows))

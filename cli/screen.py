@@ -112,10 +112,11 @@ class Figures:
     Args:
         titles: of the columns; the first column names the rows.
         padding: columns between two of them.
+        named: the first title says what the figures are, so it stands above such lines, too.
     """
 
-    def __init__(self, *titles: str, padding: int = 2) -> None:
-        self._titles, self._padding = titles, padding
+    def __init__(self, *titles: str, padding: int = 2, named: bool = False) -> None:
+        self._titles, self._padding, self._named = titles, padding, named
         self._rows: list[tuple[tuple[str, ...], Sequence[str], str]] = []
 
     def add(self, *cells: str, below: Sequence[str] = (), style: str = "") -> None:
@@ -130,6 +131,8 @@ class Figures:
         narrow = widths[0] < min(longest, NAME)
         if not narrow:
             yield Text(self._line(self._titles, widths), "bold")
+        elif self._named:
+            yield Text(self._titles[0], "bold")
         for cells, below, style in self._rows:
             if narrow:
                 yield from self._card(cells, style, options)

@@ -96,7 +96,8 @@ def _table(costs: dict[str, ByRows]) -> Figures:
         for context, figures in by_context.items()
     }
     counts = sorted({rows for figures in lines.values() for rows in figures})
-    table = Figures("ms a round, by its rows", *(f"{count}" for count in counts))
+    columns = (f"{count}" for count in counts)
+    table = Figures("ms a round, by its rows", *columns, named=True)
     for title, figures in lines.items():
         table.add(title, *(_milliseconds(figures.get(rows)) for rows in counts))
     return table

@@ -45,7 +45,7 @@ def time_kernels(names: Names, weights: Weights, again: bool) -> list[KernelRow]
 def table(rows: list[KernelRow]) -> Figures:
     """The timings, stock / ours, and from how many rows ours runs."""
     counts = [f"{count}" for count in (rows[0].timing.stock if rows else ())]
-    table = Figures("microseconds, stock/ours", "layers", *counts, "ours from")
+    table = Figures("microseconds, stock/ours", "layers", *counts, "ours from", named=True)
     for row in rows:
         pairs = zip(row.timing.stock.values(), row.timing.ours.values(), strict=True)
         cells = [f"{MICROSECONDS * a:.0f}/{MICROSECONDS * b:.0f}" for a, b in pairs]

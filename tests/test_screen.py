@@ -20,8 +20,8 @@ def tables(draw):
     return titles, draw(st.lists(cells, min_size=1, max_size=5))
 
 
-def shown(titles, rows, width, encoding="utf-8", below=()):
-    table = Figures(*titles)
+def shown(titles, rows, width, encoding="utf-8", below=(), **options):
+    table = Figures(*titles, **options)
     for row in rows:
         table.add(*row, below=below)
     file = io.TextIOWrapper(io.BytesIO(), encoding)
@@ -46,6 +46,8 @@ def test_a_table_where_there_is_room_and_lines_where_there_is_not():
     wide = shown(titles, rows, 40, below=["drafted by another"])
     assert wide == ["model      size  fits", "a/model  8.0 GB   yes", "  drafted by another"]
     assert shown(titles, rows, 20) == ["a/model", "  size 8.0 GB", "  fits yes"]
+    named = shown(("ms, by rows", "1", "16"), [("after a text", "2", "3")], 12, named=True)
+    assert named == ["ms, by rows", "after a text", "  1 2 · 16 3"]
 
 
 def test_a_terminal_that_moves_no_cursor_has_its_own_width(monkeypatch):

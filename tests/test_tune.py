@@ -7,6 +7,7 @@ from program import run
 from rich.console import Console
 
 from dflash_mlx.bench.kernels import KernelRow
+from dflash_mlx.cli.tune import _table as costs_table
 from dflash_mlx.cli.tune_kernels import as_json, table
 from dflash_mlx.kernels.calibration import Timing
 
@@ -39,6 +40,12 @@ def test_costs_that_cannot_be_kept(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     said = run("tune", *pair).stderr
     assert "from now on" not in said and "costs cannot be written" in " ".join(said.split())
+
+
+def test_figures_of_many_widths_have_a_unit_on_a_narrow_terminal(capsys):
+    """Learnt costs have a figure for nearly every width, more than 80 columns hold."""
+    Console(width=80).print(costs_table({"chains": {64: dict.fromkeys(range(1, 17), 12.5)}}))
+    assert capsys.readouterr().out.startswith("ms a round, by its rows\n")
 
 
 def test_the_table_of_timings(capsys):
