@@ -10,7 +10,8 @@ from dflash_mlx.bench.datasets import BenchPrompt, embedded_prompts
 from dflash_mlx.prompt import encode_prompt
 
 PER_CATEGORY, TOKENS = 6, 12
-# Strong enough that few tokens tell a row that was filtered or penalized like another.
+# Strong enough that few tokens tell a row that was filtered or penalized like another; the hottest
+# temperature is for what cooler ones hide, the pair being sure of nearly every token of its texts.
 WAYS = [
     {},
     {"top_k": 3, "top_p": 0.6, "min_p": 0.001},
@@ -39,7 +40,7 @@ def shortest_of_each_category() -> list[BenchPrompt]:
     return [prompt for prompts in chosen.values() for prompt in prompts[:PER_CATEGORY]]
 
 
-@pytest.mark.parametrize(("first", "temperature"), enumerate((0.3, 0.8, 1.3)))
+@pytest.mark.parametrize(("first", "temperature"), enumerate((0.3, 0.8, 2.0)))
 def test_drafted_tokens_are_plain_tokens(pair, first, temperature):
     """Each prompt at each temperature, in another way at each."""
     target, drafter = pair
