@@ -84,6 +84,7 @@ def chat():
 def test_an_answer_and_its_times(chat):
     server = Server.find(f"{chat.url}/v1/", None)
     assert server == Server(f"{chat.url}/v1", "some-model") == Server.find(chat.url, None)
+    assert server == Server.find(chat.url.removeprefix("http://"), None)
     answer = server.ask(HI, 9, 0.5, 3)
     [asked] = chat.asked
     assert asked["messages"] == HI and (asked["max_tokens"], asked["temperature"]) == (9, 0.5)
@@ -122,7 +123,7 @@ def test_a_server_that_fails_is_named(chat, change, message):
     assert chat.url in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://[bad"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense://x", "http://[bad"])
 def test_a_server_that_is_not_there(url):
     with pytest.raises(ServerError, match="cannot be reached"):
         Server.find(url, None)

@@ -51,9 +51,9 @@ class Server:
     def find(cls, url: str, model: str | None, key: str | None = None) -> Server:
         """A server at this address; without a model the first one that it offers.
 
-        Raises `ServerError`.
+        An address without a scheme, as localhost:8000, is http. Raises `ServerError`.
         """
-        base = url.rstrip("/")
+        base = (url if "://" in url else f"http://{url}").rstrip("/")
         base = base if base.endswith("/v1") else f"{base}/v1"
         if model is not None:
             return cls(base, model, key)
