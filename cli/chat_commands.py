@@ -130,6 +130,9 @@ def _save(chat: Chat, name: str) -> None:
 
 
 def _load(chat: Chat, name: str) -> None:
+    if not name:
+        error_line("/load needs a file's name.")
+        return
     try:
         chat.dialogue.load(Path(name).expanduser())
     except DataError as error:

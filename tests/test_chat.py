@@ -193,6 +193,10 @@ def test_what_cannot_be_loaded_is_one_line_and_loses_nothing(chat, tmp_path, cap
     assert told.startswith("error: ") and told.count("\n") == 1 and len(roles(chat)) == 2
 
 
+def test_a_file_without_a_name_is_no_folder(chat, capsys):
+    assert "needs a file's name" in told(chat, capsys, "/load")
+
+
 @pytest.mark.parametrize("name", ["", "/dev/null/no/talk.json", "no/such/folder/talk.json"])
 def test_what_cannot_be_saved_is_one_line(chat, capsys, name):
     say(chat, f"/save {name}".strip())
