@@ -44,7 +44,7 @@ def bench(
     *,
     names: options.Names,
     weights: options.Weights,
-    max_tokens: options.MaxTokens = 256,
+    max_tokens: bench_options.MaxTokens = 256,
     block_size: bench_options.BlockSize = None,
     temperature: options.Temperature = 0.0,
     suite: bench_options.Suite = None,

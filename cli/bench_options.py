@@ -21,6 +21,11 @@ class ProtocolName(StrEnum):
     zlab = "zlab"
 
 
+# The prefill brings the first token, so it takes two to have a speed.
+MaxTokens = Annotated[
+    int,
+    value("--max-tokens", "-n", group=DECODING, metavar="N", help="Stop after N tokens.", min=2),
+]
 BlockSize = Annotated[
     int | None,
     value(

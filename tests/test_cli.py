@@ -131,6 +131,7 @@ def test_shells_complete_commands_and_names(shell):
         ["generate", "hi", "--no-draft", "--draft", "x"],
         ["generate", "hi", "--policy"],
         ["bench", "--repeats", "0"],
+        ["bench", "--max-tokens", "1"],
     ],
 )
 def test_usage_errors(arguments):
