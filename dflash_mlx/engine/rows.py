@@ -34,6 +34,7 @@ from ..request import Request
 from .costs import SharedCosts
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
+DOUBT = 1.5  # how much dearer a wider round may have been measured than it is
 FLOOR = 0.9  # of plain batching's speed, for every request
 FIRST, MEMORY = 0.4, 0.95  # tokens that it is ahead at first; what a round leaves of such
 SLACK = CREDIT - FIRST  # that it may be behind: it loses as many at most as it would alone
@@ -119,6 +120,7 @@ def share(
     best = int(np.where(allowed, tokens / cost, 0.0).argmax())
     if tokens[best] * cost[0] <= GAIN * cost[best]:
         best = 0
+    allowed &= DOUBT * tokens * cost[best] >= tokens[best] * cost  # with less there is no hope
     tried = _trial(widths, tokens, allowed, best, watch) if before is None else None
     best = best if tried is None else tried
     for request in of[:best]:
@@ -132,8 +134,8 @@ def _trial(
 ) -> int | None:
     """The candidates of a width that is tried for its cost alone, as it was hardly ever run.
 
-    What would bring clearly more; or plain decoding, which all are compared with, where rounds do
-    not take what was measured. Mostly None.
+    What would bring clearly more, were it cheaper than it was measured; or plain decoding, which
+    all are compared with, where rounds do not take what was measured. Mostly None.
     """
     width = int(widths[best])
     for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(widths) - 1):
