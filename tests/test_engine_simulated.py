@@ -112,7 +112,7 @@ def test_nothing_is_tried_where_rounds_take_what_was_measured():
 
 def test_what_could_hardly_pay_is_not_tried():
     """A BLAS that takes each row by itself: drafts come on top of rows that cost a plain one's."""
-    dear = shared_costs(1.0, 0.0, 8.0)
+    dear = shared_costs(1.0, 0.0, 4.0)
     assert max(map(max, after(60, dear, dear, last=60))) == 1
 
 
