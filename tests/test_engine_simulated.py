@@ -122,7 +122,7 @@ def test_plain_rounds_that_were_measured_too_dear_are_found_out():
         def verify(rows, requests, context):
             return real.verify(rows, requests, context) * np.where(rows == requests, 1.6, 1.0)
 
-    assert min(map(min, after(4, Dear, real))) > 1
+    assert max(map(max, after(4, Dear, real))) > 1
     assert max(map(max, after(60, Dear, real))) == 1
 
 
