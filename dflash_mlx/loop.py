@@ -75,6 +75,7 @@ class Together(Protocol):
 def play_alone(request: Request) -> Event:
     """A round of one request, whose errors are whoever's who reads it."""
     proposal = request.propose()  # propose
+    _start([proposal])
     logits, taps = request.target.verify(proposal)  # verify
     values = _read(request.decide(proposal, logits, taps), [taps])
     return request.absorb(values)  # accept, commit, emit
@@ -90,6 +91,7 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
     together.propose(turns)  # propose
 
     going = _going(turns)
+    _start([turn.proposal for turn in going])
     answers = together.verify(going) if going else []  # verify, in one forward
 
     decided: list[mx.array] = []
@@ -109,6 +111,13 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
 
 def _going(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for turn in turns if turn.error is None]
+
+
+def _start(proposals: Sequence[Proposal]) -> None:
+    """Have the device compute the drafts while the host writes down the target's forward."""
+    drafts = [proposal.tokens for proposal in proposals if isinstance(proposal.tokens, mx.array)]
+    if drafts:
+        mx.async_eval(*drafts)
 
 
 def _read(decided: mx.array, features: Sequence[mx.array]) -> list[int]:

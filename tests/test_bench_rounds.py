@@ -40,9 +40,13 @@ def test_a_round_asks_no_more_of_the_device_than_the_leanest(rows):
     for fused in (False, True):
         ours = count_round(target, drafter if rows > 1 else None, PROMPT, rows, fused)
         leanest = count_leanest(target, drafter, PROMPT, rows, fused)
-        assert (ours.passes, ours.waits) == (leanest.passes, leanest.waits) == (1, 1)
-        assert 0 < ours.graph.launches <= leanest.graph.launches
-        assert ours.graph.copied_bytes <= leanest.graph.copied_bytes
+        assert ours.waits == leanest.waits == leanest.passes == 1
+        # Drafts are begun before the verify is written down. What both passes need, a number and
+        # its type, an exported graph has once, and two have twice.
+        more = int(rows > 1)
+        assert ours.passes == leanest.passes + more
+        assert 0 < ours.graph.launches <= leanest.graph.launches + more
+        assert ours.graph.copied_bytes <= leanest.graph.copied_bytes + 4 * more
         # Text, events, counters, the classes of tapped layers: what a bare round has none of.
         assert leanest.calls < ours.calls < leanest.calls + 75
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,6 +109,27 @@ def test_nothing_is_tried_where_rounds_take_what_was_measured():
     """Answers may have ten rounds: five plain ones, to know their cost, were half of them."""
     cheap = shared_costs(*CHEAP)
     assert min(map(min, after(60, cheap, cheap, last=60))) > 1
+
+
+def test_plain_rounds_that_were_measured_too_dear_are_found_out():
+    """Drafted ones take what was measured, and so say nothing of it."""
+    real = shared_costs(1.0, 0.0, 0.0)
+
+    class Dear:
+        draft = real.draft
+
+        @staticmethod
+        def verify(rows, requests, context):
+            return real.verify(rows, requests, context) * np.where(rows == requests, 1.6, 1.0)
+
+    assert max(map(max, after(4, Dear, real))) > 1
+    assert max(map(max, after(150, Dear, real))) == 1
+
+
+def test_what_could_hardly_pay_is_not_tried():
+    """A BLAS that takes each row by itself: drafts come on top of rows that cost a plain one's."""
+    dear = shared_costs(1.0, 0.0, 4.0)
+    assert max(map(max, after(60, dear, dear, last=60))) == 1
 
 
 def test_a_machine_that_is_slower_altogether_changes_nothing():
