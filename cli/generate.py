@@ -67,17 +67,11 @@ def generate(
         output = None
     if output is not None:
         check_writable(output)
-    ids: list[int] = []
+    member = joined(context)
     pair = open_pair(
-        names,
-        weights,
-        rounds,
-        no_draft,
-        compare,
-        joined(context),
-        lambda target: ids.extend(_encoded(target, asked)),
+        names, weights, rounds, no_draft, compare, member, lambda target: _encoded(target, asked)
     )
-    comparison = _comparison(pair, ids, max_tokens, stop or [])
+    comparison = _comparison(pair, _encoded(pair.target, asked), max_tokens, stop or [])
     comparison.sampling = sampling.settings() | _fitting(pair, schema)
     in_json = json or json_lines
     events = _stream(comparison, _shown_as(output is None, json, json_lines))

@@ -126,12 +126,6 @@ def test_plain_rounds_that_were_measured_too_dear_are_found_out():
     assert max(map(max, after(150, Dear, real))) == 1
 
 
-def test_what_could_hardly_pay_is_not_tried():
-    """A BLAS that takes each row by itself: drafts come on top of rows that cost a plain one's."""
-    dear = shared_costs(1.0, 0.0, 4.0)
-    assert max(map(max, after(60, dear, dear, last=60))) == 1
-
-
 def test_a_machine_that_is_slower_altogether_changes_nothing():
     costs = shared_costs(*CHEAP)
 

@@ -34,8 +34,7 @@ from ..request import Request
 from .costs import SharedCosts
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
-DOUBT = 1.5  # how much dearer a wider round may have been measured than it is,
-PLAIN_DOUBT = 2.0  # and a plain one, whose trial costs next to nothing
+DOUBT = 2.0  # how much dearer a plain round may have been measured than it is
 FLOOR = 0.9  # of plain batching's speed, for every request
 FIRST, MEMORY = 0.4, 0.95  # tokens that it is ahead at first; what a round leaves of such
 SLACK = CREDIT - FIRST  # that it may be behind: it loses as many at most as it would alone
@@ -121,9 +120,8 @@ def share(
     best = int(np.where(allowed, tokens / cost, 0.0).argmax())
     if tokens[best] * cost[0] <= GAIN * cost[best]:
         best = 0
-    doubt = np.where(np.arange(len(cost)) > 0, DOUBT, PLAIN_DOUBT)
-    hopeful = allowed & (doubt * tokens * cost[best] >= tokens[best] * cost)
-    tried = _trial(widths, tokens, hopeful, best, watch) if before is None else None
+    allowed[0] = tokens[best] * cost[0] <= DOUBT * cost[best]  # to be tried: it might win
+    tried = _trial(widths, tokens, allowed, best, watch) if before is None else None
     best = best if tried is None else tried
     for request in of[:best]:
         rows[request] += 1
@@ -132,18 +130,17 @@ def share(
 
 
 def _trial(
-    widths: np.ndarray, tokens: np.ndarray, hopeful: np.ndarray, best: int, watch: Watch
+    widths: np.ndarray, tokens: np.ndarray, allowed: np.ndarray, best: int, watch: Watch
 ) -> int | None:
     """The candidates of a width that is tried for its cost alone, as it was hardly ever run.
 
-    What would bring clearly more, were it cheaper than it was measured; or plain decoding, which
-    all are compared with, where that might win or rounds do not take what was measured. Mostly
-    None.
+    What would bring clearly more; or plain decoding, which all are compared with, where that might
+    win or rounds do not take what was measured. Mostly None.
     """
     width = int(widths[best])
     for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(widths) - 1):
         more = tokens[trial] > TRIAL_GAIN * tokens[best]
-        worth = hopeful[trial] and more if trial else hopeful[0] or watch.is_off(width)
+        worth = allowed[trial] and more if trial else allowed[0] or watch.is_off(width)
         if worth and watch.is_unknown(int(widths[trial]), beside=width):
             return trial
     return None
