@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from itertools import count, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,11 +68,10 @@ def generate(
         output = None
     if output is not None:
         check_writable(output)
-    member = joined(context)
-    pair = open_pair(
-        names, weights, rounds, no_draft, compare, member, lambda target: _encoded(target, asked)
-    )
-    comparison = _comparison(pair, _encoded(pair.target, asked), max_tokens, stop or [])
+    # Asked for before costs are measured, and again when they are: a long prompt is read once.
+    encoded = cache(lambda target: _encoded(target, asked))
+    pair = open_pair(names, weights, rounds, no_draft, compare, joined(context), encoded)
+    comparison = _comparison(pair, encoded(pair.target), max_tokens, stop or [])
     comparison.sampling = sampling.settings() | _fitting(pair, schema)
     in_json = json or json_lines
     events = _stream(comparison, _shown_as(output is None, json, json_lines))

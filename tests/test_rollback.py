@@ -28,14 +28,14 @@ def rows(start, count):
     return mx.broadcast_to(mx.arange(start, start + count)[None, None, :, None], (1, 1, count, 32))
 
 
-def fill(cache, steps, rollback):
+def fill(cache, steps, rollback=None):
     """Append steps of (rows, kept) and roll back what is not kept; returns the position."""
     at = 0
     for count, kept in steps:
         keys = rows(at, count).astype(mx.float32)
+        rollback.begin()
         cache.update_and_fetch(keys, keys)
-        if kept < count:
-            rollback.remove(count - kept)
+        rollback.keep(kept, count - kept)
         at += kept
     return at
 
@@ -67,7 +67,7 @@ def test_a_plain_cache_forgets_the_last_rows(before, rejected):
     if before:
         cache.update_and_fetch(rows(0, before), rows(0, before))
     cache.update_and_fetch(rows(1000, 16), rows(1000, 16))
-    rollback.remove(rejected)
+    rollback.keep(16 - rejected, rejected)
     kept = [*range(before), *range(1000, 1016 - rejected)]
     assert cache.offset == len(kept)
     for held in cache.keys_and_values():
@@ -87,7 +87,7 @@ def test_a_cache_list_forgets_in_every_part():
     rollback = rollback_for(cache, nn.Module(), Overrides(Lock()))
     for part in cache.caches:
         part.update_and_fetch(rows(0, 6), rows(0, 6))
-    rollback.remove(4)
+    rollback.keep(2, 4)
     assert [part.offset for part in cache.caches] == [2, 2]
 
 

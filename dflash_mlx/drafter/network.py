@@ -323,8 +323,7 @@ class DFlash(nn.Module):
         On the device, like everything before it: nothing waits.
         """
         slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
-        [chains] = self.chains([(slots, self.trials(slots))])
-        return sampler.settle(chains)
+        return self.choose([(slots, self.trials(slots))])[0]
 
     def trials(self, slots: Slots) -> Trials:
         """What the tokens of a request's slots are chosen by; a processor of the request's runs."""

@@ -92,7 +92,7 @@ class FixedRounds:
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The session's own draft, as wide as allowed."""
-        return checked(session.propose(anchor, limit), limit)
+        return chain(session, anchor, limit)
 
     def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
         """All rows, asked for whatever they cost."""

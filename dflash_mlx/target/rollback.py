@@ -31,7 +31,7 @@ from .rows import Rollback, RowRollback, cut_rotating_rows, trim_each
 
 def rollbacks_for(
     caches: Sequence[Any], layers: Sequence[nn.Module], overrides: Overrides
-) -> list[Rollback | RowRollback]:
+) -> list[Rollback]:
     """The ways of all caches. Layers that share earlier ones' keys and values come last: no cache.
 
     Raises `UnsupportedCacheError`, also where layers run several times, each time with another
@@ -46,7 +46,7 @@ def rollbacks_for(
     return [rollback_for(cache, layer, overrides) for cache, layer in pairs]
 
 
-def rollback_for(cache: Any, layer: nn.Module, overrides: Overrides) -> Rollback | RowRollback:
+def rollback_for(cache: Any, layer: nn.Module, overrides: Overrides) -> Rollback:
     """The way to take rejected rows out of this layer's cache.
 
     Args:

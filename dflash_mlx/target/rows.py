@@ -32,15 +32,23 @@ class TreeRollback(Rollback, Protocol):
 
 
 class RowRollback:
-    """In a rollback's place, of a cache with a row per token: the last go, nothing is remembered.
+    """Rollback of a cache that holds a row per token: the last rows go, nothing is remembered.
 
-    Attributes:
+    Args:
         remove: forgets so many of the last rows. A cache that never drops any has its own `trim`:
             the next rows overwrite them. (MLA keeps its latents and rotary keys in such a one.)
     """
 
     def __init__(self, remove: Callable[[int], object]) -> None:
-        self.remove = remove
+        self._remove = remove
+
+    def begin(self) -> None:
+        """Nothing to record."""
+
+    def keep(self, kept: int, rejected: int) -> None:
+        """Remove the last `rejected` rows."""
+        if rejected:
+            self._remove(rejected)
 
 
 def cut_rotating_rows(cache: RotatingKVCache, rejected: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..proposal import Proposal
 from .overrides import Entry
-from .rows import Rollback, RowRollback
+from .rows import Rollback
 from .tree import Tree
 from .tree_attention import TreeReader
 
@@ -28,7 +28,7 @@ class Segment:
     proposal: Proposal
     position: int
     caches: Sequence[Any]
-    rollbacks: Sequence[Rollback | RowRollback]
+    rollbacks: Sequence[Rollback]
     entries: Sequence[Entry]
     reader: TreeReader | None
 

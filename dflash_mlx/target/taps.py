@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -29,8 +30,7 @@ class Taps:
         self._indices = tuple(indices)
         self._seen: dict[int, tuple[Any, Any]] = {}  # what a layer has read and returned
         for index in {max(index, 0) for index in indices}:  # the first layer reads the embedding
-            call = self._recording(type(layers[index]).__call__, index)
-            overrides.replace(layers[index], call)
+            overrides.watch(layers[index], partial(self._record, index))
 
     def take(self, rows: int) -> mx.array:
         """The last forward's recorded outputs side by side, [N, rows, K*D]; [1, rows, 0] if K=0."""
@@ -43,15 +43,8 @@ class Taps:
         ]
         return mx.concatenate(hidden, axis=-1)
 
-    def _recording(self, own: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """What stands for a layer's own call."""
-
-        def call(layer: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-            result = own(layer, x, *args, **kwargs)
-            self._seen[index] = x, result
-            return result
-
-        return call
+    def _record(self, index: int, x: Any, result: Any) -> None:
+        self._seen[index] = x, result
 
 
 def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:

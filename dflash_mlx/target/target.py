@@ -218,9 +218,8 @@ class TargetSession:
         # read, and windows and states are cut anew.
         self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
         self._rollback = rollbacks_for(self._cache, layers, self._verify)
-        # Rows are there or not, so the others alone have something to do in every round.
+        # Rows are there or not, so these alone have something to do in every round.
         self._recording = [way for way in self._rollback if not isinstance(way, RowRollback)]
-        self._removing = [way.remove for way in self._rollback if isinstance(way, RowRollback)]
         absorb(layers, self._verify)
         self._widest: int | None = None  # rows of a verify
         if target.wiring is not None:
@@ -286,7 +285,7 @@ class TargetSession:
         of = self._verify
         with of.installed() if reader is None else reader.installed(proposal, of):
             logits = self._model(proposal.array()[None], cache=self._cache)
-        return logits.squeeze(0), self._verify_taps.take(self._unsettled)
+        return logits.squeeze(0), self._verify_taps.take(len(proposal))
 
     def segment(self, proposal: Proposal) -> Segment:
         """What a forward over the proposal needs of this request. Raises as `verify` does."""
@@ -328,10 +327,8 @@ class TargetSession:
         if moved:
             self._reader().move(kept)
         rejected = self._unsettled - len(kept)
-        for rollback in self._recording:
+        for rollback in self._rollback if rejected else self._recording:
             rollback.keep(len(kept), rejected)
-        for remove in self._removing if rejected else ():
-            remove(rejected)
         self.position += len(kept)
         self.whole, self._unsettled = True, 0
         # Leave nothing lazy in the caches: the next forward may be another thread's.
