@@ -97,6 +97,11 @@ class Request:
         return self._text.remaining
 
     @property
+    def doubt(self) -> float:
+        """How unsure the target was of the last few tokens; 0 where nobody asks."""
+        return self._rounds.doubt
+
+    @property
     def kv_bits(self) -> int | None:
         """Of the target's keys and values."""
         return self._conversation.kv_bits
@@ -182,9 +187,12 @@ class Request:
         """
         return self._rounds.propose(self._conversation.drafter, *self._begin_round(shared=False))
 
-    def offer(self) -> Offer | Planting:
-        """The rows that could be verified now, in a round that other requests share."""
-        return self._rounds.offer(self._conversation.drafter, *self._begin_round(shared=True))
+    def offer(self, rest: bool = False) -> Offer | Planting:
+        """The rows that could be verified now, in a round that other requests share.
+
+        In a round of `rest` those that cost nothing to draft (`policy.rest`).
+        """
+        return self._rounds.offer(self.drafter, *self._begin_round(shared=True), rest)
 
     def _begin_round(self, shared: bool) -> tuple[int, int, int]:
         """The anchor, the tokens before it, and the most rows of a path."""

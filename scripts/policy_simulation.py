@@ -24,13 +24,14 @@ from experiment import options_of
 
 from dflash_mlx.policy.beliefs import Certainty
 from dflash_mlx.policy.costs import Costs
+from dflash_mlx.policy.rest import Rest
 from dflash_mlx.policy.widths import Policy
 
 FIXED, DEPTH = (1, 2, 4, 8, 16), 64
 POLICY = 0  # in the place of a width
-# In plain tokens: what a round under the policy takes more than without (tiny, smollm2: certainty
-# and features), and what each row of features that waits for a draft adds to it.
-WATCHING, WAITING = {16: 0.016, 8: 0.006}, 0.002
+# In plain tokens: what a round under the policy takes more than without where it looks (tiny,
+# smollm2: certainty), and what each row of features that waits for a draft adds to it.
+WATCHING, WAITING = {16: 0.04, 8: 0.01}, 0.002
 Trace = dict[str, Any]  # see `policy_traces`
 MADE_UP = {"perfect": (1.0,), "good": (0.93,), "realistic": (0.6, 0.6, 0.5), "bad": (0.1,)}
 
@@ -60,19 +61,24 @@ def play(trace: Trace, costs: Costs, way: int, policy: Policy) -> tuple[float, i
     """What an answer takes from its second token on, in plain tokens, and its rounds."""
     seconds, right = costs.rounds(DEPTH, policy.widest), trace["right"]
     request, certainty, waiting = policy.start(trace["temperature"]), Certainty(), trace["prompt"]
-    made, spent, rounds = 1, 0.0, 0
+    made, spent, rounds, rest = 1, 0.0, 0, Rest()
     certainty.take(1, trace["certainty"][0])
     while made < len(right):
-        width = way or request.width(DEPTH + made, policy.widest, certainty.mean)
+        width = way or 1
+        if way == POLICY and not rest.begin():
+            width = request.width(DEPTH + made, policy.widest, certainty.mean)
         accepted = min(right[made - 1], width - 1)
         spent, rounds = spent + seconds[width - 1], rounds + 1
         if width > 1:
             spent, waiting = spent + WAITING * waiting, 0
         waiting, made = waiting + accepted + 1, made + accepted + 1
         if way == POLICY:
-            spent += WATCHING[policy.widest]
+            spent += WATCHING[policy.widest] * (not rest.now)
             request.observe(width - 1, accepted)
-        certainty.take(accepted + 1, trace["certainty"][min(made, len(right)) - 1])
+        sure = None if rest.now else trace["certainty"][min(made, len(right)) - 1]
+        certainty.take(accepted + 1, sure)
+        if way == POLICY and not rest.now:
+            rest.looked(width > 1, certainty.doubt)
     return spent, rounds
 
 

@@ -43,10 +43,10 @@ class Asking:
         cuts = Cuts(policy.confidence(0.0))
         self.rounds = ChainRounds(policy.start(), policy.sharpness(0.0), cuts, False)
         self.drafter, self.anchor = Counted(says, seed), 0
-        self.target = SimpleNamespace(position=64)
+        self.target, self.doubt = SimpleNamespace(position=64), 0.0
 
-    def offer(self):
-        return self.rounds.offer(self.drafter, self.anchor, 64, WIDEST)
+    def offer(self, rest):
+        return self.rounds.offer(self.drafter, self.anchor, 64, WIDEST, rest)
 
     def absorb(self, proposal, took):
         tokens = np.array(proposal.tokens).tolist()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ import numpy as np
 from ..policy.account import CREDIT, Account
 from ..policy.cuts import Draft
 from ..policy.offer import Offer
+from ..policy.rest import Rest
 from ..policy.watch import Watch
 from ..policy.widths import TRIAL_GAIN, TRIAL_ROWS
 from ..request import Request
@@ -161,6 +163,7 @@ class SharedRounds:
 
     Attributes:
         waited: whether this round waited for its drafts, to cut them.
+        rest: when requests need not be asked what they could draft.
     """
 
     def __init__(self, costs: SharedCosts, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -169,7 +172,7 @@ class SharedRounds:
         self._watches: dict[int, Watch] = {}  # by how many requests there are, to a doubling
         self._share, self._began = Share([], 1.0, 1, 1.0, 1.0, 0.0), 0.0
         self._drafts: list[Draft] = []  # of this round, whose drafter says how sure it is
-        self.waited = False
+        self.waited, self.rest = False, Rest()
 
     def rows(self, requests: Sequence[Request], offers: Sequence[Offer], context: int) -> list[int]:
         """The rows of each request's next round, the anchor included; the round begins.
@@ -241,6 +244,8 @@ class SharedRounds:
         for request, tokens in brought:
             self._standings.setdefault(request, Standing()).book(played.cost, tokens)
         self._account.book(played.cost, sum(tokens for _, tokens in brought) / len(brought))
+        if not self.rest.now:
+            self.rest.looked(played.width > 1, fmean(request.doubt for request, _ in brought))
 
     def _watch(self, requests: int) -> Watch:
         return self._watches.setdefault(requests.bit_length(), Watch())

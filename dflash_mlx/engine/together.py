@@ -37,7 +37,8 @@ class Flat:
             with turns[0]:
                 turns[0].proposal = turns[0].request.propose()
             return
-        offers = self._offers(turns)
+        rest = self._rounds is not None and self._rounds.rest.begin()
+        offers = self._offers(turns, rest)
         requests = [turn.request for turn, _ in offers]
         context = sum(each.target.position for each in requests) // max(1, len(requests))
         if self._rounds is None or not offers:
@@ -54,12 +55,12 @@ class Flat:
                 else:
                     turn.proposal = checked(offer.draft(count), count)
 
-    def _offers(self, turns: Sequence[Turn]) -> list[tuple[Turn, Offer]]:
+    def _offers(self, turns: Sequence[Turn], rest: bool) -> list[tuple[Turn, Offer]]:
         """What all of them could have verified; trees are drafted for it, in one pass."""
         offers, plantings = [], []
         for turn in turns:
             with turn:
-                offer = turn.request.offer()
+                offer = turn.request.offer(rest)
                 if isinstance(offer, Planting):
                     plantings.append((turn, offer))
                 else:

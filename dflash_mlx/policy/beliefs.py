@@ -50,6 +50,11 @@ class Certainty:
         self._sum = self._weight = 0.0
         self.mean: float | None = None
 
+    @property
+    def doubt(self) -> float:
+        """What is missing to 1; 0 as long as nothing is known."""
+        return 0.0 if self.mean is None else 1 - self.mean
+
     def take(self, tokens: int, last: float | None) -> None:
         """The text went on by so many tokens, all but the last of which were drafted.
 

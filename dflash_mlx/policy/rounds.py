@@ -25,6 +25,7 @@ from .beliefs import Certainty
 from .cuts import Cuts, Draft
 from .offer import Offer, Planting, offer_chain, paths
 from .outcome import Outcome
+from .rest import Rest
 from .trees import Sizes, TreePolicy, matching, tree_policy
 from .widths import Policy, Widths
 
@@ -44,6 +45,10 @@ class Rounds(Protocol):
     def asks_certainty(self) -> bool:
         """Whether an outcome has to say how certain the target was."""
 
+    @property
+    def doubt(self) -> float:
+        """How unsure the target was lately; 0 where nobody asks."""
+
     def begin(self, certainty: float | None) -> None:
         """The prefill has brought the first token; see `Outcome.certainty`."""
 
@@ -53,8 +58,13 @@ class Rounds(Protocol):
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
 
-    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer | Planting:
-        """What could be proposed in a round that other requests share; else as `propose`."""
+    def offer(
+        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
+    ) -> Offer | Planting:
+        """What could be proposed in a round that other requests share; else as `propose`.
+
+        In a round of `rest` (`policy.rest`) that is what costs nothing to draft.
+        """
 
     def observe(self, outcome: Outcome) -> None:
         """Take in how the round went."""
@@ -81,7 +91,7 @@ AnyPolicy = FixedWidth | Policy | TreePolicy
 class FixedRounds:
     """Chains, every one as wide as allowed."""
 
-    asks_certainty = False
+    asks_certainty, doubt = False, 0.0
 
     def __init__(self, sharpness: Sharpness) -> None:
         self.sharpness, self._can = sharpness, Abilities()
@@ -94,7 +104,9 @@ class FixedRounds:
         """The session's own draft, as wide as allowed."""
         return chain(session, anchor, limit)
 
-    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+    def offer(
+        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
+    ) -> Offer:
         """All rows, asked for whatever they cost."""
         if _network(session, self._can) is None:
             return Offer([1.0] * (limit - 1), asked=True)
@@ -113,15 +125,23 @@ class ChainRounds:
     also be a second branch of what the network drafts.
     """
 
-    asks_certainty = True
-
     def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
         self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
         self._branches, self._can = branches, Abilities()
-        self._certainty = Certainty()
+        self._certainty, self._rest = Certainty(), Rest()
         self._kind: Literal["drafted", "foreseen", "branches"] = "drafted"
         self._draft: Draft | None = None  # this round's, if its drafter says how sure it is,
         self._rows = 1  # and the rows of its drafted chain
+
+    @property
+    def asks_certainty(self) -> bool:
+        """It is what a look is for."""
+        return not self._rest.now
+
+    @property
+    def doubt(self) -> float:
+        """How unsure the target was of the last few tokens."""
+        return self._certainty.doubt
 
     def begin(self, certainty: float | None) -> None:
         """Where the first chain begins to be believed in."""
@@ -130,7 +150,10 @@ class ChainRounds:
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The chain, or the two branches, that bring the most tokens per second."""
         widths, self._kind, self._draft = self._widths, "drafted", None
-        width = self._rows = widths.width(context, limit, self._certainty.mean)
+        width = 1
+        if not self._rest.begin():
+            width = widths.width(context, limit, self._certainty.mean)
+        self._rows = width
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session)
         rates = session.foresee(anchor, limit)
@@ -145,19 +168,24 @@ class ChainRounds:
             return both.propose_both(anchor, width, min(more, limit - width))
         return self._cut(both.propose_network(anchor, width), session)
 
-    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer:
+    def offer(
+        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
+    ) -> Offer:
         """The chain of which more is expected, drafted or foreseen."""
-        self._widths.look(context, self._certainty.mean)
-        chances = paths(self._widths.hopes()[: limit - 1])
+        self._rest.now, chances = rest, list[float]()
+        if not rest:
+            self._widths.look(context, self._certainty.mean)
+            chances = paths(self._widths.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
         self._kind, self._draft = "drafted" if offer.draft is None else "foreseen", None
-        if offer.draft is None and self._can.says_confidence(session):
+        if chances and offer.draft is None and self._can.says_confidence(session):
             return replace(offer, look=partial(self._look, session, shared=True))
         return offer
 
     def observe(self, outcome: Outcome) -> None:
         """Learn how wide chains are right, and book what the round cost."""
         self._certainty.take(len(outcome.tokens), outcome.certainty)
+        self._rest.take(outcome, self.doubt)
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
         self._cuts.observe(self._draft, outcome, widths)
         if self._draft is not None:
@@ -207,8 +235,6 @@ class TreeRounds:
         temperature: the request's.
     """
 
-    asks_certainty = True
-
     def __init__(self, policy: TreePolicy, temperature: float) -> None:
         self._sizes: Sizes = policy.start(temperature)
         self._can = Abilities()
@@ -216,9 +242,19 @@ class TreeRounds:
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
         self._waiting: Hindsight[tuple[DraftTree, Proposal, int]] = Hindsight()
-        self._certainty = Certainty()
+        self._certainty, self._rest = Certainty(), Rest()
         self._is_tree = False  # what this round drafted
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
+
+    @property
+    def asks_certainty(self) -> bool:
+        """It is what a look is for."""
+        return not self._rest.now
+
+    @property
+    def doubt(self) -> float:
+        """How unsure the target was of the last few tokens."""
+        return self._certainty.doubt
 
     def begin(self, certainty: float | None) -> None:
         """Where the first tree begins to be believed in."""
@@ -226,7 +262,9 @@ class TreeRounds:
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The part of a tree, or the chain, that brings the most tokens per second."""
-        width, rows = self._sizes.size(context, limit, self._certainty.mean)
+        width = rows = 1
+        if not self._rest.begin():
+            width, rows = self._sizes.size(context, limit, self._certainty.mean)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._can.foresees(session):
             self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
@@ -237,14 +275,18 @@ class TreeRounds:
         tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
         return self._of(tree, self._sizes.cut(tree))
 
-    def offer(self, session: Session, anchor: int, context: int, limit: int) -> Offer | Planting:
+    def offer(
+        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
+    ) -> Offer | Planting:
         """A tree to be drafted, or a chain."""
-        _, rows = self._sizes.size(context, limit, self._certainty.mean)
+        self._rest.now, rows = rest, 1
+        if not rest:
+            _, rows = self._sizes.size(context, limit, self._certainty.mean)
         self._is_tree, self._foreseen = rows > 1, 1
         if self._is_tree:
             network = _network(session, self._can)
             return Planting(rows, limit, self._calibration, self._grow, network)
-        chances = paths(self._sizes.hopes()[: limit - 1])
+        chances = [] if rest else paths(self._sizes.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
         self._foreseen = 1 if offer.draft is None else 1 + len(offer.chances)
         return offer
@@ -262,6 +304,7 @@ class TreeRounds:
     def observe(self, outcome: Outcome) -> None:
         """Learn how large trees are right, and book what the round cost."""
         self._certainty.take(len(outcome.tokens), outcome.certainty)
+        self._rest.take(outcome, self.doubt)
         if outcome.shared:
             if not self._is_tree and self._foreseen == 1:
                 self._sizes.observe_shared(len(outcome.proposal) - 1, outcome.accepted)

@@ -1,0 +1,111 @@
+"""Where looks find nothing worth drafting there are fewer of them, and the way back is found."""
+
+from math import log
+from types import SimpleNamespace
+
+import pytest
+from test_engine_rows import shared_costs
+from test_policy import WIDEST, costs
+from tinymodels import target
+
+from dflash_mlx.engine.rows import SharedRounds
+from dflash_mlx.engine.together import Flat
+from dflash_mlx.loop import Turn
+from dflash_mlx.policy.cuts import Cuts
+from dflash_mlx.policy.outcome import Outcome
+from dflash_mlx.policy.rest import LONGEST, PATIENCE, Rest
+from dflash_mlx.policy.rounds import ChainRounds
+from dflash_mlx.policy.widths import Policy
+from dflash_mlx.proposal import Proposal
+
+SURE, UNSURE = log(0.9999), log(0.3)
+PAIR = costs(1.8, 0.4)
+
+
+def test_looks_in_vain_make_rest_longer_up_to_a_bound_and_a_draft_ends_it():
+    rest, looks = Rest(), ""
+    for _ in range(60):
+        looks += "." if rest.begin() else "L"
+        if not rest.now:
+            rest.looked(False, 1.0)
+    longer = "".join(("L" + "." * (n // PATIENCE)) for n in range(1, PATIENCE * LONGEST))
+    assert looks.startswith(longer) and ("L" + "." * LONGEST) * 3 in looks[-16:]
+    while rest.begin():
+        pass
+    rest.looked(True, 1.0)
+    assert not any(rest.begin() for _ in range(4))
+
+
+class Text:
+    """A request whose drafts are right where its target is sure, and wrong where it is not."""
+
+    def __init__(self, policy):
+        cuts = Cuts(policy.confidence(0.0))
+        self.rounds = ChainRounds(policy.start(), policy.sharpness(0.0), cuts, False)
+        self.rounds.begin(UNSURE)
+        self.sure, self.anchor, self.looks = False, 0, 0
+        self.target = self.drafter = self
+
+    @property
+    def doubt(self):
+        return self.rounds.doubt
+
+    position = 64
+
+    def propose(self, anchor, width):
+        """As the session."""
+        return Proposal([anchor] * width)
+
+    def offer(self, rest):
+        """As the request."""
+        return self.rounds.offer(self, self.anchor, 64, WIDEST, rest)
+
+    def absorb(self, proposal, shared):
+        """The tokens of a round; counts it if it looked at how sure the target was."""
+        right = (len(proposal) - 1) * self.sure
+        looks = self.rounds.asks_certainty
+        certainty = (SURE if self.sure else UNSURE) if looks else None
+        took, text = PAIR.rounds(64, WIDEST)[len(proposal) - 1], [0] * (right + 1)
+        self.rounds.observe(Outcome(proposal, right, text, certainty, took, shared))
+        self.looks += looks
+        return text
+
+
+def alone(texts):
+    [text] = texts
+
+    def play():
+        proposal = text.rounds.propose(text, text.anchor, 64, WIDEST)
+        text.absorb(proposal, shared=False)
+        return len(proposal)
+
+    return play
+
+
+def together(texts):
+    flat = Flat(target(), SharedRounds(shared_costs(0.12, 0.1, 0.3), lambda: 0.0))
+
+    def play():
+        turns = [Turn(text) for text in texts]
+        flat.propose(turns)
+        for turn in turns:
+            turn.event = SimpleNamespace(tokens=turn.request.absorb(turn.proposal, shared=True))
+        flat.observe(turns)
+        return max(len(turn.proposal) for turn in turns)
+
+    return play
+
+
+@pytest.mark.parametrize("count, playing", [(1, alone), (4, together)])
+def test_a_text_that_nothing_is_drafted_for_is_looked_at_seldom_until_that_changes(count, playing):
+    policy = Policy(PAIR, WIDEST)
+    texts = [Text(policy) for _ in range(count)]
+    play, looks = playing(texts), []
+    for _ in range(120):
+        play()
+        looks.append(sum(text.looks for text in texts) / count)
+    assert looks[5] == 6 and looks[-1] - looks[-41] <= 24, looks
+    for text in texts:
+        text.sure = True
+    widths = [play() for _ in range(16)]
+    assert max(widths[:10]) > 1 and min(widths[-4:]) > 1, widths
