@@ -184,26 +184,19 @@ def _policy(
         return TreePolicy.fixed(budget)
     if rounds.no_policy or rounds.block_size:
         return None
-    from dflash_mlx.begin import DEFAULT_BLOCK_SIZE, widest_block
-    from dflash_mlx.policy.costs import costs_file
+    kv_bits = bits_of(rounds.kv_bits)
+    if budget is None:
+        return dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits, meanwhile=measuring)
+    from dflash_mlx.policy.trees import tree_policy
 
-    kv_bits, widest = bits_of(rounds.kv_bits), min(widest_block(drafter), DEFAULT_BLOCK_SIZE)
-    with measuring("a round", costs_file(target, drafter, widest, kv_bits)):
-        if budget is None:
-            return dflash_mlx.Policy.of(target, drafter, widest, kv_bits)
-        from dflash_mlx.policy.trees import tree_policy
-
-        return tree_policy(target, drafter, kv_bits)
+    return tree_policy(target, drafter, kv_bits, meanwhile=measuring)
 
 
 @contextmanager
-def measuring(what: str, file: Path | None) -> Iterator[None]:
-    """Say that costs are measured meanwhile, unless this file has them."""
-    if file is None or not file.exists():
-        note(f"Measuring what {what} costs, once for this pair and machine: some seconds.")
-        with waiting("Measuring"):
-            yield
-    else:
+def measuring(what: str) -> Iterator[None]:
+    """Say that costs are measured meanwhile."""
+    note(f"Measuring what {what} costs, once for this pair and machine: some seconds.")
+    with waiting("Measuring"):
         yield
 
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from . import options, tune_kernels
-from .pair import Pair, open_pair
-from .screen import NOTHING, Figures, note, print_json, stdout, waiting
+from .pair import Pair, measuring, open_pair
+from .screen import NOTHING, Figures, note, print_json, stdout
 
 if TYPE_CHECKING:
     from dflash_mlx import Policy
@@ -37,8 +37,7 @@ def tune(
     if sys.platform == "darwin":  # elsewhere there is no Metal, and the BLAS comes before MLX
         kernels = tune_kernels.time_kernels(names, weights, again)
     pair = open_pair(names, weights)  # with the kernels that have just won
-    with waiting("Measuring what rounds cost"):
-        costs, kept = _costs(pair, options.bits_of(kv_bits), again)
+    costs, kept = _costs(pair, options.bits_of(kv_bits), again)
     if json:
         content: dict[str, Any] = {"model": pair.target.name, "milliseconds": costs}
         rows = None if kernels is None else [tune_kernels.as_json(row) for row in kernels]
@@ -57,7 +56,7 @@ def _costs(pair: Pair, kv_bits: int | None, again: bool) -> tuple[dict[str, ByRo
     from dflash_mlx.policy.trees import TreePolicy, tree_policy
 
     assert pair.drafter is not None  # tune takes no --no-draft
-    policy = tree_policy(pair.target, pair.drafter, kv_bits, again)
+    policy = tree_policy(pair.target, pair.drafter, kv_bits, again, measuring)
     if not isinstance(policy, TreePolicy):
         return {CHAINS: _chains(policy.costs)}, _kept(policy)
     trees = {
