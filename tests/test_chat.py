@@ -29,7 +29,7 @@ embedded = pytest.mark.skipif(
 
 @embedded
 def test_a_pipe():
-    lines = [SUM, "What is 12 minus 5?", "", "/quit", "What is 30 plus 1?"]
+    lines = [SUM, "What is 12 minus 5?", "", "exit", "What is 30 plus 1?"]
     done = start_program("chat", stdin="\n".join(lines))
     assert done.returncode == 0 and not CONTROL.search(done.stdout + done.stderr)
     answers = [line for line in done.stdout.splitlines() if line.startswith("So ")]
@@ -115,6 +115,15 @@ def test_what_is_almost_a_command_is_no_message(chat, capsys, line, said):
     heard = told(chat, capsys, line)
     assert (said or "8 tokens") in heard
     assert roles(chat) == ([] if said else ["user", "assistant"])
+
+
+@pytest.mark.parametrize(
+    ("line", "leaves"),
+    [("exit", True), ("quit ", True), ("/exit", True), (" exit", False), ("exit code?", False)],
+)
+def test_a_word_alone_leaves_as_in_other_programs(chat, line, leaves):
+    say(chat, line)
+    assert chat.leaving == leaves and roles(chat) == ([] if leaves else ["user", "assistant"])
 
 
 def test_settings_are_shown_and_set(chat, capsys):
