@@ -31,7 +31,7 @@ def change(settings: dict[str, Any], name: str, text: str) -> None:
     changed = settings | {name: value}
     if changed["temperature"] > 0 and changed["seed"] is None:
         changed["seed"] = secrets.randbits(32)
-    Sampling.of(**{key: changed[key] for key in SAMPLING})  # refuses what makes no sense
+    Sampling(**{key: changed[key] for key in SAMPLING})  # refuses what makes no sense
     settings |= changed
 
 
