@@ -12,7 +12,7 @@ from dflash_mlx.errors import DataError, OutputError, SettingsError
 from dflash_mlx.machine.folders import cache_folder
 
 from .chat_loop import Chat
-from .chat_settings import NAMES, change, shown
+from .chat_settings import NAMES, NONE, change, shown
 from .screen import counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 COMMAND = re.compile(r"(/[a-zA-Z]+)(?=\s|$)")  # "/usr/bin/env: what is it?" is a question
 LEAVING = ("exit", "quit")  # as a message: what other programs at a prompt end on
 FILE, SETTING = "file", "setting"  # kinds of arguments
-NONE = "none"
 
 
 def obey(chat: Chat, line: str) -> bool:

@@ -151,6 +151,27 @@ def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
     assert chat.dialogue.settings == before
 
 
+def test_a_seed_is_drawn_anew_when_it_is_taken_away(chat, capsys):
+    settings = chat.dialogue.settings
+    assert told(chat, capsys, "/set seed 3", "/set seed none").endswith("seed         none\n")
+    say(chat, "/set temperature 0.8", "/set seed 3", "/set seed none")
+    assert settings["seed"] not in (None, 3), "sampling has one"
+
+
+def test_a_comparison_is_with_the_settings_of_the_answer(capsys):
+    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
+    chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 16}), obey, reader)
+    heard = told(chat, capsys, "hi", "/set temperature 1.5", "/compare")
+    assert "the text is identical" in heard
+    heard = told(chat, capsys, "/retry", "/set temperature 0", "/compare")
+    assert "the text is identical" in heard
+
+
+def test_without_a_drafter_there_is_nothing_to_compare(chat, capsys):
+    assert told(chat, capsys, "hi", "/compare").endswith("error: Nothing drafts in this chat.\n")
+    assert chat.plain is None
+
+
 def test_plain_decoding_is_measured_again_every_few_answers(capsys, monkeypatch):
     drafter = tinymodels.random_drafter()
     pair = Pair(tinymodels.target(), drafter, None, BlasInfo("", None, ""))
