@@ -217,7 +217,7 @@ def announce(name: str, hub: Hub) -> None:
 
     Raises the errors of `Hub.fetch`.
     """
-    if _on_hub(name) and not hub.offline and hub.downloaded(name) is None:
+    if on_hub(name) and not hub.offline and hub.downloaded(name) is None:
         size = hub.remote_bytes(name, WEIGHTS)
         note(f"{name}: {sized(size)} to download, {fits_here(size, looks_quantized(name))}")
 
@@ -225,7 +225,7 @@ def announce(name: str, hub: Hub) -> None:
 def announce_drafter(name: str | None, hub: Hub) -> None:
     """Say what drafts, where it is a repository, and how large it is. Raises as `announce`."""
     name = name.removesuffix(WITH_LOOKUP) if name else None
-    if name is None or not _on_hub(name):
+    if name is None or not on_hub(name):
         return
     size = hub.downloaded(name)
     if size is not None:
@@ -240,12 +240,11 @@ def _known_drafter(model: str) -> str | None:
     return None if pair is None else pair.drafter
 
 
-def _on_hub(name: str) -> bool:
-    """Whether a name is a repository's and not a folder's."""
-    return "/" in name and not Path(name).expanduser().is_dir()
+def on_hub(name: str) -> bool:
+    """Whether a name is a repository's, and not one of what is on this disk."""
+    return "/" in name and not Path(name).expanduser().exists()
 
 
 def _is_remote(names: Names) -> bool:
     """Whether something may be fetched, whose own progress bars need the screen."""
-    given = filter(None, (names.model, names.draft))
-    return any("/" in name and not Path(name).expanduser().exists() for name in given)
+    return any(map(on_hub, filter(None, (names.model, names.draft))))
