@@ -107,10 +107,8 @@ def open_pair(
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
-    if no_draft and (names.draft or rounds.block_size):
-        raise typer.BadParameter(
-            "goes with neither --draft nor --block-size", param_hint="--no-draft"
-        )
+    if no_draft or names.draft == NONE:
+        _check_plain(no_draft, names, weights, rounds)
     draft = _drafting(names, no_draft)
     budget = _tree_budget(rounds, no_draft, draft)
     check_name(names.model)  # before the seconds that MLX takes to start
@@ -149,6 +147,21 @@ def open_pair(
         with waiting("Warming up"):
             warm_up(target, drafter, pair.block_size)
     return pair
+
+
+def check_drafts(names: Names) -> None:
+    """Raise `BadParameter` where nothing would draft."""
+    if names.draft == NONE:
+        raise typer.BadParameter(f"not {NONE}: name what drafts", param_hint="--draft")
+
+
+def _check_plain(no_draft: bool, names: Names, weights: Weights, rounds: Rounds) -> None:
+    """Raise `BadParameter` for options about drafts that are not made."""
+    others = {"--draft": no_draft and names.draft, "--block-size": rounds.block_size}
+    for option, given in (others | {"--draft-bits": weights.draft_bits}).items():
+        if given:
+            hint = "--no-draft" if no_draft else f"--draft {NONE}"
+            raise typer.BadParameter(f"goes without {option}", param_hint=hint)
 
 
 def _drafting(names: Names, no_draft: bool) -> str | None:

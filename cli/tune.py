@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from . import options, tune_kernels
-from .pair import Pair, measuring, open_pair
+from .pair import Pair, check_drafts, measuring, open_pair
 from .screen import NOTHING, Figures, note, print_json, stdout
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def tune(
     json: options.Json = False,
 ) -> None:
     """Measure what a model's rounds cost here and, on Metal, which kernels are faster."""
+    check_drafts(names)
     kernels = None
     if sys.platform == "darwin":  # elsewhere there is no Metal, and the BLAS comes before MLX
         kernels = tune_kernels.time_kernels(names, weights, again)
@@ -55,7 +56,7 @@ def _costs(pair: Pair, kv_bits: int | None, again: bool) -> tuple[dict[str, ByRo
     """Milliseconds of a round, its draft included, by shape, context and rows; who has them."""
     from dflash_mlx.policy.trees import TreePolicy, tree_policy
 
-    assert pair.drafter is not None  # tune takes no --no-draft
+    assert pair.drafter is not None  # it was asked for
     policy = tree_policy(pair.target, pair.drafter, kv_bits, again, measuring)
     if not isinstance(policy, TreePolicy):
         return {CHAINS: _chains(policy.costs)}, _kept(policy)
