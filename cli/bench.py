@@ -23,7 +23,7 @@ from dflash_mlx.bench.report import as_files, results_folder, write_picture
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.errors import MissingDependencyError
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.registry import LOOKUP
+from dflash_mlx.loading.registry import LOOKUP, known_drafter
 
 from . import bench_comparison as comparison
 from . import bench_options, options
@@ -100,7 +100,7 @@ def bench(
     others: dict[str, Any] = {"out": out, "openai": openai, "context-length": lengths}
     others[f"draft {LOOKUP}"] = lookup
     _check_trees(sizes, others | {"temperature": temperature, "tree-budget": budget}, plot)
-    # Whole blocks: what the drafter is worth, not what the policy makes of it.
+    # Whole blocks of the network alone: what the drafter is worth, not what the policy makes of it.
     rounds = replace(WHOLE_BLOCKS, block_size=block_size)
     bits = (weights.target_bits, weights.draft_bits)
     ours = (names.draft, block_size, *bits, lengths, budget, sizes)
@@ -108,7 +108,8 @@ def bench(
         raise typer.BadParameter("the server decides what it runs", param_hint="--openai")
     if counts and (out or sizes or budget or lengths):
         raise typer.BadParameter("goes with a pair and prompts alone", param_hint="--counts")
-    opened = partial(open_pair, names, weights, rounds, member=joined(context))
+    network = replace(names, draft=names.draft or known_drafter(names.model))
+    opened = partial(open_pair, network, weights, rounds, member=joined(context))
     if counts:
         count_rounds(opened(), chosen, json)
     elif sizes:

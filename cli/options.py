@@ -117,8 +117,8 @@ class Names:
             "-d",
             group=MODEL,
             metavar="NAME",
-            help="The drafter, if not the known one. 'lookup' drafts from the text itself, "
-            "NAME+lookup also; 'none' does not draft.",
+            help="The drafter; unless given, the known one and, beside it, 'lookup', which "
+            "drafts from the text itself. NAME+lookup is such a pair, 'none' does not draft.",
         ),
     ] = None
 

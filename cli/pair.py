@@ -16,7 +16,7 @@ from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.fits import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.names import check_name
-from dflash_mlx.loading.registry import LOOKUP, NONE, PACKAGED, WITH_LOOKUP, pair_of
+from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, known_drafter
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
@@ -115,7 +115,7 @@ def open_pair(
     hub = Hub(offline=weights.offline)
     announce(names.model, hub)
     with suppress(ModelNotFoundError, DownloadError):  # loading says it, and what else can draft
-        announce_drafter(draft or _known_drafter(names.model), hub)
+        announce_drafter(draft or known_drafter(names.model), hub)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"), nothing_collected():
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
@@ -168,7 +168,7 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
     """What drafts: what --draft names, a known drafter (None), or lookup where none is known."""
     if no_draft:
         return NONE
-    if names.draft is None and names.model not in PACKAGED and pair_of(names.model) is None:
+    if names.draft is None and known_drafter(names.model) is None:
         return LOOKUP
     return names.draft
 
@@ -245,12 +245,6 @@ def announce_drafter(name: str | None, hub: Hub) -> None:
         note(f"drafted by {name}, {sized(size)}")
     elif not hub.offline:
         note(f"drafted by {name}, {sized(hub.remote_bytes(name, WEIGHTS))} to download")
-
-
-def _known_drafter(model: str) -> str | None:
-    """The drafter that is known for a model, if one is."""
-    pair = pair_of(model)
-    return None if pair is None else pair.drafter
 
 
 def on_hub(name: str) -> bool:

@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 import dflash_mlx as dm
+from dflash_mlx.loading.registry import known_drafter
 
 T = TypeVar("T")
 Seconds = tuple[float, float]  # by the clock, and the process's CPU time
@@ -97,7 +98,7 @@ def main() -> None:
     from dflash_mlx.policy.costs import Costs
     from dflash_mlx.prompt import encode_prompt
 
-    target, drafter = dm.load(asked.model, asked.draft)
+    target, drafter = dm.load(asked.model, asked.draft or known_drafter(asked.model))
     if (why := why_not(target, drafter)) is not None:
         raise SystemExit(f"No leanest round of this pair: {why}.")
     text = [token for one in embedded_prompts() for token in encode_prompt(target, one.messages)]

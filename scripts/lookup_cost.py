@@ -20,7 +20,7 @@ def main() -> None:
     from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
     from dflash_mlx.prompt import encode_prompt
 
-    alone, both = dm.load(options.model), dm.load(options.model, f"{options.model}+lookup")
+    alone, both = dm.load(options.model, options.draft), dm.load(options.model)
     costs = dm.Policy.of(*alone, again=True).costs
     ways = {"alone": (alone, dm.Policy(costs, 16)), "both": (both, dm.Policy(costs, 16))}
     total, same = dict.fromkeys(ways, 0.0), True

@@ -46,8 +46,9 @@ def test_the_library_knows_the_same_names(folder):
         assert isinstance(dm.load(name)[1], Lookup)
     assert isinstance(dm.load(name, draft="lookup")[1], Lookup)
     assert dm.load(name, draft="none")[1] is None
-    assert isinstance(dm.load("tiny", draft="+lookup")[1], Beside)
-    assert isinstance(dm.load("tiny", draft="tiny-dflash2+lookup")[1], Beside)
+    for draft in (None, "+lookup", "tiny+lookup", "tiny-dflash2+lookup"):
+        assert isinstance(dm.load("tiny", draft=draft)[1], Beside)
+    assert not isinstance(dm.load("tiny", draft="tiny")[1], Beside)
 
 
 def test_names_that_say_nothing_are_refused(folder):
@@ -75,7 +76,7 @@ def test_whatever_is_wrong_with_a_drafter_it_is_said_what_drafts_without_one(fol
 
 def test_what_drafts_is_named_by_its_own_name():
     target, both = dm.load("tiny", draft="tiny-dflash2+lookup")
-    names = [label(one) for one in (both, both.network, Lookup(), dm.load("tiny")[1])]
+    names = [label(one) for one in (both, both.network, Lookup(), dm.load("tiny", draft="tiny")[1])]
     assert names == ["DFlash2+lookup", "DFlash2", "lookup", "DFlash"]
     for drafter in (both, Lookup()):
         runs = Comparison(target, drafter, [1, 2, 3], max_tokens=4)

@@ -66,7 +66,7 @@ def test_a_round_of_many_waits_for_the_device_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[dm.Target, Any]:
-    return dm.load("tiny")
+    return dm.load("tiny", "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,7 @@ def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
             return pair[1]
 
     _, drafter = load(str(folder), hub=OtherHub())
-    assert asked == ["z-lab/Qwen3-8B-DFlash-b16"] and drafter.config.block_size == 16
+    assert asked == ["z-lab/Qwen3-8B-DFlash-b16"] and drafter.network.config.block_size == 16
 
 
 # Settings

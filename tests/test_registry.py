@@ -2,9 +2,9 @@
 
 import pytest
 
-from dflash_mlx.errors import ConfigError, ModelNotFoundError
+from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.load import load_drafter
-from dflash_mlx.loading.registry import drafter_for, pairs, refusal
+from dflash_mlx.loading.registry import known_drafter, pairs, refusal
 
 
 def test_every_row_is_a_pair_of_repositories():
@@ -65,7 +65,7 @@ def test_a_drafter_that_is_known_not_to_load_says_why_and_is_not_fetched():
     ],
 )
 def test_a_drafter_is_found_by_repository_and_by_folder(name):
-    assert drafter_for(name) == "z-lab/Qwen3-8B-DFlash-b16"
+    assert known_drafter(name) == "z-lab/Qwen3-8B-DFlash-b16"
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,21 @@ def test_a_drafter_is_found_by_repository_and_by_folder(name):
     ],
 )
 def test_conversions_are_known_by_their_name(name, drafter):
-    assert drafter_for(name) == drafter
+    assert known_drafter(name) == drafter
 
 
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B-Thinking-4bit", "x/Qwen3-8B-4bit-lora"]
 )
 def test_another_model_of_a_similar_name_is_not_taken_for_it(name):
-    with pytest.raises(ModelNotFoundError, match="No drafter is known"):
-        drafter_for(name)
+    assert known_drafter(name) is None
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8", "Qwen3-8B-Base", "", "/"])
-def test_an_unknown_target_asks_for_its_drafter(name):
-    with pytest.raises(ModelNotFoundError, match="draft="):
-        drafter_for(name)
+def test_an_unknown_target_has_no_drafter(name):
+    assert known_drafter(name) is None
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2"])
+def test_what_comes_with_the_package_drafts_for_itself(name):
+    assert known_drafter(name) == name

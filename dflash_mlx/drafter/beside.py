@@ -73,6 +73,10 @@ class Beside:
         self.network, self.known = network, Known()
         self.drafts_trees = drafts_trees(network)
 
+    def __repr__(self) -> str:
+        """A line, as of the network."""
+        return f"Beside({self.network!r})"
+
     @property
     def tap_layers(self) -> tuple[int, ...]:
         """The network's."""

@@ -36,10 +36,9 @@ from .registry import (
     LOOKUP,
     NONE,
     OTHERWISE,
-    PACKAGED,
     WITH_LOOKUP,
+    known_drafter,
     no_drafter,
-    pair_of,
     refusal,
 )
 from .soundness import check_finite, check_runs, check_types
@@ -82,7 +81,8 @@ def load(
         draft: the drafter's folder or repository, or "tiny-dflash2" (the embedded pair's second
             drafter); "lookup" drafts from the text itself, without a network; "none" is plain
             decoding. A network's name with "+lookup" behind it has a lookup beside it. None finds
-            the network in the registry, and is "lookup" where that has none, with a warning.
+            the network in the registry and has a lookup beside it, and is "lookup" where the
+            registry has none, with a warning.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them.
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
@@ -134,19 +134,15 @@ def _about_drafters() -> Iterator[None]:
 
 def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
     """What drafts for a target, and whether a lookup does beside it."""
-    beside = draft is not None and draft.endswith(WITH_LOOKUP)
-    draft = draft.removesuffix(WITH_LOOKUP) if draft is not None else None
-    if draft in (LOOKUP, NONE) and beside:
-        raise SettingsError(f"draft {draft}{WITH_LOOKUP}: name a network before {WITH_LOOKUP}.")
-    if draft:
-        return draft, beside
-    if name in PACKAGED:
-        return name, beside
-    known = pair_of(name)
+    if draft and draft != WITH_LOOKUP:
+        network, beside = draft.removesuffix(WITH_LOOKUP), draft.endswith(WITH_LOOKUP)
+        if beside and network in (LOOKUP, NONE):
+            raise SettingsError(f"draft {draft}: name a network before {WITH_LOOKUP}.")
+        return network, beside
+    known = known_drafter(name)
     if known is None:
         warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=3)
-        return LOOKUP, False
-    return known.drafter, beside
+    return known or LOOKUP, known is not None
 
 
 def load_target(

@@ -7,7 +7,6 @@ import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
 
-from ..errors import ModelNotFoundError
 from .quantization import Quantization
 
 EMBEDDED = "tiny"  # the pair that comes with the package
@@ -107,22 +106,16 @@ def refusal(drafter: str) -> str | None:
     return next((other.refused for other in others if other.drafter == drafter), None)
 
 
-def drafter_for(name: str) -> str:
-    """The drafter of a target, found by its repository or by the name of its local folder.
-
-    Raises `ModelNotFoundError` when the registry has none.
-    """
+def known_drafter(name: str) -> str | None:
+    """The name of a target's own drafter; None where none is known."""
+    if name in PACKAGED:
+        return name
     pair = pair_of(name)
-    if pair is None:
-        raise ModelNotFoundError(
-            f"No drafter is known for {name}: name one with draft= (--draft on the command "
-            f"line). {OTHERWISE}"
-        )
-    return pair.drafter
+    return None if pair is None else pair.drafter
 
 
 def pair_of(name: str) -> Pair | None:
-    """The pair of a target, found as in `drafter_for`."""
+    """The pair of a target, found by its repository or by the name of its local folder."""
     return next((pair for pair in pairs() if pair.matches(name)), None)
 
 

@@ -208,8 +208,9 @@ class Widths:
         self.look(context, certainty)
         # What a try teaches is for later rounds: near the end only what is believed counts.
         is_early = limit >= self._policy.widest
-        affordable = self.affordable
-        expected = expected_tokens(self.hopes() if is_early else self.rates())
+        rates = self.rates()
+        affordable = self._affordable(rates)
+        expected = expected_tokens(self._hopeful(rates) if is_early else rates)
         speeds = [
             tokens / seconds if seconds <= affordable else 0.0
             for tokens, seconds in zip(expected, self._seconds, strict=True)
@@ -305,8 +306,10 @@ class Widths:
 
     def hopes(self) -> list[float]:
         """The same, for the question of what is worth a try."""
-        first = self._mood.moved([self._beliefs.hope(self._at)])
-        return [*first, *self.rates()[1:]][: self._policy.widest - 1]
+        return self._hopeful(self.rates())
+
+    def _hopeful(self, rates: list[float]) -> list[float]:
+        return [*self._mood.moved([self._beliefs.hope(self._at)]), *rates[1:]][: len(rates)]
 
     def expected_tokens(self) -> list[float]:
         """What rounds of 1, 2, ... rows are expected to bring now."""

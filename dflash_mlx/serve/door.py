@@ -11,6 +11,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, Protocol
 
 BACKLOG: Final = 4096  # a connection that finds no room there tries again after a whole second
@@ -86,6 +87,9 @@ class Door:
         bound: the socket.
         crowd: of all connections.
         enter: makes more of one, and of what it has sent.
+
+    Attributes:
+        long: bytes that need no further ones to be judged.
     """
 
     def __init__(
@@ -97,7 +101,11 @@ class Door:
         self._bound, self._crowd, self._enter = bound, crowd, enter
         self._loop = asyncio.get_running_loop()
         self._entering: set[asyncio.Future[Any]] = set()
+        self.long = min(READ, crowd.limits.head_bytes + 1)  # of what is no head yet
         self._paused: asyncio.TimerHandle | None = None
+        # By when their heads have to be whole, those who came first first; one timer is for all.
+        self._callers: dict[_Caller, float] = {}
+        self._late: asyncio.TimerHandle | None = None
         # Whoever is taken in one go must not push out another of the same go.
         self._at_once = max(1, min(AT_ONCE, crowd.limits.connections // 4))
         bound.setblocking(False)
@@ -106,13 +114,12 @@ class Door:
 
     def close(self) -> None:
         """Take nobody any more."""
-        if self._paused is not None:
-            self._paused.cancel()
+        for timer in filter(None, (self._paused, self._late)):
+            timer.cancel()
         self._loop.remove_reader(self._bound)
         self._bound.close()
-        for one in list(self._crowd.silent):
-            if isinstance(one, _Caller):
-                one.abort()
+        for one in list(self._callers):
+            one.abort()
 
     def _open(self) -> None:
         self._paused = None
@@ -130,9 +137,31 @@ class Door:
                 self._paused = self._loop.call_later(PAUSE, self._open)
                 return
             connection.setblocking(False)
-            self._crowd.come(_Caller(connection, self._crowd, self._asks))
+            caller = _Caller(connection, self)
+            self._callers[caller] = self._loop.time() + self._crowd.limits.head_seconds
+            if self._late is None:
+                self._send_away_late()
+            self._crowd.come(caller)
 
-    def _asks(self, connection: socket.socket, head: bytes) -> None:
+    def _send_away_late(self) -> None:
+        """Close those whose time is over, and come back when the next one's is."""
+        self._late, now = None, self._loop.time()
+        for caller, due in list(islice(self._callers.items(), AT_ONCE)):
+            if due > now:
+                break
+            caller.abort()
+        if self._callers:
+            self._late = self._loop.call_at(
+                next(iter(self._callers.values())), self._send_away_late
+            )
+
+    def leaves(self, caller: _Caller) -> None:
+        """It is nobody who waits here any more."""
+        self._callers.pop(caller, None)
+        self._crowd.go(caller)
+
+    def asks(self, connection: socket.socket, head: bytes) -> None:
+        """Somebody has sent a head, or what cannot become one."""
         coming = asyncio.ensure_future(self._enter(connection, head))
         self._entering.add(coming)
         coming.add_done_callback(self._entering.discard)
@@ -141,14 +170,10 @@ class Door:
 class _Caller:
     """A connection whose first head is not whole yet."""
 
-    def __init__(
-        self, connection: socket.socket, crowd: Crowd, asks: Callable[[socket.socket, bytes], None]
-    ) -> None:
-        self._connection, self._crowd, self._asks = connection, crowd, asks
-        self._head = b""
+    def __init__(self, connection: socket.socket, door: Door) -> None:
+        self._connection, self._door, self._head = connection, door, b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection.fileno(), self._hear)
-        self._late = self._loop.call_later(crowd.limits.head_seconds, self.abort)
 
     def abort(self) -> None:
         """Close it."""
@@ -156,8 +181,7 @@ class _Caller:
         self._connection.close()
 
     def _leave(self) -> None:
-        self._crowd.go(self)
-        self._late.cancel()
+        self._door.leaves(self)
         self._loop.remove_reader(self._connection.fileno())
 
     def _hear(self) -> None:
@@ -172,10 +196,9 @@ class _Caller:
             self.abort()
             return
         self._head += said
-        long = min(READ, self._crowd.limits.head_bytes + 1)
-        if len(self._head) >= long or _can_be_judged(self._head):
+        if len(self._head) >= self._door.long or _can_be_judged(self._head):
             self._leave()
-            self._asks(self._connection, self._head)
+            self._door.asks(self._connection, self._head)
 
 
 def _can_be_judged(head: bytes) -> bool:
