@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,6 +57,16 @@ class Flags:
 
 class Command(Flags, TyperCommand):
     """One of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Words that are too many are, as likely as not, of a text whose quotes were forgotten."""
+        *_, last = [None, *(p for p in self.params if p.param_type_name == "argument")]
+        ctx.allow_extra_args = last is not None
+        extra = super().parse_args(ctx, args)
+        if last is not None and extra and not ctx.resilient_parsing:
+            text = shlex.quote(" ".join([str(ctx.params[last.name]), *extra]))
+            ctx.fail(f"One {last.name} at a time. Text with spaces needs quotes: {text}")
+        return extra
 
 
 class Commands(Mapping[str, Any]):

@@ -23,7 +23,7 @@ from dflash_mlx.bench.report import as_files, results_folder, write_picture
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.errors import MissingDependencyError
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.registry import NONE, known_drafter
+from dflash_mlx.loading.registry import LOOKUP, known_drafter
 
 from . import bench_comparison as comparison
 from . import bench_options, options
@@ -33,7 +33,7 @@ from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
 from .machines import Machines, joined, shared
 from .options import AUTO, OFF, tree_rows
-from .pair import WHOLE_BLOCKS, open_pair
+from .pair import WHOLE_BLOCKS, check_drafts, open_pair
 from .screen import note, print_json
 
 SEED = 0  # of a benchmark's sampling: the same texts in every run
@@ -69,13 +69,16 @@ def bench(
         raise typer.BadParameter("goes without --openai and --counts", param_hint="--hosts")
     if shared(machines, names, weights, context):
         return
-    if names.draft == NONE:
-        raise typer.BadParameter(f"goes without {NONE}: name what drafts", param_hint="--draft")
+    check_drafts(names)
     lengths = _numbers("--context-length", context_length)
     sizes = _numbers("--trees", trees, least=2)
     levels = _numbers("--concurrency", concurrency)
     _check_levels(levels, openai, out)
-    budget = tree_rows(tree_budget)
+    budget, lookup = tree_rows(tree_budget), names.draft == LOOKUP
+    if lookup and isinstance(budget, int):
+        raise typer.BadParameter(
+            f"{budget} goes without --draft {LOOKUP}", param_hint="--tree-budget"
+        )
     if budget == AUTO and block_size is not None:
         raise typer.BadParameter("auto goes without --block-size", param_hint="--tree-budget")
     rules = None if protocol is None else PROTOCOLS[protocol.value]
@@ -95,6 +98,7 @@ def bench(
         "protocol": None if protocol is None else protocol.value,
     }
     others: dict[str, Any] = {"out": out, "openai": openai, "context-length": lengths}
+    others[f"draft {LOOKUP}"] = lookup
     _check_trees(sizes, others | {"temperature": temperature, "tree-budget": budget}, plot)
     # Whole blocks of the network alone: what the drafter is worth, not what the policy makes of it.
     rounds = replace(WHOLE_BLOCKS, block_size=block_size)

@@ -13,8 +13,8 @@ from dflash_mlx.bench.server import Server, measure_server
 from dflash_mlx.bench.summary import Measured, drafting
 from dflash_mlx.machine.facts import computer, machine
 
-from .pair import Pair
-from .screen import Figures, note, stderr, stdout, waiting
+from .pair import Pair, measuring
+from .screen import Figures, note, stderr, stdout
 
 if TYPE_CHECKING:
     from dflash_mlx.policy.rounds import AnyPolicy
@@ -51,8 +51,7 @@ def _trees(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
     if isinstance(budget, int):
         return TreePolicy.fixed(budget)
     assert pair.drafter is not None  # bench always drafts
-    with waiting("Measuring what trees cost, once for this pair and machine"):
-        return tree_policy(pair.target, pair.drafter, pair.kv_bits)
+    return tree_policy(pair.target, pair.drafter, pair.kv_bits, meanwhile=measuring)
 
 
 def server_at(url: str, model: str) -> Server:

@@ -12,15 +12,15 @@ from dflash_mlx.errors import DataError, OutputError, SettingsError
 from dflash_mlx.machine.folders import cache_folder
 
 from .chat_loop import Chat
-from .chat_settings import NAMES, change, shown
+from .chat_settings import NAMES, NONE, change, shown
 from .screen import counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
     from .chat_line import Line
 
 COMMAND = re.compile(r"(/[a-zA-Z]+)(?=\s|$)")  # "/usr/bin/env: what is it?" is a question
+LEAVING = ("exit", "quit")  # as a message: what other programs at a prompt end on
 FILE, SETTING = "file", "setting"  # kinds of arguments
-NONE = "none"
 
 
 def obey(chat: Chat, line: str) -> bool:
@@ -28,6 +28,8 @@ def obey(chat: Chat, line: str) -> bool:
 
     A message that begins with a space is never one.
     """
+    if line.rstrip() in LEAVING:
+        line = f"/{line}"
     found = COMMAND.match(line)
     if found is None:
         return False
@@ -208,6 +210,6 @@ COMMANDS: dict[str, Command] = {
     "/stats": Command("what all answers took", _stats),
     "/save": Command("FILE: write the conversation", _save, FILE),
     "/load": Command("FILE: go on with a saved conversation", _load, FILE),
-    "/quit": Command("leave, like /exit and Ctrl-D", _quit),
-    "/exit": Command("leave, like /quit and Ctrl-D", _quit),
+    "/quit": Command("leave, like /exit, Ctrl-D and the word quit or exit alone", _quit),
+    "/exit": Command("the same", _quit),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dflash_mlx
-from dflash_mlx.errors import DataError
+from dflash_mlx.errors import DataError, SettingsError
 from dflash_mlx.reading import read_json
 
 from .output import write_whole
@@ -30,11 +30,13 @@ class Answer:
     Attributes:
         prompt: token ids that were answered.
         events: of its prefill and its rounds, as far as the answer came.
+        settings: it was chosen by, of `stream_generate`.
         stopped: whether the person ended it.
     """
 
     prompt: list[int]
     events: list[Event] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
     stopped: bool = False
 
     @property
@@ -109,10 +111,10 @@ class Dialogue:
         """Generate a turn's answer, event by event; it is remembered as far as it came."""
         self.answers.append(answer)
         self.last = answer
-        pair = self.pair
+        answer.settings, pair = dict(self.settings), self.pair
         try:
             for event in dflash_mlx.stream_generate(
-                pair.target, pair.drafter, answer.prompt, conversation=self._kept, **self.settings
+                pair.target, pair.drafter, answer.prompt, conversation=self._kept, **answer.settings
             ):
                 answer.events.append(event)
                 yield event
@@ -124,8 +126,13 @@ class Dialogue:
         return min(len(self._kept.ids), len(answer.prompt))
 
     def compare(self, answer: Answer) -> dflash_mlx.Result:
-        """The same answer by plain decoding, to the same length."""
-        settings = self.settings | {"block_size": None, "policy": None, "tree_budget": None}
+        """The same answer by plain decoding, to the same length.
+
+        Raises `SettingsError` where that is what it was.
+        """
+        if self.pair.drafter is None:
+            raise SettingsError("Nothing drafts in this chat.")
+        settings = answer.settings | {"block_size": None, "policy": None, "tree_budget": None}
         settings["max_tokens"] = len(answer.tokens)
         return dflash_mlx.generate(self.pair.target, None, answer.prompt, **settings)
 

@@ -8,6 +8,7 @@ from typing import Any
 from dflash_mlx.errors import SettingsError
 
 SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int}
+NONE = "none"  # what removes a seed, or a system message
 NAMES: dict[str, type[int] | type[float]] = {**SAMPLING, "max_tokens": int}
 
 
@@ -22,19 +23,19 @@ def change(settings: dict[str, Any], name: str, text: str) -> None:
         raise SettingsError(f"There is no setting {name!r}: /set knows {', '.join(NAMES)}.")
     kind = NAMES[name]
     try:
-        value = kind(text)
+        value = None if (name, text) == ("seed", NONE) else kind(text)
     except ValueError as error:
         number = "a whole number" if kind is int else "a number"
         raise SettingsError(f"{name} is {number}, not {text!r}.") from error
-    if name == "max_tokens" and value < 0:
+    if name == "max_tokens" and value is not None and value < 0:
         raise SettingsError(f"max_tokens must be 0 or more, not {text}.")
     changed = settings | {name: value}
     if changed["temperature"] > 0 and changed["seed"] is None:
         changed["seed"] = secrets.randbits(32)
-    Sampling.of(**{key: changed[key] for key in SAMPLING})  # refuses what makes no sense
+    Sampling(**{key: changed[key] for key in SAMPLING})  # refuses what makes no sense
     settings |= changed
 
 
 def shown(settings: dict[str, Any]) -> list[str]:
     """The settings that can be changed, one a line."""
-    return [f"{name:12} {'none' if (v := settings[name]) is None else v}" for name in NAMES]
+    return [f"{name:12} {NONE if (v := settings[name]) is None else v}" for name in NAMES]

@@ -13,7 +13,7 @@ from dflash_mlx.loading.names import check_name
 from dflash_mlx.loading.registry import OTHERWISE, pair_of
 
 from . import options
-from .pair import announce, announce_drafter
+from .pair import announce, announce_drafter, on_hub
 from .screen import Figures, note, print_json, sized, stdout
 
 Name = Annotated[
@@ -32,7 +32,9 @@ def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = 
     check_name(name)
     if "/" not in name:
         gguf_file(name)  # says how pip installs it
-        raise typer.BadParameter(f"{name} is installed already", param_hint="NAME")
+    if not on_hub(name):
+        note(f"{name} is on this disk already.")
+        return
     pair, hub = pair_of(name), Hub(offline=offline)
     announce(name, hub)
     names = [name]

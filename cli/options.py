@@ -13,6 +13,8 @@ import typer
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import known_names
 
+from .screen import note
+
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
 AUTO, OFF = "auto", "off"  # of --tree-budget
 
@@ -85,7 +87,8 @@ Temperature = Annotated[
         "-t",
         group=DECODING,
         metavar="T",
-        help="0 always picks the most likely token; 1 samples.",
+        help="0 picks the likeliest token; 1 samples.",
+        min=0,
     ),
 ]
 KvBits = Annotated[
@@ -168,13 +171,18 @@ class Sampling:
         value(
             group=DECODING,
             metavar="P",
-            help="Sample from the likeliest tokens, up to probability P.",
+            help="Likeliest tokens only, up to probability P.",
+            min=0,
+            max=1,
         ),
     ] = 1.0
     top_k: Annotated[
         int,
         value(
-            group=DECODING, metavar="K", help="Sample from the K most likely tokens; 0 means all."
+            group=DECODING,
+            metavar="K",
+            help="Sample from the K most likely tokens; 0 means all.",
+            min=0,
         ),
     ] = 0
     min_p: Annotated[
@@ -182,19 +190,28 @@ class Sampling:
         value(
             group=DECODING,
             metavar="P",
-            help="Ignore tokens under P times the top token's probability.",
+            help="Ignore tokens under P times the top probability.",
+            min=0,
+            max=1,
         ),
     ] = 0.0
     seed: Annotated[
         int | None,
         value(
-            group=DECODING, metavar="N", help="The same seed gives the same text, drafted or not."
+            group=DECODING,
+            metavar="N",
+            help="The same seed gives the same text, drafted or not.",
+            min=0,
         ),
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """Of `stream_generate`, with a seed if one is needed."""
+        """Of `stream_generate`, with a seed if one is needed; what has no effect is said."""
         settings = dict(vars(self))
+        given = [name for name, value in settings.items() if value != getattr(Sampling, name)]
+        if given and not self.temperature:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            note(f"At temperature 0 the most likely token is picked: {options} changes nothing.")
         if self.temperature > 0 and self.seed is None:
             # Drawn here, so that plain decoding can have the same.
             settings["seed"] = secrets.randbits(32)

@@ -107,10 +107,8 @@ def open_pair(
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
-    if no_draft and (names.draft or rounds.block_size):
-        raise typer.BadParameter(
-            "goes with neither --draft nor --block-size", param_hint="--no-draft"
-        )
+    if no_draft or names.draft == NONE:
+        _check_plain(no_draft, names, weights, rounds)
     draft = _drafting(names, no_draft)
     budget = _tree_budget(rounds, no_draft, draft)
     check_name(names.model)  # before the seconds that MLX takes to start
@@ -151,6 +149,21 @@ def open_pair(
     return pair
 
 
+def check_drafts(names: Names) -> None:
+    """Raise `BadParameter` where nothing would draft."""
+    if names.draft == NONE:
+        raise typer.BadParameter(f"not {NONE}: name what drafts", param_hint="--draft")
+
+
+def _check_plain(no_draft: bool, names: Names, weights: Weights, rounds: Rounds) -> None:
+    """Raise `BadParameter` for options about drafts that are not made."""
+    others = {"--draft": no_draft and names.draft, "--block-size": rounds.block_size}
+    for option, given in (others | {"--draft-bits": weights.draft_bits}).items():
+        if given:
+            hint = "--no-draft" if no_draft else f"--draft {NONE}"
+            raise typer.BadParameter(f"goes without {option}", param_hint=hint)
+
+
 def _drafting(names: Names, no_draft: bool) -> str | None:
     """What drafts: what --draft names, a known drafter (None), or lookup where none is known."""
     if no_draft:
@@ -184,26 +197,19 @@ def _policy(
         return TreePolicy.fixed(budget)
     if rounds.no_policy or rounds.block_size:
         return None
-    from dflash_mlx.begin import DEFAULT_BLOCK_SIZE, widest_block
-    from dflash_mlx.policy.costs import costs_file
+    kv_bits = bits_of(rounds.kv_bits)
+    if budget is None:
+        return dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits, meanwhile=measuring)
+    from dflash_mlx.policy.trees import tree_policy
 
-    kv_bits, widest = bits_of(rounds.kv_bits), min(widest_block(drafter), DEFAULT_BLOCK_SIZE)
-    with measuring("a round", costs_file(target, drafter, widest, kv_bits)):
-        if budget is None:
-            return dflash_mlx.Policy.of(target, drafter, widest, kv_bits)
-        from dflash_mlx.policy.trees import tree_policy
-
-        return tree_policy(target, drafter, kv_bits)
+    return tree_policy(target, drafter, kv_bits, meanwhile=measuring)
 
 
 @contextmanager
-def measuring(what: str, file: Path | None) -> Iterator[None]:
-    """Say that costs are measured meanwhile, unless this file has them."""
-    if file is None or not file.exists():
-        note(f"Measuring what {what} costs, once for this pair and machine: some seconds.")
-        with waiting("Measuring"):
-            yield
-    else:
+def measuring(what: str) -> Iterator[None]:
+    """Say that costs are measured meanwhile."""
+    note(f"Measuring what {what} costs, once for this pair and machine: some seconds.")
+    with waiting("Measuring"):
         yield
 
 
@@ -224,7 +230,7 @@ def announce(name: str, hub: Hub) -> None:
 
     Raises the errors of `Hub.fetch`.
     """
-    if _on_hub(name) and not hub.offline and hub.downloaded(name) is None:
+    if on_hub(name) and not hub.offline and hub.downloaded(name) is None:
         size = hub.remote_bytes(name, WEIGHTS)
         note(f"{name}: {sized(size)} to download, {fits_here(size, looks_quantized(name))}")
 
@@ -232,7 +238,7 @@ def announce(name: str, hub: Hub) -> None:
 def announce_drafter(name: str | None, hub: Hub) -> None:
     """Say what drafts, where it is a repository, and how large it is. Raises as `announce`."""
     name = name.removesuffix(WITH_LOOKUP) if name else None
-    if name is None or not _on_hub(name):
+    if name is None or not on_hub(name):
         return
     size = hub.downloaded(name)
     if size is not None:
@@ -241,12 +247,11 @@ def announce_drafter(name: str | None, hub: Hub) -> None:
         note(f"drafted by {name}, {sized(hub.remote_bytes(name, WEIGHTS))} to download")
 
 
-def _on_hub(name: str) -> bool:
-    """Whether a name is a repository's and not a folder's."""
-    return "/" in name and not Path(name).expanduser().is_dir()
+def on_hub(name: str) -> bool:
+    """Whether a name is a repository's, and not one of what is on this disk."""
+    return "/" in name and not Path(name).expanduser().exists()
 
 
 def _is_remote(names: Names) -> bool:
     """Whether something may be fetched, whose own progress bars need the screen."""
-    given = filter(None, (names.model, names.draft))
-    return any("/" in name and not Path(name).expanduser().exists() for name in given)
+    return any(map(on_hub, filter(None, (names.model, names.draft))))

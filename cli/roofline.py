@@ -11,6 +11,7 @@ from rich.table import Table
 import dflash_mlx
 from dflash_mlx.drafter.config import read_json
 from dflash_mlx.loading.fits import fits_here
+from dflash_mlx.loading.gguf.packages import gguf_file
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import EMBEDDED
 from dflash_mlx.loading.quantization import Quantization
@@ -74,8 +75,13 @@ def roofline(
     where = _chip(chip)
     tokens = _acceptance(model, acceptance)
     hub = Hub(offline=offline)
-    file = config_folder(model, "target", hub) / "config.json"
-    config = read_json(file)
+    if gguf := gguf_file(model):
+        from dflash_mlx.loading.gguf.convert import config_of
+
+        file, config = gguf, config_of(gguf)
+    else:
+        file = config_folder(model, "target", hub) / "config.json"
+        config = read_json(file)
     quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
     if machines > 1:
         asked = Asked(model, config, file, quantization, where, tokens, context)

@@ -38,7 +38,7 @@ def stdout() -> Console:
 
 def _console(stream: TextIO, **of: Any) -> Console:
     # Told, for FORCE_COLOR has rich take a pipe for a terminal and draw spinners into it.
-    console = Console(highlight=False, force_terminal=stream.isatty(), **of)
+    console = Told(highlight=False, force_terminal=stream.isatty(), **of)
     if console.is_dumb_terminal:  # rich takes any for one of 80 columns
         console.size = os.get_terminal_size(stream.fileno())
     return console
@@ -104,6 +104,14 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
         bar = Text(dash * length, style="green" if remark else "blue")
         table.add_row(name, bar, f"{speed:,.0f} tok/s", *[remark] * remarked)
     return table
+
+
+class Told(Console):
+    """A console that leaves it to `app` how a command ends whose reader has left."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while that error is handled; rich would end the program, as with an error."""
+        raise
 
 
 class Figures:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -140,32 +140,21 @@ def _open(
     from dflash_mlx.serve.app import Options, make_app
     from dflash_mlx.serve.desk import Desk
 
-    with _measuring(pair):
-        engine = dflash_mlx.Engine(
-            pair.target,
-            pair.drafter,
-            policy=pair.policy,
-            prefix=_prefix(pair, load),
-            memory=None if load.memory is None else int(load.memory * 1e9),
-            most_jobs=load.concurrency,
-        )
+    engine = dflash_mlx.Engine(
+        pair.target,
+        pair.drafter,
+        policy=pair.policy,
+        prefix=_prefix(pair, load),
+        memory=None if load.memory is None else int(load.memory * 1e9),
+        most_jobs=load.concurrency,
+        meanwhile=measuring,
+    )
     desk = Desk(pair.target, engine, settings, load.concurrency + load.queue, metrics)
     server.open(make_app(desk, Options(name, access)), desk)
     if pair.member is not None:
         pair.member.end = partial(_give_up, engine, desk, server)
         pair.member.tell(READY)
     return engine
-
-
-def _measuring(pair: Pair) -> AbstractContextManager[None]:
-    """Say so while the engine measures what its rounds cost, where it will."""
-    if pair.drafter is None or pair.chains is None:
-        return nullcontext()
-    from dflash_mlx.engine.costs import measure_shared
-    from dflash_mlx.policy.costs import costs_file
-
-    file = costs_file(pair.target, pair.drafter, pair.chains.widest, measured=measure_shared)
-    return measuring("a round of many requests", file)
 
 
 def _give_up(engine: Engine, desk: Desk, server: Server, error: DFlashError) -> None:

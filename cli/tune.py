@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from . import options, tune_kernels
-from .pair import Pair, open_pair
-from .screen import NOTHING, Figures, note, print_json, stdout, waiting
+from .pair import Pair, check_drafts, measuring, open_pair
+from .screen import NOTHING, Figures, note, print_json, stdout
 
 if TYPE_CHECKING:
     from dflash_mlx import Policy
@@ -33,12 +33,12 @@ def tune(
     json: options.Json = False,
 ) -> None:
     """Measure what a model's rounds cost here and, on Metal, which kernels are faster."""
+    check_drafts(names)
     kernels = None
     if sys.platform == "darwin":  # elsewhere there is no Metal, and the BLAS comes before MLX
         kernels = tune_kernels.time_kernels(names, weights, again)
     pair = open_pair(names, weights)  # with the kernels that have just won
-    with waiting("Measuring what rounds cost"):
-        costs, kept = _costs(pair, options.bits_of(kv_bits), again)
+    costs, kept = _costs(pair, options.bits_of(kv_bits), again)
     if json:
         content: dict[str, Any] = {"model": pair.target.name, "milliseconds": costs}
         rows = None if kernels is None else [tune_kernels.as_json(row) for row in kernels]
@@ -56,8 +56,8 @@ def _costs(pair: Pair, kv_bits: int | None, again: bool) -> tuple[dict[str, ByRo
     """Milliseconds of a round, its draft included, by shape, context and rows; who has them."""
     from dflash_mlx.policy.trees import TreePolicy, tree_policy
 
-    assert pair.drafter is not None  # tune takes no --no-draft
-    policy = tree_policy(pair.target, pair.drafter, kv_bits, again)
+    assert pair.drafter is not None  # it was asked for
+    policy = tree_policy(pair.target, pair.drafter, kv_bits, again, measuring)
     if not isinstance(policy, TreePolicy):
         return {CHAINS: _chains(policy.costs)}, _kept(policy)
     trees = {

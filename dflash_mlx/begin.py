@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal, Unpack
 
 from .conversation import Conversation
@@ -83,7 +84,8 @@ def begin(
             UnsupportedTreeError, too, where tree_budget asks a target for what it cannot read.
         ProposalError: later, when the drafter's proposal is not a draft from the anchor.
     """
-    settings = Sampling.of(
+    _check_names(history)
+    settings = Sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **history
     )
     if not is_whole(max_tokens, 0, sys.maxsize):
@@ -113,6 +115,16 @@ def begin(
     request = Request(conversation, ids, sampler, rounds, text, stats, ends)
     conversation.open(request)
     return request
+
+
+def _check_names(history: Iterable[str]) -> None:
+    """Raise `SettingsError` for the name of a setting that there is not."""
+    for name in history:
+        if name not in History.__annotations__:
+            known = [*(begin.__kwdefaults__ or ()), *History.__annotations__]
+            near = get_close_matches(name, known, n=1)
+            told = f"Did you mean {near[0]}?" if near else "help(dflash_mlx.generate) lists them."
+            raise SettingsError(f"There is no setting {name!r}. {told}")
 
 
 def check_kinds(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, ParamSpec, Protocol
@@ -176,10 +177,24 @@ def _to_the_end(stream: Callable[Settings, Iterator[Event]]) -> Callable[Setting
 
 
 def _like(of: Callable[..., Any], function: Callable[Settings, Any], returns: str) -> Any:
-    """A function with the documentation of another: its parameters are declared in one place."""
-    function.__doc__ = function.__doc__ or of.__doc__
-    vars(function)["__signature__"] = signature(of).replace(return_annotation=returns)
-    return function
+    """A function with the documentation of another: its parameters are declared in one place.
+
+    What is missing is told of the function that was called, whoever it hands its arguments to.
+    """
+    declared = signature(of)
+
+    @wraps(function)
+    def called(*given: Settings.args, **settings: Settings.kwargs) -> Any:
+        try:
+            declared.bind(*given, **settings)
+        except TypeError as error:
+            name = function.__name__
+            raise TypeError(f"{name}(target, drafter or None, prompt): {error}") from None
+        return function(*given, **settings)
+
+    called.__doc__ = function.__doc__ or of.__doc__
+    vars(called)["__signature__"] = declared.replace(return_annotation=returns)
+    return called
 
 
 stream_generate = _by_steps(begin)

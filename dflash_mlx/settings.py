@@ -70,14 +70,6 @@ class Sampling:
     frequency_context_size: int = 20
     logits_processors: Sequence[LogitsProcessor] = ()
 
-    @classmethod
-    def of(cls, **settings: Any) -> Sampling:
-        """The settings of these names. Raises `SettingsError` for a name that there is not."""
-        for name in settings:
-            if name not in cls.__dataclass_fields__:
-                raise SettingsError(f"There is no setting {name!r}.")
-        return cls(**settings)
-
     def __post_init__(self) -> None:
         # In between, logits divided by it stay within what f32 holds.
         self._check(

@@ -86,7 +86,7 @@ def _row(
     repeats: int,
 ) -> PolicyRow:
     widest = block_size(drafters[0]) or max(WIDTHS)
-    costs = pair_costs(target, drafters[0], widest, again=True)
+    costs, _ = pair_costs(target, drafters[0], widest, again=True)
     widths = [width for width in WIDTHS if width <= widest]
     over_plain, over_width = [], dict[int, list[float]]((width, []) for width in widths)
     rounds = drafted = 0

@@ -8,9 +8,11 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget, TreeBigrams
 from program import run
 from rich.console import Console
+from typer.testing import CliRunner
 
 from dflash_mlx.bench.plots import caption, draw_trees
 from dflash_mlx.bench.trees import tree_rows
+from dflash_mlx.cli.app import app
 from dflash_mlx.cli.bench_trees import _table
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import generate
@@ -103,13 +105,19 @@ def test_the_command(tmp_path, pair):
         (["generate", "hi", "--tree-budget", "on"], "neither a number"),
         (["generate", "hi", "--tree-budget", "8", "--no-draft"], "goes without"),
         (["chat", "--tree-budget", "auto", "--block-size", "8"], "goes without"),
+        (["bench", "--tree-budget", "8", "--draft", "lookup"], "goes without --draft lookup"),
+        (["bench", "--trees", "8", "--draft", "lookup"], "goes without --draft lookup"),
+        (["generate", "hi", "--draft", "lookup", "--tree-budget", "8"], "--draft lookup"),
+        (["bench", "--draft", "none"], "name what drafts"),
+        (["tune", "--draft", "none"], "name what drafts"),
+        (["generate", "hi", "--draft", "none", "--block-size", "4"], "goes without --block-size"),
+        (["generate", "hi", "--no-draft", "--draft-bits", "4"], "goes without --draft-bits"),
     ],
     ids=" ".join,
 )
 def test_wrong_options_are_one_line(options, message):
-    done = run(*options)
-    assert done.returncode == 2 and message in done.stderr
-    assert "Traceback" not in done.stderr
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, options)
+    assert done.exit_code == 2 and message in done.stderr
 
 
 def test_the_table_fits_a_terminal(rows):

@@ -29,7 +29,7 @@ embedded = pytest.mark.skipif(
 
 @embedded
 def test_a_pipe():
-    lines = [SUM, "What is 12 minus 5?", "", "/quit", "What is 30 plus 1?"]
+    lines = [SUM, "What is 12 minus 5?", "", "exit", "What is 30 plus 1?"]
     done = start_program("chat", stdin="\n".join(lines))
     assert done.returncode == 0 and not CONTROL.search(done.stdout + done.stderr)
     answers = [line for line in done.stdout.splitlines() if line.startswith("So ")]
@@ -117,6 +117,15 @@ def test_what_is_almost_a_command_is_no_message(chat, capsys, line, said):
     assert roles(chat) == ([] if said else ["user", "assistant"])
 
 
+@pytest.mark.parametrize(
+    ("line", "leaves"),
+    [("exit", True), ("quit ", True), ("/exit", True), (" exit", False), ("exit code?", False)],
+)
+def test_a_word_alone_leaves_as_in_other_programs(chat, line, leaves):
+    say(chat, line)
+    assert chat.leaving == leaves and roles(chat) == ([] if leaves else ["user", "assistant"])
+
+
 def test_settings_are_shown_and_set(chat, capsys):
     settings = chat.dialogue.settings
     shown = told(chat, capsys, "/set")
@@ -140,6 +149,27 @@ def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
     heard = told(chat, capsys, f"/set {wrong}")
     assert heard.startswith("error: ") and heard.count("\n") == 1
     assert chat.dialogue.settings == before
+
+
+def test_a_seed_is_drawn_anew_when_it_is_taken_away(chat, capsys):
+    settings = chat.dialogue.settings
+    assert told(chat, capsys, "/set seed 3", "/set seed none").endswith("seed         none\n")
+    say(chat, "/set temperature 0.8", "/set seed 3", "/set seed none")
+    assert settings["seed"] not in (None, 3), "sampling has one"
+
+
+def test_a_comparison_is_with_the_settings_of_the_answer(capsys):
+    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
+    chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 16}), obey, reader)
+    heard = told(chat, capsys, "hi", "/set temperature 1.5", "/compare")
+    assert "the text is identical" in heard
+    heard = told(chat, capsys, "/retry", "/set temperature 0", "/compare")
+    assert "the text is identical" in heard
+
+
+def test_without_a_drafter_there_is_nothing_to_compare(chat, capsys):
+    assert told(chat, capsys, "hi", "/compare").endswith("error: Nothing drafts in this chat.\n")
+    assert chat.plain is None
 
 
 def test_plain_decoding_is_measured_again_every_few_answers(capsys, monkeypatch):

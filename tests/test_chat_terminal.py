@@ -74,7 +74,7 @@ def test_paste_completion_settings_editor_and_a_history_of_two_sessions(tmp_path
     first.type("/edit What is", enter=True)
     first.type("")  # sends what the editor has left
     first.type(f"/save {talk}")
-    first.type("/exit", enter=True)
+    first.type("exit")
     first.program.expect("\n.*$")
     first.program.wait()
     seen = re.sub(r"\s+", " ", "\n".join(first.lines))
@@ -87,7 +87,7 @@ def test_paste_completion_settings_editor_and_a_history_of_two_sessions(tmp_path
     assert "rude" not in saved and "Be brief." in saved
 
     second = Terminal(tmp_path, 80, *QUICK, "8", "--resume", str(talk))
-    second.type(3 * "\x1b[A")  # over /exit and /save to the message before them
+    second.type(3 * "\x1b[A")  # over exit and /save to the message before them
     second.type("/load " + str(talk)[:-4] + "\t")
     seen = second.leave()
     assert "5 messages so far." in seen and "5 messages loaded." in seen

@@ -40,11 +40,6 @@ def test_draft_says_what_drafts(folder, draft, rows):
     assert content["block_size"] == rows and "No drafter" not in done.stderr
 
 
-def test_trees_need_a_network():
-    done = run("generate", "hi", "--draft", "lookup", "--tree-budget", "8")
-    assert done.returncode == 2 and "--draft lookup" in done.stderr
-
-
 def test_the_library_knows_the_same_names(folder):
     name = str(folder)
     with pytest.warns(UserWarning, match="no drafter is known for .*, so its text is drafted by"):

@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
 import tinymodels
 from program import run
+from typer.testing import CliRunner
 
+from dflash_mlx.cli.app import app
+from dflash_mlx.cli.options import Sampling
 from dflash_mlx.loop import generate
 
 QUESTION = "what is 37 + 48?"
@@ -45,5 +49,20 @@ def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
 def test_chat_samples(pair):
     done = run("chat", "-n", "8", "--verbose", *SAMPLED, *pair, stdin=f"{QUESTION}\n")
     assert done.returncode == 0 and done.stdout and "seed: 7" in done.stderr
-    refused = run("chat", "-t", "-1", *pair, stdin=f"{QUESTION}\n")
-    assert refused.returncode == 1 and refused.stderr.startswith("error: temperature")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("-t", "-1"), ("--top-p", "7"), ("--top-k", "-1"), ("--min-p", "-1"), ("--seed", "-1")],
+)
+def test_a_setting_out_of_range_is_refused_before_anything_is_loaded(wrong):
+    refused = CliRunner().invoke(app, ["generate", "hi", "--model", "/nowhere", *wrong])
+    assert refused.exit_code == 2 and "Invalid value" in refused.stderr
+
+
+def test_what_has_no_effect_at_temperature_0_is_said(capsys):
+    Sampling(temperature=0.5, seed=7, top_p=0.9).settings()
+    Sampling().settings()
+    assert not capsys.readouterr().err
+    Sampling(seed=7, top_p=0.9).settings()
+    assert "--top-p, --seed changes nothing" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Cost curves: the fit, the depth, the cached file, and a real measurement."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from tinymodels import random_drafter, target
 
 from dflash_mlx.policy import costs, timing
-from dflash_mlx.policy.costs import Costs, curve, measure, monotone, pair_costs
+from dflash_mlx.policy.costs import Costs, curve, measure, monotone, pair_costs, read_costs
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
@@ -64,23 +65,34 @@ def test_slow_rounds_are_timed_once(monkeypatch, seconds, times):
 
 
 def test_measured_once_and_read_afterwards(tmp_path, monkeypatch):
-    pair, made = (target("qwen3"), random_drafter()), []
+    pair, made, told = (target("qwen3"), random_drafter()), [], []
 
     def fake(*arguments):
         made.append(arguments)
         return Costs({64: {1: 1.0, 16: 2.0}}, {64: {1: 0.0, 16: 0.5}})
 
+    @contextmanager
+    def meanwhile(what):
+        told.append((what, len(made)))
+        yield
+        assert told[-1] == (what, len(made) - 1), "measured in here"
+
+    def found(pair, widest=16, **how):
+        return pair_costs(*pair, widest, meanwhile=meanwhile, **how)
+
     monkeypatch.setattr(costs, "measure", fake)
     monkeypatch.setattr(costs, "_cache_folder", lambda: tmp_path / "new")
-    first, second = pair_costs(*pair, 16), pair_costs(*pair, 16)
-    assert first == second and len(made) == 1
-    assert pair_costs(*pair, 8) == first and len(made) == 2, "another width is another curve"
-    assert pair_costs(target("llama"), pair[1], 16) == first and len(made) == 3
+    first, second = found(pair), found(pair)
+    assert first == second and len(made) == 1 and read_costs(first[1]) == first[0]
+    assert found(pair, again=True) == first and len(made) == 2
+    assert found(pair, 8)[0] == first[0] and len(made) == 3, "another width is another curve"
+    assert found((target("llama"), pair[1]))[0] == first[0] and len(made) == 4
     files = list((tmp_path / "new").iterdir())
     for file in files:
         file.write_text(json.dumps({"verify": 3}))
     with pytest.warns(UserWarning, match="is damaged: costs are measured anew"):
-        assert pair_costs(*pair, 16) == first and len(made) == 4
+        assert found(pair) == first and len(made) == 5
     (tmp_path / "a file").touch()
     monkeypatch.setattr(costs, "_cache_folder", lambda: tmp_path / "a file")
-    assert pair_costs(*pair, 16) == first and len(made) == 5, "a folder that cannot be is no error"
+    assert found(pair)[0] == first[0] and len(made) == 6, "a folder that cannot be is no error"
+    assert told == [("a round", before) for before in range(6)], "said whenever it is done"

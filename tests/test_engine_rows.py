@@ -1,6 +1,7 @@
 """Who gets how many rows: against brute force, and against one request's own policy."""
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tinymodels import random_drafter, target
 
 from dflash_mlx.engine.costs import MANY, SharedCosts, measure_shared
+from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.rows import FIRST, FLOOR, GAIN, SLACK, Share, Standing, share
 from dflash_mlx.policy import timing
 from dflash_mlx.policy.costs import Costs
@@ -164,3 +166,22 @@ def test_measuring_a_pair_s_shared_rounds(monkeypatch):
     assert all(sorted(points) == [8, 16, 32] for points in measured.verify.values())
     assert all(sorted(points) == [16, 32] for points in measured.draft.values())
     assert all(0 < s < 10 for table in measured.verify.values() for s in table.values())
+
+
+def test_an_engine_that_measures_says_so(monkeypatch, tmp_path):
+    def measure_shared(*_):
+        return Costs({64: {8: 3.0, 128: 6.0}}, {64: {16: 0.5}})
+
+    monkeypatch.setattr("dflash_mlx.engine.costs.measure_shared", measure_shared)
+    monkeypatch.setattr("dflash_mlx.policy.costs._cache_folder", lambda: tmp_path)
+    told = []
+    for _ in range(2):
+        policy = Policy(Costs({64: {1: 1.0, 16: 2.5}}, {64: {1: 0.0}}), 16)
+        with Engine(
+            target("qwen3"),
+            random_drafter(),
+            policy=policy,
+            meanwhile=lambda what: nullcontext(told.append(what)),
+        ):
+            pass
+    assert told == ["a round of many requests"], "the second finds the first one's file"

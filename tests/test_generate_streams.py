@@ -68,6 +68,12 @@ def test_bytes_beside_a_prompt_are_not_dropped_in_silence():
     assert done.exit_code == 1 and "What is piped in is not text in UTF-8" in done.stderr
 
 
+def test_a_prompt_without_quotes_says_to_quote_it():
+    done = invoke("Tell", "me", "-n", "5", "a", "story")
+    assert done.exit_code == 2 and done.stderr.count("\n") < 6
+    assert "needs quotes: 'Tell me a story'" in done.stderr
+
+
 def test_a_closed_stdin_is_no_input(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     assert read_prompt(SUMMARIZE, None) == SUMMARIZE

@@ -1,6 +1,8 @@
 """Drafters that are none and settings that cannot be: refused, at once and in one line."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -125,6 +127,27 @@ def test_settings_out_of_range_are_refused_at_once(settings, word, drafter):
     with pytest.raises(SettingsError, match=word) as caught:
         stream_generate(target(), drafter, PROMPT, **settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("max_token", "Did you mean max_tokens?"),
+        ("repetition_penalti", "Did you mean repetition_penalty?"),
+        ("sampler", "help(dflash_mlx.generate)"),
+    ],
+)
+def test_a_mistyped_setting_names_the_one_that_may_be_meant(name, told):
+    with Engine(target(), None) as engine:
+        for ask in (partial(generate, target(), None), engine.submit):
+            with pytest.raises(SettingsError, match=f"no setting {name!r}.*{re.escape(told)}"):
+                ask(PROMPT, **{name: 3})
+
+
+@pytest.mark.parametrize("ask", [generate, stream_generate], ids=lambda ask: ask.__name__)
+def test_a_forgotten_drafter_is_told_of_what_was_called(ask):
+    with pytest.raises(TypeError, match=rf"^{ask.__name__}\(.* drafter or None.* 'prompt'"):
+        ask(target(), [{"role": "user", "content": "hi"}], max_tokens=3)
 
 
 def test_a_block_wider_than_the_drafters_is_refused():

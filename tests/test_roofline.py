@@ -7,7 +7,9 @@ import families
 import mlx.core as mx
 import pytest
 import tinymodels
+from ggufs import gguf_of, write
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 from program import run
 from typer.testing import CliRunner
 
@@ -15,6 +17,7 @@ from dflash_mlx.bench.roofline import Shapes, chance, model_of, rounds, shapes_o
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.shapes import Matrix
+from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.machine.chips import chip_named, chips, find_chip
 
@@ -153,6 +156,18 @@ def test_the_command(tmp_path):
     assert "prediction, not a measurement" in shown.stderr and shown.stdout.count("\n") == 17
     shown = roofline(*command)
     assert shown.exit_code == 2 and "--acceptance" in shown.stderr
+
+
+def test_a_gguf_file_is_predicted_by_its_header(tmp_path):
+    """In its own bits, as it is on Metal; nothing is converted for it."""
+    metadata, tensors, _ = gguf_of("llama")
+    path = tmp_path / "model.gguf"
+    write(path, metadata, tensors, dict.fromkeys(tensors, "Q8_0"))
+    done = roofline("--model", path, "--chip", "M4", "--acceptance", "4", "--json")
+    assert done.exit_code == 0, done.stderr
+    read = load_model(converted(path, unpack=False, cache=tmp_path))[0].parameters()
+    stored = sum(value.nbytes for _, value in tree_flatten(read))  # its few vectors in float32
+    assert json.loads(done.stdout)["weights_bytes"] == pytest.approx(stored, rel=0.01)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])

@@ -4,11 +4,12 @@ import io
 import os
 import termios
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dflash_mlx.cli.screen import Figures, stderr
+from dflash_mlx.cli.screen import Figures, stderr, stdout
 
 CELL = st.text("abcdefgh0123456789.,x/-", min_size=1, max_size=12)
 
@@ -57,6 +58,16 @@ def test_a_terminal_that_moves_no_cursor_has_its_own_width(monkeypatch):
     with open(leader, "rb", 0), open(terminal, "w") as stream:
         monkeypatch.setattr("sys.stderr", stream)
         assert stderr().is_dumb_terminal and stderr().width == 40
+
+
+def test_a_table_whose_reader_leaves_ends_as_all_output_does(monkeypatch):
+    """With the exit code of a closed pipe, which is not rich's."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", closefd=False) as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        with pytest.raises(BrokenPipeError):
+            stdout().print("x" * 100_000)
 
 
 def test_what_stands_below_is_indented_and_no_name_is_torn():

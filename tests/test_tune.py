@@ -22,11 +22,16 @@ def test_costs_are_kept_until_they_are_asked_for_again(pair, tmp_path, monkeypat
         assert done.returncode == 0, done.stderr
         return done
 
-    first = json.loads(tuned("--json").stdout)
+    def told(done) -> bool:
+        return "Measuring what a round costs" in done.stderr
+
+    begun = tuned("--json")
+    first = json.loads(begun.stdout)
     chains = first["milliseconds"]["chains"]
     assert all(cost > 0 for by_rows in chains.values() for cost in by_rows.values())
     assert (first["kernels"] is None) == (not mx.metal.is_available())
     shown = tuned()  # from what was kept
+    assert told(begun) and not told(shown), "a person is not kept waiting without a word"
     for by_rows in chains.values():
         assert all(f"{cost:.3g}" in shown.stdout for cost in by_rows.values())
     if first["kernels"] is None:

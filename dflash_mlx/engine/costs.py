@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -26,7 +27,7 @@ import numpy as np
 
 from ..drafter.forest import propose_together
 from ..drafter.protocol import Drafter
-from ..policy.costs import Costs, curve, monotone, pair_costs
+from ..policy.costs import Costs, Meanwhile, curve, monotone, pair_costs
 from ..policy.timing import DEPTHS, TOKEN, Round, started, time_rounds
 from ..proposal import Proposal
 from ..sampling import Sampler
@@ -66,9 +67,14 @@ class SharedCosts:
         widest: int,
         kv_bits: int | None = None,
         again: bool = False,
+        meanwhile: Meanwhile = nullcontext,
     ) -> SharedCosts:
         """The costs of a pair, measured now unless they are in the cache; see `Policy.of`."""
-        return cls(one, pair_costs(target, drafter, widest, kv_bits, again, measure_shared))
+        what = "a round of many requests"
+        many, _ = pair_costs(
+            target, drafter, widest, kv_bits, again, measure_shared, what, meanwhile
+        )
+        return cls(one, many)
 
     def verify(self, rows: np.ndarray, requests: int, context: int) -> np.ndarray:
         """Seconds of forwards over these numbers of rows, of so many requests together."""

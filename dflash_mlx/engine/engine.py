@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 from ..begin import begin, check_kinds
@@ -19,6 +19,7 @@ from ..drafter.plain import NoDrafter
 from ..drafter.protocol import Drafter
 from ..errors import EngineError, SettingsError
 from ..loop import Together
+from ..policy.costs import Meanwhile
 from ..policy.rounds import AnyPolicy
 from ..policy.trees import TreePolicy
 from ..policy.widths import Policy
@@ -55,6 +56,7 @@ class Engine(AbstractContextManager["Engine", None]):
         stall_ms: for how long reading a prompt may hold up the texts of others.
         most_jobs: how many have rounds together; the others wait for their turn.
         together: how rounds draft and verify; None is in one pass of each.
+        meanwhile: where rounds have to be measured, the context to be in; see `Policy.of`.
 
     Attributes:
         progressed: when a step was last over, a round or a chunk of a prompt, by `time.monotonic`.
@@ -73,6 +75,7 @@ class Engine(AbstractContextManager["Engine", None]):
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
         together: Together | None = None,
+        meanwhile: Meanwhile = nullcontext,
     ) -> None:
         check_kinds(target, drafter, policy, prefix=prefix)
         if memory is not None and not is_whole(memory, 1, 2**63):
@@ -87,7 +90,7 @@ class Engine(AbstractContextManager["Engine", None]):
         self._fits: set[int | None] = set()  # kv_bits that the caches were tried with
         self._check(None)
         self._memory = Memory(target, drafter, memory, prefix)
-        together = together or Flat(target, _shared_rounds(target, drafter, policy))
+        together = together or Flat(target, _shared_rounds(target, drafter, policy, meanwhile))
         self._seats = Seats(together, self._memory, most_jobs, stall_ms / 1e3)
         self._arrived: deque[tuple[Job, Request]] = deque()  # what other threads have put there
         self._lock, self._scheduled, self._closed = threading.Lock(), False, False
@@ -201,10 +204,11 @@ class Engine(AbstractContextManager["Engine", None]):
 
 
 def _shared_rounds(
-    target: Target, drafter: Drafter | None, policy: AnyPolicy | None
+    target: Target, drafter: Drafter | None, policy: AnyPolicy | None, meanwhile: Meanwhile
 ) -> SharedRounds | None:
     """What shares out rows by their cost; None where none of them is to be weighed."""
     chains = policy.chains if isinstance(policy, TreePolicy) else policy
     if drafter is None or not isinstance(chains, Policy) or chains.widest == 1:
         return None
-    return SharedRounds(SharedCosts.of(target, drafter, chains.costs, chains.widest))
+    one, widest = chains.costs, chains.widest
+    return SharedRounds(SharedCosts.of(target, drafter, one, widest, meanwhile=meanwhile))

@@ -15,7 +15,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -79,6 +79,8 @@ class Costs:
 
 # (target, drafter, the most rows of a path, bits of keys and values) -> what rounds cost
 Measurement = Callable[..., Costs]
+# what is about to be measured, in words -> a context to be in until it is
+Meanwhile = Callable[[str], AbstractContextManager[object]]
 
 
 def curve(points: Mapping[int, Mapping[int, float]], context: int, widest: int) -> list[float]:
@@ -131,7 +133,9 @@ def pair_costs(
     kv_bits: int | None = None,
     again: bool = False,
     measured: Measurement | None = None,
-) -> Costs:
+    what: str = "a round",
+    meanwhile: Meanwhile = nullcontext,
+) -> tuple[Costs, Path | None]:
     """The costs of rounds of up to `widest` rows: from the cache folder, or measured now.
 
     Only the costs of drafters that are `Identified` are cached.
@@ -142,35 +146,27 @@ def pair_costs(
         kv_bits: of the target's keys and values, as in `stream_generate`.
         again: measure even if the cache knows, and let it know better.
         measured: what measures; None is `measure`, of chains.
+        what: that is, in words.
+        meanwhile: the context to be in while it does; nothing is entered for costs that are known.
+
+    Returns the costs, and the file that keeps them from now on; None where none does.
     """
-    measured = measured or measure
-    path = costs_file(target, drafter, widest, kv_bits, measured)
-    if path is None:
-        return measured(target, drafter, widest, kv_bits)
+    measured, path = measured or measure, None
+    if isinstance(drafter, Identified):
+        mark = _fingerprint(target, drafter.identity, widest, kv_bits)
+        path = _cache_folder() / f"{measured.__name__}-{mark}.json"
     try:
-        if not again:
-            return read_costs(path)
+        if path is not None and not again:
+            return read_costs(path), path
     except OSError:
         pass  # not measured yet, or not here
     except UNREADABLE:
         warnings.warn(f"dflash-mlx: {path} is damaged: costs are measured anew.", stacklevel=3)
-    costs = measured(target, drafter, widest, kv_bits)
-    keep_costs(path, costs)
-    return costs
-
-
-def costs_file(
-    target: Target,
-    drafter: Drafter,
-    widest: int,
-    kv_bits: int | None = None,
-    measured: Measurement | None = None,
-) -> Path | None:
-    """Where a pair's costs are kept; None where they are not. The arguments of `pair_costs`."""
-    if not isinstance(drafter, Identified):
-        return None
-    mark = _fingerprint(target, drafter.identity, widest, kv_bits)
-    return _cache_folder() / f"{(measured or measure).__name__}-{mark}.json"
+    with meanwhile(what):
+        costs = measured(target, drafter, widest, kv_bits)
+    if path is not None:
+        keep_costs(path, costs)
+    return costs, path
 
 
 def keep_costs(path: Path, costs: Costs) -> None:

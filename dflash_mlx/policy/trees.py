@@ -18,6 +18,7 @@ gone on past a tree, every size of it is scored by the tokens that it *would* ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from ..errors import SettingsError
 from ..proposal import Proposal
 from ..reading import is_whole, shown
 from ..sharpness import Sharpness
-from .costs import Costs, curve, pair_costs
+from .costs import Costs, Meanwhile, curve, pair_costs
 from .tree_costs import MOST_ROWS, measure_trees
 from .widths import Policy
 
@@ -249,13 +250,18 @@ class Sizes:
 
 
 def tree_policy(
-    target: Target, drafter: Drafter, kv_bits: int | None = None, again: bool = False
+    target: Target,
+    drafter: Drafter,
+    kv_bits: int | None = None,
+    again: bool = False,
+    meanwhile: Meanwhile = nullcontext,
 ) -> TreePolicy | Policy:
     """The policy of a pair, with trees where both of them can have them; see `Policy.of`."""
-    chains = Policy.of(target, drafter, kv_bits=kv_bits, again=again)
+    chains = Policy.of(target, drafter, kv_bits=kv_bits, again=again, meanwhile=meanwhile)
     if not (drafts_trees(drafter) and target.supports_trees):
         return chains
-    costs = pair_costs(target, drafter, chains.widest, kv_bits, again, measure_trees)
+    widest, what = chains.widest, "a round with a draft tree"
+    costs, _ = pair_costs(target, drafter, widest, kv_bits, again, measure_trees, what, meanwhile)
     return TreePolicy(chains, costs)
 
 

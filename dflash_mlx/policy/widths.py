@@ -16,6 +16,7 @@ change the speed and not the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import UNKNOWN, WARMTHS, Beliefs, Mood, expected_tokens, level, warmth
 from .confidence import Confidence
-from .costs import Costs, costs_file, curve, keep_costs, pair_costs
+from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs
 from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Policy:
         widest: int = 16,
         kv_bits: int | None = None,
         again: bool = False,
+        meanwhile: Meanwhile = nullcontext,
     ) -> Policy:
         """The policy of a pair whose costs are measured now, unless they are in the cache.
 
@@ -83,14 +85,16 @@ class Policy:
             widest: the most rows a round may have; the drafter's block size limits it too.
             kv_bits: of the target's keys and values, as in `stream_generate`.
             again: measure even if the cache knows: the machine may have been busy then.
+            meanwhile: given what is measured ("a round"), makes a context to be in while it is, to
+                say so, for it takes seconds. For costs that are known it is not called.
 
         Raises `SettingsError` without a drafter: plain decoding has no widths.
         """
         if not isinstance(drafter, Drafter):
             raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
         widest = min(widest, block_size(drafter) or widest)
-        file = costs_file(target, drafter, widest, kv_bits)
-        return cls(pair_costs(target, drafter, widest, kv_bits, again), widest, file)
+        costs, file = pair_costs(target, drafter, widest, kv_bits, again, meanwhile=meanwhile)
+        return cls(costs, widest, file)
 
     def keep(self) -> None:
         """Have the next start of the program begin with the costs that the rounds have corrected.

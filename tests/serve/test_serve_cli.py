@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.launch import Agent, how
-from dflash_mlx.cli.pair import measuring
 from dflash_mlx.errors import MissingDependencyError
 
 
@@ -58,17 +57,6 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "starlette.datastructures", None)
     code, told = run("serve")
     assert code == 1 and str(MissingDependencyError.of("", "serve")).strip(": ") in told
-
-
-def test_measuring_is_told_where_it_is_done(tmp_path, capsys):
-    file = tmp_path / "costs.json"
-    with measuring("a round", file):
-        pass
-    assert "Measuring what a round costs" in capsys.readouterr().err
-    file.touch()
-    with measuring("a round", file):
-        pass
-    assert capsys.readouterr().err == ""
 
 
 def test_claude_is_told_by_its_environment():

@@ -61,6 +61,16 @@ def converted(path: Path, unpack: bool, cache: Path | None = None) -> Path:
     return folder
 
 
+def config_of(path: Path) -> dict[str, Any]:
+    """The config.json of a file whose weights keep their bits; only its header is read.
+
+    Raises the errors of `converted` about files.
+    """
+    header = read_header(path)
+    check_tensors(path, header.tensors)
+    return _config(path, header, unpack=False)
+
+
 def _source(path: Path) -> dict[str, Any]:
     """What tells one state of a file from another."""
     status = path.stat()
@@ -97,10 +107,7 @@ def _make(path: Path, header: Header, source: dict[str, Any], unpack: bool, fold
     part.mkdir(exist_ok=True)
     _check_room(part, needed)
     _write_json(part / SOURCE, source)
-    config = _config(path, header)
-    bits = None if unpack else quantization(header.tensors)
-    if bits is not None:
-        config["quantization"] = bits
+    config = _config(path, header, unpack)
     tokenizer.save(path, header.metadata, part)
     _write_json(part / "config.json", config)
     _write_weights(path, header, config, unpack, part)
@@ -129,7 +136,7 @@ def _began_with(part: Path, source: dict[str, Any]) -> bool:
         return False
 
 
-def _config(path: Path, header: Header) -> dict[str, Any]:
+def _config(path: Path, header: Header, unpack: bool) -> dict[str, Any]:
     divisors = None
     if ROPE_DIVISORS in header.tensors:
         tensor = header.tensors[ROPE_DIVISORS]
@@ -138,7 +145,9 @@ def _config(path: Path, header: Header) -> dict[str, Any]:
         divisors = np.fromfile(path, np.float32, tensor.size // 4, offset=tensor.start)
     names, rows = frozenset(header.tensors), header.tensors["token_embd.weight"].shape[0]
     config = read_config(path, header.metadata, names, rows, divisors)
-    return config | {"eos_token_id": tokenizer.end_tokens(path, header.metadata)}
+    config["eos_token_id"] = tokenizer.end_tokens(path, header.metadata)
+    bits = None if unpack else quantization(header.tensors)
+    return config if bits is None else config | {"quantization": bits}
 
 
 def _write_weights(
