@@ -32,7 +32,7 @@ from .bench_counts import count_rounds
 from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
 from .machines import Machines, joined, shared
-from .options import AUTO, OFF, tree_rows
+from .options import AUTO, OFF, is_given, tree_rows
 from .pair import WHOLE_BLOCKS, check_drafts, open_pair
 from .screen import note, print_json
 
@@ -85,7 +85,7 @@ def bench(
     if rules is not None:
         _check_protocol(prompts, context)
         repeats = 1
-        max_tokens = max_tokens if _is_given("max_tokens", context) else rules.max_tokens
+        max_tokens = max_tokens if is_given("max_tokens", context) else rules.max_tokens
     chosen = _prompts(suite, prompts, limit, Hub(offline=weights.offline), data, rules)
     setup: dict[str, Any] = {
         "suite": str(prompts or ", ".join(suite or [EMBEDDED])),
@@ -172,14 +172,8 @@ def _check_protocol(prompts: Path | None, context: typer.Context) -> None:
     """Raise `BadParameter` for options that a protocol decides."""
     if prompts is not None:
         raise typer.BadParameter("goes without --protocol", param_hint="--prompts")
-    if _is_given("repeats", context):
+    if is_given("repeats", context):
         raise typer.BadParameter("goes without --protocol", param_hint="--repeats")
-
-
-def _is_given(parameter: str, context: typer.Context) -> bool:
-    """Whether an option was given, and is not its default."""
-    source = context.get_parameter_source(parameter)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _numbers(option: str, text: str | None, least: int = 1) -> list[int]:

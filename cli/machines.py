@@ -21,7 +21,7 @@ from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.names import check_name
 
 from . import options
-from .options import bits_of
+from .options import bits_of, is_given
 from .screen import error_line, note
 
 MLX_RANK: Final = "MLX_RANK"
@@ -142,8 +142,11 @@ def shared(
     """
     if not machines.stall_seconds > 0:
         raise typer.BadParameter("must be above 0", param_hint="--stall-seconds")
-    if machines.pipeline and rank() is None and machines.hosts is None:
-        raise typer.BadParameter("goes with --hosts", param_hint="--pipeline")
+    if rank() is None and machines.hosts is None:
+        given = {"--pipeline": machines.pipeline}
+        given["--stall-seconds"] = is_given("stall_seconds", context)
+        if useless := [option for option, is_there in given.items() if is_there]:
+            raise typer.BadParameter("goes with --hosts", param_hint=useless[0])
     if rank() is not None and machines.hosts is not None:
         raise typer.BadParameter("goes without mlx.launch", param_hint="--hosts")
     if machines.hosts is not None:

@@ -259,3 +259,9 @@ def tree_rows(text: str) -> int | str | None:
 def bits_of(bits: Bits | None) -> int | None:
     """The number an option stands for."""
     return None if bits is None else int(bits.value)
+
+
+def is_given(parameter: str, context: typer.Context) -> bool:
+    """Whether an option was given, and is not its default."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"

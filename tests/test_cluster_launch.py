@@ -100,3 +100,10 @@ def test_stdin_that_never_ends_is_not_waited_for(monkeypatch):
 def test_bench_times_no_leanest_round_over_machines():
     """It would run forwards that the other ranks do not know of, and wait for them for ever."""
     assert "one machine" in why_not(object.__new__(LeadingTarget), None)
+
+
+@pytest.mark.parametrize("given", ["--pipeline", "--stall-seconds=3"])
+@pytest.mark.parametrize("command", ["generate hi", "bench", "serve"])
+def test_what_is_about_other_machines_goes_with_hosts(command, given):
+    done = run(*command.split(), given)
+    assert done.returncode == 2 and "goes with --hosts" in done.stderr
