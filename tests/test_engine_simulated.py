@@ -18,6 +18,8 @@ SLOTS = 15
 class Asking:
     """A request."""
 
+    doubt = 0.5
+
     def __init__(self, believed: float, right: float) -> None:
         self.believed, self.right, self.tokens = believed, right, 0
 
