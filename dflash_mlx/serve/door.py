@@ -8,6 +8,7 @@ door takes connections itself, a few at a time, and what has not sent a whole he
 from __future__ import annotations
 
 import asyncio
+import selectors
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -106,6 +107,9 @@ class Door:
         # By when their heads have to be whole, those who came first first; one timer is for all.
         self._callers: dict[_Caller, float] = {}
         self._late: asyncio.TimerHandle | None = None
+        # What listens to them: the loop listens to it, and has to make nothing for each of them.
+        self._ears = selectors.DefaultSelector()
+        self._loop.add_reader(self._ears.fileno(), self._hear)
         # Whoever is taken in one go must not push out another of the same go.
         self._at_once = max(1, min(AT_ONCE, crowd.limits.connections // 4))
         bound.setblocking(False)
@@ -120,6 +124,8 @@ class Door:
         self._bound.close()
         for one in list(self._callers):
             one.abort()
+        self._loop.remove_reader(self._ears.fileno())
+        self._ears.close()
 
     def _open(self) -> None:
         self._paused = None
@@ -138,6 +144,7 @@ class Door:
                 return
             connection.setblocking(False)
             caller = _Caller(connection, self)
+            self._ears.register(connection, selectors.EVENT_READ, caller)
             self._callers[caller] = self._loop.time() + self._crowd.limits.head_seconds
             if self._late is None:
                 self._send_away_late()
@@ -155,8 +162,13 @@ class Door:
                 next(iter(self._callers.values())), self._send_away_late
             )
 
+    def _hear(self) -> None:
+        for key, _ in self._ears.select(0):
+            key.data.hear()
+
     def leaves(self, caller: _Caller) -> None:
         """It is nobody who waits here any more."""
+        self._ears.unregister(caller.connection)
         self._callers.pop(caller, None)
         self._crowd.go(caller)
 
@@ -168,26 +180,24 @@ class Door:
 
 
 class _Caller:
-    """A connection whose first head is not whole yet."""
+    """A connection whose first head is not whole yet.
+
+    Attributes:
+        connection: its socket.
+    """
 
     def __init__(self, connection: socket.socket, door: Door) -> None:
-        self._connection, self._door, self._head = connection, door, b""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(connection.fileno(), self._hear)
+        self.connection, self._door, self._head = connection, door, b""
 
     def abort(self) -> None:
         """Close it."""
-        self._leave()
-        self._connection.close()
-
-    def _leave(self) -> None:
         self._door.leaves(self)
-        self._loop.remove_reader(self._connection.fileno())
+        self.connection.close()
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
         """It says something, or has left."""
         try:
-            said = self._connection.recv(READ)
+            said = self.connection.recv(READ)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -197,8 +207,8 @@ class _Caller:
             return
         self._head += said
         if len(self._head) >= self._door.long or _can_be_judged(self._head):
-            self._leave()
-            self._door.asks(self._connection, self._head)
+            self._door.leaves(self)
+            self._door.asks(self.connection, self._head)
 
 
 def _can_be_judged(head: bytes) -> bool:
