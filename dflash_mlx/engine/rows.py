@@ -228,6 +228,11 @@ class SharedRounds:
         context: int,
         before: Share | None = None,
     ) -> None:
+        if not any(offer.chances for offer in offers):  # no need to look for the best of nothing
+            count = len(requests)
+            plain = float(self._costs.verify(np.array([count]), count, context)[0])
+            self._share = Share([1] * count, 1.0, 1, plain, plain, 0.0)
+            return
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
         affordable, watch = self._account.affordable_together, self._watch(len(requests))
         self._share = share(offers, standings, self._costs, context, affordable, watch, before)

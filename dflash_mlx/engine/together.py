@@ -45,6 +45,10 @@ class Flat:
             rows = everything([offer for _, offer in offers])
         else:
             rows = self._rounds.rows(requests, [offer for _, offer in offers], context)
+        if set(rows) == {1}:
+            for turn, _ in offers:
+                turn.proposal = Proposal([turn.request.anchor])
+            return
         offers = self._draft(offers, rows)
         if self._rounds is not None and offers and not self._rounds.is_trial:
             rows = self._cut(self._rounds, offers, context)
