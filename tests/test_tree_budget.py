@@ -100,6 +100,13 @@ def test_what_a_tree_has_cost_already_does_not_make_a_round_shorter():
     assert stats.trees and stats.widths[1] <= 0.2 * stats.rounds
 
 
+def test_a_tree_that_cannot_be_paid_for_is_not_drafted_for_nothing():
+    of_chains, of_trees = costs(0.05, 0.05)
+    kept = TreePolicy(believing(of_chains), Costs(of_trees.verify, {64: {BLOCK: 20.0}}))
+    result = decode(policy=kept, tree_budget="auto")
+    assert max(result.stats.widths) > 1 and not result.stats.trees
+
+
 def test_decisions_can_be_repeated():
     first, second = (decode(policy=policy(), tree_budget="auto").stats for _ in range(2))
     assert first.widths == second.widths and first.trees == second.trees
