@@ -228,7 +228,8 @@ class SharedRounds:
         context: int,
         before: Share | None = None,
     ) -> None:
-        if not any(offer.chances for offer in offers):  # no need to look for the best of nothing
+        if before is None and not any(offer.chances for offer in offers):
+            # Nobody has anything: no need to look for the best of it.
             count = len(requests)
             plain = float(self._costs.verify(np.array([count]), count, context)[0])
             self._share = Share([1] * count, 1.0, 1, plain, plain, 0.0)
