@@ -12,6 +12,7 @@ from dflash_mlx.engine.rows import SharedRounds
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.loop import Turn
 from dflash_mlx.policy.cuts import Cuts
+from dflash_mlx.policy.offer import Offer
 from dflash_mlx.policy.outcome import Outcome
 from dflash_mlx.policy.rest import LONGEST, PATIENCE, Rest
 from dflash_mlx.policy.rounds import ChainRounds
@@ -109,3 +110,17 @@ def test_a_text_that_nothing_is_drafted_for_is_looked_at_seldom_until_that_chang
         text.sure = True
     widths = [play() for _ in range(16)]
     assert max(widths[:10]) > 1 and min(widths[-4:]) > 1, widths
+
+
+class Drafted(Text):
+    """A request that has drafted what is hardly ever right, and is told how much is verified."""
+
+    def offer(self, rest):
+        self.told = []
+        return Offer([0.01], lambda rows: self.told.append(rows) or Proposal([0] * rows))
+
+
+def test_what_is_drafted_hears_that_none_of_it_is_verified():
+    """A tree learns from the text that goes on past it, whether it was verified or not."""
+    texts = [Drafted(Policy(PAIR, WIDEST)) for _ in range(2)]
+    assert together(texts)() == 1 and [text.told for text in texts] == [[1], [1]]

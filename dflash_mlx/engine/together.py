@@ -45,10 +45,6 @@ class Flat:
             rows = everything([offer for _, offer in offers])
         else:
             rows = self._rounds.rows(requests, [offer for _, offer in offers], context)
-        if set(rows) == {1}:
-            for turn, _ in offers:
-                turn.proposal = Proposal([turn.request.anchor])
-            return
         offers = self._draft(offers, rows)
         if self._rounds is not None and offers and not self._rounds.is_trial:
             rows = self._cut(self._rounds, offers, context)
@@ -87,12 +83,14 @@ class Flat:
         self, offers: Sequence[tuple[Turn, Offer]], rows: Sequence[int]
     ) -> list[tuple[Turn, Offer]]:
         """The offers, once chains of so many rows are drafted, in one pass."""
+        chains = [at for at, (_, offer) in enumerate(offers) if offer.draft is None]
+        chains = [at for at in chains if rows[at] > 1]
+        if not chains:
+            return list(offers)
         drafted = [
             (turn, replace(offer, chances=[]) if offer.draft is None else offer)
             for turn, offer in offers
         ]
-        chains = [at for at, (_, offer) in enumerate(offers) if offer.draft is None]
-        chains = [at for at in chains if rows[at] > 1]
         turns = [offers[at][0] for at in chains]
         proposals = propose_together(
             [offers[at][1].session or offers[at][0].request.drafter for at in chains],

@@ -167,9 +167,9 @@ class Sizes:
             return 1, policy.pinned if limit > 1 else 1
         width = self._chains.width(context, limit, certainty)
         self._table = policy.table(context)
+        wanted = width > 1 and not self._paused
         # A tree that the account cannot pay for would be drafted for nothing.
-        affordable = self._table.chains[width - 1] <= self._chains.affordable
-        if width > 1 and affordable and not self._paused:
+        if wanted and self._table.chains[width - 1] <= self._chains.affordable:
             return width, policy.rows
         self._paused = max(0, self._paused - (width > 1))
         return width, 1
