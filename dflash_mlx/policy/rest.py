@@ -8,8 +8,6 @@ drafting is found a few tokens later at most.
 
 from __future__ import annotations
 
-from .outcome import Outcome
-
 PATIENCE = 6  # looks in vain that add a round of rest before the next one,
 LONGEST = 3  # and the most rounds of it
 EASING = 0.02  # by which doubt is less than at the look before: soon drafts may be worth it again
@@ -32,11 +30,6 @@ class Rest:
         self.now = self._left > 0
         self._left -= self.now
         return self.now
-
-    def take(self, outcome: Outcome, doubt: float) -> None:
-        """Take in a round of one request alone; those that share one rest together."""
-        if not (self.now or outcome.shared):
-            self.looked(len(outcome.proposal) > 1, doubt)
 
     def looked(self, drafts: bool, doubt: float) -> None:
         """A look had this round draft something, or not; `Certainty.doubt` is so much after it."""

@@ -118,20 +118,11 @@ class FixedRounds:
         pass
 
 
-class ChainRounds:
-    """Chains, as wide as a policy says.
+class _Looking:
+    """Rounds that ask how sure the target was lately, and rest from it (`policy.rest`)."""
 
-    A draft that costs nothing is taken where it promises more. Where the target reads trees it may
-    also be a second branch of what the network drafts.
-    """
-
-    def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
-        self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
-        self._branches, self._can = branches, Abilities()
+    def __init__(self) -> None:
         self._certainty, self._rest = Certainty(), Rest()
-        self._kind: Literal["drafted", "foreseen", "branches"] = "drafted"
-        self._draft: Draft | None = None  # this round's, if its drafter says how sure it is,
-        self._rows = 1  # and the rows of its drafted chain
 
     @property
     def asks_certainty(self) -> bool:
@@ -144,8 +135,30 @@ class ChainRounds:
         return self._certainty.doubt
 
     def begin(self, certainty: float | None) -> None:
-        """Where the first chain begins to be believed in."""
+        """Where the first draft begins to be believed in."""
         self._certainty.take(1, certainty)
+
+    def _take(self, outcome: Outcome) -> None:
+        """Take in how sure the target was; requests that share a round rest together."""
+        self._certainty.take(len(outcome.tokens), outcome.certainty)
+        if not (self._rest.now or outcome.shared):
+            self._rest.looked(len(outcome.proposal) > 1, self.doubt)
+
+
+class ChainRounds(_Looking):
+    """Chains, as wide as a policy says.
+
+    A draft that costs nothing is taken where it promises more. Where the target reads trees it may
+    also be a second branch of what the network drafts.
+    """
+
+    def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
+        super().__init__()
+        self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
+        self._branches, self._can = branches, Abilities()
+        self._kind: Literal["drafted", "foreseen", "branches"] = "drafted"
+        self._draft: Draft | None = None  # this round's, if its drafter says how sure it is,
+        self._rows = 1  # and the rows of its drafted chain
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The chain, or the two branches, that bring the most tokens per second."""
@@ -184,8 +197,7 @@ class ChainRounds:
 
     def observe(self, outcome: Outcome) -> None:
         """Learn how wide chains are right, and book what the round cost."""
-        self._certainty.take(len(outcome.tokens), outcome.certainty)
-        self._rest.take(outcome, self.doubt)
+        self._take(outcome)
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
         self._cuts.observe(self._draft, outcome, widths)
         if self._draft is not None:
@@ -227,7 +239,7 @@ class ChainRounds:
         return self._draft
 
 
-class TreeRounds:
+class TreeRounds(_Looking):
     """Trees, as large as a policy says, or the chain that pays better.
 
     Args:
@@ -236,29 +248,15 @@ class TreeRounds:
     """
 
     def __init__(self, policy: TreePolicy, temperature: float) -> None:
+        super().__init__()
         self._sizes: Sizes = policy.start(temperature)
         self._can = Abilities()
         self._calibration = policy.calibration(temperature)
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
         self._waiting: Hindsight[tuple[DraftTree, Proposal, int]] = Hindsight()
-        self._certainty, self._rest = Certainty(), Rest()
         self._is_tree = False  # what this round drafted
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
-
-    @property
-    def asks_certainty(self) -> bool:
-        """It is what a look is for."""
-        return not self._rest.now
-
-    @property
-    def doubt(self) -> float:
-        """How unsure the target was of the last few tokens."""
-        return self._certainty.doubt
-
-    def begin(self, certainty: float | None) -> None:
-        """Where the first tree begins to be believed in."""
-        self._certainty.take(1, certainty)
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The part of a tree, or the chain, that brings the most tokens per second."""
@@ -303,8 +301,7 @@ class TreeRounds:
 
     def observe(self, outcome: Outcome) -> None:
         """Learn how large trees are right, and book what the round cost."""
-        self._certainty.take(len(outcome.tokens), outcome.certainty)
-        self._rest.take(outcome, self.doubt)
+        self._take(outcome)
         if outcome.shared:
             if not self._is_tree and self._foreseen == 1:
                 self._sizes.observe_shared(len(outcome.proposal) - 1, outcome.accepted)
