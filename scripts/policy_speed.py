@@ -1,19 +1,25 @@
 """What the width policy makes of a pair, beside plain decoding and every fixed width.
 
-    python scripts/policy_speed.py [--limit N] [--repeats N] [--kept 0] [--stock-blas]
+    python scripts/policy_speed.py [--limit N] [--repeats N] [--seconds N] [--kept 0] [--stock-blas]
 
 Prompts of the embedded suite, and free ones that the embedded pair knows nothing about. Each is
-decoded in every way, in turns, `--repeats` times; the quickest time of a way counts, as other
-programs only ever add some. A policy begins with what another prompt of each class and the prompts
-so far have taught it, as `generate` does in every start but the first, and as a chat; with
-`--kept 0` it starts from nothing at each prompt. Printed for each class of prompts: the policy's
-total time over the best fixed width's, and its slowest prompt against plain decoding. Costs are
-measured anew at the start; what the rounds corrected of them is printed at the end.
+decoded in every way, in turns, `--repeats` times, and short answers as often as `--seconds` allow.
+Times are medians of all turns; a prompt's speed over plain decoding is the median of the turns',
+because a machine's pace changes from one second to the next. A policy begins with what another
+prompt of each class and the prompts so far have taught it, as `generate` does in every start but
+the first, and as a chat; what a prompt teaches it, it does not know when the same one is decoded
+again to be timed. With `--kept 0` it starts from nothing at each prompt. Printed for each class of
+prompts: the policy's total time over the best fixed width's, and its slowest prompt against plain
+decoding. Costs are measured anew at the start; what the rounds corrected of them is printed at the
+end.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from copy import deepcopy
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 from experiment import options_of
@@ -55,7 +61,7 @@ Plan a day in Rome.""".splitlines()
 
 def main() -> None:
     """Measure and print."""
-    options = options_of(__doc__ or "", limit=5, repeats=3, kept=1, max_tokens=256)
+    options = options_of(__doc__ or "", limit=5, repeats=3, seconds=5, kept=1, max_tokens=256)
     print(f"BLAS: {dm.use_fast_blas(stock=options.stock_blas).name}")
 
     from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
@@ -74,8 +80,8 @@ def main() -> None:
     slowest: dict[str, tuple[float, str]] = {}
     for category, messages in asked:
         prompt = Prompt(target, drafter, messages, options.max_tokens)
-        for _ in range(options.repeats):
-            prompt.run(kept or dm.Policy(costs, max(WIDTHS)))
+        policies = prompt.repeat(kept or dm.Policy(costs, max(WIDTHS)), options)
+        kept = policies[0] if kept else None
         for way, seconds in prompt.seconds.items():
             times[category][way] += seconds
         slowest[category] = min(slowest.get(category, (float("inf"), "")), prompt.over_plain)
@@ -94,30 +100,45 @@ def main() -> None:
 
 
 class Prompt:
-    """One prompt, decoded in every way; the quickest time of each counts."""
+    """One prompt, decoded in every way, in turns."""
 
     def __init__(self, target: Any, drafter: Any, messages: Any, max_tokens: int) -> None:
         from dflash_mlx.prompt import encode_prompt
 
         self._pair, self._ids = (target, drafter), encode_prompt(target, messages)
         self._text, self._max_tokens = str(messages[-1]["content"])[:40], max_tokens
-        self.seconds: dict[int, float] = {}
+        self._turns: list[dict[int, float]] = []  # seconds of each way
         self._stats: Any = None
 
-    def run(self, policy: dm.Policy) -> None:
-        """Decode once in every way."""
-        widths = [width for width in WIDTHS if width <= policy.widest]
-        for way in (POLICY, *widths):
+    def repeat(self, policy: dm.Policy, options: Any) -> list[dm.Policy]:
+        """Decode in turns, each with the policy as it is; what it becomes in each of them."""
+        end, policies = perf_counter() + options.seconds, list[dm.Policy]()
+        while len(policies) < options.repeats or perf_counter() < end:
+            policies.append(deepcopy(policy))
+            self._turns.append(self._run(policies[-1], len(policies)))
+        return policies
+
+    def _run(self, policy: dm.Policy, turn: int) -> dict[int, float]:
+        """Decode once in every way; none always follows the same one."""
+        ways = [POLICY, *(width for width in WIDTHS if width <= policy.widest)]
+        first, seconds = turn % len(ways), dict[int, float]()
+        for way in ways[first:] + ways[:first]:
             how: Any = {"policy": policy} if way == POLICY else {"block_size": way}
             stats = dm.generate(*self._pair, self._ids, max_tokens=self._max_tokens, **how).stats
-            self.seconds[way] = min(stats.decode_seconds, self.seconds.get(way, 1e9))
+            seconds[way] = stats.decode_seconds
             if way == POLICY:
                 self._stats = stats
+        return seconds
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Of each way, of all turns the median."""
+        return {way: median(turn[way] for turn in self._turns) for way in self._turns[0]}
 
     @property
     def over_plain(self) -> tuple[float, str]:
         """The policy's speed over plain decoding's, and what was asked."""
-        speed = self.seconds[1] / self.seconds[POLICY]
+        speed = median(turn[1] / turn[POLICY] for turn in self._turns)
         return speed, f"{self._text!r}, {self._stats.output_tokens} tokens"
 
     @property
