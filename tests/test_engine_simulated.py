@@ -10,7 +10,7 @@ from test_engine_rows import offers_of, seconds, shared_costs
 
 from dflash_mlx.engine.rows import FLOOR, SharedRounds
 from dflash_mlx.policy.account import ALLOWANCE, CREDIT
-from dflash_mlx.policy.watch import SEEN
+from dflash_mlx.policy.watch import BELIEVED, SEEN
 
 SLOTS = 15
 
@@ -111,6 +111,12 @@ def test_nothing_is_tried_where_rounds_take_what_was_measured():
     """Answers may have ten rounds: five plain ones, to know their cost, were half of them."""
     cheap = shared_costs(*CHEAP)
     assert min(map(min, after(60, cheap, cheap, last=60))) > 1
+
+
+def test_what_was_measured_is_tried_no_more_often_than_it_takes_to_believe_it():
+    """The first drafts of many requests read all their prompts: they are dear."""
+    dear = shared_costs(*DEAR)
+    assert sum(max(rows) > 1 for rows in after(150, dear, dear, last=150)) == BELIEVED
 
 
 def test_plain_rounds_that_were_measured_too_dear_are_found_out():

@@ -10,8 +10,8 @@ from test_policy import DRAFTERS, WIDEST, costs, run
 
 from dflash_mlx.policy.beliefs import LEVELS, RECENT, Beliefs, Certainty, Mood
 from dflash_mlx.policy.costs import Costs, read_costs
-from dflash_mlx.policy.watch import SEEN, Watch
-from dflash_mlx.policy.widths import Policy
+from dflash_mlx.policy.watch import BELIEVED, SEEN, Watch
+from dflash_mlx.policy.widths import TRIAL_ROWS, Policy
 
 SURE, UNSURE = 0.9999, 0.4
 
@@ -171,6 +171,15 @@ def test_costs_measured_under_load_are_corrected_within_200_tokens(load):
     assert policy.watch.disagrees == (load != "all alike")
     said = "\n".join(policy.describe(64))
     assert ("the measured costs are wrong" in said) == policy.watch.disagrees
+
+
+def test_dear_widths_are_tried_no_more_often_than_it_takes_to_believe_it():
+    pair, widths = costs(16.0, 0.5), []
+    truth, request = pair.rounds(64, WIDEST), Policy(pair, WIDEST).start()
+    for _ in range(300):
+        widths.append(request.width(64, WIDEST, SURE))
+        request.observe(widths[-1] - 1, min(widths[-1] - 1, 3), truth[widths[-1] - 1])
+    assert widths.count(TRIAL_ROWS) == BELIEVED and set(widths) <= {1, TRIAL_ROWS, WIDEST}
 
 
 def test_a_machine_that_is_busier_now_changes_nothing():

@@ -136,14 +136,19 @@ def _trial(
 ) -> int | None:
     """The candidates of a width that is tried for its cost alone, as it was hardly ever run.
 
-    What would bring clearly more; or plain decoding, which all are compared with, where that might
-    win or rounds do not take what was measured. Mostly None.
+    What would bring clearly more, and was not as dear as measured where it was run; or plain
+    decoding, which all are compared with, where that might win or rounds do not take what was
+    measured. Mostly None.
     """
     width = int(widths[best])
     for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(widths) - 1):
-        more = tokens[trial] > TRIAL_GAIN * tokens[best]
-        worth = allowed[trial] and more if trial else allowed[0] or watch.is_off(width)
-        if worth and watch.is_unknown(int(widths[trial]), beside=width):
+        tried = int(widths[trial])
+        if trial:
+            more = allowed[trial] and tokens[trial] > TRIAL_GAIN * tokens[best]
+            worth = more and not watch.is_believed(tried, beside=width)
+        else:
+            worth = allowed[0] or watch.is_off(width)
+        if worth and watch.is_unknown(tried, beside=width):
             return trial
     return None
 

@@ -14,6 +14,7 @@ from statistics import median
 import numpy as np
 
 SEEN = 5  # rounds of a width before they count
+BELIEVED = 2  # of them that are not quicker than was said, and what was said is believed
 LATEST = 15  # rounds of a width that are remembered
 TOLERANCE = 1.15  # by which widths may disagree with each other before the measurement is wrong
 
@@ -37,6 +38,11 @@ class Watch:
     def is_unknown(self, rows: int, beside: int) -> bool:
         """Whether a width was hardly ever run, while another one was."""
         return len(self._ratios.get(beside, ())) >= SEEN > len(self._ratios.get(rows, ()))
+
+    def is_believed(self, rows: int, beside: int) -> bool:
+        """Whether rounds of a width were seen to be as dear as measured, as another one's are."""
+        dear = (self.factor(beside) or 1.0) / TOLERANCE
+        return sum(ratio >= dear for ratio in self._ratios.get(rows, ())) >= BELIEVED
 
     def is_off(self, rows: int) -> bool:
         """Whether rounds of a width are known not to take what was measured."""

@@ -363,13 +363,15 @@ class Widths:
     def _trial(self, best: int, limit: int, expected: list[float], affordable: float) -> int | None:
         """A width to be tried for its cost alone, for what was measured may be wrong; mostly None.
 
-        Only one that would bring clearly more tokens, that was hardly ever run, and that the
-        account can pay for.
+        Only one that would bring clearly more tokens, that was hardly ever run, was not as dear as
+        measured then, and that the account can pay for.
         """
+        watch = self._policy.watch
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
-                and self._policy.watch.is_unknown(rows, beside=best)
+                and watch.is_unknown(rows, beside=best)
+                and not watch.is_believed(rows, beside=best)
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
             ):
