@@ -25,6 +25,7 @@ from experiment import options_of
 from dflash_mlx.policy.beliefs import Certainty
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.rest import Rest
+from dflash_mlx.policy.rounds import WELL
 from dflash_mlx.policy.widths import Policy
 
 FIXED, DEPTH = (1, 2, 4, 8, 16), 64
@@ -61,7 +62,7 @@ def play(trace: Trace, costs: Costs, way: int, policy: Policy) -> tuple[float, i
     """What an answer takes from its second token on, in plain tokens, and its rounds."""
     seconds, right = costs.rounds(DEPTH, policy.widest), trace["right"]
     request, certainty, waiting = policy.start(trace["temperature"]), Certainty(), trace["prompt"]
-    made, spent, rounds, rest = 1, 0.0, 0, Rest()
+    made, spent, rounds, rest, goes_well = 1, 0.0, 0, Rest(), False
     certainty.take(1, trace["certainty"][0])
     while made < len(right):
         width = way or 1
@@ -72,11 +73,14 @@ def play(trace: Trace, costs: Costs, way: int, policy: Policy) -> tuple[float, i
         if width > 1:
             spent, waiting = spent + WAITING * waiting, 0
         waiting, made = waiting + accepted + 1, made + accepted + 1
+        asks = not (rest.now or goes_well)  # as `ChainRounds` does
         if way == POLICY:
-            spent += WATCHING[policy.widest] * (not rest.now)
+            spent += WATCHING[policy.widest] * asks
             request.observe(width - 1, accepted)
-        sure = None if rest.now else trace["certainty"][min(made, len(right)) - 1]
-        certainty.take(accepted + 1, sure)
+        certainty.take(
+            accepted + 1, trace["certainty"][min(made, len(right)) - 1] if asks else None
+        )
+        goes_well = accepted >= WELL
         if way == POLICY and not rest.now:
             rest.looked(width > 1, certainty.doubt)
     return spent, rounds

@@ -14,8 +14,8 @@ from dflash_mlx.loop import Turn
 from dflash_mlx.policy.cuts import Cuts
 from dflash_mlx.policy.offer import Offer
 from dflash_mlx.policy.outcome import Outcome
-from dflash_mlx.policy.rest import LONGEST, PATIENCE, Rest
-from dflash_mlx.policy.rounds import ChainRounds
+from dflash_mlx.policy.rest import LONGEST, Rest
+from dflash_mlx.policy.rounds import WELL, ChainRounds
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
 
@@ -29,7 +29,7 @@ def test_looks_in_vain_make_rest_longer_up_to_a_bound_and_a_draft_ends_it():
         looks += "." if rest.begin() else "L"
         if not rest.now:
             rest.looked(False, 1.0)
-    longer = "".join(("L" + "." * (n // PATIENCE)) for n in range(1, PATIENCE * LONGEST))
+    longer = "".join("L" + "." * in_vain for in_vain in range(1, LONGEST + 1))
     assert looks.startswith(longer) and ("L" + "." * LONGEST) * 3 in looks[-16:]
     while rest.begin():
         pass
@@ -105,11 +105,23 @@ def test_a_text_that_nothing_is_drafted_for_is_looked_at_seldom_until_that_chang
     for _ in range(120):
         play()
         looks.append(sum(text.looks for text in texts) / count)
-    assert looks[5] == 6 and looks[-1] - looks[-41] <= 24, looks
+    assert looks[0] == 1 and looks[-1] - looks[-41] <= 12, looks
     for text in texts:
         text.sure = True
     widths = [play() for _ in range(16)]
     assert max(widths[:10]) > 1 and min(widths[-4:]) > 1, widths
+
+
+def test_drafts_that_are_right_say_how_sure_the_target_is_until_one_is_wrong():
+    text = Text(Policy(PAIR, WIDEST))
+    text.rounds.begin(SURE)
+    text.sure, play = True, alone([text])
+    widths = [play() for _ in range(20)]
+    looked = text.looks
+    assert min(widths[1:]) > WELL and looked <= 2
+    text.sure = False
+    play(), play()
+    assert text.looks == looked + 1
 
 
 class Drafted(Text):

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ..target import Target
 
 
+WELL = 4  # drafted tokens that were right, after which the next round asks for no certainty
+
+
 class Rounds(Protocol):
     """What one request's rounds propose."""
 
@@ -123,11 +126,12 @@ class _Looking:
 
     def __init__(self) -> None:
         self._certainty, self._rest = Certainty(), Rest()
+        self._goes_well = False
 
     @property
     def asks_certainty(self) -> bool:
-        """It is what a look is for."""
-        return not self._rest.now
+        """It is what a look is for; drafts that are right have said it already."""
+        return not (self._rest.now or self._goes_well)
 
     @property
     def doubt(self) -> float:
@@ -141,6 +145,7 @@ class _Looking:
     def _take(self, outcome: Outcome) -> None:
         """Take in how sure the target was; requests that share a round rest together."""
         self._certainty.take(len(outcome.tokens), outcome.certainty)
+        self._goes_well = outcome.accepted >= WELL
         if not (self._rest.now or outcome.shared):
             self._rest.looked(len(outcome.proposal) > 1, self.doubt)
 
