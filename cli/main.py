@@ -3,6 +3,11 @@
 import io
 import os
 import sys
+from _thread import interrupt_main
+from threading import Timer
+from typing import Any
+
+AGAIN = 0.01  # seconds until a Ctrl-C comes again
 
 # By descriptor; writing to a stdout that was closed must fail, and not go nowhere.
 STREAMS = (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
@@ -19,6 +24,14 @@ def _fill_closed_streams() -> None:
             setattr(sys, name, open(number, mode))
 
 
+def _hear_again(unraisable: Any) -> None:
+    """Have a Ctrl-C come again that came in a destructor, where Python cannot raise it."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        Timer(AGAIN, interrupt_main).start()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
 def main() -> None:
     """Run the command line and exit: 0, or 1 (error), 2 (usage), 130 (Ctrl-C), 141 (pipe closed).
 
@@ -26,6 +39,7 @@ def main() -> None:
     """
     try:
         _fill_closed_streams()
+        sys.unraisablehook = _hear_again
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a terminal without the character shows "?"

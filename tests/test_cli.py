@@ -338,10 +338,31 @@ main()
 """
 
 
+# A program that gets Ctrl-C in a destructor, where Python cannot raise anything.
+UNHEARD = """
+import os, signal, sys
+from dflash_mlx.cli.main import main
+class Doomed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+class Importer:
+    def find_spec(self, name, *rest):
+        if name == "dflash_mlx.cli.app":
+            Doomed()
+sys.meta_path.insert(0, Importer())
+main()
+"""
+
+
+def test_ctrl_c_in_a_destructor(pair):
+    with popen([*PROGRAM[:2], UNHEARD, "generate", QUESTION, *pair]) as process:
+        assert process.communicate() == (b"", b"") and process.returncode == 130
+
+
 @pytest.mark.parametrize("moment", ["starting", "decoding"])
 def test_ctrl_c(moment, pair, background_job):
     program = [*PROGRAM[:2], ANNOUNCED] if moment == "starting" else PROGRAM
-    with popen([*program, "generate", QUESTION, "-n", "4000", *pair]) as process:
+    with popen([*program, "generate", QUESTION, "-n", "4000", "--no-policy", *pair]) as process:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b"" and process.wait(60) == 130
