@@ -183,6 +183,11 @@ def test_unknown_names(name, loader):
     assert f"No model '{name}'" in message_of(ModelNotFoundError, loader, name)
 
 
+@pytest.mark.parametrize("name", ["lookup", "none"])
+def test_what_drafts_without_a_network_is_no_drafter_to_load(name):
+    assert f"'{name}' is not a network" in message_of(SettingsError, load_drafter, name)
+
+
 def test_a_file_is_no_model(pair):
     path = pair[0] / "config.json"
     assert "is a file" in message_of(ModelNotFoundError, load_target, path)

@@ -181,6 +181,8 @@ def load_drafter(
         `NotEnoughMemoryError`, `SettingsError`.
     """
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
+    if path in (LOOKUP, NONE):
+        raise SettingsError(f"{path!r} is not a network, but a draft of load(target, {path!r}).")
     folder = _folder(path, "drafter", hub or Hub())
     return _open_drafter(path, folder, quantization, _kernels(None, kernels))
 
