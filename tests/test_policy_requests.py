@@ -190,6 +190,28 @@ def test_a_machine_that_is_busier_now_changes_nothing():
     assert not watch.disagrees and watch.corrected([1.0, 2.0]) == [1.0, 2.0]
 
 
+def test_a_machine_whose_pace_changes_while_widths_take_turns_says_nothing_of_them():
+    """Widths are run at different times: what counts is what rounds just before them took."""
+    watch, luck = Watch(), random.Random(1)
+    for _ in range(12):
+        pace = luck.uniform(0.6, 1.8)
+        for rows in luck.sample((1, 8, 16), k=2):
+            for _ in range(luck.randint(3, 8)):
+                watch.saw(rows, pace * luck.uniform(0.95, 1.05) * rows, rows)
+    assert not watch.disagrees, watch.factors()
+
+
+def test_what_widths_are_found_to_take_stays_true_of_a_machine_whose_pace_changes():
+    watch, luck = Watch(), random.Random(1)
+    for turn in range(12):
+        pace = 3.0 if turn == 11 else 1.0
+        for rows, wrong in ((1, 1.0), (16, 0.5)):
+            for _ in range(6):
+                watch.saw(rows, pace * wrong * luck.uniform(0.95, 1.05), 1.0)
+    assert watch.factors() == pytest.approx({1: 3.0, 16: 1.5}, rel=0.08)
+    assert watch.pace == pytest.approx(3.0, rel=0.08)
+
+
 def test_one_slow_round_is_no_evidence():
     watch = Watch()
     for rows in (1, 16):

@@ -3,6 +3,10 @@
 Costs are measured once and kept, perhaps on a machine that was busy then. The rounds that are run
 anyway say so: where several of one width disagree with the measurement, their own time counts
 instead, in proportion for the widths between and beyond them.
+
+A machine's pace changes: it throttles, and other programs come and go. So a round is compared with
+those that were run just before it, of whatever width, and not with those of its own width that were
+run in another minute.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import numpy as np
 SEEN = 5  # rounds of a width before they count
 BELIEVED = 2  # of them that are not quicker than was said, and what was said is believed
 LATEST = 15  # rounds of a width that are remembered
+RECENT = 2 * SEEN - 1  # rounds of any width that the machine's pace is known by
 TOLERANCE = 1.15  # by which widths may disagree with each other before the measurement is wrong
 
 
@@ -23,14 +28,19 @@ class Watch:
     """How long rounds of each width took, as multiples of what was measured."""
 
     def __init__(self) -> None:
-        self._ratios: dict[int, deque[float]] = {}
+        self._ratios: dict[int, deque[float]] = {}  # of each width, at the machine's first pace
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, multiple
+        self._level = 1.0  # what these took, as a multiple of what they took at first
         self._rounds: Counter[int] = Counter()  # of each width
         self.version = 0  # counts the changes of mind
 
     def saw(self, rows: int, seconds: float, measured: float) -> None:
         """A round of so many rows took `seconds`, where `measured` were expected."""
-        ratios = self._ratios.setdefault(rows, deque(maxlen=LATEST))
-        ratios.append(seconds / measured)
+        multiple = seconds / measured
+        self._ratios.setdefault(rows, deque(maxlen=LATEST)).append(multiple / self._level)
+        if self._ratio(rows):  # else it says nothing of the machine yet
+            self._recent.append((rows, multiple))
+            self._level = median(each / (self._ratio(of) or 1.0) for of, each in self._recent)
         self._rounds[rows] += 1
         if self._rounds[rows] % SEEN == 0:
             self.version += 1
@@ -41,7 +51,7 @@ class Watch:
 
     def is_believed(self, rows: int, beside: int) -> bool:
         """Whether rounds of a width were seen to be as dear as measured, as another one's are."""
-        dear = (self.factor(beside) or 1.0) / TOLERANCE
+        dear = (self._ratio(beside) or 1.0) / TOLERANCE
         return sum(ratio >= dear for ratio in self._ratios.get(rows, ())) >= BELIEVED
 
     def is_off(self, rows: int) -> bool:
@@ -50,12 +60,16 @@ class Watch:
         return not 1 / TOLERANCE <= factor <= TOLERANCE
 
     def factors(self) -> dict[int, float]:
-        """The median ratio of every width that was seen often enough."""
+        """What rounds take now, of every width that was seen often enough."""
         known = ((rows, self.factor(rows)) for rows in sorted(self._ratios))
         return {rows: factor for rows, factor in known if factor is not None}
 
     def factor(self, rows: int) -> float | None:
-        """The median ratio of one width; None where it was not seen often enough."""
+        """What rounds of one width take now; None where they were not seen often enough."""
+        ratio = self._ratio(rows)
+        return None if ratio is None else ratio * self._level
+
+    def _ratio(self, rows: int) -> float | None:
         ratios = self._ratios.get(rows, ())
         return median(ratios) if len(ratios) >= SEEN else None
 
@@ -69,7 +83,7 @@ class Watch:
         if self.disagrees or self.factor(1):
             return next(iter(self.factors().values()))
         every = [ratio for ratios in self._ratios.values() for ratio in ratios]
-        return median(every) if every else 1.0
+        return self._level * median(every) if every else 1.0
 
     @property
     def disagrees(self) -> bool:
