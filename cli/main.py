@@ -4,8 +4,6 @@ import io
 import os
 import sys
 from _thread import interrupt_main
-from threading import Timer
-from typing import Any
 
 AGAIN = 0.01  # seconds until a Ctrl-C comes again
 
@@ -24,9 +22,11 @@ def _fill_closed_streams() -> None:
             setattr(sys, name, open(number, mode))
 
 
-def _hear_again(unraisable: Any) -> None:
+def _hear_again(unraisable: "sys.UnraisableHookArgs") -> None:
     """Have a Ctrl-C come again that came in a destructor, where Python cannot raise it."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        from threading import Timer
+
         Timer(AGAIN, interrupt_main).start()
     else:
         sys.__unraisablehook__(unraisable)
