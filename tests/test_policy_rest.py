@@ -14,7 +14,7 @@ from dflash_mlx.loop import Turn
 from dflash_mlx.policy.cuts import Cuts
 from dflash_mlx.policy.offer import Offer
 from dflash_mlx.policy.outcome import Outcome
-from dflash_mlx.policy.rest import LONGEST, Rest
+from dflash_mlx.policy.rest import LONGEST, PATIENCE, Rest
 from dflash_mlx.policy.rounds import WELL, ChainRounds
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
@@ -29,7 +29,7 @@ def test_looks_in_vain_make_rest_longer_up_to_a_bound_and_a_draft_ends_it():
         looks += "." if rest.begin() else "L"
         if not rest.now:
             rest.looked(False, 1.0)
-    longer = "".join("L" + "." * in_vain for in_vain in range(1, LONGEST + 1))
+    longer = "".join("L" + "." * (n // PATIENCE) for n in range(1, PATIENCE * LONGEST))
     assert looks.startswith(longer) and ("L" + "." * LONGEST) * 3 in looks[-16:]
     while rest.begin():
         pass
@@ -105,7 +105,7 @@ def test_a_text_that_nothing_is_drafted_for_is_looked_at_seldom_until_that_chang
     for _ in range(120):
         play()
         looks.append(sum(text.looks for text in texts) / count)
-    assert looks[0] == 1 and looks[-1] - looks[-41] <= 12, looks
+    assert looks[0] == 1 and looks[-1] - looks[-41] <= 16, looks
     for text in texts:
         text.sure = True
     widths = [play() for _ in range(16)]

@@ -1,14 +1,15 @@
 """Rounds that are plain without a look, where looks have found nothing worth drafting.
 
 A look has a price of its own: how sure the target was is computed, read and weighed. That is little
-beside a round of a large model, and some 4% of a small one's. Whoever has looked in vain need not
-look every time, as long as the target does not become surer: the way back to drafting is found a
-few tokens later at most.
+beside a round of a large model, and some 4% of a small one's. Whoever has looked in vain twice
+need not look every time, as long as the target does not become surer: the way back to drafting is
+found a few tokens later at most.
 """
 
 from __future__ import annotations
 
-LONGEST = 3  # rounds of rest before the next look: one for each that was in vain, these at most
+PATIENCE = 2  # looks in vain that add a round of rest before the next one,
+LONGEST = 3  # and the most rounds of it
 EASING = 0.02  # by which doubt is less than at the look before: soon drafts may be worth it again
 
 
@@ -34,4 +35,4 @@ class Rest:
         """A look had this round draft something, or not; `Certainty.doubt` is so much after it."""
         self._in_vain = 0 if drafts else self._in_vain + 1
         eases, self._doubt = doubt < self._doubt - EASING, doubt
-        self._left = 0 if eases else min(LONGEST, self._in_vain)
+        self._left = 0 if eases else min(LONGEST, self._in_vain // PATIENCE)
