@@ -44,9 +44,11 @@ class Drafter:
             tokens.append(anchor + slot + 1 if right else WRONG)
         return Proposal(tokens)
 
+    @property
+    def says_confidence(self):
+        return self.says is not None
+
     def confidence(self):
-        if self.says is None:
-            return None
         if self.says == "useless":
             return mx.array([self.whim.gauss(1.2, 3.0) for _ in self.odds])
         return mx.array(self.odds) * (-1 if self.says == "inverted" else 1)
@@ -159,6 +161,8 @@ def test_a_draft_that_was_cut_is_judged_by_the_text_whatever_came_between():
     rounds = ChainRounds(widths, Sharpness(), cuts, False)
 
     class Session:
+        says_confidence = True
+
         def propose(self, anchor, width):
             return Proposal([0, 1, 2, 3, 4][:width])
 

@@ -107,6 +107,8 @@ class Sure(Knowing):
 
 
 class SureSession(KnowingSession):
+    says_confidence = True
+
     def propose(self, anchor, width):
         proposal = super().propose(anchor, width)
         so_far = [*self.tokens, anchor]

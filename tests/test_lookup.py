@@ -188,8 +188,7 @@ class WrongSession(LookupSession):
         self.drafter.asked += width > 1
         return Proposal(mx.array([anchor, *[1023] * (width - 1)]))
 
-    def confidence(self):
-        return None
+    says_confidence = False
 
 
 def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_rests(monkeypatch):

@@ -170,7 +170,12 @@ class BesideSession:
         """The network's tree; see `DraftSession.propose_tree`."""
         return self.network.propose_tree(anchor, rows, width, calibration)
 
-    def confidence(self) -> mx.array | None:
+    @property
+    def says_confidence(self) -> bool:
+        """Whether the network does."""
+        return self.network.says_confidence
+
+    def confidence(self) -> mx.array:
         """The network's, of its last chain."""
         return self.network.confidence()
 

@@ -137,8 +137,12 @@ class Gathers(Protocol):
 class SaysConfidence(Protocol):
     """A session that says of its chains how likely each slot is right, given those before it."""
 
-    def confidence(self) -> mx.array | None:
-        """Logits [L] of the L slots of the last chain, on the device; None if it cannot say."""
+    @property
+    def says_confidence(self) -> bool:
+        """Whether it does: not every network has a head for it."""
+
+    def confidence(self) -> mx.array:
+        """Logits [L] of the L slots of the last chain, on the device."""
 
 
 @runtime_checkable
@@ -262,7 +266,7 @@ class Abilities:
         return self._foresees
 
     def says_confidence(self, session: object) -> TypeGuard[SaysConfidence]:
-        """Whether it `SaysConfidence`."""
+        """Whether it `SaysConfidence`, and does."""
         self._ask(session)
         return self._says_confidence
 
@@ -270,7 +274,8 @@ class Abilities:
         if type(session) is not self._of:
             self._of = type(session)
             self._foresees = isinstance(session, Foresees)
-            self._says_confidence = isinstance(session, SaysConfidence)
+            says = isinstance(session, SaysConfidence) and session.says_confidence
+            self._says_confidence = says
 
 
 def label(drafter: Drafter) -> str:

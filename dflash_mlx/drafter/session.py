@@ -230,13 +230,17 @@ class DraftSession:
             self._last = hidden, tokens
         return Proposal(tokens)
 
-    def confidence(self) -> mx.array | None:
-        """How sure the drafter is of the last chain's slots, logits [L]; None if it cannot say.
+    @property
+    def says_confidence(self) -> bool:
+        """Whether the network has a head that says how sure it is."""
+        return self._confident is not None
+
+    def confidence(self) -> mx.array:
+        """How sure the drafter is of the last chain's slots, logits [L].
 
         On the device: nothing waits.
         """
-        if self._confident is None:
-            return None
+        assert self._confident is not None
         hidden, tokens = self._last
         return self._confident.confidence(hidden[0], tokens[:-1])
 

@@ -123,7 +123,8 @@ def share(
     if tokens[best] * cost[0] <= GAIN * cost[best]:
         best = 0
     allowed[0] = tokens[best] * cost[0] <= DOUBT * cost[best]  # to be tried: it might win
-    tried = _trial(widths, tokens, allowed, best, watch) if before is None else None
+    hears = any(offer.look is not None for offer in offers)
+    tried = _trial(widths, tokens, allowed, best, watch, hears) if before is None else None
     best = best if tried is None else tried
     for request in of[:best]:
         rows[request] += 1
@@ -132,20 +133,25 @@ def share(
 
 
 def _trial(
-    widths: np.ndarray, tokens: np.ndarray, allowed: np.ndarray, best: int, watch: Watch
+    widths: np.ndarray,
+    tokens: np.ndarray,
+    allowed: np.ndarray,
+    best: int,
+    watch: Watch,
+    hears: bool,
 ) -> int | None:
     """The candidates of a width that is tried for its cost alone, as it was hardly ever run.
 
-    What would bring clearly more, and was not as dear as measured where it was run; or plain
-    decoding, which all are compared with, where that might win or rounds do not take what was
-    measured. Mostly None.
+    What would bring clearly more, and was not as dear as measured where it was run, or is drafted
+    by what says how sure it is, which only tries tell the worth of; or plain decoding, which all
+    are compared with, where that might win or rounds do not take what was measured. Mostly None.
     """
     width = int(widths[best])
     for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(widths) - 1):
         tried = int(widths[trial])
         if trial:
             more = allowed[trial] and tokens[trial] > TRIAL_GAIN * tokens[best]
-            worth = more and not watch.is_believed(tried, beside=width)
+            worth = more and (hears or not watch.is_believed(tried, beside=width))
         else:
             worth = allowed[0] or watch.is_off(width)
         if worth and watch.is_unknown(tried, beside=width):

@@ -114,9 +114,7 @@ class Flat:
             if offer.look is not None and offer.draft is not None and turn.error is None:
                 with turn:
                     part = rounds.part(len(turn.proposal), context)
-                    draft = offer.look(turn.proposal, part)
-                    if draft is not None:
-                        drafts[at] = draft
+                    drafts[at] = offer.look(turn.proposal, part)
         read_together([draft for draft in drafts.values() if draft.waits])
         for at, draft in drafts.items():
             if draft.waits:

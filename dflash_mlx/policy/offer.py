@@ -45,7 +45,7 @@ class Offer:
     asked: bool = False
     session: Session | None = None
     drafted: Callable[[Proposal], None] | None = None
-    look: Callable[[Proposal, np.ndarray], Draft | None] | None = None
+    look: Callable[[Proposal, np.ndarray], Draft] | None = None
 
     def as_drafted(self, proposal: Proposal) -> Offer:
         """The same once its chain is drafted, whose first rows cost nothing more."""

@@ -170,7 +170,8 @@ class ChainRounds(_Looking):
         widths, self._kind, self._draft = self._widths, "drafted", None
         width = 1
         if not self._rest.begin():
-            width = widths.width(context, limit, self._certainty.mean)
+            hears = self._can.says_confidence(session)
+            width = widths.width(context, limit, self._certainty.mean, hears)
         self._rows = width
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session)
@@ -225,7 +226,7 @@ class ChainRounds(_Looking):
         if len(proposal) == 1 or not self._can.says_confidence(session):
             return proposal
         draft = self._look(session, proposal, self._widths.chain_seconds(len(proposal)))
-        if draft is None or not draft.waits:
+        if not draft.waits:
             return proposal
         return proposal.first(draft.cutting.rows(draft.rates(), draft.measured))
 
@@ -235,12 +236,11 @@ class ChainRounds(_Looking):
         proposal: Proposal,
         measured: np.ndarray,
         shared: bool = False,
-    ) -> Draft | None:
-        """The chain that a session has just drafted, if it says how sure it is; see `Draft`."""
+    ) -> Draft:
+        """The chain that a session has just drafted, and how sure it is; see `Draft`."""
         sure, widths = session.confidence(), self._widths
-        if sure is not None:
-            beliefs, at = widths.rates(), widths.level
-            self._draft = self._cuts.look(proposal, sure, beliefs, at, measured, shared)
+        beliefs, at = widths.rates(), widths.level
+        self._draft = self._cuts.look(proposal, sure, beliefs, at, measured, shared)
         return self._draft
 
 

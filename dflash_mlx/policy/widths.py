@@ -197,13 +197,16 @@ class Widths:
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
 
-    def width(self, context: int, limit: int, certainty: float | None = None) -> int:
+    def width(
+        self, context: int, limit: int, certainty: float | None = None, hears: bool = False
+    ) -> int:
         """Rows of the next round: 1 (plain) to `limit`.
 
         Args:
             context: tokens before it.
             limit: the most rows it may have.
             certainty: the target's, see `beliefs.Certainty`; None if that is not known.
+            hears: whether the drafter says how sure it is, so that tries tell what that is worth.
         """
         self.look(context, certainty)
         # What a try teaches is for later rounds: near the end only what is believed counts.
@@ -219,7 +222,7 @@ class Widths:
         best = max(range(limit), key=speeds.__getitem__) + 1
         if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
             best = 1
-        trial = self._trial(best, limit, expected, affordable) if is_early else None
+        trial = self._trial(best, limit, expected, affordable, hears) if is_early else None
         return trial or best
 
     def look(self, context: int, certainty: float | None) -> None:
@@ -360,18 +363,20 @@ class Widths:
             self._of, self._measured = of, policy.seconds(context)
             self._seconds = policy.watch.corrected(self._measured)
 
-    def _trial(self, best: int, limit: int, expected: list[float], affordable: float) -> int | None:
+    def _trial(
+        self, best: int, limit: int, expected: list[float], affordable: float, hears: bool
+    ) -> int | None:
         """A width to be tried for its cost alone, for what was measured may be wrong; mostly None.
 
         Only one that would bring clearly more tokens, that was hardly ever run, was not as dear as
-        measured then, and that the account can pay for.
+        measured then (but a drafter is heard), and that the account can pay for.
         """
         watch = self._policy.watch
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
                 and watch.is_unknown(rows, beside=best)
-                and not watch.is_believed(rows, beside=best)
+                and (hears or not watch.is_believed(rows, beside=best))
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
             ):
