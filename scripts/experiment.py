@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import dflash_mlx as dm
 from dflash_mlx.loading.registry import known_drafter
+
+CHUNK = 16  # tokens that a text goes on by before it is another's turn
+Way = TypeVar("Way")
 
 
 def options_of(doc: str, **defaults: int | str) -> argparse.Namespace:
@@ -34,3 +38,24 @@ def experiment(options: argparse.Namespace) -> tuple[dm.Target, Any, list[list[i
     target, drafter = dm.load(options.model, options.draft)
     prompts = limit_per_category(embedded_prompts(), options.limit)
     return target, drafter, [encode_prompt(target, prompt.messages) for prompt in prompts]
+
+
+def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.Stats, list[int]]]:
+    """Decode in several ways side by side, `CHUNK` tokens of each in turn: its stats and tokens.
+
+    A machine's pace changes from one second to the next. So it does so for all of them; what a
+    round takes is counted by the round.
+    """
+    done: dict[Way, tuple[dm.Stats, list[int]]] = {}
+    going, tokens = dict(streams), {way: list[int]() for way in streams}
+    while going:
+        for way, stream in [*going.items()]:
+            end = len(tokens[way]) + CHUNK
+            while len(tokens[way]) < end:
+                event = next(stream, None)
+                if event is None:
+                    del going[way]
+                    break
+                tokens[way] += event.tokens
+                done[way] = event.stats, tokens[way]
+    return done

@@ -3,15 +3,14 @@
     python scripts/policy_speed.py [--limit N] [--repeats N] [--seconds N] [--kept 0] [--stock-blas]
 
 Prompts of the embedded suite, and free ones that the embedded pair knows nothing about. Each is
-decoded in every way, in turns, `--repeats` times, and short answers as often as `--seconds` allow.
-Times are medians of all turns; a prompt's speed over plain decoding is the median of the turns',
-because a machine's pace changes from one second to the next. A policy begins with what another
-prompt of each class and the prompts so far have taught it, as `generate` does in every start but
-the first, and as a chat; what a prompt teaches it, it does not know when the same one is decoded
-again to be timed. With `--kept 0` it starts from nothing at each prompt. Printed for each class of
-prompts: the policy's total time over the best fixed width's, and its slowest prompt against plain
-decoding. Costs are measured anew at the start; what the rounds corrected of them is printed at the
-end.
+decoded in every way, side by side, `--repeats` times, and short answers as often as `--seconds`
+allow. Times are medians of all turns; a prompt's speed over plain decoding is the turns' median. A
+policy begins with what another prompt of each class and the prompts so far have taught it, as
+`generate` does in every start but the first, and as a chat; what a prompt teaches it, it does not
+know when the same one is decoded again to be timed. With `--kept 0` it starts from nothing at each
+prompt. Printed for each class of prompts: the policy's total time over the best fixed width's, and
+its slowest prompt against plain decoding. Costs are measured anew at the start; what the rounds
+corrected of them is printed at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from experiment import options_of
+from experiment import in_turns, options_of
 
 import dflash_mlx as dm
 
@@ -119,16 +118,17 @@ class Prompt:
         return policies
 
     def _run(self, policy: dm.Policy, turn: int) -> dict[int, float]:
-        """Decode once in every way; none always follows the same one."""
+        """Decode once in every way, side by side; none always follows the same one."""
         ways = [POLICY, *(width for width in WIDTHS if width <= policy.widest)]
-        first, seconds = turn % len(ways), dict[int, float]()
+        first, streams = turn % len(ways), dict[int, Any]()
         for way in ways[first:] + ways[:first]:
             how: Any = {"policy": policy} if way == POLICY else {"block_size": way}
-            stats = dm.generate(*self._pair, self._ids, max_tokens=self._max_tokens, **how).stats
-            seconds[way] = stats.decode_seconds
-            if way == POLICY:
-                self._stats = stats
-        return seconds
+            streams[way] = dm.stream_generate(
+                *self._pair, self._ids, max_tokens=self._max_tokens, **how
+            )
+        done = in_turns(streams)
+        self._stats = done[POLICY][0]
+        return {way: stats.decode_seconds for way, (stats, _) in done.items()}
 
     @property
     def seconds(self) -> dict[int, float]:

@@ -1,10 +1,11 @@
-"""Fixed widths, trees, the policy and plain decoding on the papers' suites, in turns.
+"""Fixed widths, trees, the policy and plain decoding on the papers' suites, side by side.
 
     python scripts/suite_speed.py --model smollm2 [--data DIR] [--suites NAME,NAME] [--limit N]
         [--widths 2,4,8] [--trees 8,auto] [--lookup 0|1] [--max-tokens N] [--temperature T]
         [--stock-blas]
 
-The prompts are spread evenly over a suite. A policy decodes all of them, and learns as it does for
+The prompts are spread evenly over a suite, and each text goes on by 16 tokens in every way before
+the next 16: a machine's pace changes. A policy decodes all of them, and learns as it does for
 somebody who chats; its costs are those that are kept, measured now where there are none. With
 `--trees` there are rounds of such trees, too, `auto` as large as pays, and with `--lookup 1` a
 policy that has a lookup beside the network.
@@ -19,7 +20,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from experiment import options_of
+from experiment import in_turns, options_of
 
 import dflash_mlx as dm
 
@@ -54,17 +55,17 @@ def main() -> None:
         prompts = prompts[:: max(1, len(prompts) // options.limit)][: options.limit]
         tokens, rounds, seconds = (dict.fromkeys(ways, 0.0) for _ in range(3))
         same = 0
-        for number, prompt in enumerate(prompts):
-            texts = []
-            for way in sorted(ways, reverse=bool(number % 2)):  # nobody is always the first
-                with_what, settings = ways[way]
-                messages = list(prompt.messages)
-                result = dm.generate(target, with_what, messages, **asked, **settings)
-                tokens[way] += result.stats.round_tokens
-                rounds[way] += result.stats.rounds
-                seconds[way] += result.stats.decode_seconds
-                texts.append(result.tokens)
-            same += all(text == texts[0] for text in texts)
+        for prompt in prompts:
+            streams = {
+                way: dm.stream_generate(target, drafter, list(prompt.messages), **asked, **settings)
+                for way, (drafter, settings) in ways.items()
+            }
+            done = in_turns(streams)
+            for way, (stats, _) in done.items():
+                tokens[way] += stats.round_tokens
+                rounds[way] += stats.rounds
+                seconds[way] += stats.decode_seconds
+            same += all(text == done["plain"][1] for _, text in done.values())
         speed = {way: tokens[way] / seconds[way] for way in ways}
         best = max(speed[way] for way in ways if way == "plain" or way.endswith(" rows"))
         said = ", ".join(
