@@ -1,7 +1,9 @@
 """Cost curves: the fit, the depth, the cached file, and a real measurement."""
 
 import json
+import random
 from contextlib import contextmanager
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -45,23 +47,49 @@ def test_measuring_a_pair():
     assert len(rounds) == 16 and rounds == sorted(rounds) and 0 < rounds[0] < 1
 
 
-@pytest.mark.parametrize(("seconds", "times"), [(0, 1), (1e9, 2 * timing.REPEATS)])
-def test_slow_rounds_are_timed_once(monkeypatch, seconds, times):
-    """After one that warms up: whoever starts a server waits for them."""
+@pytest.mark.parametrize(
+    ("took", "seconds", "often"),
+    [
+        (1e-9, 1e9, timing.PASSES * (1 + timing.REPEATS)),
+        (1e-9, 0, 1 + timing.REPEATS),
+        (1.0, 1e9, timing.PASSES + 1),
+        (1.0, 0, 2),
+    ],
+)
+def test_how_often_rounds_are_timed(monkeypatch, took, seconds, often):
+    """With those that warm up: whoever starts a server waits for them."""
     monkeypatch.setattr(timing, "SECONDS", seconds)
     played = []
 
     def begin(depth):
         def play(rows):
             played.append((depth, rows))
-            return (1e-9 * rows,)
+            return (took * rows,)
 
         return play
 
     (found,) = timing.time_rounds(target("qwen3"), (1, 4), 4, begin, (8,))
-    warm_ups = 1 if times == 1 else 2
-    assert played.count((8, 1)) == played.count((8, 4)) == times + warm_ups
-    assert found == {8: {1: 1e-9, 4: pytest.approx(4e-9)}}
+    assert played.count((8, 1)) == played.count((8, 4)) == often
+    assert found == {8: {1: pytest.approx(took), 4: pytest.approx(4 * took)}}
+
+
+def test_a_machine_whose_pace_changes_between_passes_favours_no_width():
+    luck, played = random.Random(1), []
+    paces = [luck.uniform(0.5, 2) for _ in range(timing.PASSES)]
+
+    def begin(depth):
+        def play(rows):
+            played.append(rows)
+            passed = (played.count(rows) - 1) // (1 + timing.REPEATS)
+            return paces[passed] * 1e-6 * rows, paces[passed] * 1e-6
+
+        return play
+
+    verify, draft = timing.time_rounds(target("qwen3"), (1, 2, 4, 8), 8, begin, (8,))
+    for rows in (2, 4, 8):
+        assert verify[8][rows] / verify[8][1] == pytest.approx(rows)
+        assert draft[8][rows] == pytest.approx(draft[8][1])
+    assert verify[8][1] == pytest.approx(median(paces) * 1e-6)
 
 
 def test_measured_once_and_read_afterwards(tmp_path, monkeypatch):

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from ..target import Target, TargetSession
 
 DEPTHS = (64, 1024)  # tokens of context; attention is linear in between and beyond
-REPEATS = 4  # in a row, and twice; their median counts, as decoding has no lucky rounds only
-SECONDS = 3.0  # that all rounds of a depth take, or two of each width where these take longer
+PASSES = 4  # over all widths
+REPEATS = 2  # rounds in a row of each; medians count, as decoding has no lucky rounds only
+SLOW = 0.03  # seconds of rounds that follow others of any width, and one in a pass
+SECONDS = 4.0  # that all rounds of a depth take, or two of each width where these take longer
 TOKEN = 1  # what the text that is drafted for consists of
 
 Round = Callable[[int], Sequence[float]]  # rows -> the seconds of each part of a round
@@ -29,9 +31,10 @@ def time_rounds(
     """The median seconds of each part of rounds: context -> rows -> seconds.
 
     Rounds of one width follow each other, as they do in decoding: a width that differs from the
-    last one's is slower by up to a fifth (on a CPU, for a small model). The second time the widths
-    come in the other order, so that a machine that slows down meanwhile favours none. Somebody
-    waits for all this: a width that has had its share of `SECONDS` is timed once.
+    last one's is slower by up to a fifth (on a CPU, for a small model). Widths come several times,
+    every second time in the other order, and what each takes is compared with what the others took
+    in that pass: so a machine whose pace changes meanwhile favours none. Somebody waits for all
+    this: a width that has had its share of `SECONDS` is timed no more.
 
     Args:
         target: how long its contexts are.
@@ -41,26 +44,48 @@ def time_rounds(
         depths: these; None are `DEPTHS`.
     """
     parts: list[dict[int, dict[int, float]]] = []
-    share = SECONDS / (2 * len(rows))  # of a width, each time
-    deepest = target.context_length - room - 2 * len(rows) * (REPEATS + 1)
+    share = SECONDS / len(rows)
+    deepest = target.context_length - room - PASSES * len(rows) * (REPEATS + 1)
     for depth in sorted({max(2, min(depth, deepest)) for depth in depths or DEPTHS}):
-        play, samples = begin(depth), {row: list[Sequence[float]]() for row in rows}
-        for row in [*rows, *reversed(rows)]:
-            if samples[row] and sum(samples[row][-1]) > share:
-                continue
-            play(row)  # warms up
-            end = time.perf_counter() + share
-            for _ in range(REPEATS):
-                samples[row].append(play(row))
-                if time.perf_counter() >= end:
-                    break
-        seconds = {
-            row: [median(part) for part in zip(*of, strict=True)] for row, of in samples.items()
-        }
-        parts = parts or [{} for _ in seconds[rows[0]]]
+        play, spent = begin(depth), dict.fromkeys(rows, 0.0)
+        passes: list[dict[int, list[Sequence[float]]]] = []
+        for order in (rows, rows[::-1]) * (PASSES // 2):
+            left = [row for row in order if not passes or spent[row] < share]
+            visits = {row: _visit(play, row, passes[0][row] if passes else None) for row in left}
+            passes.append({row: samples for row, (samples, _) in visits.items()})
+            for row, (_, seconds) in visits.items():
+                spent[row] += seconds
+        typical = _typical(passes)
+        parts = parts or [{} for _ in typical[rows[0]]]
         for at, part in enumerate(parts):
-            part[depth] = {row: each[at] for row, each in seconds.items()}
+            part[depth] = {row: typical[row][at] for row in rows}
     return parts
+
+
+def _visit(
+    play: Round, row: int, before: Sequence[Sequence[float]] | None
+) -> tuple[list[Sequence[float]], float]:
+    """Some rounds of a width, which were like those `before`, and the seconds of all this."""
+    clock, slow = time.perf_counter(), before is not None and sum(before[0]) >= SLOW
+    if not slow:
+        play(row)  # warms up
+    samples = [play(row)]
+    while len(samples) < REPEATS and sum(samples[0]) < SLOW:
+        samples.append(play(row))
+    return samples, time.perf_counter() - clock
+
+
+def _typical(passes: Sequence[dict[int, list[Sequence[float]]]]) -> dict[int, list[float]]:
+    """The seconds of each part of a round of each width, from its samples in some passes."""
+    first, going = passes[0], [each for each in passes if each]
+    took = [{row: median(map(sum, of)) for row, of in each.items()} for each in going]
+    paces = [median(each[row] / took[0][row] for row in each) for each in took]
+    typical = median(paces)
+    scaled: dict[int, list[list[float]]] = {row: [] for row in first}
+    for pace, each in zip(paces, going, strict=True):
+        for row, samples in each.items():
+            scaled[row] += [[part * typical / pace for part in parts] for parts in samples]
+    return {row: [median(part) for part in zip(*of, strict=True)] for row, of in scaled.items()}
 
 
 def started(
