@@ -142,19 +142,19 @@ def _trial(
 ) -> int | None:
     """The candidates of a width that is tried for its cost alone, as it was hardly ever run.
 
-    What would bring clearly more, and was not as dear as measured where it was run, or is drafted
-    by what says how sure it is, which only tries tell the worth of; or plain decoding, which all
-    are compared with, where that might win or rounds do not take what was measured. Mostly None.
+    What would bring clearly more, and deserves a try; or plain decoding, which all are compared
+    with, where that might win or rounds do not take what was measured. Mostly None.
     """
     width = int(widths[best])
     for trial in (0, int(np.searchsorted(widths, TRIAL_ROWS, "right")) - 1, len(widths) - 1):
         tried = int(widths[trial])
         if trial:
             more = allowed[trial] and tokens[trial] > TRIAL_GAIN * tokens[best]
-            worth = more and (hears or not watch.is_believed(tried, beside=width))
+            worth = more and watch.deserves_a_try(tried, width, hears)
         else:
-            worth = allowed[0] or watch.is_off(width)
-        if worth and watch.is_unknown(tried, beside=width):
+            might = allowed[0] or watch.is_off(width)
+            worth = might and watch.is_unknown(tried, beside=width)
+        if worth:
             return trial
     return None
 

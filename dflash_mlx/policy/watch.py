@@ -40,7 +40,8 @@ class Watch:
         self._ratios.setdefault(rows, deque(maxlen=LATEST)).append(multiple / self._level)
         if self._ratio(rows):  # else it says nothing of the machine yet
             self._recent.append((rows, multiple))
-            self._level = median(each / (self._ratio(of) or 1.0) for of, each in self._recent)
+            ratios = {of: self._ratio(of) or 1.0 for of in {of for of, _ in self._recent}}
+            self._level = median(each / ratios[of] for of, each in self._recent)
         self._rounds[rows] += 1
         if self._rounds[rows] % SEEN == 0:
             self.version += 1
@@ -49,10 +50,15 @@ class Watch:
         """Whether a width was hardly ever run, while another one was."""
         return len(self._ratios.get(beside, ())) >= SEEN > len(self._ratios.get(rows, ()))
 
-    def is_believed(self, rows: int, beside: int) -> bool:
-        """Whether rounds of a width were seen to be as dear as measured, as another one's are."""
+    def deserves_a_try(self, rows: int, beside: int, hears: bool) -> bool:
+        """Whether a width `is_unknown`, and what was measured is not to be believed yet.
+
+        It is where its few rounds were as dear as measured, as another width's are; but not where
+        its drafter says how sure it is (`hears`), for only tries tell what that is worth.
+        """
         dear = (self._ratio(beside) or 1.0) / TOLERANCE
-        return sum(ratio >= dear for ratio in self._ratios.get(rows, ())) >= BELIEVED
+        believed = sum(ratio >= dear for ratio in self._ratios.get(rows, ())) >= BELIEVED
+        return self.is_unknown(rows, beside) and (hears or not believed)
 
     def is_off(self, rows: int) -> bool:
         """Whether rounds of a width are known not to take what was measured."""

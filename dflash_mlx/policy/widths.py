@@ -368,15 +368,14 @@ class Widths:
     ) -> int | None:
         """A width to be tried for its cost alone, for what was measured may be wrong; mostly None.
 
-        Only one that would bring clearly more tokens, that was hardly ever run, was not as dear as
-        measured then (but a drafter is heard), and that the account can pay for.
+        Only one that would bring clearly more tokens, that deserves a try, and that the account can
+        pay for.
         """
         watch = self._policy.watch
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
-                and watch.is_unknown(rows, beside=best)
-                and (hears or not watch.is_believed(rows, beside=best))
+                and watch.deserves_a_try(rows, best, hears)
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
             ):
