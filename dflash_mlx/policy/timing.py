@@ -50,11 +50,14 @@ def time_rounds(
         play, spent = begin(depth), dict.fromkeys(rows, 0.0)
         passes: list[dict[int, list[Sequence[float]]]] = []
         for order in (rows, rows[::-1]) * (PASSES // 2):
-            left = [row for row in order if not passes or spent[row] < share]
-            visits = {row: _visit(play, row, passes[0][row] if passes else None) for row in left}
-            passes.append({row: samples for row, (samples, _) in visits.items()})
-            for row, (_, seconds) in visits.items():
-                spent[row] += seconds
+            samples = dict[int, list[Sequence[float]]]()
+            for row in order:
+                if not passes or spent[row] < share:
+                    before = passes[0][row] if passes else None
+                    samples[row], seconds = _visit(play, row, before)
+                    spent[row] += seconds
+            if samples:
+                passes.append(samples)
         typical = _typical(passes)
         parts = parts or [{} for _ in typical[rows[0]]]
         for at, part in enumerate(parts):
@@ -77,12 +80,11 @@ def _visit(
 
 def _typical(passes: Sequence[dict[int, list[Sequence[float]]]]) -> dict[int, list[float]]:
     """The seconds of each part of a round of each width, from its samples in some passes."""
-    first, going = passes[0], [each for each in passes if each]
-    took = [{row: median(map(sum, of)) for row, of in each.items()} for each in going]
+    took = [{row: median(map(sum, of)) for row, of in each.items()} for each in passes]
     paces = [median(each[row] / took[0][row] for row in each) for each in took]
     typical = median(paces)
-    scaled: dict[int, list[list[float]]] = {row: [] for row in first}
-    for pace, each in zip(paces, going, strict=True):
+    scaled: dict[int, list[list[float]]] = {row: [] for row in passes[0]}
+    for pace, each in zip(paces, passes, strict=True):
         for row, samples in each.items():
             scaled[row] += [[part * typical / pace for part in parts] for parts in samples]
     return {row: [median(part) for part in zip(*of, strict=True)] for row, of in scaled.items()}
