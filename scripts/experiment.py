@@ -43,8 +43,8 @@ def experiment(options: argparse.Namespace) -> tuple[dm.Target, Any, list[list[i
 def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.Stats, list[int]]]:
     """Decode in several ways side by side, `CHUNK` tokens of each in turn: its stats and tokens.
 
-    A machine's pace changes from one second to the next. So it does so for all of them; what a
-    round takes is counted by the round.
+    A machine's pace changes from one second to the next: here it does so for all ways alike. Stats
+    count the time of a way's own rounds.
     """
     done: dict[Way, tuple[dm.Stats, list[int]]] = {}
     going, tokens = dict(streams), {way: list[int]() for way in streams}

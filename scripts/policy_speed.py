@@ -79,8 +79,8 @@ def main() -> None:
     slowest: dict[str, tuple[float, str]] = {}
     for category, messages in asked:
         prompt = Prompt(target, drafter, messages, options.max_tokens)
-        policies = prompt.repeat(kept or dm.Policy(costs, max(WIDTHS)), options)
-        kept = policies[0] if kept else None
+        taught = prompt.repeat(kept or dm.Policy(costs, max(WIDTHS)), options)
+        kept = taught if kept else None
         for way, seconds in prompt.seconds.items():
             times[category][way] += seconds
         slowest[category] = min(slowest.get(category, (float("inf"), "")), prompt.over_plain)
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 class Prompt:
-    """One prompt, decoded in every way, in turns."""
+    """One prompt, decoded in every way again and again."""
 
     def __init__(self, target: Any, drafter: Any, messages: Any, max_tokens: int) -> None:
         from dflash_mlx.prompt import encode_prompt
@@ -109,13 +109,13 @@ class Prompt:
         self._turns: list[dict[int, float]] = []  # seconds of each way
         self._stats: Any = None
 
-    def repeat(self, policy: dm.Policy, options: Any) -> list[dm.Policy]:
-        """Decode in turns, each with the policy as it is; what it becomes in each of them."""
-        end, policies = perf_counter() + options.seconds, list[dm.Policy]()
-        while len(policies) < options.repeats or perf_counter() < end:
-            policies.append(deepcopy(policy))
-            self._turns.append(self._run(policies[-1], len(policies)))
-        return policies
+    def repeat(self, policy: dm.Policy, options: Any) -> dm.Policy:
+        """Decode in turns, each with the policy as it is; what it becomes in one of them."""
+        end = perf_counter() + options.seconds
+        while len(self._turns) < options.repeats or perf_counter() < end:
+            taught = deepcopy(policy)
+            self._turns.append(self._run(taught, len(self._turns)))
+        return taught
 
     def _run(self, policy: dm.Policy, turn: int) -> dict[int, float]:
         """Decode once in every way, side by side; none always follows the same one."""
