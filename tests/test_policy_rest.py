@@ -105,7 +105,7 @@ def test_a_text_that_nothing_is_drafted_for_is_looked_at_seldom_until_that_chang
     for _ in range(120):
         play()
         looks.append(sum(text.looks for text in texts) / count)
-    assert looks[0] == 1 and looks[-1] - looks[-41] <= 16, looks
+    assert looks[PATIENCE - 1] == PATIENCE and looks[-1] - looks[-41] <= 16, looks
     for text in texts:
         text.sure = True
     widths = [play() for _ in range(16)]

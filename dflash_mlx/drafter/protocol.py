@@ -274,8 +274,7 @@ class Abilities:
         if type(session) is not self._of:
             self._of = type(session)
             self._foresees = isinstance(session, Foresees)
-            says = isinstance(session, SaysConfidence) and session.says_confidence
-            self._says_confidence = says
+            self._says_confidence = isinstance(session, SaysConfidence) and session.says_confidence
 
 
 def label(drafter: Drafter) -> str:

@@ -83,8 +83,7 @@ class Flat:
         self, offers: Sequence[tuple[Turn, Offer]], rows: Sequence[int]
     ) -> list[tuple[Turn, Offer]]:
         """The offers, once chains of so many rows are drafted, in one pass."""
-        chains = [at for at, (_, offer) in enumerate(offers) if offer.draft is None]
-        chains = [at for at in chains if rows[at] > 1]
+        chains = [at for at, count in enumerate(rows) if count > 1 and offers[at][1].draft is None]
         if not chains:
             return list(offers)
         drafted = [
