@@ -53,11 +53,13 @@ class Watch:
     def deserves_a_try(self, rows: int, beside: int, hears: bool) -> bool:
         """Whether a width `is_unknown`, and what was measured is not to be believed yet.
 
-        It is where its few rounds were as dear as measured, as another width's are; but not where
-        its drafter says how sure it is (`hears`), for only tries tell what that is worth.
+        It is where a few rounds that were drafted for the purpose, of this width or another one,
+        were as dear as measured; but not where the drafter says how sure it is (`hears`), for only
+        tries tell what that is worth.
         """
         dear = (self._ratio(beside) or 1.0) / TOLERANCE
-        believed = sum(ratio >= dear for ratio in self._ratios.get(rows, ())) >= BELIEVED
+        tries = (ratios for of, ratios in self._ratios.items() if of not in (1, beside))
+        believed = sum(ratio >= dear for ratios in tries for ratio in ratios) >= BELIEVED
         return self.is_unknown(rows, beside) and (hears or not believed)
 
     def is_off(self, rows: int) -> bool:
