@@ -97,7 +97,7 @@ def test_measured_once_and_read_afterwards(tmp_path, monkeypatch):
 
     def fake(*arguments):
         made.append(arguments)
-        return Costs({64: {1: 1.0, 16: 2.0}}, {64: {1: 0.0, 16: 0.5}})
+        return Costs({64: {1: 1.0, 16: 2.0}}, {64: {1: 0.0, 16: 0.5}}, unread=0.25)
 
     @contextmanager
     def meanwhile(what):

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinymodels import random_drafter, target
 
+from dflash_mlx.engine import costs as engine_costs
 from dflash_mlx.engine.costs import MANY, SharedCosts, measure_shared
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.rows import FIRST, FLOOR, GAIN, SLACK, Share, Standing, share
@@ -17,18 +19,22 @@ from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.offer import Offer, paths
 from dflash_mlx.policy.watch import Watch
 from dflash_mlx.policy.widths import Policy
+from dflash_mlx.proposal import Proposal
 
 WIDEST = 16
 RICH = 1e9  # an account that pays for everything
 
 
-def shared_costs(row: float, request: float, draft: float) -> SharedCosts:
-    """A forward of 1 and so much for each further row and request; a draft costs as much again."""
+def shared_costs(row: float, request: float, draft: float, unread: float = 0.0) -> SharedCosts:
+    """A forward of 1 and so much for each further row and request; a draft costs as much again.
+
+    And so much for each token whose features it reads first.
+    """
     one = {rows: 1 + row * (rows - 1) for rows in (1, 2, 4, 8, 16)}
     many = {MANY * n: 1 + row * (MANY * n - 1) + request * (MANY - 1) for n in (1, 2, 4, 8, 16)}
     drafts = {rows: draft for rows in (2, 4, 8, 16)} | {1: 0.0}
     together = {MANY * n: draft for n in (2, 4, 8, 16)}
-    return SharedCosts(Costs({64: one}, {64: drafts}), Costs({64: many}, {64: together}))
+    return SharedCosts(Costs({64: one}, {64: drafts}), Costs({64: many}, {64: together}, unread))
 
 
 def offers_of(rates: list[list[float]]) -> list[Offer]:
@@ -115,6 +121,28 @@ def test_where_rows_cost_as_much_as_forwards_nothing_is_drafted():
     assert found.rows == [1] * 32 and found.cost == 1.0
 
 
+def test_features_to_be_read_first_have_to_be_paid_for_once():
+    """What one round pays for serves all after it: it is booked, and no reason to stay narrow."""
+    costs = shared_costs(0.05, 0.1, 0.2, unread=0.01)
+    read, rates = shared_out(offers_of([[0.9] * 7] * 2), costs), [[0.9] * 7] * 2
+    waiting = [replace(offer, unread=60) for offer in offers_of(rates)]
+    found = shared_out(waiting, costs)
+    assert found.rows == read.rows and min(found.rows) > 4
+    assert found.seconds == pytest.approx(read.seconds + 2 * 60 * 0.01)
+    assert found.cost == pytest.approx(read.cost + 1.2 / found.plain)
+    assert found.drafts == pytest.approx(read.drafts + 1.2)
+    affordable = (read.cost + found.cost) / 2
+    assert shared_out(offers_of(rates), costs, affordable).rows == read.rows
+    assert sum(shared_out(waiting, costs, affordable).rows) < sum(read.rows)
+
+
+def test_only_who_drafts_reads():
+    costs = shared_costs(0.2, 0.1, 0.1, unread=0.01)
+    [sure], [unsure] = offers_of([[0.97] * 7]), offers_of([[0.02]])
+    found = shared_out([sure, replace(unsure, unread=500)], costs)
+    assert found.rows[0] > 1 == found.rows[1] and found == shared_out([sure, unsure], costs)
+
+
 def test_rows_that_are_asked_for_are_had_whatever_they_cost():
     asked = Offer([1.0] * 7, asked=True)
     found = shared_out([asked, *offers_of([[0.1], []])], shared_costs(1.0, 0.0, 0.2))
@@ -166,6 +194,33 @@ def test_measuring_a_pair_s_shared_rounds(monkeypatch):
     assert all(sorted(points) == [8, 16, 32] for points in measured.verify.values())
     assert all(sorted(points) == [16, 32] for points in measured.draft.values())
     assert all(0 < s < 10 for table in measured.verify.values() for s in table.values())
+    assert 0 <= measured.unread < 0.1
+
+
+class Clocked:
+    """Sessions that need 2 s for a draft, and 0.25 s for each token that they read first."""
+
+    tap_layers = ()
+
+    def __init__(self):
+        self.now, self.unread = 0.0, 0
+
+    def start(self, target, sampler):
+        return self
+
+    def extend(self, taps):
+        self.unread += taps.shape[1]
+
+    def propose(self, anchor, width):
+        self.now, self.unread = self.now + 2 + 0.25 * self.unread, 0
+        return Proposal([anchor] * width)
+
+
+def test_what_each_feature_that_is_read_first_takes(monkeypatch):
+    drafter = Clocked()
+    monkeypatch.setattr(engine_costs.time, "perf_counter", lambda: drafter.now)
+    monkeypatch.setattr(engine_costs, "time_rounds", lambda *_: ({64: {2: 1.0}}, {64: {2: 1.0}}))
+    assert measure_shared(target("qwen3"), drafter, 2).unread == pytest.approx(0.25)
 
 
 def test_an_engine_that_measures_says_so(monkeypatch, tmp_path):

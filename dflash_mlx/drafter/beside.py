@@ -199,6 +199,11 @@ class BesideSession:
         self.network.extend_by(taps, kept)
 
     @property
+    def unread(self) -> int:
+        """How many tokens' features wait for the network's next draft."""
+        return self.network.unread
+
+    @property
     def position(self) -> int:
         """Tokens that were taken in."""
         return self.network.position

@@ -10,6 +10,7 @@ wants it asks with `isinstance`:
                     `TreeDrafter`   its sessions are `TreeSession`s
                     `Weighed`       what its caches take is known
     of a session    `Gathers`       takes the features of kept rows out of those of a round itself
+                    `ReadsLate`     reads features when it drafts, and says how many wait for that
                     `SaysConfidence` says how likely its drafts are right
                     `Foresees`      has drafts that cost nothing, and knows what they are worth
                     `ReadsText`     is told the committed tokens, not only their features
@@ -20,7 +21,7 @@ wants it asks with `isinstance`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 from ..proposal import Proposal
 
@@ -131,6 +132,15 @@ class Gathers(Protocol):
 
         `kept` are the rows, rising.
         """
+
+
+@runtime_checkable
+class ReadsLate(Protocol):
+    """A session whose next draft first reads all features that came since the last one."""
+
+    @property
+    def unread(self) -> int:
+        """Of how many tokens they are."""
 
 
 @runtime_checkable
@@ -258,12 +268,17 @@ class Abilities:
 
     def __init__(self) -> None:
         self._of: type | None = None
-        self._foresees = self._says_confidence = False
+        self._foresees = self._reads_late = self._says_confidence = False
 
     def foresees(self, session: object) -> TypeGuard[Foresees]:
         """Whether it is a `Foresees`."""
         self._ask(session)
         return self._foresees
+
+    def unread(self, session: object) -> int:
+        """How many tokens' features its next draft reads first, if it is a `ReadsLate`."""
+        self._ask(session)
+        return cast(ReadsLate, session).unread if self._reads_late else 0
 
     def says_confidence(self, session: object) -> TypeGuard[SaysConfidence]:
         """Whether it `SaysConfidence`, and does."""
@@ -274,6 +289,7 @@ class Abilities:
         if type(session) is not self._of:
             self._of = type(session)
             self._foresees = isinstance(session, Foresees)
+            self._reads_late = isinstance(session, ReadsLate)
             self._says_confidence = isinstance(session, SaysConfidence) and session.says_confidence
 
 

@@ -89,6 +89,9 @@ class DraftSession:
 
     The newest features wait until the next block, so that their keys and values are computed in
     the same products as the block's own.
+
+    Attributes:
+        unread: how many of them wait.
     """
 
     def __init__(self, drafter: Network, target: Target, sampler: Sampler) -> None:
@@ -99,7 +102,7 @@ class DraftSession:
         if isinstance(drafter, Confident) and drafter.says_confidence:
             self._confident = drafter
         self._pending: list[Waiting] = []
-        self._waiting = 0  # rows of them
+        self.unread = 0  # rows of them
 
     def resume(self, sampler: Sampler) -> None:
         """Go on with another request over the same text, whose settings and seed are these."""
@@ -108,7 +111,7 @@ class DraftSession:
     @property
     def position(self) -> int:
         """Tokens whose features were taken in."""
-        return self._cache[0].offset + self._waiting
+        return self._cache[0].offset + self.unread
 
     @property
     def can_be_cut(self) -> bool:
@@ -189,7 +192,7 @@ class DraftSession:
         A further chunk of the prompt, or many rounds that drafted nothing. Evaluating now lets the
         features go: a long prompt's never lie in memory together.
         """
-        full = self._waiting >= MOST_WAITING
+        full = self.unread >= MOST_WAITING
         if full:
             self._drafter.extend(self._take_pending(), self._cache)
         return full
@@ -197,7 +200,7 @@ class DraftSession:
     def _wait(self, taps: mx.array, kept: Sequence[int]) -> None:
         if kept:
             self._pending.append((taps, kept))
-            self._waiting += len(kept)
+            self.unread += len(kept)
 
     def _start_computing(self) -> None:
         """Leave nothing lazy: the next round may be another thread's."""
@@ -207,7 +210,7 @@ class DraftSession:
     def _take_pending(self) -> mx.array:
         """The features that wait, [1, S, K*D]; S may be 0."""
         config, pending = self._drafter.config, self._pending
-        self._pending, self._waiting = [], 0
+        self._pending, self.unread = [], 0
         if not pending:
             return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
         if len(pending) == 1:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -76,11 +77,6 @@ class Standing:
         if self.ahead > 0:
             self.ahead *= MEMORY
 
-    def bearable(self, expected: np.ndarray) -> np.ndarray:
-        """What a round may cost that is expected to bring so many tokens."""
-        bearable: np.ndarray = np.minimum(max(0.0, self.ahead) + expected, self.ahead + 1 + SLACK)
-        return bearable / FLOOR
-
 
 def share(
     offers: Sequence[Offer],
@@ -110,7 +106,9 @@ def share(
     asked = np.array([offer.asked and len(offer.chances) > 0 for offer in offers], int) * joint
     drafting = int(asked.sum()) + _after(joint[of] * _first_of_each(of))
     drafted = int((asked * rows).sum()) + _after(joint[of] + joint[of] * _first_of_each(of))
-    drafts = costs.draft(drafted, drafting, context)
+    unread = np.array([offer.unread for offer in offers], int) * joint
+    reading = costs.read(int((asked * unread).sum()) + _after(unread[of] * _first_of_each(of)))
+    drafts = costs.draft(drafted, drafting, context) + reading
     verify = costs.verify(verified, requests, context)
     plain = verify[0] + drafts[0]
     if before is not None:
@@ -119,10 +117,12 @@ def share(
     multiples = watch.multiples(widths)
     cost, tokens = seconds * multiples / (plain * multiples[0]), 1 + _after(chances) / requests
     allowed = (cost <= affordable) & (cost <= _bearable(of, chances, standings))
-    best = int(np.where(allowed, tokens / cost, 0.0).argmax())
-    if tokens[best] * cost[0] <= GAIN * cost[best]:
+    # What is read now need not be read again: it is to be paid for, and no reason against drafting.
+    lasting = cost * (1 - reading / seconds)
+    best = int(np.where(allowed, tokens / lasting, 0.0).argmax())
+    if tokens[best] * lasting[0] <= GAIN * lasting[best]:
         best = 0
-    allowed[0] = tokens[best] * cost[0] <= DOUBT * cost[best]  # to be tried: it might win
+    allowed[0] = tokens[best] * lasting[0] <= DOUBT * lasting[best]  # to be tried: it might win
     hears = any(offer.look is not None for offer in offers)
     tried = _trial(widths, tokens, allowed, best, watch, hears) if before is None else None
     best = best if tried is None else tried
@@ -275,15 +275,11 @@ def everything(offers: Sequence[Offer]) -> list[int]:
 
 def _candidates(offers: Sequence[Offer]) -> tuple[np.ndarray, np.ndarray]:
     """The further rows that may be had, likeliest first: whose each is, and its chance."""
-    pairs = [
-        (at, chance)
-        for at, offer in enumerate(offers)
-        if not offer.asked
-        for chance in offer.chances
-        if chance > 0
-    ]
-    of, chances = np.array([at for at, _ in pairs], int), np.array([c for _, c in pairs], float)
+    each = [[] if offer.asked else offer.chances for offer in offers]
+    of = np.repeat(np.arange(len(each)), [len(of_one) for of_one in each])
+    chances = np.fromiter(chain.from_iterable(each), float, len(of))
     order = np.argsort(-chances, kind="stable")  # a request's rows stay in their order
+    order = order[: np.count_nonzero(chances > 0)]
     return of[order], chances[order]
 
 
@@ -303,6 +299,6 @@ def _bearable(of: np.ndarray, chances: np.ndarray, standings: Sequence[Standing]
     """What the round may cost after n candidates, so that it leaves no request behind."""
     each = np.zeros((len(of) + 1, len(standings)))
     each[np.arange(1, len(of) + 1), of] = chances
-    expected = 1 + each.cumsum(axis=0)
-    bearable = [standing.bearable(expected[:, at]) for at, standing in enumerate(standings)]
-    return np.min(bearable, axis=0)
+    expected, ahead = 1 + each.cumsum(axis=0), np.array([of_one.ahead for of_one in standings])
+    bearable = np.minimum(np.maximum(0, ahead) + expected, ahead + 1 + SLACK).min(axis=1)
+    return bearable / FLOOR

@@ -21,6 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from ..target import Target
 
 ROWS = (1, 2, 4, 8, 12, 16)
-FORMAT = 4  # of the cached file
+FORMAT = 5  # of the cached file
 # What Python raises for a file's content that is not what was written.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -42,10 +44,12 @@ class Costs:
     Attributes:
         verify: of the target over so many rows.
         draft: of the drafter, for a draft of so many rows (the anchor counts).
+        unread: that a draft takes longer for each further token whose features it reads first.
     """
 
     verify: Mapping[int, Mapping[int, float]]
     draft: Mapping[int, Mapping[int, float]]
+    unread: float = 0.0
 
     def rounds(self, context: int, widest: int) -> list[float]:
         """Seconds of a round of 1, 2, ... `widest` rows at this depth, never falling.
@@ -67,14 +71,15 @@ class Costs:
             **factors
         }
         known.setdefault(1, known[min(known)])
-        tables: tuple[dict[int, dict[int, float]], ...] = ({}, {})
+        verify: dict[int, dict[int, float]] = {}
+        draft: dict[int, dict[int, float]] = {}
         for depth in self.verify:
             rounds, drafts = self.rounds(depth, widest), curve(self.draft, depth, widest)
             seconds = {row: factor * rounds[row - 1] for row, factor in known.items()}
-            draft = {row: min(drafts[row - 1], seconds[row] / 2) for row in known} | {1: 0.0}
-            tables[0][depth] = {row: seconds[row] - draft[row] for row in known}
-            tables[1][depth] = draft
-        return Costs(*tables)
+            of_draft = {row: min(drafts[row - 1], seconds[row] / 2) for row in known} | {1: 0.0}
+            verify[depth] = {row: seconds[row] - of_draft[row] for row in known}
+            draft[depth] = of_draft
+        return Costs(verify, draft, self.unread)
 
 
 # (target, drafter, the most rows of a path, bits of keys and values) -> what rounds cost
@@ -100,9 +105,16 @@ def curve(points: Mapping[int, Mapping[int, float]], context: int, widest: int) 
 
 
 def _fit(points: Mapping[int, float], widest: int) -> list[float]:
+    """Of 1..`widest` rows: the lines between what was measured, the last ones continued."""
     rows = sorted(points)
     seconds = monotone([points[row] for row in rows])
-    return [_interpolate(rows, seconds, row) for row in range(1, widest + 1)]
+    if len(rows) == 1:
+        return seconds * widest
+    xs, ys, wanted = np.array(rows), np.array(seconds), np.arange(1, widest + 1)
+    right = np.clip(np.searchsorted(xs, wanted), 1, len(xs) - 1)
+    slopes = np.diff(ys) / np.diff(xs)
+    fitted: list[float] = (ys[right - 1] + slopes[right - 1] * (wanted - xs[right - 1])).tolist()
+    return fitted
 
 
 def monotone(values: Sequence[float]) -> list[float]:
@@ -115,15 +127,6 @@ def monotone(values: Sequence[float]) -> list[float]:
             pool = ((mean * count + last * size) / (count + size), count + size)
         pools.append(pool)
     return [mean for mean, count in pools for _ in range(count)]
-
-
-def _interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    """The line through the neighbours of x, continued at the ends."""
-    if len(xs) == 1:
-        return ys[0]
-    right = next((at for at in range(1, len(xs)) if xs[at] >= x), len(xs) - 1)
-    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
-    return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
 def pair_costs(
@@ -174,7 +177,7 @@ def keep_costs(path: Path, costs: Costs) -> None:
 
     A folder that cannot be written costs that some seconds.
     """
-    content = {"verify": costs.verify, "draft": costs.draft}
+    content = {"verify": costs.verify, "draft": costs.draft, "unread": costs.unread}
     part = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,14 +223,14 @@ def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None =
 def read_costs(path: Path) -> Costs:
     """What `keep_costs` wrote. Raises `OSError`, or what Python raises for other content."""
     content = json.loads(path.read_text())
-    tables = [
+    verify, draft = (
         {
             int(depth): {int(row): float(seconds) for row, seconds in points.items()}
             for depth, points in content[part].items()
         }
         for part in ("verify", "draft")
-    ]
-    return Costs(*tables)
+    )
+    return Costs(verify, draft, float(content["unread"]))
 
 
 def _fingerprint(target: Target, identity: str, widest: int, kv_bits: int | None) -> str:

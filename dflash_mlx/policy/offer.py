@@ -34,6 +34,7 @@ class Offer:
         draft: what makes the proposal of so many rows, the anchor included; None where it is a
             session's next chain, which can be drafted together with those of others.
         asked: all of these rows are to be verified, whatever they cost.
+        unread: tokens whose features such a draft reads first, beyond those of one.
         session: whose chain it is; None for the request's own session.
         drafted: is told that chain.
         look: what its drafter says of that chain, given the seconds [w] of the request's part of
@@ -43,6 +44,7 @@ class Offer:
     chances: Sequence[float]
     draft: Callable[[int], Proposal] | None = None
     asked: bool = False
+    unread: int = 0
     session: Session | None = None
     drafted: Callable[[Proposal], None] | None = None
     look: Callable[[Proposal, np.ndarray], Draft] | None = None
@@ -83,13 +85,15 @@ def offer_chain(
         limit: the most rows.
         chances: of a drafted chain's rows.
     """
+    unread = max(0, can.unread(session) - 1)
     if not can.foresees(session):
-        return Offer(chances)
+        return Offer(chances, unread=unread)
     foreseen = paths(session.foresee(anchor, limit))
     if session.only_foresees or sum(foreseen) > sum(chances):
         return Offer(foreseen, partial(session.propose_foreseen, anchor))
     both = cast(Both, session)
-    return Offer(chances, session=both.network, drafted=partial(both.drafted, anchor))
+    told = partial(both.drafted, anchor)
+    return Offer(chances, unread=unread, session=both.network, drafted=told)
 
 
 def paths(rates: Sequence[float]) -> list[float]:
