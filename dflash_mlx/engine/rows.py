@@ -30,7 +30,7 @@ import numpy as np
 from ..policy.account import CREDIT, Account
 from ..policy.cuts import Draft
 from ..policy.offer import Offer
-from ..policy.rest import Rest
+from ..policy.rest import LONGEST_TOGETHER, Rest
 from ..policy.watch import Watch
 from ..policy.widths import TRIAL_GAIN, TRIAL_ROWS
 from ..request import Request
@@ -50,7 +50,7 @@ class Share(NamedTuple):
         rows: of each request, the anchor included.
         cost: of the round, in plain rounds of the same requests.
         width: rows of a request on average, to a doubling; 1 of a plain round alone.
-        seconds: that the round takes, as measured,
+        seconds: that the round takes, as measured; 0 of one of rest, at which nobody looks,
         plain: that a plain one would take,
         drafts: and what of them is drafting.
         trial: whether this width is tried for its cost alone.
@@ -183,7 +183,7 @@ class SharedRounds:
         self._watches: dict[int, Watch] = {}  # by how many requests there are, to a doubling
         self._share, self._began = Share([], 1.0, 1, 1.0, 1.0, 0.0), 0.0
         self._drafts: list[Draft] = []  # of this round, whose drafter says how sure it is
-        self.waited, self.rest = False, Rest()
+        self.waited, self.rest = False, Rest(LONGEST_TOGETHER)
 
     def rows(self, requests: Sequence[Request], offers: Sequence[Offer], context: int) -> list[int]:
         """The rows of each request's next round, the anchor included; the round begins.
@@ -241,8 +241,9 @@ class SharedRounds:
     ) -> None:
         if before is None and not any(offer.chances for offer in offers):
             # Nobody has anything: no need to look for the best of it.
-            count = len(requests)
-            plain = float(self._costs.verify(np.array([count]), count, context)[0])
+            count, plain = len(requests), 0.0
+            if not self.rest.now:
+                plain = float(self._costs.verify(np.array([count]), count, context)[0])
             self._share = Share([1] * count, 1.0, 1, plain, plain, 0.0)
             return
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
@@ -254,10 +255,11 @@ class SharedRounds:
         played = self._share
         if not brought:
             return
-        seconds, watch = self._clock() - self._began, self._watch(len(played.rows))
-        watch.saw(played.width, seconds, played.seconds)
-        for cutting in {draft.cutting for draft in self._drafts}:
-            cutting.took(seconds / played.seconds, self.waited)
+        if played.seconds:
+            seconds = self._clock() - self._began
+            self._watch(len(played.rows)).saw(played.width, seconds, played.seconds)
+            for cutting in {draft.cutting for draft in self._drafts}:
+                cutting.took(seconds / played.seconds, self.waited)
         for request, tokens in brought:
             self._standings.setdefault(request, Standing()).book(played.cost, tokens)
         self._account.book(played.cost, sum(tokens for _, tokens in brought) / len(brought))
