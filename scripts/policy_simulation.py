@@ -30,9 +30,9 @@ from dflash_mlx.policy.widths import Policy
 
 FIXED, DEPTH = (1, 2, 4, 8, 16), 64
 POLICY = 0  # in the place of a width
-# In plain tokens: what a round under the policy takes more than without where it looks (tiny,
-# smollm2: certainty), and what each row of features that waits for a draft adds to it.
-WATCHING, WAITING = {16: 0.04, 8: 0.01}, 0.002
+# In plain tokens (tiny, smollm2): what a round under the policy takes more than without (features),
+# and besides where it looks (certainty); what each row of features that waits for a draft adds.
+RESTING, WATCHING, WAITING = {16: 0.025, 8: 0.003}, {16: 0.04, 8: 0.01}, 0.002
 Trace = dict[str, Any]  # see `policy_traces`
 MADE_UP = {"perfect": (1.0,), "good": (0.93,), "realistic": (0.6, 0.6, 0.5), "bad": (0.1,)}
 
@@ -75,7 +75,7 @@ def play(trace: Trace, costs: Costs, way: int, policy: Policy) -> tuple[float, i
         waiting, made = waiting + accepted + 1, made + accepted + 1
         asks = not (rest.now or goes_well)  # as `ChainRounds` does
         if way == POLICY:
-            spent += WATCHING[policy.widest] * asks
+            spent += RESTING[policy.widest] + WATCHING[policy.widest] * asks
             request.observe(width - 1, accepted)
         certainty.take(
             accepted + 1, trace["certainty"][min(made, len(right)) - 1] if asks else None

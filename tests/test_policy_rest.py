@@ -14,7 +14,7 @@ from dflash_mlx.loop import Turn
 from dflash_mlx.policy.cuts import Cuts
 from dflash_mlx.policy.offer import Offer
 from dflash_mlx.policy.outcome import Outcome
-from dflash_mlx.policy.rest import LONGEST, LONGEST_TOGETHER, PATIENCE, Rest
+from dflash_mlx.policy.rest import LONGEST, PATIENCE, Rest
 from dflash_mlx.policy.rounds import WELL, ChainRounds
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
@@ -23,17 +23,16 @@ SURE, UNSURE = log(0.9999), log(0.3)
 PAIR = costs(1.8, 0.4)
 
 
-@pytest.mark.parametrize("longest", [LONGEST, LONGEST_TOGETHER])
-def test_looks_in_vain_make_rest_longer_up_to_a_bound_and_a_draft_ends_it(longest):
-    rest, looks = Rest(longest), ""
+def test_looks_in_vain_make_rest_longer_up_to_a_bound_and_a_draft_ends_it():
+    rest, looks = Rest(), ""
     for _ in range(120):
         looks += "." if rest.begin() else "L"
         if not rest.now:
             rest.looked(False, 1.0)
-    rests = [2**n - 1 for n in range(longest.bit_length() + 1) if 2**n - 1 <= longest]
+    rests = [2**n - 1 for n in range(LONGEST.bit_length() + 1)]
     longer = "".join(PATIENCE * ("L" + "." * rounds) for rounds in rests)
     assert looks.startswith(longer[1:]), "the first look is the first in vain"
-    assert looks.endswith(4 * ("L" + "." * longest), 0, looks.rindex("L"))
+    assert looks.endswith(4 * ("L" + "." * LONGEST), 0, looks.rindex("L"))
     while rest.begin():
         pass
     rest.looked(True, 1.0)

@@ -30,7 +30,7 @@ import numpy as np
 from ..policy.account import CREDIT, Account
 from ..policy.cuts import Draft
 from ..policy.offer import Offer
-from ..policy.rest import LONGEST_TOGETHER, Rest
+from ..policy.rest import Rest
 from ..policy.watch import Watch
 from ..policy.widths import TRIAL_GAIN, TRIAL_ROWS
 from ..request import Request
@@ -183,7 +183,7 @@ class SharedRounds:
         self._watches: dict[int, Watch] = {}  # by how many requests there are, to a doubling
         self._share, self._began = Share([], 1.0, 1, 1.0, 1.0, 0.0), 0.0
         self._drafts: list[Draft] = []  # of this round, whose drafter says how sure it is
-        self.waited, self.rest = False, Rest(LONGEST_TOGETHER)
+        self.waited, self.rest = False, Rest()
 
     def rows(self, requests: Sequence[Request], offers: Sequence[Offer], context: int) -> list[int]:
         """The rows of each request's next round, the anchor included; the round begins.

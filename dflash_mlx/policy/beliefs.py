@@ -144,6 +144,8 @@ class Mood:
 
     def moved(self, rates: Sequence[float]) -> list[float]:
         """The rates in this mood."""
+        if not self._nats:
+            return list(rates)
         odds = exp(self._nats)
         return [rate * odds / (1 - rate + rate * odds) for rate in rates]
 

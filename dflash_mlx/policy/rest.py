@@ -9,23 +9,19 @@ found a few tokens later at most.
 from __future__ import annotations
 
 PATIENCE = 2  # looks in vain that double the time to the next one,
-LONGEST = 3  # and the most rounds of rest until then, of a request that has its rounds alone,
-LONGEST_TOGETHER = 7  # and of many that share theirs: each of them would have to look
-EASING = 0.02  # by which doubt is less than at the look before: soon drafts may be worth it again
+LONGEST = 7  # and the most rounds of rest until then
+EASING = 0.9  # of the doubt at the look before, or less, is left: soon drafts may be worth it again
 
 
 class Rest:
     """When one request, or many together, need not look.
 
-    Args:
-        longest: the most rounds of rest in a row.
-
     Attributes:
         now: whether this round is one of rest.
     """
 
-    def __init__(self, longest: int = LONGEST) -> None:
-        self._longest, self.now = longest, False
+    def __init__(self) -> None:
+        self.now = False
         self._in_vain = self._left = 0
         self._doubt = 1.0
 
@@ -38,5 +34,5 @@ class Rest:
     def looked(self, drafts: bool, doubt: float) -> None:
         """A look had this round draft something, or not; `Certainty.doubt` is so much after it."""
         self._in_vain = 0 if drafts else self._in_vain + 1
-        eases, self._doubt = doubt < self._doubt - EASING, doubt
-        self._left = 0 if eases else min(self._longest, 2 ** (self._in_vain // PATIENCE) - 1)
+        eases, self._doubt = doubt < EASING * self._doubt, doubt
+        self._left = 0 if eases else min(LONGEST, 2 ** (self._in_vain // PATIENCE) - 1)

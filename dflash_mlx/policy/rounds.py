@@ -219,7 +219,8 @@ class ChainRounds(_Looking):
             more = rows - self._rows
             widths.observe_branches(self._rows, more, right, accepted, outcome.seconds)
         else:
-            widths.observe(rows - 1, accepted, outcome.seconds)
+            # A round of rest is not looked at either: those in between say what plain ones take.
+            widths.observe(rows - 1, accepted, None if self._rest.now else outcome.seconds)
 
     def _cut(self, proposal: Proposal, session: object) -> Proposal:
         """The part of a drafted chain that its drafter trusts, if it says."""

@@ -28,23 +28,31 @@ class Watch:
     """How long rounds of each width took, as multiples of what was measured."""
 
     def __init__(self) -> None:
-        self._ratios: dict[int, deque[float]] = {}  # of each width, at the machine's first pace
+        self._ratios: dict[int, deque[float]] = {}  # of each width, at the machine's first pace;
+        self._typical: dict[int, float] = {}  # their medians, where there are enough of them
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, multiple
         self._level = 1.0  # what these took, as a multiple of what they took at first
         self._rounds: Counter[int] = Counter()  # of each width
-        self.version = 0  # counts the changes of mind
+        self.version, self._disagreed = 0, False  # counts the changes of mind; and the last one
 
     def saw(self, rows: int, seconds: float, measured: float) -> None:
         """A round of so many rows took `seconds`, where `measured` were expected."""
         multiple = seconds / measured
-        self._ratios.setdefault(rows, deque(maxlen=LATEST)).append(multiple / self._level)
-        if self._ratio(rows):  # else it says nothing of the machine yet
+        ratios = self._ratios.setdefault(rows, deque(maxlen=LATEST))
+        ratios.append(multiple / self._level)
+        typical = median(ratios) if len(ratios) >= SEEN else 0.0
+        if typical:  # else it says nothing of the machine yet
+            self._typical[rows] = typical
             self._recent.append((rows, multiple))
-            ratios = {of: self._ratio(of) or 1.0 for of in {of for of, _ in self._recent}}
-            self._level = median(each / ratios[of] for of, each in self._recent)
+            self._level = median(each / self._typical[of] for of, each in self._recent)
         self._rounds[rows] += 1
         if self._rounds[rows] % SEEN == 0:
-            self.version += 1
+            self._change_mind()
+
+    def _change_mind(self) -> None:
+        """What `corrected` says is another thing now, unless the measurement was and is right."""
+        before, self._disagreed = self._disagreed, self.disagrees
+        self.version += before or self._disagreed
 
     def is_unknown(self, rows: int, beside: int) -> bool:
         """Whether a width was hardly ever run, while another one was."""
@@ -57,7 +65,7 @@ class Watch:
         were as dear as measured; but not where the drafter says how sure it is (`hears`), for only
         tries tell what that is worth.
         """
-        dear = (self._ratio(beside) or 1.0) / TOLERANCE
+        dear = self._typical.get(beside, 1.0) / TOLERANCE
         tries = (ratios for of, ratios in self._ratios.items() if of not in (1, beside))
         believed = sum(ratio >= dear for ratios in tries for ratio in ratios) >= BELIEVED
         return self.is_unknown(rows, beside) and (hears or not believed)
@@ -69,17 +77,12 @@ class Watch:
 
     def factors(self) -> dict[int, float]:
         """What rounds take now, of every width that was seen often enough."""
-        known = ((rows, self.factor(rows)) for rows in sorted(self._ratios))
-        return {rows: factor for rows, factor in known if factor is not None}
+        return {rows: self._typical[rows] * self._level for rows in sorted(self._typical)}
 
     def factor(self, rows: int) -> float | None:
         """What rounds of one width take now; None where they were not seen often enough."""
-        ratio = self._ratio(rows)
+        ratio = self._typical.get(rows)
         return None if ratio is None else ratio * self._level
-
-    def _ratio(self, rows: int) -> float | None:
-        ratios = self._ratios.get(rows, ())
-        return median(ratios) if len(ratios) >= SEEN else None
 
     @property
     def pace(self) -> float:
@@ -101,6 +104,8 @@ class Watch:
 
     def corrected(self, seconds: Sequence[float]) -> list[float]:
         """Measured seconds of rounds of 1, 2, ... rows, as the rounds themselves say."""
+        if not self.disagrees:
+            return list(seconds)
         every = self.multiples(np.arange(1, len(seconds) + 1))
         return [float(s * f) for s, f in zip(seconds, every, strict=True)]
 

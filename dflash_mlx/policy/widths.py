@@ -375,9 +375,9 @@ class Widths:
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
-                and watch.deserves_a_try(rows, best, hears)
                 and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
+                and watch.deserves_a_try(rows, best, hears)
             ):
                 return rows
         return None
