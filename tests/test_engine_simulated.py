@@ -124,7 +124,7 @@ def test_plain_rounds_that_were_measured_too_dear_are_found_out():
     real = shared_costs(1.0, 0.0, 0.0)
 
     class Dear:
-        draft = real.draft
+        draft, read = real.draft, real.read
 
         @staticmethod
         def verify(rows, requests, context):

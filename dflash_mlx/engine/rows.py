@@ -264,7 +264,9 @@ class SharedRounds:
             self._standings.setdefault(request, Standing()).book(played.cost, tokens)
         self._account.book(played.cost, sum(tokens for _, tokens in brought) / len(brought))
         if not self.rest.now:
-            self.rest.looked(played.width > 1, fmean(request.doubt for request, _ in brought))
+            # One that finds out what plain rounds take has not looked in vain.
+            found = played.width > 1 or played.trial
+            self.rest.looked(found, fmean(request.doubt for request, _ in brought))
 
     def _watch(self, requests: int) -> Watch:
         return self._watches.setdefault(requests.bit_length(), Watch())

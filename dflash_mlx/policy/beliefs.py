@@ -34,7 +34,7 @@ PRIOR_WEIGHT = 2.0  # how many rounds all these count for
 NEIGHBOUR_WEIGHT = 4.0  # how many rounds the slot before counts for in the belief about a slot
 MEMORY = 0.98  # a round's weight against the next one's: the last 50 or so count
 FADING = 0.998  # what a plain round leaves of the evidence, so that hope brings another try
-STEADY, CALM = 4.0, 0.98  # of a request's mood: what none weighs, what a token leaves of one
+STEADY, CALM = 4.0, 0.94  # of a request's mood: what none weighs, what a token leaves of one
 WARMTHS = (0.0, 0.5, 1.0)  # the highest temperature of each class; the last class has no end
 
 
