@@ -100,15 +100,8 @@ def share(
     requests = len(offers)
     rows = [1 + len(offer.chances) * offer.asked for offer in offers]
     of, chances = _candidates(offers)
-    # After n candidates, n = 0, 1, ...: the rows, those that are drafted together, and for whom.
-    verified = sum(rows) + np.arange(len(of) + 1)
-    joint = np.array([offer.draft is None for offer in offers], int)
-    asked = np.array([offer.asked and len(offer.chances) > 0 for offer in offers], int) * joint
-    drafting = int(asked.sum()) + _after(joint[of] * _first_of_each(of))
-    drafted = int((asked * rows).sum()) + _after(joint[of] + joint[of] * _first_of_each(of))
-    unread = np.array([offer.unread for offer in offers], int) * joint
-    reading = costs.read(int((asked * unread).sum()) + _after(unread[of] * _first_of_each(of)))
-    drafts = costs.draft(drafted, drafting, context) + reading
+    verified = sum(rows) + np.arange(len(of) + 1)  # rows, after n candidates, n = 0, 1, ...
+    drafts, reading = _drafting(offers, rows, of, costs, context)
     verify = costs.verify(verified, requests, context)
     plain = verify[0] + drafts[0]
     if before is not None:
@@ -130,6 +123,27 @@ def share(
         rows[request] += 1
     of_round = float(cost[best]), int(widths[best]), float(seconds[best])
     return Share(rows, *of_round, float(plain), float(drafts[best]), tried is not None)
+
+
+def _drafting(
+    offers: Sequence[Offer],
+    rows: Sequence[int],
+    of: np.ndarray,
+    costs: SharedCosts,
+    context: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of the drafts made together after n candidates, and what of them is reading first.
+
+    The rows are those that requests have without a candidate, `of` whose each candidate is.
+    """
+    joint = np.array([offer.draft is None for offer in offers], int)
+    asked = np.array([offer.asked and len(offer.chances) > 0 for offer in offers], int) * joint
+    begins = _first_of_each(of)  # who has a first candidate is drafted for, the anchor included
+    drafting = int(asked.sum()) + _after(joint[of] * begins)
+    drafted = int((asked * rows).sum()) + _after(joint[of] * (1 + begins))
+    unread = np.array([offer.unread for offer in offers], int) * joint
+    reading = costs.read(int((asked * unread).sum()) + _after(unread[of] * begins))
+    return costs.draft(drafted, drafting, context) + reading, reading
 
 
 def _trial(
