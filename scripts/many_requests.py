@@ -6,16 +6,18 @@
 For each number of requests: tokens per second of all together, decoding plainly, drafting whole
 blocks and with rows shared out by a policy, and of the same requests drafted one at a time. All of
 them read their prompts first, the second time out of a store; only rounds are timed, by the CPU
-time of the process, and only while all requests are there. The four take turns, and their medians
-are compared. Every text is compared with what plain decoding makes of it alone. The policy is the
-server's: its costs are those that are kept, measured now where there are none or with `--again 1`.
+time of the process, and only while all requests are there. The four go on by 16 tokens of each
+request in turn, for a machine's pace changes, and the medians of some laps are compared. Every text
+is compared with what plain decoding makes of it alone. The policy is the server's: its costs are
+those that are kept, measured now where there are none or with `--again 1`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -24,6 +26,7 @@ from experiment import experiment, options_of
 import dflash_mlx as dm
 
 REQUESTS = "1,2,4,8,16,32"
+TURN = 16  # tokens of each request
 CHUNK = 16  # tokens of a prompt that are stored together,
 MEMORY = 4 << 30  # and bytes for them
 WAYS = ("plain", "drafted", "policy", "one at a time")
@@ -33,24 +36,29 @@ WAYS = ("plain", "drafted", "policy", "one at a time")
 class Lap:
     """Rounds of one way, at one number of requests."""
 
-    tokens: int
-    seconds: float
-    requests: int  # their rounds, of each request one
-    right: bool  # whether every text is the one alone
+    tokens: int = 0
+    seconds: float = 0.0
+    requests: int = 0  # their rounds, of each request one
+    right: bool = True  # whether every text is the one alone
 
     @property
     def speed(self) -> float:
         return self.tokens / self.seconds
 
 
+Asked = Sequence[tuple[list[int], list[int]]]  # prompts, and their texts alone
+Way = Callable[[Asked, Lap], Iterator[None]]  # a lap, in turns
+
+
 def lap(
     target: dm.Target,
     drafter: Any,
     together: Any,
-    asked: Sequence[tuple[list[int], list[int]]],
+    asked: Asked,
     settings: dict[str, Any],
-) -> Lap:
-    """The rounds of these prompts, for as long as none of their texts has ended."""
+    done: Lap,
+) -> Iterator[None]:
+    """The rounds of these prompts, for as long as none of their texts has ended, in turns."""
     from dflash_mlx.begin import begin
     from dflash_mlx.loop import play_round
 
@@ -61,33 +69,33 @@ def lap(
         first = [event for event in request.read() if event is not None]
         requests.append(request)
         texts.append([token for event in first for token in event.tokens])
-    tokens, rounds, clock = 0, 0, time.process_time()
+    yield
     while not any(request.finished for request in requests):
-        turns = play_round(requests, together)
-        for turn, text in zip(turns, texts, strict=True):
-            if turn.error is not None:
-                raise turn.error
-            assert turn.event is not None
-            text += turn.event.tokens
-            tokens += len(turn.event.tokens)
-        rounds += 1
-    seconds = time.process_time() - clock
-    right = all(text == truth[: len(text)] for text, (_, truth) in zip(texts, asked, strict=True))
-    return Lap(tokens, seconds, rounds * len(requests), right)
+        end, clock = done.tokens + TURN * len(requests), time.process_time()
+        while done.tokens < end and not any(request.finished for request in requests):
+            turns = play_round(requests, together)
+            for turn, text in zip(turns, texts, strict=True):
+                if turn.error is not None:
+                    raise turn.error
+                assert turn.event is not None
+                text += turn.event.tokens
+                done.tokens += len(turn.event.tokens)
+            done.requests += len(requests)
+        done.seconds += time.process_time() - clock
+        yield
+    same = (text == truth[: len(text)] for text, (_, truth) in zip(texts, asked, strict=True))
+    done.right = done.right and all(same)
 
 
-def laps(
-    ways: dict[str, Callable[[Sequence[tuple[list[int], list[int]]]], Lap]],
-    asked: Sequence[tuple[list[int], list[int]]],
-    repeats: int,
-) -> dict[str, list[Lap]]:
+def laps(ways: dict[str, Way], asked: Asked, repeats: int) -> dict[str, list[Lap]]:
     """So many laps of each way, in turns; the first of each warms up."""
     found: dict[str, list[Lap]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):
-        for way, run in ways.items():
-            done = run(asked)
-            if repeat:
-                found[way].append(done)
+        done = {way: Lap() for way in ways}
+        for _ in zip_longest(*(run(asked, done[way]) for way, run in ways.items())):
+            pass
+        for way, each in done.items():
+            found[way] += [each] * bool(repeat)
     return found
 
 
@@ -112,15 +120,15 @@ def main() -> None:
     shared = Flat(target, SharedRounds(SharedCosts.of(target, drafter, *known)))
     flat = Flat(target, None)
 
-    def one_at_a_time(of: Sequence[tuple[list[int], list[int]]]) -> Lap:
-        each = [lap(target, drafter, flat, [one], drafted) for one in of]
-        tokens, seconds = sum(one.tokens for one in each), sum(one.seconds for one in each)
-        return Lap(tokens, seconds, sum(one.requests for one in each), all(e.right for e in each))
+    def one_at_a_time(of: Asked, done: Lap) -> Iterator[None]:
+        for one in of:
+            yield from lap(target, drafter, flat, [one], drafted, done)
 
-    ways: dict[str, Callable[[Sequence[tuple[list[int], list[int]]]], Lap]] = {
-        "plain": lambda of: lap(target, None, flat, of, settings),
-        "drafted": lambda of: lap(target, drafter, flat, of, drafted),
-        "policy": lambda of: lap(target, drafter, shared, of, {**drafted, "policy": policy}),
+    by_policy = {**drafted, "policy": policy}
+    ways: dict[str, Way] = {
+        "plain": lambda of, done: lap(target, None, flat, of, settings, done),
+        "drafted": lambda of, done: lap(target, drafter, flat, of, drafted, done),
+        "policy": lambda of, done: lap(target, drafter, shared, of, by_policy, done),
         "one at a time": one_at_a_time,
     }
     print(
