@@ -204,3 +204,20 @@ def test_a_folder_that_cannot_be_is_said_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="choose another place"):
         store(Target(), Drafter(), folder=tmp_path / "file")
+
+
+def test_a_file_that_another_process_finishes_while_the_folder_is_read_is_no_error(
+    tmp_path, monkeypatch
+):
+    prompt, real = text(50), os.scandir
+    filled(tmp_path, prompt)
+    unfinished = tmp_path / "prefix" / f".{'0' * 64}.1"
+    unfinished.write_bytes(b"part")
+
+    def listed(path):
+        items = list(real(path))
+        unfinished.unlink(missing_ok=True)
+        return items
+
+    monkeypatch.setattr("dflash_mlx.prefix.disk.os.scandir", listed)
+    assert request(store(*pair((True, True)), folder=tmp_path), [*prompt, *text(9, 1)]) > 0

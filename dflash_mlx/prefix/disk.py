@@ -200,14 +200,17 @@ class Folder:
         """Learn what is here; remove what a process that was killed left behind."""
         found = []
         for item in os.scandir(self._path):
-            named, status = NAME.fullmatch(item.name), item.stat(follow_symlinks=False)
+            try:
+                named, status = NAME.fullmatch(item.name), item.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # another process has finished it, or removed it
             if named is not None:
                 chunk = named["chunk"]
                 place = Place(bytes.fromhex(chunk), int(named["length"])) if chunk else None
                 file = File(item.name, status.st_size, place)
                 found.append((status.st_mtime_ns, bytes.fromhex(named["key"]), file))
             elif UNFINISHED.fullmatch(item.name) and status.st_mtime < time.time() - STALE:
-                os.unlink(item.path)
+                Path(item.path).unlink(missing_ok=True)
         found.sort(key=lambda each: each[0])
         for _, key, file in found:
             self._add(key, file)
