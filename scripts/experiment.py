@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import dflash_mlx as dm
 from dflash_mlx.loading.registry import known_drafter
 
-CHUNK = 16  # tokens that a text goes on by before it is another's turn
+TURN = 16  # tokens that a text goes on by before it is another's turn
 Way = TypeVar("Way")
 
 
@@ -41,7 +41,7 @@ def experiment(options: argparse.Namespace) -> tuple[dm.Target, Any, list[list[i
 
 
 def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.Stats, list[int]]]:
-    """Decode in several ways side by side, `CHUNK` tokens of each in turn: its stats and tokens.
+    """Decode in several ways side by side, `TURN` tokens of each in turn: its stats and tokens.
 
     A machine's pace changes from one second to the next: here it does so for all ways alike. Stats
     count the time of a way's own rounds.
@@ -50,7 +50,7 @@ def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.St
     going, tokens = dict(streams), {way: list[int]() for way in streams}
     while going:
         for way, stream in [*going.items()]:
-            end = len(tokens[way]) + CHUNK
+            end = len(tokens[way]) + TURN
             while len(tokens[way]) < end:
                 event = next(stream, None)
                 if event is None:

@@ -21,12 +21,11 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from experiment import experiment, options_of
+from experiment import TURN, experiment, options_of
 
 import dflash_mlx as dm
 
 REQUESTS = "1,2,4,8,16,32"
-TURN = 16  # tokens of each request
 CHUNK = 16  # tokens of a prompt that are stored together,
 MEMORY = 4 << 30  # and bytes for them
 WAYS = ("plain", "drafted", "policy", "one at a time")
@@ -95,7 +94,8 @@ def laps(ways: dict[str, Way], asked: Asked, repeats: int) -> dict[str, list[Lap
         for _ in zip_longest(*(run(asked, done[way]) for way, run in ways.items())):
             pass
         for way, each in done.items():
-            found[way] += [each] * bool(repeat)
+            if repeat:
+                found[way].append(each)
     return found
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from ..drafter.forest import propose_together
 from ..drafter.protocol import Drafter
 from ..policy.costs import Costs, Meanwhile, curve, monotone, pair_costs
-from ..policy.timing import DEPTHS, PASSES, TOKEN, Round, started, time_rounds
+from ..policy.timing import DEPTHS, PASSES, TOKEN, Round, seconds_of_draft, started, time_rounds
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..target.forest import Forest
@@ -167,11 +167,7 @@ def _seconds_of_unread(target: Target, drafter: Drafter, kv_bits: int | None) ->
     for _ in range(1 + PASSES):
         for count, seconds in samples.items():
             drafting.extend(taps[:, :count])
-            clock = time.perf_counter()
-            tokens = drafting.propose(TOKEN, 2).tokens
-            if isinstance(tokens, mx.array):
-                mx.eval(tokens)
-            seconds.append(time.perf_counter() - clock)
+            seconds.append(seconds_of_draft(drafting, 2))
     few, more = (median(seconds[1:]) for seconds in samples.values())  # the first ones warm up
     return max(0.0, more - few) / (many - 1)
 

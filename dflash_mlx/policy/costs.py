@@ -26,7 +26,7 @@ import numpy as np
 from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
-from .timing import TOKEN, Round, started, time_rounds
+from .timing import TOKEN, Round, seconds_of_draft, started, time_rounds
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -190,8 +190,6 @@ def keep_costs(path: Path, costs: Costs) -> None:
 
 def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None) -> Costs:
     """Time the forwards of a pair. The drafter drafts for a text of one token, repeated."""
-    import mlx.core as mx
-
     from ..sampling import Sampler
 
     def begin(depth: int) -> Round:
@@ -200,18 +198,14 @@ def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None =
 
         def play(rows: int) -> tuple[float, float]:
             """Seconds of the verify and of the draft."""
-            clock = time.perf_counter()
-            tokens = drafting.propose(TOKEN, rows).tokens
-            if isinstance(tokens, mx.array):
-                mx.eval(tokens)
-            middle = time.perf_counter()
+            drafted, clock = seconds_of_draft(drafting, rows), time.perf_counter()
             proposal = Proposal([TOKEN] * rows)
             logits, taps = session.verify(proposal)
             sampler.choose(proposal, logits)
             session.commit([0])
             end = time.perf_counter()
             drafting.extend(taps[:, :1])
-            return end - middle, middle - clock
+            return end - clock, drafted
 
         return play
 

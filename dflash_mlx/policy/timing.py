@@ -90,6 +90,17 @@ def _typical(passes: Sequence[dict[int, list[Sequence[float]]]]) -> dict[int, li
     return {row: [median(part) for part in zip(*of, strict=True)] for row, of in scaled.items()}
 
 
+def seconds_of_draft(drafting: Any, rows: int) -> float:
+    """Seconds that a session takes for a draft of so many rows, computed."""
+    import mlx.core as mx
+
+    clock = time.perf_counter()
+    tokens = drafting.propose(TOKEN, rows).tokens
+    if isinstance(tokens, mx.array):
+        mx.eval(tokens)
+    return time.perf_counter() - clock
+
+
 def started(
     target: Target, drafter: Drafter, depth: int, kv_bits: int | None
 ) -> tuple[TargetSession, Any]:
