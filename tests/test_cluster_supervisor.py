@@ -164,7 +164,8 @@ def test_a_server_that_never_comes_is_given_up():
 
 def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
     monkeypatch.setattr(ranks_module, "KILL_SECONDS", 0.2)
-    deaf = [sys.executable, "-c", "import signal; signal.signal(15, 1); print(1); signal.pause()"]
+    ignores = "import signal; signal.signal(15, 1); print(1, flush=True); signal.pause()"
+    deaf = [sys.executable, "-c", ignores]
 
     class Deaf(Ranks):
         def _command(self, told):
