@@ -68,14 +68,14 @@ class Rules:
         logits: mx.array,
         noise: mx.array | None,
         sharpness: float,
-        log_probs: Callable[[mx.array], mx.array],
+        scores_of: Callable[[mx.array], mx.array],
     ) -> mx.array:
-        """The drafter's log-probabilities [L, V], restricted where its own choice breaks a rule.
+        """The drafter's scores [L, V], restricted where its own choice breaks a rule.
 
         Args:
             logits: of the drafter, [L, V].
-            noise, sharpness: a draft is the best of log-probabilities times `sharpness` plus noise.
-            log_probs: of logits.
+            noise, sharpness: a draft is the best of scores times `sharpness` plus noise.
+            scores_of: logits; see `Sampler.scores`.
         """
 
         def best(scores: mx.array, first: int) -> list[int]:
@@ -84,7 +84,7 @@ class Rules:
             chosen: Any = scores.argmax(axis=-1).tolist()
             return chosen
 
-        scores = log_probs(logits)
+        scores = scores_of(logits)
         wanted, answer, slot = best(scores, 0), [*self._answer], 0
         rows = []
         while slot < len(logits):
@@ -96,7 +96,7 @@ class Rules:
             if mask is None:  # all is drafted, or the text ends
                 rows.append(scores[slot:])
                 break
-            row = log_probs(_where(logits[slot : slot + 1], [mask]))
+            row = scores_of(_where(logits[slot : slot + 1], [mask]))
             rows.append(row)
             only = np.flatnonzero(mask) if np.count_nonzero(mask) == 1 else None
             answer += best(row, slot) if only is None else only.tolist()

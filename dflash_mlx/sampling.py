@@ -131,19 +131,17 @@ class Sampler:
         if self._plain:
             return [logits], [1.0]
         if self.temperature == 0:
-            return [self._drafter_log_probs(logits, None, 1.0)], [1.0]
+            return [self._drafter_scores(logits, None, 1.0)], [1.0]
         # One row more than there are drafts: the target chooses after the last of them, too.
         noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-        grid = self.sharpness.grid
-        log_probs = self._drafter_log_probs(logits, noise, self.sharpness.value)
-        return [s * log_probs + noise for s in grid], [s / self.temperature for s in grid]
+        grid = self.sharpness.trials()
+        scores = self._drafter_scores(logits, noise, self.sharpness.value)
+        return [s * scores + noise for s in grid], [s / self.temperature for s in grid]
 
     def settle(self, blocks: Sequence[mx.array]) -> mx.array:
         """The block [L] to draft, of those of all trials; the others are judged later."""
-        if self.temperature == 0:
-            return blocks[0]
         self._blocks = mx.stack(list(blocks)) if len(blocks) > 1 else None
-        return blocks[self.sharpness.best]
+        return blocks[self.sharpness.best if len(blocks) > 1 else 0]
 
     def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
         """What a tree is ranked by, from the drafter's logits [L, V] of the next L tokens.
@@ -151,11 +149,12 @@ class Sampler:
         Returns the drafter's log-probabilities [L, V] in f32, and the noise [L, V] that the
         target's choices will contain; None at temperature 0. Nothing waits.
         """
-        if self.temperature == 0:
-            scores = self._drafter_log_probs(logits, None, 1.0).astype(mx.float32)
-            return scores - mx.logsumexp(scores, axis=-1, keepdims=True), None
-        noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-        return self._drafter_log_probs(logits, noise, self.sharpness.value), noise
+        noise, sharpness = None, 1.0
+        if self.temperature > 0:
+            noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
+            sharpness = self.sharpness.value
+        scores = self._drafter_scores(logits, noise, sharpness).astype(mx.float32)
+        return scores - mx.logsumexp(scores, axis=-1, keepdims=True), noise
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The text goes on by these tokens, the next anchor last."""
@@ -169,10 +168,12 @@ class Sampler:
         for blocks, text in self._trials.commit(tokens):
             self.sharpness.learn([matching(block, text) for block in blocks])
 
-    def log_probs(self, logits: mx.array) -> mx.array:
-        """Log-probabilities [N, V] in f32 of logits [N, V] that the processors have seen.
+    def scores(self, logits: mx.array) -> mx.array:
+        """What tokens are chosen by, [N, V], from logits [N, V] that the processors have seen.
 
-        At temperature 0 nothing but their order matters, and the logits are returned as they are.
+        In f32, they are log-probabilities but for a constant of each row, which changes no choice
+        and takes an exponential of every token. At temperature 0 nothing but their order matters,
+        and the logits are returned as they are.
         """
         settings = self.settings
         if self.temperature == 0:
@@ -184,11 +185,10 @@ class Sampler:
             scores = keep_min_p(scores, settings.min_p)
         if 0 < settings.top_k < scores.shape[-1]:
             scores = keep_top_k(scores, settings.top_k)
-        scores = scores / self.temperature
-        return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+        return scores / self.temperature
 
     def _scores(self, proposal: Proposal, logits: mx.array) -> mx.array:
-        """What the target chooses by but for the noise: `log_probs` [N, V] of edited logits."""
+        """What the target chooses by but for the noise: `scores` [N, V] of edited logits."""
         logits = self._biased(logits)
         if self._processors or self._rules:
             tokens, paths = proposal.array().astype(mx.int32), proposal.paths()
@@ -196,7 +196,7 @@ class Sampler:
                 logits = self._after_histories(self._history, logits, tokens, paths)
             if self._rules:
                 logits = self._rules.restrict(logits, tokens, paths)
-        return self.log_probs(logits)
+        return self.scores(logits)
 
     def _after_histories(
         self, history: mx.array, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]
@@ -224,17 +224,17 @@ class Sampler:
             logits = found
         return logits
 
-    def _drafter_log_probs(self, logits: mx.array, noise: mx.array | None, s: float) -> mx.array:
-        """The drafter's log-probabilities [L, V], each row after the drafts of those before it."""
+    def _drafter_scores(self, logits: mx.array, noise: mx.array | None, s: float) -> mx.array:
+        """The drafter's `scores` [L, V], each row after the drafts of those before it."""
         logits = self._biased(logits)
         if self._history is None:
             if self._rules:
-                return self._rules.drafts(logits, noise, s, self.log_probs)
-            return self.log_probs(logits)
+                return self._rules.drafts(logits, noise, s, self.scores)
+            return self.scores(logits)
         history, rows, drafted = self._history, [], list[int]()
         for slot in range(len(logits)):
             row = self._apply(history, logits[slot : slot + 1])
-            row = self.log_probs(self._rules.restrict_row(row, drafted))
+            row = self.scores(self._rules.restrict_row(row, drafted))
             rows.append(row)
             token = (row if noise is None else s * row + noise[slot]).argmax(axis=-1)
             history = mx.concatenate([history, token.astype(mx.int32)])

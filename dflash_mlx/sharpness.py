@@ -5,7 +5,9 @@ s = 1 is right for a drafter whose q is the target's p. One that is less sure th
 wants a larger s, which trusts its favourites more; the best s differs by pair and temperature.
 
 The text does not depend on what is drafted. So once it has gone on, every s can be scored on the
-block it *would* have drafted, and the best is known without ever having to try the others.
+block it *would* have drafted, and the best is known without ever having to verify the others. To
+draw those blocks is not free (six walks of a Markov head for one): after the first drafts, one in a
+few is enough.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from collections.abc import Sequence
 
 GRID = (1.0, 2.0, 3.0, 5.0, 10.0, 100.0)  # the last is the drafter's favourite, noise or not
 FIRST = 10.0  # where learning starts: large ones were best on the pairs measured so far
-MEMORY = 0.995  # a block's weight against the next one's: the last 200 or so count
+MEMORY = 0.995  # a scored block's weight against the next one's: the last 200 or so count
 LEAD = 5.0  # accepted tokens by which another s has to be ahead of `FIRST`
+SOON, SELDOM = 32, 8  # drafts that are all drawn with every s; and one of so many after them
 
 
 class Sharpness:
@@ -29,6 +32,7 @@ class Sharpness:
         self.grid = tuple(grid)
         self._leads = [LEAD if s == FIRST else 0.0 for s in self.grid]
         self._scores = [0.0] * len(self.grid)  # accepted tokens, old blocks' counting less
+        self._drafts = 0
 
     @property
     def best(self) -> int:
@@ -40,6 +44,12 @@ class Sharpness:
     def value(self) -> float:
         """The s to draft with now."""
         return self.grid[self.best]
+
+    def trials(self) -> tuple[float, ...]:
+        """Each s that the next draft is drawn with: all of the grid, or the best alone."""
+        self._drafts += 1
+        compares = self._drafts <= SOON or self._drafts % SELDOM == 0
+        return self.grid if compares else (self.value,)
 
     def learn(self, lengths: Sequence[int]) -> None:
         """Take in how many tokens of one block each s of the grid would have had accepted."""

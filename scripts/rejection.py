@@ -22,9 +22,9 @@ class _Drawing(Sampler):
     """Drafts by drawing each token from q on its own, and remembers the rows of q."""
 
     def trials(self, logits: mx.array) -> Trials:
-        log_q = self.log_probs(logits)
-        self.q = mx.exp(log_q)
-        return [log_q + mx.random.gumbel(log_q.shape)], [1.0]
+        scores = self.scores(logits)
+        self.q = mx.softmax(scores, axis=-1)
+        return [scores + mx.random.gumbel(scores.shape)], [1.0]
 
     def settle(self, blocks: Sequence[mx.array]) -> mx.array:
         return blocks[0]
@@ -48,7 +48,7 @@ def rejection_rounds(
         rows = min(width, tokens - made)
         proposal = drafting.propose(anchor, rows)
         logits, taps = session.verify(proposal)
-        p = np.array(mx.exp(sampler.log_probs(logits)), np.float64)
+        p = np.array(mx.softmax(sampler.scores(logits), axis=-1), np.float64)
         drafts: Any = mx.array(proposal.tokens)[1:].tolist()  # type: ignore[arg-type]
         q = np.array(sampler.q, np.float64) if drafts else p
         accepted, anchor = _accept(drafts, p, q, rng)

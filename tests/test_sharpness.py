@@ -1,14 +1,16 @@
 """Learning how far to trust the drafter, from the text alone."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
 from dflash_mlx.policy.rounds import FixedWidth
+from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import Sampling
-from dflash_mlx.sharpness import FIRST, GRID, Sharpness
+from dflash_mlx.sharpness import FIRST, GRID, SELDOM, SOON, Sharpness
 
 
 def test_it_starts_at_its_prior_and_follows_the_evidence():
@@ -44,3 +46,24 @@ def test_the_learnt_one_is_as_good_as_the_best_fixed_one(doubt):
 def test_a_pinned_one_drafts_one_block_only():
     sampler = Sampler(Sampling(temperature=1.0, seed=1), sharpness=Sharpness((2.0,)))
     assert sampler.sharpness.value == 2.0 and sampler.sharpness.best == 0
+
+
+def test_after_the_first_drafts_few_are_drawn_with_every_s():
+    sharpness = Sharpness()
+    drawn = [sharpness.trials() for _ in range(SOON + 4 * SELDOM)]
+    assert drawn[:SOON] == [GRID] * SOON
+    assert drawn[SOON:].count(GRID) == 4 and drawn[SOON:].count((FIRST,)) == 4 * (SELDOM - 1)
+
+
+def test_a_block_that_was_drawn_alone_scores_nothing():
+    """Its tokens are those of the best s; what an earlier draft left over is not judged by it."""
+    table = np.random.default_rng(5).normal(size=(32, 32))
+    logits = mx.array(table[:3], mx.float32)
+    sampler = Sampler(Sampling(temperature=1.0, seed=8), [0])
+    compared = sampler.draft(logits)
+    sampler.sharpness._drafts = SOON  # none of the next few is compared
+    assert sampler.draft(logits).tolist() == compared.tolist()
+    decision = sampler.decide(Proposal([0]), logits[:1])
+    sampler.take(decision, decision.values.tolist())
+    sampler.commit([1, 2, 3])
+    assert sampler.sharpness._scores == [0.0] * len(GRID)
