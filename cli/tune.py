@@ -69,7 +69,8 @@ def _costs(pair: Pair, kv_bits: int | None, again: bool) -> tuple[dict[str, ByRo
 
 def _kept(chains: Policy) -> str:
     """Whether later runs find these costs."""
-    from dflash_mlx.policy.costs import UNREADABLE, read_costs
+    from dflash_mlx.policy.costs import read_costs
+    from dflash_mlx.policy.kept import UNREADABLE
 
     with suppress(OSError, *UNREADABLE):
         if chains.file and read_costs(chains.file) == chains.costs:

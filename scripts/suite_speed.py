@@ -2,13 +2,14 @@
 
     python scripts/suite_speed.py --model smollm2 [--data DIR] [--suites NAME,NAME] [--limit N]
         [--widths 2,4,8] [--trees 8,auto] [--lookup 0|1] [--max-tokens N] [--temperature T]
-        [--stock-blas]
+        [--taught N] [--stock-blas]
 
 The prompts are spread evenly over a suite, and each text goes on by 16 tokens in every way before
 the next 16: a machine's pace changes. A policy decodes all of them, and learns as it does for
-somebody who chats; its costs are those that are kept, measured now where there are none. With
-`--trees` there are rounds of such trees, too, `auto` as large as pays, and with `--lookup 1` a
-policy that has a lookup beside the network.
+somebody who chats; its costs are those that are kept, measured now where there are none, and it
+begins with what earlier starts have kept of their drafts. `--taught N` has it decode N other
+prompts of each suite first. With `--trees` there are rounds of such trees, too, `auto` as large as
+pays, and with `--lookup 1` a policy that has a lookup beside the network.
 
 Prints tokens a round and the speed over plain decoding of each, the policy's share of the best
 width's, and whether every text was the plain one. `--data` is as in `dflash-mlx bench`.
@@ -17,6 +18,7 @@ width's, and whether every text was the plain one. `--data` is as in `dflash-mlx
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from experiment import in_turns, options_of
 
 import dflash_mlx as dm
 
+Ways = dict[str, tuple[Any, dict[str, Any]]]  # a drafter, and settings
 SUITES = "gsm8k,humaneval,mbpp,mt-bench,math500"
 
 
@@ -36,6 +39,7 @@ def main() -> None:
         limit=4,
         max_tokens=96,
         temperature=0.0,
+        taught=0,
         widths="2,4,8",
         trees="",
         lookup=0,
@@ -50,9 +54,10 @@ def main() -> None:
     ways = ways_of(options, target, drafter)
     dm.generate(target, drafter, "warm up", max_tokens=8)
     folder = Path(options.data) if options.data else None
-    for suite in options.suites.split(","):
-        prompts = suite_prompts(suite, Hub(), folder)
-        prompts = prompts[:: max(1, len(prompts) // options.limit)][: options.limit]
+    suites = {name: suite_prompts(name, Hub(), folder) for name in options.suites.split(",")}
+    teach(ways, target, [one for of in suites.values() for one in others(of, options)], asked)
+    for suite, prompts in suites.items():
+        prompts = prompts[:: step(prompts, options)][: options.limit]
         tokens, rounds, seconds = (dict.fromkeys(ways, 0.0) for _ in range(3))
         same = 0
         for prompt in prompts:
@@ -79,14 +84,29 @@ def main() -> None:
     print(*ways["policy"][1]["policy"].describe(256), sep="\n")
 
 
-def ways_of(
-    options: argparse.Namespace, target: dm.Target, drafter: Any
-) -> dict[str, tuple[Any, dict[str, Any]]]:
+def step(prompts: Sequence[Any], options: argparse.Namespace) -> int:
+    """From one prompt of a suite that is timed to the next."""
+    return max(1, len(prompts) // int(options.limit))
+
+
+def others(prompts: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
+    """Prompts of a suite that are not timed, to learn from."""
+    return prompts[1 :: step(prompts, options)][: options.taught] if len(prompts) > 1 else []
+
+
+def teach(ways: Ways, target: dm.Target, prompts: Sequence[Any], asked: dict[str, Any]) -> None:
+    """Have every policy decode these prompts."""
+    for drafter, settings in ways.values():
+        for prompt in prompts if "policy" in settings else ():
+            dm.generate(target, drafter, list(prompt.messages), **asked, **settings)
+
+
+def ways_of(options: argparse.Namespace, target: dm.Target, drafter: Any) -> Ways:
     """A drafter and settings of each way to decode."""
     from dflash_mlx.drafter.beside import Beside
     from dflash_mlx.policy.trees import TreePolicy, tree_policy
 
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {"plain": (None, {})}
+    ways: Ways = {"plain": (None, {})}
     for width in map(int, options.widths.split(",")):
         ways[f"{width} rows"] = drafter, {"block_size": width}
     for budget in filter(None, options.trees.split(",")):

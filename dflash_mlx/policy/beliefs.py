@@ -11,8 +11,8 @@ are right.
 from __future__ import annotations
 
 from bisect import bisect, bisect_left
-from collections.abc import Sequence
-from math import exp
+from collections.abc import Mapping, Sequence
+from math import exp, inf
 
 RECENT = 0.75  # a token's weight against the next one's in the target's certainty
 # The least certainty of each level; and before anything is known, how often slot 1 is right there,
@@ -85,13 +85,34 @@ class Beliefs:
 
     Args:
         slots: of its widest block.
+        evidence: what others of as many slots knew, see `evidence`; it counts for `weight` rounds
+            a round. Raises `ValueError`, or what Python raises, for anything else.
+
+    Attributes:
+        drafts: how many it has learnt from itself.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(
+        self, slots: int, evidence: Mapping[str, Sequence[float]] | None = None, weight: float = 1.0
+    ) -> None:
+        self.drafts = 0
         self._tried = [0.0] * len(FIRST)  # rounds that drafted at a level; old ones count less;
         self._hit = [0.0] * len(FIRST)  # and those whose first slot was right
         self._reached = [0.0] * max(0, slots - 1)  # rounds in which slot j + 2 was looked at,
         self._right = [0.0] * max(0, slots - 1)  # and was right
+        if evidence is not None:
+            pairs = evidence["tried"], evidence["hit"], evidence["reached"], evidence["right"]
+            self._tried, self._hit = _part(weight, *pairs[:2], len(FIRST))
+            self._reached, self._right = _part(weight, *pairs[2:], max(0, slots - 1))
+
+    def evidence(self) -> dict[str, list[float]]:
+        """All that it knows: rounds at each level, and at each slot after the first."""
+        return {
+            "tried": self._tried,
+            "hit": self._hit,
+            "reached": self._reached,
+            "right": self._right,
+        }
 
     def rates(self, at: int) -> list[float]:
         """How often slots 1, 2, ... are right at a level, when those before them are."""
@@ -116,6 +137,7 @@ class Beliefs:
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
         """Take in a draft of so many slots, of which the first ones were right."""
+        self.drafts += 1
         self._tried[at] = MEMORY * self._tried[at] + 1
         self._hit[at] = MEMORY * self._hit[at] + (accepted > 0)
         if accepted and drafted > 1:
@@ -161,6 +183,17 @@ class Mood:
         kept = CALM**tokens
         self._weight *= kept
         self._nats *= kept
+
+
+def _part(
+    weight: float, tried: Sequence[float], right: Sequence[float], count: int
+) -> tuple[list[float], list[float]]:
+    """A part of so many counts, and of how many of them were right. Raises `ValueError`."""
+    if not (len(tried) == len(right) == count):
+        raise ValueError("another number of counts")
+    if not all(0 <= hit <= of < inf for hit, of in zip(right, tried, strict=True)):
+        raise ValueError("counts that cannot be")
+    return [weight * of for of in tried], [weight * hit for hit in right]
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:

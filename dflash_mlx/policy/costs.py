@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
 import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
+from .kept import UNREADABLE, write_whole
 from .timing import TOKEN, Round, seconds_of_draft, started, time_rounds
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 12, 16)
 FORMAT = 5  # of the cached file
-# What Python raises for a file's content that is not what was written.
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -173,19 +171,8 @@ def pair_costs(
 
 
 def keep_costs(path: Path, costs: Costs) -> None:
-    """Write costs for the next start, in one move.
-
-    A folder that cannot be written costs that some seconds.
-    """
-    content = {"verify": costs.verify, "draft": costs.draft, "unread": costs.unread}
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text(json.dumps(content))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+    """Write costs for the next start."""
+    write_whole(path, {"verify": costs.verify, "draft": costs.draft, "unread": costs.unread})
 
 
 def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None) -> Costs:

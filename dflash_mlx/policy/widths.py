@@ -30,6 +30,7 @@ from .account import Account
 from .beliefs import UNKNOWN, WARMTHS, Beliefs, Mood, expected_tokens, level, warmth
 from .confidence import Confidence
 from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs
+from .kept import beliefs_file, keep_beliefs, read_beliefs
 from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Policy:
 
     Attributes:
         costs, widest: as given.
-        file: where costs are kept from one start of the program to the next; None if nowhere.
+        file: where costs are kept from one start of the program to the next, and beside it what is
+            believed of drafts; None if nowhere.
         watch: whether rounds take the time that `costs` says.
         branching: what a tree of two branches costs more than a chain of as many rows.
     """
@@ -61,7 +63,8 @@ class Policy:
     def __init__(self, costs: Costs, widest: int, file: Path | None = None) -> None:
         self.costs, self.widest, self.file = costs, widest, file
         self.watch, self._beliefs = Watch(), dict[int, Beliefs]()
-        self._kept = 0  # the watch's version that is in the file
+        # The watch's version, and the drafts believed by, that are in the files.
+        self._kept = self._drafts = 0
         self._sharpness: dict[float, Sharpness] = {}
         self._confidence: dict[float, Confidence] = {}
         self.branching = Surcharge(FIRST_BRANCHING)
@@ -94,17 +97,25 @@ class Policy:
             raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
         widest = min(widest, block_size(drafter) or widest)
         costs, file = pair_costs(target, drafter, widest, kv_bits, again, meanwhile=meanwhile)
-        return cls(costs, widest, file)
+        policy = cls(costs, widest, file)
+        if file is not None:
+            policy._beliefs = read_beliefs(beliefs_file(file), widest - 1)
+        return policy
 
     def keep(self) -> None:
-        """Have the next start of the program begin with the costs that the rounds have corrected.
+        """Have the next start of the program begin with what was learnt in this one.
 
-        Where they agree with what was measured, or costs are not kept for this pair, nothing is
-        done.
+        That is how often drafts are right, and the costs that the rounds have corrected. Where
+        nothing was learnt, or nothing is kept for this pair, nothing is done.
         """
-        if self.file and self.watch.disagrees and self.watch.version != self._kept:
+        if self.file is None:
+            return
+        if self.watch.disagrees and self.watch.version != self._kept:
             self._kept = self.watch.version
             keep_costs(self.file, self.costs.corrected(self.watch.factors(), self.widest))
+        if (drafts := sum(of.drafts for of in self._beliefs.values())) > self._drafts:
+            self._drafts = drafts
+            keep_beliefs(beliefs_file(self.file), self._beliefs)
 
     def plain_seconds(self, context: int) -> float:
         """Of a plain token at this depth: as measured, at the pace of the rounds so far."""
