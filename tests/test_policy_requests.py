@@ -212,6 +212,41 @@ def test_what_widths_are_found_to_take_stays_true_of_a_machine_whose_pace_change
     assert watch.pace == pytest.approx(3.0, rel=0.08)
 
 
+def wavering(seed, wrong, spells=60):
+    """A watch of widths that follow one another on a machine of another pace every few rounds.
+
+    Single rounds waver, too, and some stall. Returns it, and in what part of the rounds it
+    disagreed with what was measured.
+    """
+    watch, luck, rounds, disagreed = Watch(), random.Random(seed), 0, 0
+    for _ in range(spells):
+        pace, usual = exp(luck.gauss(0, 0.3)), luck.randint(1, 7)
+        for _ in range(luck.randint(4, 12)):
+            rows = luck.choice([usual, usual, usual + 1, 8, 1])
+            stalls = 3.0 if luck.random() < 0.02 else 1.0
+            took = pace * stalls * exp(luck.gauss(0, 0.08)) * wrong.get(rows, 1.0)
+            watch.saw(rows, took, 1.0)
+            rounds, disagreed = rounds + 1, disagreed + watch.disagrees
+    return watch, disagreed / rounds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_machine_that_wavers_is_no_reason_to_disagree(seed):
+    """Compared by the pace of the rounds before it, each width's few rounds were mostly chance."""
+    watch, disagreed = wavering(seed, {})
+    factors = watch.factors().values()
+    assert disagreed < 0.25 and max(factors) < 1.2 * min(factors), factors
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rows, wrong", [(1, 0.6), (4, 1.6), (8, 2.0)])
+def test_a_machine_that_wavers_hides_no_wrong_cost(seed, rows, wrong):
+    watch, _ = wavering(seed, {rows: wrong})
+    factors = watch.factors()
+    others = exp(sum(log(of) for row, of in factors.items() if row != rows) / (len(factors) - 1))
+    assert watch.disagrees and factors[rows] == pytest.approx(wrong * others, rel=0.12)
+
+
 def test_one_slow_round_is_no_evidence():
     watch = Watch()
     for rows in (1, 16):

@@ -5,58 +5,95 @@ anyway say so: where several of one width disagree with the measurement, their o
 instead, in proportion for the widths between and beyond them.
 
 A machine's pace changes: it throttles, and other programs come and go. So a round is compared with
-those that were run just before it, of whatever width, and not with those of its own width that were
-run in another minute.
+the one just before it, where that had another width, and not with those of its own width that were
+run in another minute. What all these steps from width to width say together is a weighted least
+squares fit: how much longer than measured each width takes. Steps waver, on some machines by a
+third; so the fit has to differ from the measurement by more than they leave open.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import chain
+from math import exp, log
 from statistics import median
 
 import numpy as np
 
 SEEN = 5  # rounds of a width before they count
 BELIEVED = 2  # of them that are not quicker than was said, and what was said is believed
-LATEST = 15  # rounds of a width that are remembered
+LATEST = 15  # steps between two widths that are remembered, and rounds of one
 RECENT = 2 * SEEN - 1  # rounds of any width that the machine's pace is known by
-TOLERANCE = 1.15  # by which widths may disagree with each other before the measurement is wrong
+TOLERANCE = 1.15  # by which widths may disagree with each other before the measurement is wrong,
+DOUBT = 3.0  # and as many standard errors
+PRIOR = 0.05  # steps that the measurement counts for, in what each width is found to take
 
 
 class Watch:
     """How long rounds of each width took, as multiples of what was measured."""
 
     def __init__(self) -> None:
-        self._ratios: dict[int, deque[float]] = {}  # of each width, at the machine's first pace;
-        self._typical: dict[int, float] = {}  # their medians, where there are enough of them
-        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, multiple
-        self._level = 1.0  # what these took, as a multiple of what they took at first
+        # From a round to the next one: the log of how much its multiple grew, by their widths.
+        self._steps: dict[tuple[int, int], deque[float]] = {}
+        self._beside: dict[int, deque[float]] = {}  # multiples by the pace of the round before
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, log multiple
         self._rounds: Counter[int] = Counter()  # of each width
-        self.version, self._disagreed = 0, False  # counts the changes of mind; and the last one
+        self._found: dict[int, float] = {}  # logs of what they take, beside one another
+        self.version, self.disagrees = 0, False  # counts the changes of mind
 
     def saw(self, rows: int, seconds: float, measured: float) -> None:
         """A round of so many rows took `seconds`, where `measured` were expected."""
-        multiple = seconds / measured
-        ratios = self._ratios.setdefault(rows, deque(maxlen=LATEST))
-        ratios.append(multiple / self._level)
-        typical = median(ratios) if len(ratios) >= SEEN else 0.0
-        if typical:  # else it says nothing of the machine yet
-            self._typical[rows] = typical
-            self._recent.append((rows, multiple))
-            self._level = median(each / self._typical[of] for of, each in self._recent)
+        if seconds > 0:  # a clock that stands still says nothing
+            self._compare(rows, log(seconds / measured))
         self._rounds[rows] += 1
         if self._rounds[rows] % SEEN == 0:
             self._change_mind()
 
+    def _compare(self, rows: int, multiple: float) -> None:
+        """Take in the log of a round's multiple, beside the one of the round before."""
+        pace = multiple
+        if self._recent:
+            before, of_before = self._recent[-1]
+            pace = of_before - self._found.get(before, 0.0)
+            if before != rows:
+                step = multiple - of_before if before < rows else of_before - multiple
+                pair = min(before, rows), max(before, rows)
+                self._steps.setdefault(pair, deque(maxlen=LATEST)).append(step)
+        self._beside.setdefault(rows, deque(maxlen=LATEST)).append(exp(multiple - pace))
+        self._recent.append((rows, multiple))
+
     def _change_mind(self) -> None:
         """What `corrected` says is another thing now, unless the measurement was and is right."""
-        before, self._disagreed = self._disagreed, self.disagrees
-        self.version += before or self._disagreed
+        before, widths = self.disagrees, sorted(self._rounds)
+        found, errors = self._fit(widths)
+        self._found = dict(zip(widths, found.tolist(), strict=True))
+        known = [at for at, rows in enumerate(widths) if self._rounds[rows] >= SEEN]
+        apart = np.abs(found[known, None] - found[known])
+        open_ = DOUBT * np.hypot(errors[known, None], errors[known])
+        self.disagrees = bool((apart > log(TOLERANCE) + open_).any())
+        self.version += before or self.disagrees
+
+    def _fit(self, widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The log of what each width takes, beside one another, and its standard error."""
+        at = {rows: place for place, rows in enumerate(widths)}
+        normal, right = PRIOR * np.eye(len(at)), np.zeros(len(at))
+        pairs = {(at[one], at[other]): steps for (one, other), steps in self._steps.items()}
+        for (one, other), steps in pairs.items():
+            ends, weight = np.array([one, other]), len(steps)
+            normal[np.ix_(ends, ends)] += weight * np.array([[1.0, -1.0], [-1.0, 1.0]])
+            right[ends] += weight * median(steps) * np.array([-1.0, 1.0])
+        found = np.linalg.solve(normal, right)
+        left = [
+            np.abs(np.array(steps) - (found[other] - found[one]))
+            for (one, other), steps in pairs.items()
+        ]
+        scale = 1.48 * median(chain.from_iterable(left)) if left else 0.0  # as of a normal one
+        return found, scale / np.sqrt(np.maximum(1.0, np.diag(normal)))
 
     def is_unknown(self, rows: int, beside: int) -> bool:
         """Whether a width was hardly ever run, while another one was."""
-        return len(self._ratios.get(beside, ())) >= SEEN > len(self._ratios.get(rows, ()))
+        return self._rounds[beside] >= SEEN > self._rounds[rows]
 
     def deserves_a_try(self, rows: int, beside: int, hears: bool) -> bool:
         """Whether a width `is_unknown`, and what was measured is not to be believed yet.
@@ -65,8 +102,8 @@ class Watch:
         were as dear as measured; but not where the drafter says how sure it is (`hears`), for only
         tries tell what that is worth.
         """
-        dear = self._typical.get(beside, 1.0) / TOLERANCE
-        tries = (ratios for of, ratios in self._ratios.items() if of not in (1, beside))
+        dear = exp(self._found.get(beside, 0.0)) / TOLERANCE
+        tries = (ratios for of, ratios in self._beside.items() if of not in (1, beside))
         believed = sum(ratio >= dear for ratios in tries for ratio in ratios) >= BELIEVED
         return self.is_unknown(rows, beside) and (hears or not believed)
 
@@ -77,12 +114,23 @@ class Watch:
 
     def factors(self) -> dict[int, float]:
         """What rounds take now, of every width that was seen often enough."""
-        return {rows: self._typical[rows] * self._level for rows in sorted(self._typical)}
+        level = self._level
+        return {
+            rows: level * exp(found)
+            for rows, found in sorted(self._found.items())
+            if self._rounds[rows] >= SEEN
+        }
 
     def factor(self, rows: int) -> float | None:
         """What rounds of one width take now; None where they were not seen often enough."""
-        ratio = self._typical.get(rows)
-        return None if ratio is None else ratio * self._level
+        known = self._rounds[rows] >= SEEN
+        return self._level * exp(self._found[rows]) if known else None
+
+    @property
+    def _level(self) -> float:
+        """What all widths take now, as a multiple of what they are found to take."""
+        logs = [multiple - self._found.get(rows, 0.0) for rows, multiple in self._recent]
+        return exp(median(logs)) if logs else 1.0
 
     @property
     def pace(self) -> float:
@@ -93,14 +141,7 @@ class Watch:
         """
         if self.disagrees or self.factor(1):
             return next(iter(self.factors().values()))
-        every = [ratio for ratios in self._ratios.values() for ratio in ratios]
-        return self._level * median(every) if every else 1.0
-
-    @property
-    def disagrees(self) -> bool:
-        """Whether the measurement is wrong about how widths compare. A busier machine is not."""
-        factors = self.factors().values()
-        return len(factors) > 1 and max(factors) > TOLERANCE * min(factors)
+        return self._level
 
     def corrected(self, seconds: Sequence[float]) -> list[float]:
         """Measured seconds of rounds of 1, 2, ... rows, as the rounds themselves say."""
