@@ -12,6 +12,7 @@ from tinymodels import random_drafter, target
 
 from dflash_mlx.policy import costs, timing
 from dflash_mlx.policy.costs import Costs, curve, measure, monotone, pair_costs, read_costs
+from dflash_mlx.policy.kept import UNREADABLE
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
@@ -90,6 +91,35 @@ def test_a_machine_whose_pace_changes_between_passes_favours_no_width():
         assert verify[8][rows] / verify[8][1] == pytest.approx(rows)
         assert draft[8][rows] == pytest.approx(draft[8][1])
     assert verify[8][1] == pytest.approx(median(paces) * 1e-6)
+
+
+FORWARDS = {"64": {"1": 1.0, "16": 2.0}}
+DRAFTS = {"64": {"1": 0.0, "16": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"verify": {}, "draft": {}},
+        {"verify": {"64": {}}},
+        {"verify": {"64": {"1": 0.0}}},
+        {"verify": {"64": {"1": 1.0, "2": float("nan")}}},
+        {"verify": {"64": {"1": float("inf")}}},
+        {"verify": {"64": {"1": 10**400}}},
+        {"draft": {"64": {"1": -1.0}}},
+        {"draft": {"128": {"1": 0.0}}},
+        {"unread": -1.0},
+        {"unread": "often"},
+    ],
+)
+def test_costs_that_cannot_be_are_not_read(tmp_path, changed):
+    file = tmp_path / "pair.json"
+    good = {"verify": FORWARDS, "draft": DRAFTS, "unread": 0.25}
+    file.write_text(json.dumps(good))
+    assert read_costs(file).verify == {64: {1: 1.0, 16: 2.0}}
+    file.write_text(json.dumps(good | changed))
+    with pytest.raises(UNREADABLE):
+        read_costs(file)
 
 
 def test_measured_once_and_read_afterwards(tmp_path, monkeypatch):

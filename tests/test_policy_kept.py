@@ -109,6 +109,8 @@ def counts(**changed):
         counts(tried=[float("nan")] * len(FIRST)),
         counts(tried=[float("inf")] * len(FIRST)),
         counts(hit=[-1.0] * len(FIRST)),
+        counts(tried=[10**400] * len(FIRST)),
+        "[" * 10**5,
         counts(reached=["1"] * (WIDEST - 2)),
         counts(reached=[0.0] * WIDEST, right=[0.0] * WIDEST),
     ],

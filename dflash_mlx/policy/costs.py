@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +212,18 @@ def read_costs(path: Path) -> Costs:
         }
         for part in ("verify", "draft")
     )
-    return Costs(verify, draft, float(content["unread"]))
+    unread = float(content["unread"])
+    known = [*map(len, verify.values()), *map(len, draft.values())]
+    if not known or not all(known) or verify.keys() != draft.keys():
+        raise ValueError("depths without costs")
+    forwards, drafts = (
+        [s for of in part.values() for s in of.values()] for part in (verify, draft)
+    )
+    if not all(0 < seconds < inf for seconds in forwards):
+        raise ValueError("a forward takes some time")
+    if not all(0 <= seconds < inf for seconds in (unread, *drafts)):
+        raise ValueError("a draft takes no less than none")
+    return Costs(verify, draft, unread)
 
 
 def _fingerprint(target: Target, identity: str, widest: int, kv_bits: int | None) -> str:

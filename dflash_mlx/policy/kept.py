@@ -20,7 +20,7 @@ from .beliefs import Beliefs
 FORMAT = 1  # of the file of beliefs, and of the levels that they are about
 WEIGHT = 0.5  # of what another start has learnt: its texts may have been of another kind
 # What Python raises for a file's content that is not what was written.
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def beliefs_file(costs: Path) -> Path:
