@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MILLISECONDS = 1e3
 CHAINS, TREES = "chains", "trees"  # the two shapes of what a round verifies
+DOUBLINGS = (1, 2, 4, 8)  # the narrow rows that fit a screen; --json has all
 ByRows = dict[int, dict[int, float]]  # context -> rows -> milliseconds
 
 Again = Annotated[
@@ -96,7 +97,8 @@ def _table(costs: dict[str, ByRows]) -> Figures:
         for shape, by_context in costs.items()
         for context, figures in by_context.items()
     }
-    counts = sorted({rows for figures in lines.values() for rows in figures})
+    measured = {rows for figures in lines.values() for rows in figures}
+    counts = sorted(rows for rows in measured if rows > 8 or rows in DOUBLINGS)
     columns = (f"{count}" for count in counts)
     table = Figures("ms a round, by its rows", *columns, named=True)
     for title, figures in lines.items():

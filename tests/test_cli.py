@@ -290,7 +290,7 @@ def test_what_cannot_chat_is_told_before_rounds_are_measured(pair, tmp_path):
 
 
 def test_a_reader_that_leaves_early_is_no_error(pair):
-    command = [*PROGRAM, "generate", QUESTION, "-n", "4000", *pair]
+    command = [*PROGRAM, "generate", QUESTION, "-n", "4000", "--no-policy", *pair]
     with popen(command) as process:
         assert process.stdout.read(1)
         process.stdout.close()
