@@ -2,12 +2,12 @@
 
 A forward over R rows of B requests, after so much context each, takes
 
-    verify(R) + (B - 1) * s
+    verify(R) + (B - 1) * s(R / B)
 
 where verify(R) is the forward of one request, and s what one more request takes for its own
-attention: both at that depth of context, so they hold the keys that are read. Up to the widest
-round of one request verify(R) is measured with one; beyond it, with `MANY` requests, less what
-these take. What drafts is told apart in the same way.
+attention over as many rows: both at that depth of context, so they hold the keys that are read. Up
+to the widest round of one request verify(R) is measured with one; beyond it, with `MANY` requests,
+less what these take. What drafts is told apart in the same way.
 
 The many are measured at the shallower depth alone. Each attends to its own keys, so a deeper
 context costs all of them what it costs one, as many times as they are: reading it `MANY` times over
@@ -99,26 +99,28 @@ class _Forwards:
     def __init__(self, one: Points, many: Points) -> None:
         self._one, self._near = one, min(many)
         self._many = {self._near: many[self._near]}
-        self._tables: dict[int, tuple[np.ndarray, float]] = {}  # by depth
+        self._tables: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by depth
 
     def seconds(self, rows: np.ndarray, requests: Any, context: int) -> np.ndarray:
         """As of `SharedCosts`."""
         depth = 1 << max(context, 1).bit_length() - 1
         if depth not in self._tables:  # each round of a text passes the same depths
             self._tables[depth] = self._table(depth)
-        table, each = self._tables[depth]
-        return table[np.minimum(rows, MOST_ROWS) - 1] + (requests - 1) * each
+        alone, has, each = self._tables[depth]
+        further = np.interp(rows / requests, has, each)
+        return alone[np.minimum(rows, MOST_ROWS) - 1] + (requests - 1) * further
 
-    def _table(self, depth: int) -> tuple[np.ndarray, float]:
-        """Seconds of one request's 1, 2, ... rows, and those of each further request."""
+    def _table(self, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of one request's 1, 2, ... rows; rows that each of many has, and what it adds."""
         border = max(*map(max, self._one.values()), *map(min, self._many.values()))
         alone, near = (np.array(curve(self._one, at, border)) for at in (depth, self._near))
-        each_one = np.clip(np.arange(1, MOST_ROWS + 1) / MANY, 1, border)  # of these rows has
-        deeper = np.interp(each_one, np.arange(1, border + 1), alone - near)
+        has = np.arange(1, MOST_ROWS + 1) / MANY
+        deeper = np.interp(np.clip(has, 1, border), np.arange(1, border + 1), alone - near)
         together = np.array(curve(self._many, self._near, MOST_ROWS)) + MANY * deeper
-        each = max(0.0, together[border - 1] - alone[-1]) / (MANY - 1)
-        beyond = np.maximum(alone[-1], together[border:] - (MANY - 1) * each)
-        return np.array(monotone([*alone, *beyond])), each
+        both = slice(min(MANY, border) - 1, border)  # rows that one request and many can have
+        each = np.maximum(0.0, together[both] - alone[both]) / (MANY - 1)
+        beyond = np.maximum(alone[-1], together[border:] - (MANY - 1) * each[-1])
+        return np.array(monotone([*alone, *beyond])), has[both], each
 
 
 def measure_shared(
