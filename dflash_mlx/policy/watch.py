@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import chain
 from math import exp, log
 from statistics import median
 
@@ -24,6 +23,7 @@ import numpy as np
 SEEN = 5  # rounds of a width before they count
 BELIEVED = 2  # of them that are not quicker than was said, and what was said is believed
 LATEST = 15  # steps between two widths that are remembered, and rounds of one
+SELDOM = 32  # rounds at most from one fit to the next; at first as few as widths need to count
 RECENT = 2 * SEEN - 1  # rounds of any width that the machine's pace is known by
 TOLERANCE = 1.15  # by which widths may disagree with each other before the measurement is wrong,
 DOUBT = 3.0  # and as many standard errors
@@ -38,7 +38,8 @@ class Watch:
         self._steps: dict[tuple[int, int], deque[float]] = {}
         self._beside: dict[int, deque[float]] = {}  # multiples by the pace of the round before
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, log multiple
-        self._rounds: Counter[int] = Counter()  # of each width
+        self._rounds: Counter[int] = Counter()  # of each width,
+        self._all = self._since = 0  # all of them, and those since the last fit
         self._found: dict[int, float] = {}  # logs of what they take, beside one another
         self.version, self.disagrees = 0, False  # counts the changes of mind
 
@@ -47,7 +48,9 @@ class Watch:
         if seconds > 0:  # a clock that stands still says nothing
             self._compare(rows, log(seconds / measured))
         self._rounds[rows] += 1
-        if self._rounds[rows] % SEEN == 0:
+        self._all, self._since = self._all + 1, self._since + 1
+        if self._since >= min(SELDOM, max(SEEN, self._all // 4)):
+            self._since = 0
             self._change_mind()
 
     def _compare(self, rows: int, multiple: float) -> None:
@@ -70,25 +73,24 @@ class Watch:
         self._found = dict(zip(widths, found.tolist(), strict=True))
         known = [at for at, rows in enumerate(widths) if self._rounds[rows] >= SEEN]
         apart = np.abs(found[known, None] - found[known])
-        open_ = DOUBT * np.hypot(errors[known, None], errors[known])
-        self.disagrees = bool((apart > log(TOLERANCE) + open_).any())
+        left_open = DOUBT * np.hypot(errors[known, None], errors[known])
+        self.disagrees = bool((apart > log(TOLERANCE) + left_open).any())
         self.version += before or self.disagrees
 
     def _fit(self, widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The log of what each width takes, beside one another, and its standard error."""
         at = {rows: place for place, rows in enumerate(widths)}
-        normal, right = PRIOR * np.eye(len(at)), np.zeros(len(at))
-        pairs = {(at[one], at[other]): steps for (one, other), steps in self._steps.items()}
-        for (one, other), steps in pairs.items():
-            ends, weight = np.array([one, other]), len(steps)
-            normal[np.ix_(ends, ends)] += weight * np.array([[1.0, -1.0], [-1.0, 1.0]])
-            right[ends] += weight * median(steps) * np.array([-1.0, 1.0])
-        found = np.linalg.solve(normal, right)
-        left = [
-            np.abs(np.array(steps) - (found[other] - found[one]))
-            for (one, other), steps in pairs.items()
-        ]
-        scale = 1.48 * median(chain.from_iterable(left)) if left else 0.0  # as of a normal one
+        steps = [np.array(of) for of in self._steps.values()]
+        weights = np.array([len(of) for of in steps], float)
+        # A row for each pair of widths: what it says is the second one's log less the first one's.
+        pairs = np.zeros((len(steps), len(widths)))
+        for row, (narrow, wide) in enumerate(self._steps):
+            pairs[row, at[narrow]], pairs[row, at[wide]] = -1.0, 1.0
+        normal = PRIOR * np.eye(len(widths)) + pairs.T @ (weights[:, None] * pairs)
+        says = weights * np.array([median(of) for of in self._steps.values()])
+        found = np.linalg.solve(normal, pairs.T @ says)
+        left = [np.abs(of - fits) for of, fits in zip(steps, pairs @ found, strict=True)]
+        scale = 1.48 * np.median(np.concatenate(left)) if left else 0.0  # as of a normal one
         return found, scale / np.sqrt(np.maximum(1.0, np.diag(normal)))
 
     def is_unknown(self, rows: int, beside: int) -> bool:
@@ -123,7 +125,7 @@ class Watch:
 
     def factor(self, rows: int) -> float | None:
         """What rounds of one width take now; None where they were not seen often enough."""
-        known = self._rounds[rows] >= SEEN
+        known = rows in self._found and self._rounds[rows] >= SEEN
         return self._level * exp(self._found[rows]) if known else None
 
     @property
