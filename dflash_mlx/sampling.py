@@ -185,7 +185,8 @@ class Sampler:
             scores = keep_min_p(scores, settings.min_p)
         if 0 < settings.top_k < scores.shape[-1]:
             scores = keep_top_k(scores, settings.top_k)
-        return scores / self.temperature
+        # The best have to be near 0, for a low temperature makes large numbers of the others.
+        return (scores - scores.max(axis=-1, keepdims=True)) / self.temperature
 
     def _scores(self, proposal: Proposal, logits: mx.array) -> mx.array:
         """What the target chooses by but for the noise: `scores` [N, V] of edited logits."""

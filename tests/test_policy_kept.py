@@ -62,6 +62,16 @@ def test_a_start_that_learns_nothing_leaves_what_is_known(started):
     assert file.read_bytes() != before
 
 
+def test_what_was_not_drafted_at_is_not_forgotten(started):
+    """Five greedy answers, and what was known of temperature 0.8 was next to nothing."""
+    taught(started(), temperature=0.8).keep()
+    known = started().beliefs(0.8).evidence()
+    for _ in range(5):
+        taught(started(), drafts=1).keep()
+    again = started().beliefs(0.8).evidence()
+    assert all(again[name] == pytest.approx(known[name]) for name in known)
+
+
 def test_nothing_is_kept_where_nothing_was_drafted_or_costs_are_not(started, tmp_path):
     policy = started()
     policy.keep()
@@ -104,6 +114,8 @@ def counts(**changed):
         '{"format": 1, "beliefs": 3}',
         '{"format": 1, "beliefs": {"0": {}}}',
         '{"format": 1, "beliefs": {"warm": {}}}',
+        counts().replace('"0"', '"-5"'),
+        counts().replace('"0"', '"99"'),
         counts(tried=[1.0]),
         counts(tried=[0.0] * len(FIRST), hit=[1.0] * len(FIRST)),
         counts(tried=[float("nan")] * len(FIRST)),

@@ -276,6 +276,18 @@ def test_corrected_costs_are_kept_for_the_next_start(load, tmp_path):
         assert again[-1] == pytest.approx(truth[-1], rel=0.08)
 
 
+@pytest.mark.parametrize("slow", [1.3, 1.4, 0.7])
+def test_one_step_to_another_width_is_no_evidence(slow):
+    """The round after it may have stalled: a fit through one step leaves nothing of it open."""
+    watch = Watch()
+    for _ in range(SEEN):
+        watch.saw(1, 1.0, 1.0)
+    watch.saw(8, slow * 2.0, 2.0)
+    for _ in range(60):
+        watch.saw(8, 2.0, 2.0)
+        assert not watch.disagrees
+
+
 def test_quick_plain_rounds_earn_nothing():
     """Their times waver; else every second one would be a gain, and pay for another wrong draft."""
     pair, luck, affordable = costs(1.8, 0.4), random.Random(1), []

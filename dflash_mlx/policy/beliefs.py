@@ -105,14 +105,15 @@ class Beliefs:
             self._tried, self._hit = _part(weight, *pairs[:2], len(FIRST))
             self._reached, self._right = _part(weight, *pairs[2:], max(0, slots - 1))
 
-    def evidence(self) -> dict[str, list[float]]:
-        """All that it knows: rounds at each level, and at each slot after the first."""
-        return {
+    def evidence(self, weight: float = 1.0) -> dict[str, list[float]]:
+        """All that it knows, so weighted: rounds at each level, and each slot after the first."""
+        counts = {
             "tried": self._tried,
             "hit": self._hit,
             "reached": self._reached,
             "right": self._right,
         }
+        return {name: [weight * count for count in of] for name, of in counts.items()}
 
     def rates(self, at: int) -> list[float]:
         """How often slots 1, 2, ... are right at a level, when those before them are."""

@@ -215,8 +215,10 @@ def read_costs(path: Path) -> Costs:
     )
     unread = float(content["unread"])
     known = [*map(len, verify.values()), *map(len, draft.values())]
-    if not known or not all(known) or verify.keys() != draft.keys():
+    if not 1 <= len(verify) <= 2 or not all(known) or verify.keys() != draft.keys():
         raise ValueError("depths without costs")
+    if min(row for part in (verify, draft) for points in part.values() for row in points) < 0:
+        raise ValueError("no rows")
     forwards, drafts = (
         [s for of in part.values() for s in of.values()] for part in (verify, draft)
     )

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .beliefs import Beliefs
+from .beliefs import WARMTHS, Beliefs
 
 FORMAT = 1  # of the file of beliefs, and of the levels that they are about
 WEIGHT = 0.5  # of what another start has learnt: its texts may have been of another kind
@@ -29,8 +29,13 @@ def beliefs_file(costs: Path) -> Path:
 
 
 def keep_beliefs(path: Path, beliefs: Mapping[int, Beliefs]) -> None:
-    """Write what is believed, by the class of temperatures, for the next start."""
-    classes = {str(warmth): of.evidence() for warmth, of in beliefs.items()}
+    """Write what is believed, by the class of temperatures, for the next start.
+
+    Of a class that was not drafted in what the last start knew is written as it was.
+    """
+    classes = {
+        str(warmth): of.evidence(1.0 if of.drafts else 1 / WEIGHT) for warmth, of in beliefs.items()
+    }
     write_whole(path, {"format": FORMAT, "beliefs": classes})
 
 
@@ -40,10 +45,13 @@ def read_beliefs(path: Path, slots: int) -> dict[int, Beliefs]:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             return {}
-        return {
+        known = {
             int(warmth): Beliefs(slots, evidence, WEIGHT)
             for warmth, evidence in content["beliefs"].items()
         }
+        if not all(0 <= warmth <= len(WARMTHS) for warmth in known):
+            raise ValueError("no class of temperatures")
+        return known
     except OSError:
         return {}
     except UNREADABLE:

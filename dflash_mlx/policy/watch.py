@@ -27,6 +27,7 @@ SELDOM = 32  # rounds at most from one fit to the next; at first as few as width
 RECENT = 2 * SEEN - 1  # rounds of any width that the machine's pace is known by
 TOLERANCE = 1.15  # by which widths may disagree with each other before the measurement is wrong,
 DOUBT = 3.0  # and as many standard errors
+WAVER = 0.06  # of the log of a step, at least
 PRIOR = 0.05  # steps that the measurement counts for, in what each width is found to take
 
 
@@ -90,7 +91,9 @@ class Watch:
         says = weights * np.array([median(of) for of in self._steps.values()])
         found = np.linalg.solve(normal, pairs.T @ says)
         left = [np.abs(of - fits) for of, fits in zip(steps, pairs @ found, strict=True)]
-        scale = 1.48 * np.median(np.concatenate(left)) if left else 0.0  # as of a normal one
+        # As of a normal one. A fit through few steps leaves nothing, and that says nothing of them.
+        scale = max(WAVER, 1.48 * np.median(np.concatenate(left)) if left else 0.0)
+        scale *= np.sqrt(weights.sum() / max(1.0, weights.sum() - len(widths) + 1))
         return found, scale / np.sqrt(np.maximum(1.0, np.diag(normal)))
 
     def is_unknown(self, rows: int, beside: int) -> bool:
