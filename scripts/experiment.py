@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import dflash_mlx as dm
@@ -11,6 +11,7 @@ from dflash_mlx.loading.registry import known_drafter
 
 TURN = 16  # tokens that a text goes on by before it is another's turn
 Way = TypeVar("Way")
+Item = TypeVar("Item")
 
 
 def options_of(doc: str, **defaults: int | str) -> argparse.Namespace:
@@ -38,6 +39,11 @@ def experiment(options: argparse.Namespace) -> tuple[dm.Target, Any, list[list[i
     target, drafter = dm.load(options.model, options.draft)
     prompts = limit_per_category(embedded_prompts(), options.limit)
     return target, drafter, [encode_prompt(target, prompt.messages) for prompt in prompts]
+
+
+def spread(items: Sequence[Item], count: int, first: int = 0) -> Sequence[Item]:
+    """So many of these, spread evenly from the first one on."""
+    return items[first :: max(1, len(items) // count)][:count]
 
 
 def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.Stats, list[int]]]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from experiment import options_of
+from experiment import options_of, spread
 from policy_speed import FREE
 
 import dflash_mlx as dm
@@ -64,8 +64,7 @@ def asked_together(options: Any) -> list[list[Asked]]:
     folder, classes = Path(options.data) if options.data else None, dict[str, list[Any]]()
     for suite in filter(None, options.suites.split(",")):
         prompts = suite_prompts(suite, Hub(), folder)
-        step = max(1, len(prompts) // options.limit)
-        classes[suite] = [list(prompt.messages) for prompt in prompts[::step][: options.limit]]
+        classes[suite] = [list(prompt.messages) for prompt in spread(prompts, options.limit)]
     if not options.suites:
         for prompt in limit_per_category(embedded_prompts(), options.limit):
             classes.setdefault(prompt.category, []).append(list(prompt.messages))

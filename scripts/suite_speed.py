@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiment import in_turns, options_of
+from experiment import in_turns, options_of, spread
 
 import dflash_mlx as dm
 
@@ -57,7 +57,7 @@ def main() -> None:
     suites = {name: suite_prompts(name, Hub(), folder) for name in options.suites.split(",")}
     teach(ways, target, [one for of in suites.values() for one in others(of, options)], asked)
     for suite, prompts in suites.items():
-        prompts = prompts[:: step(prompts, options)][: options.limit]
+        prompts = spread(prompts, options.limit)
         tokens, rounds, seconds = (dict.fromkeys(ways, 0.0) for _ in range(3))
         same = 0
         for prompt in prompts:
@@ -84,14 +84,11 @@ def main() -> None:
     print(*ways["policy"][1]["policy"].describe(256), sep="\n")
 
 
-def step(prompts: Sequence[Any], options: argparse.Namespace) -> int:
-    """From one prompt of a suite that is timed to the next."""
-    return max(1, len(prompts) // int(options.limit))
-
-
 def others(prompts: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
     """Prompts of a suite that are not timed, to learn from."""
-    return prompts[1 :: step(prompts, options)][: options.taught] if len(prompts) > 1 else []
+    timed = spread(prompts, options.limit)
+    further = spread(prompts, options.limit, first=1)
+    return [prompt for prompt in further if prompt not in timed][: options.taught]
 
 
 def teach(ways: Ways, target: dm.Target, prompts: Sequence[Any], asked: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiment import options_of
+from experiment import options_of, spread
 
 import dflash_mlx as dm
 
@@ -54,7 +54,7 @@ def main() -> None:
     folder = Path(options.data) if options.data else None
     for suite in options.suites.split(","):
         prompts = suite_prompts(suite, Hub(), folder)
-        prompts = prompts[:: max(1, len(prompts) // options.limit)][: options.limit]
+        prompts = spread(prompts, options.limit)
         plain = [result.tokens for result in decode(target, None, prompts, asked)]
         for way, settings in ways.items():
             results = decode(target, drafter, prompts, {**asked, **settings})

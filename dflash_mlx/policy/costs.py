@@ -26,7 +26,7 @@ import numpy as np
 from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
-from .kept import UNREADABLE, write_whole
+from .kept import UNREADABLE, keep_json
 from .timing import TOKEN, Round, seconds_of_draft, started, time_rounds
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def pair_costs(
 
 def keep_costs(path: Path, costs: Costs) -> None:
     """Write costs for the next start."""
-    write_whole(path, {"verify": costs.verify, "draft": costs.draft, "unread": costs.unread})
+    keep_json(path, {"verify": costs.verify, "draft": costs.draft, "unread": costs.unread})
 
 
 def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None) -> Costs:

@@ -36,7 +36,7 @@ def keep_beliefs(path: Path, beliefs: Mapping[int, Beliefs]) -> None:
     classes = {
         str(warmth): of.evidence(1.0 if of.drafts else 1 / WEIGHT) for warmth, of in beliefs.items()
     }
-    write_whole(path, {"format": FORMAT, "beliefs": classes})
+    keep_json(path, {"format": FORMAT, "beliefs": classes})
 
 
 def read_beliefs(path: Path, slots: int) -> dict[int, Beliefs]:
@@ -60,7 +60,7 @@ def read_beliefs(path: Path, slots: int) -> dict[int, Beliefs]:
         return {}
 
 
-def write_whole(path: Path, content: Mapping[str, Any]) -> None:
+def keep_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON in one move. A folder that cannot be written costs the next start some seconds."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):

@@ -40,7 +40,7 @@ class Watch:
         self._beside: dict[int, deque[float]] = {}  # multiples by the pace of the round before
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, log multiple
         self._rounds: Counter[int] = Counter()  # of each width,
-        self._all = self._since = 0  # all of them, and those since the last fit
+        self._since = 0  # and of all since the last fit
         self._found: dict[int, float] = {}  # logs of what they take, beside one another
         self.version, self.disagrees = 0, False  # counts the changes of mind
 
@@ -49,8 +49,8 @@ class Watch:
         if seconds > 0:  # a clock that stands still says nothing
             self._compare(rows, log(seconds / measured))
         self._rounds[rows] += 1
-        self._all, self._since = self._all + 1, self._since + 1
-        if self._since >= min(SELDOM, max(SEEN, self._all // 4)):
+        self._since += 1
+        if self._since >= min(SELDOM, max(SEEN, self._rounds.total() // 4)):
             self._since = 0
             self._change_mind()
 
