@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import warnings
 from _thread import interrupt_main
 
 AGAIN = 0.01  # seconds until a Ctrl-C comes again
@@ -32,6 +33,23 @@ def _hear_again(unraisable: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(unraisable)
 
 
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: str | None = None,
+) -> None:
+    """Say a warning of ours in its own words, without the line of Python that has said it."""
+    text = str(message)
+    if text.startswith("dflash-mlx: "):
+        print(text, file=sys.stderr)
+    else:
+        said = warnings.formatwarning(message, category, filename, lineno, line)
+        print(said, end="", file=sys.stderr)
+
+
 def main() -> None:
     """Run the command line and exit: 0, or 1 (error), 2 (usage), 130 (Ctrl-C), 141 (pipe closed).
 
@@ -39,7 +57,7 @@ def main() -> None:
     """
     try:
         _fill_closed_streams()
-        sys.unraisablehook = _hear_again
+        sys.unraisablehook, warnings.showwarning = _hear_again, _warn
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a terminal without the character shows "?"

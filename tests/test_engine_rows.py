@@ -176,6 +176,16 @@ def test_costs_grow_with_rows_requests_and_depth():
     assert drafts == pytest.approx([0, 0.5, 2.0])
 
 
+def test_costs_that_were_measured_to_fall_are_taken_to_stay():
+    """A pace that wavered: eight rows alone seemed dear, and sixteen of eight requests cheap."""
+    nothing = {64: {1: 0.0}}
+    one, many = {64: {1: 1.0, 8: 1.2, 16: 3.0}}, {64: {8: 3.0, 16: 3.1, 128: 9.0}}
+    costs = SharedCosts(Costs(one, nothing), Costs(many, nothing))
+    for requests in (1, 2, 5, 8, 32):
+        curve = costs.verify(np.arange(requests, 300), requests, 64)
+        assert (np.diff(curve) >= 0).all()
+
+
 def test_a_deeper_context_costs_many_what_it_costs_each():
     """The many are measured at one depth; each of their rows meets the keys of its own request."""
     one = {64: {1: 1.0, 16: 2.5}, 1024: {1: 1.2, 16: 5.7}}  # 0.2 s for 960 keys, and 0.2 a row

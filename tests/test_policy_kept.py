@@ -134,6 +134,12 @@ def test_a_damaged_file_is_said_and_learnt_anew(tmp_path, content):
         assert read_beliefs(file, WIDEST - 1) == {}
 
 
+def test_a_folder_in_the_files_place_is_said(tmp_path):
+    (tmp_path / "beliefs.json").mkdir()
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert read_beliefs(tmp_path / "beliefs.json", WIDEST - 1) == {}
+
+
 def test_what_another_version_kept_is_left_aside(tmp_path, recwarn):
     file = tmp_path / "beliefs.json"
     file.write_text('{"format": 2, "levels": 7}')

@@ -1,7 +1,14 @@
-"""What `generate` imports before it answers: counted, for seconds differ by machine."""
+"""What `generate` does before it answers: what it imports, counted, and what it warns of."""
 
+import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+
+from program import start
+
+import dflash_mlx
 
 HEAVY = {
     "matplotlib": "pictures",
@@ -26,3 +33,15 @@ def test_an_answer_imports_nothing_that_it_does_not_need():
     imported = {line.rpartition("|")[2].strip() for line in lines}
     assert "dflash_mlx.loop" in imported and done.stdout.strip(), "an answer was given"
     assert not imported & HEAVY.keys()
+
+
+def test_a_warning_is_one_line_of_ours(tmp_path):
+    """What Python adds to one, the line of the program that warns, tells its user nothing."""
+    folder = shutil.copytree(Path(dflash_mlx.__path__[0]) / "tiny" / "drafter", tmp_path / "mine")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_target_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    done = start("generate", "hi", "--draft", folder, "--no-policy", "--max-tokens", "3")
+    assert done.returncode == 0 and "warn" not in done.stderr
+    (told,) = (line for line in done.stderr.splitlines() if "another target's" in line)
+    assert told.startswith("dflash-mlx: the drafter may be another target's: its num_target_layers")

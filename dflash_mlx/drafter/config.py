@@ -185,8 +185,9 @@ class DraftConfig:
                 raise IncompatibleDrafterError(
                     f"The drafter was made for another target: {message}"
                 )
+            # Of this place, whoever asks: a pair is checked in several, and it is said once.
             warnings.warn(
-                f"dflash-mlx: the drafter may be another target's: {message}", stacklevel=3
+                f"dflash-mlx: the drafter may be another target's: {message}", stacklevel=1
             )
         if max(self.target_layer_ids) >= num_layers:
             raise IncompatibleDrafterError(

@@ -102,13 +102,15 @@ class _Forwards:
         self._tables: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by depth
 
     def seconds(self, rows: np.ndarray, requests: Any, context: int) -> np.ndarray:
-        """As of `SharedCosts`."""
+        """As of `SharedCosts`; rows rise, and what they take never falls."""
         depth = 1 << max(context, 1).bit_length() - 1
         if depth not in self._tables:  # each round of a text passes the same depths
             self._tables[depth] = self._table(depth)
         alone, has, each = self._tables[depth]
         further = np.interp(rows / requests, has, each)
-        return alone[np.minimum(rows, MOST_ROWS) - 1] + (requests - 1) * further
+        seconds = alone[np.minimum(rows, MOST_ROWS) - 1] + (requests - 1) * further
+        rising: np.ndarray = np.maximum.accumulate(seconds)
+        return rising
 
     def _table(self, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of one request's 1, 2, ... rows; rows that each of many has, and what it adds."""

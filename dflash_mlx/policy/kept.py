@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from .beliefs import WARMTHS, Beliefs
@@ -52,17 +53,17 @@ def read_beliefs(path: Path, slots: int) -> dict[int, Beliefs]:
         if not all(0 <= warmth <= len(WARMTHS) for warmth in known):
             raise ValueError("no class of temperatures")
         return known
-    except OSError:
-        return {}
-    except UNREADABLE:
+    except (IsADirectoryError, *UNREADABLE):
         what = "how often drafts are right is learnt anew"
         warnings.warn(f"dflash-mlx: {path} is damaged: {what}.", stacklevel=3)
+        return {}
+    except OSError:  # nothing is kept yet, or not here
         return {}
 
 
 def keep_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON in one move. A folder that cannot be written costs the next start some seconds."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
