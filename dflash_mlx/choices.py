@@ -87,6 +87,12 @@ class Decision(NamedTuple):
         values = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return cls(values, known, len(tokens), certain, slots)
 
+    @property
+    def next_anchor(self) -> mx.array:
+        """The choice [1] after the last row; where all rows are kept the text goes on with it."""
+        end = self.rows if self.tokens is not None else 2 * self.rows
+        return self.values[end - 1 : end]
+
     def read(self, values: list[int]) -> tuple[Choices, list[list[int]]]:
         """The choices in the values, and the drafts that were read along."""
         tokens, slots, sure = self.tokens, self.slots, None

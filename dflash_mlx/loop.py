@@ -69,17 +69,32 @@ class Together(Protocol):
     def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
         """Logits [N, V] after the rows of each proposal, and their features [1, N, K*D]; lazy."""
 
+    def plain_next(self, turns: Sequence[Turn]) -> bool:
+        """Whether their next round is plain, as far as that is decided for all of them."""
+
+    def go_on(self, turns: Sequence[Turn]) -> None:
+        """A round of these begins that was `plain_next`: the target reads their rows already."""
+
     def observe(self, turns: Sequence[Turn]) -> None:
         """Take in how the round went."""
 
 
 def play_alone(request: Request) -> Event:
-    """A round of one request, whose errors are whoever's who reads it."""
-    proposal = request.propose()  # propose
-    _start([proposal])
-    logits, taps = request.target.verify(proposal)  # verify
-    values = _read(request.decide(proposal, logits, taps), [taps])
-    return request.absorb(values)  # accept, commit, emit
+    """A round of one request, whose errors are whoever's who reads it.
+
+    Where the round and the next one are plain, whatever this one brings, the device begins the next
+    one before this one is read: then it never waits for the host, as in mlx-lm's own loop.
+    """
+    if not request.has_begun(shared=False):
+        proposal = request.propose()  # propose
+        _start([proposal])
+        request.decide(proposal, *request.target.verify(proposal))  # verify
+    decided, taps = request.asked
+    if request.plain_next:
+        _compute([decided, taps])
+        row = request.next_row()
+        _compute(request.begin_next(row, *request.target.verify(row)))
+    return request.absorb(_read(decided, [taps]))  # accept, commit, emit
 
 
 def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
@@ -89,25 +104,47 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
     is raised in a forward of all is raised here; then the caches of all are not to be trusted.
     """
     turns = [Turn(request) for request in requests]
-    together.propose(turns)  # propose
+    fresh = []
+    for turn in turns:
+        with turn:
+            if not turn.request.has_begun(shared=len(turns) > 1):
+                fresh.append(turn)
+    if fresh:
+        together.propose(fresh)  # propose
+    else:
+        together.go_on(turns)
 
-    going = _going(turns)
+    going = _going(fresh)
     _start([turn.proposal for turn in going])
     answers = together.verify(going) if going else []  # verify, in one forward
-
-    decided: list[mx.array] = []
     for turn, (logits, taps) in zip(going, answers, strict=True):
         with turn:
-            decided.append(turn.request.decide(turn.proposal, logits, taps))
+            turn.request.decide(turn.proposal, logits, taps)
 
-    if decided:
-        values = _read(mx.concatenate(decided), [taps for _, taps in answers])
-        borders = pairwise(accumulate((array.size for array in decided), initial=0))
-        for turn, (start, end) in zip(_going(going), borders, strict=True):
+    going = _going(turns)
+    if going:
+        numbers, features = zip(*(turn.request.asked for turn in going), strict=True)
+        decided = mx.concatenate([*numbers])
+        if together.plain_next(turns) and all(turn.request.plain_next for turn in going):
+            _compute([decided, *features])  # as in `play_alone`
+            _begin_next(going, together)
+        values = _read(decided, features)
+        borders = pairwise(accumulate((each.size for each in numbers), initial=0))
+        for turn, (start, end) in zip(going, borders, strict=True):
             with turn:
                 turn.event = turn.request.absorb(values[start:end])  # accept, commit, emit
-    together.observe(turns)
+    together.observe(fresh or turns)
     return turns
+
+
+def _begin_next(turns: Sequence[Turn], together: Together) -> None:
+    """Have the device begin the next round of these, which is plain."""
+    for turn in turns:
+        turn.proposal = turn.request.next_row()
+    asked: list[mx.array] = []
+    for turn, answer in zip(turns, together.verify(turns), strict=True):
+        asked += turn.request.begin_next(turn.proposal, *answer)
+    _compute(asked)
 
 
 def _going(turns: Sequence[Turn]) -> list[Turn]:
@@ -119,6 +156,11 @@ def _start(proposals: Sequence[Proposal]) -> None:
     drafts = [proposal.tokens for proposal in proposals if isinstance(proposal.tokens, mx.array)]
     if drafts:
         mx.async_eval(*drafts)
+
+
+def _compute(asked: Sequence[mx.array]) -> None:
+    """Have the device begin what is asked, features included, in a pass of its own."""
+    mx.async_eval(*[array for array in asked if array.size])
 
 
 def _read(decided: mx.array, features: Sequence[mx.array]) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -24,6 +25,23 @@ from .sampling import Sampler
 from .stream import TextStream
 from .target import TargetSession
 from .target.target import PREFILL_STEP
+
+
+@dataclass
+class _Round:
+    """A round between its forward and what is read of it.
+
+    Attributes:
+        proposal: what the target read.
+        decision: what is asked about it.
+        taps: [1, N, K*D], the features of its rows.
+        kept: whether the caches and the drafter know already that its rows stay.
+    """
+
+    proposal: Proposal
+    decision: Decision
+    taps: mx.array
+    kept: bool = False
 
 
 class Request:
@@ -55,9 +73,8 @@ class Request:
         self._text_so_far = prompt  # as far as it was when the caches were last made ready,
         self._further: list[int] = []  # and what came after
         self._sampler, self._rounds, self._text = sampler, rounds, text
-        self._proposal: Proposal  # of this round
-        self._decision: Decision  # about it, and the features of its rows
-        self._taps: mx.array
+        self._round: _Round
+        self._ahead: _Round | None = None  # the next one, if the device is at it already
         self._clock, self._shared = 0.0, False  # when this round began, and whether it is shared
         self._between_rounds = False  # what was read is whole
 
@@ -177,7 +194,10 @@ class Request:
 
     def _keep(self) -> None:
         """Store what was read, for others that begin so; not what a round that broke off left."""
+        ahead, self._ahead = self._ahead, None
         if self._between_rounds and self._conversation.settle():
+            if ahead is not None:
+                self._tell(ahead, self.anchor)
             self._conversation.keep()
 
     def propose(self) -> Proposal:
@@ -207,28 +227,76 @@ class Request:
         limit = min(self.stats.block_size, self._text.remaining)
         return self.anchor, self._conversation.target.position, limit
 
-    def decide(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> mx.array:
-        """The target's answer to a proposal, as numbers [M] int32 for `absorb`.
+    def has_begun(self, shared: bool) -> bool:
+        """Whether this round's forward was begun by the last round; then only `asked` is missing.
 
-        Lazy: reading them is the round's only wait for the device, and many requests' can be
-        waited for together.
+        Such a round is plain. Its anchor, which the target reads, is known only now.
+        """
+        if self._ahead is None:
+            return False
+        anchor, _, limit = self._begin_round(shared)
+        self._rounds.go_on(self.drafter, anchor, limit, shared)
+        self._round, self._ahead = self._ahead, None
+        self._tell(self._round, anchor)
+        return True
+
+    @property
+    def plain_next(self) -> bool:
+        """Whether the next round's forward can be begun before this one is read: it is plain.
+
+        The text may end before it. Then its row stays in the caches: it is the text's last token.
+        """
+        more = self._rounds.plain_next and self._text.remaining > 1
+        return more and self._sampler.goes_ahead and self.target.goes_ahead
+
+    def next_row(self) -> Proposal:
+        """The next round's one row, which this round decides: a number that nobody knows yet."""
+        if not self._round.kept:
+            self.target.commit([0])
+            self._tell(self._round, self.anchor)
+        return Proposal(self._round.decision.next_anchor)
+
+    def begin_next(
+        self, proposal: Proposal, logits: mx.array, taps: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Take the target's answer to the next round's row, as `decide` does; what is `asked`."""
+        decision = self._sampler.decide(proposal, logits, ahead=1)
+        self.target.commit([0])
+        self._ahead = _Round(proposal, decision, taps)
+        return decision.values, taps
+
+    def _tell(self, plain: _Round, anchor: int) -> None:
+        """Let the drafter know a plain round's row, which the target has committed."""
+        self._conversation.extend([anchor], plain.taps, [0])
+        plain.kept = True
+
+    def decide(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> None:
+        """Ask the target's answer to a proposal; see `asked`.
 
         Args:
             proposal: of N rows, as `propose` made it, or of those that were offered.
             logits: [N, V] after each of them.
             taps: [1, N, K*D], their features.
         """
-        self._proposal, self._taps = proposal, taps
-        self._decision = self._sampler.decide(proposal, logits, self._rounds.asks_certainty)
-        return self._decision.values
+        decision = self._sampler.decide(proposal, logits, self._rounds.asks_certainty)
+        self._round = _Round(proposal, decision, taps)
+
+    @property
+    def asked(self) -> tuple[mx.array, mx.array]:
+        """The target's answer, as numbers [M] int32 for `absorb`, and the features [1, N, K*D].
+
+        Lazy: reading them is the round's only wait for the device, and many requests' can be
+        waited for together.
+        """
+        return self._round.decision.values, self._round.taps
 
     def absorb(self, values: list[int]) -> Event:
-        """Take the numbers that `decide` asked for: accept, commit, emit.
+        """Take the numbers that were asked for: accept, commit, emit.
 
         Raises `ProposalError` for a proposal that does not begin with the anchor.
         """
-        proposal, anchor, taps = self._proposal, self._anchor, self._taps
-        tokens, choices, sure = self._sampler.take(self._decision, values)
+        proposal, anchor, taps = self._round.proposal, self._anchor, self._round.taps
+        tokens, choices, sure = self._sampler.take(self._round.decision, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
 
@@ -244,8 +312,9 @@ class Request:
         kept, path = kept[:used], path[:used]  # what was right after the end is not text
 
         # commit
-        self._conversation.target.commit(kept)
-        self._conversation.extend(path, taps, kept)
+        if not self._round.kept:
+            self._conversation.target.commit(kept)
+            self._conversation.extend(path, taps, kept)
         self._sampler.commit(certain)
         self._further += certain
         self._between_rounds = True

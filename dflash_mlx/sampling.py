@@ -83,15 +83,23 @@ class Sampler:
         values: Any = decision.values.tolist()
         return self.take(decision, values)
 
-    def decide(self, proposal: Proposal, logits: mx.array, certainty: bool = False) -> Decision:
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether tokens can be chosen before those that they follow are on the host."""
+        return not self._edits
+
+    def decide(
+        self, proposal: Proposal, logits: mx.array, certainty: bool = False, ahead: int = 0
+    ) -> Decision:
         """What the target chooses after each of a proposal's rows, from its logits [N, V].
 
         The drafter's part is read along, and with `certainty` how sure the target was. Nothing
-        waits, unless a processor does: so many requests' decisions can be read together.
+        waits, unless a processor does: so many requests' decisions can be read together. `ahead`
+        tokens before the proposal are not committed yet (`goes_ahead`).
         """
         scores = chosen = logits if self._plain else self._scores(proposal, logits)
         if self.temperature > 0:
-            rows = self._noise_rows(max(proposal.depths) + 1, logits.shape[-1])
+            rows = self._noise_rows(ahead + max(proposal.depths) + 1, logits.shape[-1])[ahead:]
             chosen = scores + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
         if self._edits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,8 +51,10 @@ def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.St
     """Decode in several ways side by side, `TURN` tokens of each in turn: its stats and tokens.
 
     A machine's pace changes from one second to the next: here it does so for all ways alike. Stats
-    count the time of a way's own rounds.
+    count the time of a way's own rounds, the one included that a turn's last round has begun.
     """
+    import mlx.core as mx
+
     done: dict[Way, tuple[dm.Stats, list[int]]] = {}
     going, tokens = dict(streams), {way: list[int]() for way in streams}
     while going:
@@ -64,4 +67,7 @@ def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.St
                     break
                 tokens[way] += event.tokens
                 done[way] = event.stats, tokens[way]
+            clock = time.perf_counter()
+            mx.synchronize()
+            done[way][0].decode_seconds += time.perf_counter() - clock
     return done

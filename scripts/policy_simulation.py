@@ -24,8 +24,7 @@ from experiment import options_of
 
 from dflash_mlx.policy.beliefs import Certainty
 from dflash_mlx.policy.costs import Costs
-from dflash_mlx.policy.rest import Rest
-from dflash_mlx.policy.rounds import WELL
+from dflash_mlx.policy.rest import WELL, Rest
 from dflash_mlx.policy.widths import Policy
 
 FIXED, DEPTH = (1, 2, 4, 8, 16), 64

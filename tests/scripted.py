@@ -16,6 +16,7 @@ class Scripted:
 
     name, context_length, num_layers, hidden_size = "scripted", 2**31, 4, 8
     supports_trees = can_be_cut = whole = True
+    goes_ahead = False  # it reads its rows on the host
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int) -> None:
         self.text, self.vocab_size, self.position = [*prompt, *answer], vocab_size, 0

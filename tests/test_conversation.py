@@ -109,7 +109,7 @@ def test_a_stopped_answer_is_gone_on_with():
     tokens = [next(events).tokens[0] for _ in range(5)]
     events.close()
     again = [*prompt, *tokens, 7]
-    assert turn(target, None, again, kept).stats.reused_tokens == len(prompt) + 4
+    assert turn(target, None, again, kept).stats.reused_tokens == len(prompt) + 5
     assert turn(target, None, again, kept).tokens == turn(target, None, again).tokens
 
 

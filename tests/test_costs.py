@@ -4,6 +4,7 @@ import json
 import random
 from contextlib import contextmanager
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,22 @@ def test_measuring_a_pair():
         assert all(list(points) == list(costs.ROWS) for points in table.values())
     rounds = measured.rounds(300, 16)
     assert len(rounds) == 16 and rounds == sorted(rounds) and 0 < rounds[0] < 1
+
+
+def test_what_is_begun_ahead_is_timed_in_turns_with_what_is_not(monkeypatch):
+    """By a clock that says what rounds on their own take, and a part of it for those ahead."""
+    took = [9.0, *[0.6, 1.0] * (timing.PASSES - 1), 3.0, 1.0]  # the first warms up
+    ticks = iter([tick for seconds in took for tick in (0.0, seconds)])
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr(timing, "time", clock)
+    pair = target("qwen3"), random_drafter()
+    assert timing.time_ahead(*pair, None) == pytest.approx(0.6)
+    assert next(ticks, None) is None
+    ticks = iter([0.0, 1.0] * (2 * timing.PASSES + 1))
+    monkeypatch.setattr(costs, "time_rounds", lambda *of: ({64: {1: 1.0}}, {64: {1: 0.0}}))
+    assert measure(*pair, 16).ahead == 1.0
+    ticks = iter([0.0, 1.0] + [0.0, 0.5, 0.0, 1.0] * timing.PASSES)
+    assert measure(*pair, 16).ahead == 0.5
 
 
 @pytest.mark.parametrize(
@@ -112,11 +129,13 @@ DRAFTS = {"64": {"1": 0.0, "16": 0.5}}
         {"verify": {"64": {"-3": 1.0}}},
         {"unread": -1.0},
         {"unread": "often"},
+        {"ahead": 0.0},
+        {"ahead": 1.5},
     ],
 )
 def test_costs_that_cannot_be_are_not_read(tmp_path, changed):
     file = tmp_path / "pair.json"
-    good = {"verify": FORWARDS, "draft": DRAFTS, "unread": 0.25}
+    good = {"verify": FORWARDS, "draft": DRAFTS, "unread": 0.25, "ahead": 0.9}
     file.write_text(json.dumps(good))
     assert read_costs(file).verify == {64: {1: 1.0, 16: 2.0}}
     file.write_text(json.dumps(good | changed))

@@ -1,6 +1,7 @@
 """One request beside another, the target's certainty, and costs that turn out to be wrong."""
 
 import random
+from dataclasses import replace
 from math import exp, log
 
 import pytest
@@ -323,6 +324,19 @@ def test_a_plain_token_goes_by_the_pace_of_the_rounds():
         request.observe(width - 1, width - 1, 3 * truth[width - 1])
     assert policy.plain_seconds(64) == pytest.approx(3.0)
     assert "3000.00 ms" in policy.describe(64)[0]
+
+
+def test_a_plain_token_that_is_begun_ahead_is_what_drafting_has_to_beat():
+    """A round on its own takes twice as long here: the host is as slow as the device."""
+    quick, host = costs(1.0, 0.0), replace(costs(1.0, 0.0), ahead=0.5)
+    alone, ahead = Policy(quick, 2), Policy(host, 2)
+    assert (alone.plain_seconds(64), ahead.plain_seconds(64)) == (1.0, 0.5)
+    assert "500.00 ms" in ahead.describe(64)[0] and "2 rows: 2.00 x plain" in ahead.describe(64)[1]
+    # Two rows for one's time are at most twice as quick, which is what plain rounds are.
+    requests = [of.start() for of in (alone, ahead)]
+    assert [each.width(64, 2, SURE) for each in requests] == [2, 1]
+    assert [each.free([0.9], 2)[0] for each in requests] == [2, 1]
+    assert host.corrected({1: 1.0, 2: 1.5}, 2).ahead == 0.5
 
 
 def test_each_class_of_temperatures_has_beliefs_of_its_own():

@@ -14,8 +14,8 @@ from dflash_mlx.loop import Turn
 from dflash_mlx.policy.cuts import Cuts
 from dflash_mlx.policy.offer import Offer
 from dflash_mlx.policy.outcome import Outcome
-from dflash_mlx.policy.rest import LONGEST, PATIENCE, Rest
-from dflash_mlx.policy.rounds import WELL, ChainRounds
+from dflash_mlx.policy.rest import LONGEST, PATIENCE, WELL, Rest
+from dflash_mlx.policy.rounds import ChainRounds
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
 

@@ -193,7 +193,7 @@ def test_a_request_closed_elsewhere_can_be_gone_on_with():
     in_a_thread(events.close)
     again = [*prompt, *begun, 7]
     result = in_a_thread(lambda: dm.generate(target, None, again, max_tokens=5, conversation=kept))
-    assert result.stats.reused_tokens == len(prompt) + 2
+    assert result.stats.reused_tokens == len(prompt) + 3
     assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
 
 

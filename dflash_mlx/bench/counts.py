@@ -71,7 +71,7 @@ class Round:
     Attributes:
         rows: that were verified.
         passes: graphs that were handed over, each a fence for what uses it.
-        waits: passes that the host has waited for before it went on.
+        waits: passes of this round that the host has waited for before it went on.
         graph: what was in them.
         calls: of Python functions, in the round after it: the host's part but for the graph's.
     """

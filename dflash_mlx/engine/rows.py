@@ -211,6 +211,12 @@ class SharedRounds:
         self._share_out(requests, offers, context)
         return self._share.rows
 
+    def go_on(self, requests: int) -> None:
+        """A round of rest begins that the last one has begun, of so many requests."""
+        self.rest.begin()
+        self._drafts, self.waited = [], False
+        self._share = Share([1] * requests, 1.0, 1, 0.0, 0.0, 0.0)
+
     def part(self, rows: int, context: int) -> np.ndarray:
         """Seconds [rows] of the part of one request, were its first 1, 2, ... rows verified.
 

@@ -128,6 +128,15 @@ class Flat:
         sessions = [turn.request.target for turn in turns]
         return self._forest.verify(sessions, [turn.proposal for turn in turns])
 
+    def plain_next(self, turns: Sequence[Turn]) -> bool:
+        """Whether nobody need be asked what he could draft in the next round."""
+        return len(turns) == 1 or self._rounds is None or self._rounds.rest.lasts
+
+    def go_on(self, turns: Sequence[Turn]) -> None:
+        """Many of them rest together."""
+        if self._rounds is not None and len(turns) > 1:
+            self._rounds.go_on(len(turns))
+
     def observe(self, turns: Sequence[Turn]) -> None:
         """Take in what a shared round brought."""
         if self._rounds is not None and len(turns) > 1:

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -27,14 +27,14 @@ from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
 from .kept import UNREADABLE, keep_json
-from .timing import TOKEN, Round, seconds_of_draft, started, time_rounds
+from .timing import TOKEN, Round, seconds_of_draft, started, time_ahead, time_rounds
 
 if TYPE_CHECKING:
     from ..target import Target
 
 # All of the narrow ones: a product of five rows may take longer than one of eight.
 ROWS = (*range(1, 9), 12, 16)
-FORMAT = 6  # of the cached file
+FORMAT = 7  # of the cached file
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,14 @@ class Costs:
         verify: of the target over so many rows.
         draft: of the drafter, for a draft of so many rows (the anchor counts).
         unread: that a draft takes longer for each further token whose features it reads first.
+        ahead: what a plain round takes that the one before it has begun (`Request.begin_next`),
+            over one on its own; no seconds, and 1 where the host is as quick as nothing.
     """
 
     verify: Mapping[int, Mapping[int, float]]
     draft: Mapping[int, Mapping[int, float]]
     unread: float = 0.0
+    ahead: float = 1.0
 
     def rounds(self, context: int, widest: int) -> list[float]:
         """Seconds of a round of 1, 2, ... `widest` rows at this depth, never falling.
@@ -79,7 +82,7 @@ class Costs:
             of_draft = {row: min(drafts[row - 1], seconds[row] / 2) for row in known} | {1: 0.0}
             verify[depth] = {row: seconds[row] - of_draft[row] for row in known}
             draft[depth] = of_draft
-        return Costs(verify, draft, self.unread)
+        return Costs(verify, draft, self.unread, self.ahead)
 
 
 # (target, drafter, the most rows of a path, bits of keys and values) -> what rounds cost
@@ -174,7 +177,7 @@ def pair_costs(
 
 def keep_costs(path: Path, costs: Costs) -> None:
     """Write costs for the next start."""
-    keep_json(path, {"verify": costs.verify, "draft": costs.draft, "unread": costs.unread})
+    keep_json(path, asdict(costs))
 
 
 def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None) -> Costs:
@@ -200,7 +203,8 @@ def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None =
 
     rows = sorted({row for row in ROWS if row < widest} | {1, widest})
     verify, draft = time_rounds(target, rows, widest, begin)
-    return Costs(verify, {depth: seconds | {1: 0.0} for depth, seconds in draft.items()})
+    drafts = {depth: seconds | {1: 0.0} for depth, seconds in draft.items()}
+    return Costs(verify, drafts, ahead=time_ahead(target, drafter, kv_bits))
 
 
 def read_costs(path: Path) -> Costs:
@@ -213,7 +217,7 @@ def read_costs(path: Path) -> Costs:
         }
         for part in ("verify", "draft")
     )
-    unread = float(content["unread"])
+    unread, ahead = float(content["unread"]), float(content["ahead"])
     known = [*map(len, verify.values()), *map(len, draft.values())]
     if not 1 <= len(verify) <= 2 or not all(known) or verify.keys() != draft.keys():
         raise ValueError("depths without costs")
@@ -226,7 +230,9 @@ def read_costs(path: Path) -> Costs:
         raise ValueError("a forward takes some time")
     if not all(0 <= seconds < inf for seconds in (unread, *drafts)):
         raise ValueError("a draft takes no less than none")
-    return Costs(verify, draft, unread)
+    if not 0 < ahead <= 1:
+        raise ValueError("what is begun ahead takes no longer")
+    return Costs(verify, draft, unread, ahead)
 
 
 def _fingerprint(target: Target, identity: str, widest: int, kv_bits: int | None) -> str:

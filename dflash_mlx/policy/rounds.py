@@ -21,20 +21,16 @@ from ..errors import ProposalError, SettingsError
 from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
-from .beliefs import Certainty
 from .cuts import Cuts, Draft
 from .offer import Offer, Planting, offer_chain, paths
 from .outcome import Outcome
-from .rest import Rest
+from .rest import Looking
 from .trees import Sizes, TreePolicy, matching, tree_policy
 from .widths import Policy, Widths
 
 if TYPE_CHECKING:
     from ..drafter.tree import DraftTree
     from ..target import Target
-
-
-WELL = 4  # drafted tokens that were right, after which the next round asks for no certainty
 
 
 class Rounds(Protocol):
@@ -49,6 +45,10 @@ class Rounds(Protocol):
         """Whether an outcome has to say how certain the target was."""
 
     @property
+    def plain_next(self) -> bool:
+        """Whether this round is plain, and the next one, too, whatever this one brings."""
+
+    @property
     def doubt(self) -> float:
         """How unsure the target was lately; 0 where nobody asks."""
 
@@ -59,6 +59,12 @@ class Rounds(Protocol):
         """The proposal of a round with `context` tokens committed: paths of at most `limit` rows.
 
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
+        """
+
+    def go_on(self, session: Session, anchor: int, limit: int, shared: bool) -> None:
+        """A round begins that was `plain_next`: the target reads its anchor already.
+
+        Many requests that share it rest together.
         """
 
     def offer(
@@ -98,6 +104,7 @@ class FixedRounds:
 
     def __init__(self, sharpness: Sharpness) -> None:
         self.sharpness, self._can = sharpness, Abilities()
+        self.plain_next = False
 
     def begin(self, certainty: float | None) -> None:
         """Nothing depends on it."""
@@ -105,12 +112,18 @@ class FixedRounds:
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The session's own draft, as wide as allowed."""
+        self.plain_next = limit == 1  # of the block size; the text's last round has no next
         return chain(session, anchor, limit)
+
+    def go_on(self, session: Session, anchor: int, limit: int, shared: bool) -> None:
+        """So will the next one be."""
+        pass
 
     def offer(
         self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
     ) -> Offer:
         """All rows, asked for whatever they cost."""
+        self.plain_next = limit == 1
         if _network(session, self._can) is None:
             return Offer([1.0] * (limit - 1), asked=True)
         chances = paths([cast(Both, session).rate] * (limit - 1))
@@ -121,36 +134,7 @@ class FixedRounds:
         pass
 
 
-class _Looking:
-    """Rounds that ask how sure the target was lately, and rest from it (`policy.rest`)."""
-
-    def __init__(self) -> None:
-        self._certainty, self._rest = Certainty(), Rest()
-        self._goes_well = False
-
-    @property
-    def asks_certainty(self) -> bool:
-        """It is what a look is for; drafts that are right have said it already."""
-        return not (self._rest.now or self._goes_well)
-
-    @property
-    def doubt(self) -> float:
-        """How unsure the target was of the last few tokens."""
-        return self._certainty.doubt
-
-    def begin(self, certainty: float | None) -> None:
-        """Where the first draft begins to be believed in."""
-        self._certainty.take(1, certainty)
-
-    def _take(self, outcome: Outcome) -> None:
-        """Take in how sure the target was; requests that share a round rest together."""
-        self._certainty.take(len(outcome.tokens), outcome.certainty)
-        self._goes_well = outcome.accepted >= WELL
-        if not (self._rest.now or outcome.shared):
-            self._rest.looked(len(outcome.proposal) > 1, self.doubt)
-
-
-class ChainRounds(_Looking):
+class ChainRounds(Looking):
     """Chains, as wide as a policy says.
 
     A draft that costs nothing is taken where it promises more. Where the target reads trees it may
@@ -172,11 +156,12 @@ class ChainRounds(_Looking):
         if not self._rest.begin():
             hears = self._can.says_confidence(session)
             width = widths.width(context, limit, self._certainty.mean, hears)
-        self._rows = width
+        self._rows, self.plain_next = width, self._rest.lasts
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session)
         rates = session.foresee(anchor, limit)
         rows, speed = widths.free(rates, limit)
+        self.plain_next = self.plain_next and rows == 1
         if session.only_foresees or (rows > 1 and speed > widths.speed(width)):
             self._kind = "foreseen"
             return session.propose_foreseen(anchor, rows)
@@ -186,6 +171,13 @@ class ChainRounds(_Looking):
             self._kind = "branches"
             return both.propose_both(anchor, width, min(more, limit - width))
         return self._cut(both.propose_network(anchor, width), session)
+
+    def go_on(self, session: Session, anchor: int, limit: int, shared: bool) -> None:
+        """A draft that costs nothing is found here, and taken after the next token."""
+        self._kind, self._draft, self._rows, rows = "drafted", None, 1, 1
+        if self._can.foresees(session):
+            rows, _ = self._widths.free(session.foresee(anchor, limit), limit)
+        self.plain_next = self._rests_on(shared) and rows == 1
 
     def offer(
         self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
@@ -197,6 +189,7 @@ class ChainRounds(_Looking):
             chances = paths(self._widths.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
         self._kind, self._draft = "drafted" if offer.draft is None else "foreseen", None
+        self.plain_next = rest and not offer.chances
         if chances and offer.draft is None and self._can.says_confidence(session):
             return replace(offer, look=partial(self._look, session, shared=True))
         return offer
@@ -245,7 +238,7 @@ class ChainRounds(_Looking):
         return self._draft
 
 
-class TreeRounds(_Looking):
+class TreeRounds(Looking):
     """Trees, as large as a policy says, or the chain that pays better.
 
     Args:
@@ -269,15 +262,26 @@ class TreeRounds(_Looking):
         width = rows = 1
         if not self._rest.begin():
             width, rows = self._sizes.size(context, limit, self._certainty.mean)
-        self._is_tree, self._foreseen = rows > 1, 1
-        if self._can.foresees(session):
-            self._foreseen = self._sizes.free(session.foresee(anchor, limit), limit)
-            if self._foreseen > 1:
-                return session.propose_foreseen(anchor, self._foreseen)
+        self._is_tree, self._foreseen = rows > 1, self._foresee(session, anchor, limit)
+        self.plain_next = self._rest.lasts and self._foreseen == 1
+        if self._foreseen > 1:
+            return cast(Both, session).propose_foreseen(anchor, self._foreseen)
         if not self._is_tree:
             return chain(session, anchor, width)
         tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
         return self._of(tree, self._sizes.cut(tree))
+
+    def _foresee(self, session: Session, anchor: int, limit: int) -> int:
+        """Rows of a chain that costs nothing, and pays; 1 for none."""
+        if not self._can.foresees(session):
+            return 1
+        return self._sizes.free(session.foresee(anchor, limit), limit)
+
+    def go_on(self, session: Session, anchor: int, limit: int, shared: bool) -> None:
+        """A draft that costs nothing is found here, and taken after the next token."""
+        self._is_tree, self._foreseen = False, 1
+        rows = self._foresee(session, anchor, limit)
+        self.plain_next = self._rests_on(shared) and rows == 1
 
     def offer(
         self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
@@ -293,6 +297,7 @@ class TreeRounds(_Looking):
         chances = [] if rest else paths(self._sizes.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
         self._foreseen = 1 if offer.draft is None else 1 + len(offer.chances)
+        self.plain_next = rest and not offer.chances
         return offer
 
     def _grow(self, tree: DraftTree) -> Offer:

@@ -8,6 +8,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from ..drafter.protocol import Drafter
     from ..target import Target, TargetSession
 
@@ -16,6 +18,7 @@ PASSES = 4  # over all widths
 REPEATS = 2  # rounds in a row of each; medians count, as decoding has no lucky rounds only
 SLOW = 0.03  # seconds of rounds that follow others of any width, and one in a pass
 SECONDS = 4.0  # that all rounds of a depth take, or two of each width where these take longer
+STRETCH = 8  # plain rounds in a row that are begun ahead, or each on its own
 TOKEN = 1  # what the text that is drafted for consists of
 
 Round = Callable[[int], Sequence[float]]  # rows -> the seconds of each part of a round
@@ -111,3 +114,41 @@ def started(
     for _, taps in session.prefill([TOKEN] * depth):
         drafting.extend(taps)
     return session, drafting
+
+
+def time_ahead(target: Target, drafter: Drafter, kv_bits: int | None) -> float:
+    """What a plain round takes that the one before it has begun, over one on its own; 1 at most.
+
+    Stretches of both kinds take turns. They keep what the drafter reads.
+    """
+    import mlx.core as mx
+
+    from ..proposal import Proposal
+    from ..sampling import Sampler
+
+    room = target.context_length - (2 * PASSES + 1) * (STRETCH + 1)
+    depth = max(2, min(DEPTHS[0], room))
+    sampler, (session, _) = Sampler(), started(target, drafter, depth, kv_bits)
+    if not session.goes_ahead:
+        return 1.0
+
+    def begun(token: mx.array) -> tuple[mx.array, mx.array]:
+        """The next token of a round, and its features, which the device is at."""
+        logits, taps = session.verify(proposal := Proposal(token))
+        decision = sampler.decide(proposal, logits)
+        session.commit([0])
+        mx.async_eval(decision.values, taps)
+        return decision.next_anchor, taps
+
+    def stretch(ahead: bool) -> float:
+        """Seconds of some rounds."""
+        asked, clock = begun(mx.array([TOKEN])), time.perf_counter()
+        for _ in range(STRETCH):
+            following = begun(asked[0]) if ahead else None
+            mx.eval(*asked)
+            asked = following or begun(asked[0])
+        mx.eval(*asked)
+        return time.perf_counter() - clock
+
+    stretch(True)  # warms up
+    return min(1.0, median(stretch(True) / stretch(False) for _ in range(PASSES)))

@@ -118,8 +118,8 @@ class Policy:
             keep_beliefs(beliefs_file(self.file), self._beliefs)
 
     def plain_seconds(self, context: int) -> float:
-        """Of a plain token at this depth: as measured, at the pace of the rounds so far."""
-        return self.watch.pace * self.seconds(context)[0]
+        """Of one plain token of many at this depth: as measured, at the rounds' pace so far."""
+        return self.watch.pace * self.costs.ahead * self.seconds(context)[0]
 
     def start(self, temperature: float = 0.0) -> Widths:
         """A request begins."""
@@ -166,7 +166,8 @@ class Policy:
         lines = [f"a plain token: {plain:.2f} ms at {context} tokens of context"]
         for row in (2, 4, 8, 12, 16):
             if row <= self.widest:
-                cost, tokens = seconds[row - 1] / seconds[0], expected[row - 1]
+                cost = seconds[row - 1] / (seconds[0] * self.costs.ahead)
+                tokens = expected[row - 1]
                 lines.append(
                     f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens where the target is "
                     f"sure: {tokens / cost:.2f} x the speed"
@@ -231,7 +232,7 @@ class Widths:
         ]
         limit = min(limit, self._policy.widest)
         best = max(range(limit), key=speeds.__getitem__) + 1
-        if best > 1 and speeds[best - 1] <= GAIN * speeds[0]:
+        if best > 1 and not self._pays(speeds[best - 1], speeds[0]):
             best = 1
         trial = self._trial(best, limit, expected, affordable, hears) if is_early else None
         return trial or best
@@ -254,9 +255,13 @@ class Widths:
             for tokens, seconds in zip(expected, verify, strict=False)
         ]
         best = max(range(len(speeds)), key=speeds.__getitem__)
-        if best and speeds[best] > GAIN * speeds[0]:
+        if best and self._pays(speeds[best], speeds[0]):
             return best + 1, speeds[best]
         return 1, speeds[0]
+
+    def _pays(self, speed: float, plain: float) -> bool:
+        """Whether a drafted round has more tokens per second than plain ones, each begun ahead."""
+        return speed > GAIN * plain / self._policy.costs.ahead
 
     def speed(self, rows: int) -> float:
         """Tokens per second that are expected of a drafted chain of so many rows."""

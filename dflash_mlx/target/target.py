@@ -199,7 +199,15 @@ class Target:
 
 
 class TargetSession:
-    """One request's caches: prefill, then verify and commit in turn."""
+    """One request's caches: prefill, then verify and commit in turn.
+
+    Attributes:
+        goes_ahead: whether a forward can be begun over tokens that are not computed yet.
+        position: committed tokens in the caches.
+        whole: False while a forward changes the caches, and if it never ended.
+    """
+
+    goes_ahead = True
 
     def __init__(
         self,
@@ -233,8 +241,7 @@ class TargetSession:
         self._tree_reader: TreeReader | None = None  # made for the first tree
         self._layers, self.kv_bits = layers, kv_bits
         self._unsettled = 0  # rows of the last verify that commit has not decided about
-        self.position = 0  # committed tokens in the caches
-        self.whole = True  # False while a forward changes the caches, and if it never ended
+        self.position, self.whole = 0, True
 
     def prefill(
         self,
