@@ -105,7 +105,8 @@ def begin(
     conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
     conversation.check(target, drafter, kv_bits)
     policy = policy if drafter is not None else None
-    rounds = plan_rounds(target, drafter, policy, block_size, tree_budget, temperature, kv_bits)
+    how = block_size, tree_budget, temperature, kv_bits
+    rounds = plan_rounds(target, drafter, policy, *how, ahead=not settings.edits)
     sampler = Sampler(settings, ids, rounds.sharpness)
     tokens = min(int(max_tokens), target.context_length - len(ids))
     tokenizer = target.tokenizer

@@ -132,7 +132,8 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
         borders = pairwise(accumulate((each.size for each in numbers), initial=0))
         for turn, (start, end) in zip(going, borders, strict=True):
             with turn:
-                turn.event = turn.request.absorb(values[start:end])  # accept, commit, emit
+                if turn.error is None:
+                    turn.event = turn.request.absorb(values[start:end])  # accept, commit, emit
     together.observe(fresh or turns)
     return turns
 
@@ -140,10 +141,12 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
 def _begin_next(turns: Sequence[Turn], together: Together) -> None:
     """Have the device begin the next round of these, which is plain."""
     for turn in turns:
-        turn.proposal = turn.request.next_row()
-    asked: list[mx.array] = []
-    for turn, answer in zip(turns, together.verify(turns), strict=True):
-        asked += turn.request.begin_next(turn.proposal, *answer)
+        with turn:
+            turn.proposal = turn.request.next_row()
+    going, asked = _going(turns), list[mx.array]()
+    for turn, answer in zip(going, together.verify(going) if going else [], strict=True):
+        with turn:
+            asked += turn.request.begin_next(turn.proposal, *answer)
     _compute(asked)
 
 
@@ -159,8 +162,11 @@ def _start(proposals: Sequence[Proposal]) -> None:
 
 
 def _compute(asked: Sequence[mx.array]) -> None:
-    """Have the device begin what is asked, features included, in a pass of its own."""
-    mx.async_eval(*[array for array in asked if array.size])
+    """Have the device begin what is asked, features included, in a pass of its own.
+
+    Nothing stays lazy, be it empty: another thread may go on with it.
+    """
+    mx.async_eval(*asked)
 
 
 def _read(decided: mx.array, features: Sequence[mx.array]) -> list[int]:

@@ -35,7 +35,7 @@ class _Round:
         proposal: what the target read.
         decision: what is asked about it.
         taps: [1, N, K*D], the features of its rows.
-        kept: whether the caches and the drafter know already that its rows stay.
+        kept: whether the target has committed its one row, and the drafter knows of it, already.
     """
 
     proposal: Proposal
@@ -189,8 +189,10 @@ class Request:
 
     def close(self) -> None:
         """The request has ended; its conversation is free for another."""
-        self._keep()
-        self.ended = True
+        try:
+            self._keep()
+        finally:
+            self.ended = True
 
     def _keep(self) -> None:
         """Store what was read, for others that begin so; not what a round that broke off left."""
@@ -251,6 +253,7 @@ class Request:
 
     def next_row(self) -> Proposal:
         """The next round's one row, which this round decides: a number that nobody knows yet."""
+        assert len(self._round.proposal) == 1, "a round behind which more than one row may be kept"
         if not self._round.kept:
             self.target.commit([0])
             self._tell(self._round, self.anchor)

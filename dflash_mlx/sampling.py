@@ -68,8 +68,7 @@ class Sampler:
         while self._processors and isinstance(self._processors[-1], Rule):
             rules.append(self._processors.pop())
         self._rules = Rules(rules)
-        # Whether tokens are chosen by other numbers than the model's own.
-        self._edits = bool(self._processors or rules or settings.logit_bias)
+        self._edits = settings.edits
         self._plain = not self._edits and settings.temperature == 0
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
@@ -85,7 +84,10 @@ class Sampler:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether tokens can be chosen before those that they follow are on the host."""
+        """Whether tokens can be chosen before those that they follow are on the host.
+
+        Processors read those, and what a bias leaves may be nothing to choose: no token at all.
+        """
         return not self._edits
 
     def decide(

@@ -118,6 +118,11 @@ class Sampling:
                     f"logit_bias: the vocabulary of {size} has no token {shown(token)}."
                 )
 
+    @property
+    def edits(self) -> bool:
+        """Whether tokens are chosen by other numbers than the model's own."""
+        return bool(self.logit_bias or self.processors())
+
     def processors(self) -> list[LogitsProcessor]:
         """The processors that look at the history, the penalties' first."""
         penalty = self.repetition_penalty

@@ -51,7 +51,7 @@ def test_measuring_a_pair():
 
 def test_what_is_begun_ahead_is_timed_in_turns_with_what_is_not(monkeypatch):
     """By a clock that says what rounds on their own take, and a part of it for those ahead."""
-    took = [9.0, *[0.6, 1.0] * (timing.PASSES - 1), 3.0, 1.0]  # the first warms up
+    took = [0.9, *[0.06, 0.1] * (timing.PASSES - 1), 0.3, 0.1]  # the first warms up
     ticks = iter([tick for seconds in took for tick in (0.0, seconds)])
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
     monkeypatch.setattr(timing, "time", clock)

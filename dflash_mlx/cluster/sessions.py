@@ -69,12 +69,11 @@ class NumberedMark(Mark):
 class LeadingSession(TargetSession):
     """One request's caches on rank 0, and by its number on all others."""
 
-    goes_ahead = False  # the others have to be told the tokens
-
     def __init__(self, leader: Leader, target: LeadingTarget, *of: Any) -> None:
         super().__init__(target, *of)
         self._leader, self.number, self._known = leader, leader.number(), False
         self._others_can_be_cut = target.can_be_cut
+        self.goes_ahead = False  # the others have to be told the tokens
 
     def introduce(self) -> None:
         """Have the others begin it, too; most sessions are only looked at, and need none."""

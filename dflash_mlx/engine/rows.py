@@ -214,6 +214,7 @@ class SharedRounds:
     def go_on(self, requests: int) -> None:
         """A round of rest begins that the last one has begun, of so many requests."""
         self.rest.begin()
+        self.rest.now = True  # of all, though each of them may have begun it alone
         self._drafts, self.waited = [], False
         self._share = Share([1] * requests, 1.0, 1, 0.0, 0.0, 0.0)
 

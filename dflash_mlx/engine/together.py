@@ -130,7 +130,11 @@ class Flat:
 
     def plain_next(self, turns: Sequence[Turn]) -> bool:
         """Whether nobody need be asked what he could draft in the next round."""
-        return len(turns) == 1 or self._rounds is None or self._rounds.rest.lasts
+        if len(turns) == 1:
+            return True
+        if self._rounds is None:  # nobody says when those that rest are to look again
+            return all(turn.request.stats.block_size == 1 for turn in turns)
+        return self._rounds.rest.lasts
 
     def go_on(self, turns: Sequence[Turn]) -> None:
         """Many of them rest together."""

@@ -244,11 +244,12 @@ class TreeRounds(Looking):
     Args:
         policy: what is known about the pair.
         temperature: the request's.
+        ahead: whether its plain rounds can be begun ahead.
     """
 
-    def __init__(self, policy: TreePolicy, temperature: float) -> None:
+    def __init__(self, policy: TreePolicy, temperature: float, ahead: bool = True) -> None:
         super().__init__()
-        self._sizes: Sizes = policy.start(temperature)
+        self._sizes: Sizes = policy.start(temperature, ahead)
         self._can = Abilities()
         self._calibration = policy.calibration(temperature)
         self.sharpness = policy.sharpness(temperature)
@@ -290,7 +291,7 @@ class TreeRounds(Looking):
         self._rest.now, rows = rest, 1
         if not rest:
             _, rows = self._sizes.size(context, limit, self._certainty.mean)
-        self._is_tree, self._foreseen = rows > 1, 1
+        self._is_tree, self._foreseen, self.plain_next = rows > 1, 1, False
         if self._is_tree:
             network = _network(session, self._can)
             return Planting(rows, limit, self._calibration, self._grow, network)
@@ -319,8 +320,8 @@ class TreeRounds(Looking):
         elif self._foreseen > 1:
             self._sizes.observe_free(len(outcome.proposal), outcome.accepted)
         else:
-            of_tree = self._is_tree
-            self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, outcome.seconds)
+            of_tree, seconds = self._is_tree, None if self._rest.now else outcome.seconds
+            self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, seconds)
         for (tree, verified, at), text in self._waiting.commit(outcome.tokens):
             self._sizes.learn(tree, verified, tree.learn(text), at)
 
@@ -339,8 +340,11 @@ def plan_rounds(
     tree_budget: int | Literal["auto"] | None,
     temperature: float,
     kv_bits: int | None,
+    ahead: bool = True,
 ) -> Rounds:
     """The rounds that the settings of `stream_generate` ask for.
+
+    `ahead` says whether tokens can be chosen before those that they follow are known.
 
     Raises `SettingsError` when they ask for trees of a drafter that drafts none, and
     `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
@@ -358,11 +362,11 @@ def plan_rounds(
         if not trees:
             raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
         target.check_trees()
-        return TreeRounds(policy, temperature)
+        return TreeRounds(policy, temperature, ahead)
     if isinstance(policy, Policy):
         cuts = Cuts(policy.confidence(temperature))
         sharpness, branches = policy.sharpness(temperature), target.supports_trees
-        return ChainRounds(policy.start(temperature), sharpness, cuts, branches)
+        return ChainRounds(policy.start(temperature, ahead), sharpness, cuts, branches)
     return FixedRounds((policy or FixedWidth()).sharpness(temperature))
 
 

@@ -93,9 +93,9 @@ class TreePolicy:
         nothing = Costs({1: {1: 1.0}}, {1: {1: 1.0}})
         return cls(Policy(nothing, widest=1), nothing, rows)
 
-    def start(self, temperature: float = 0.0) -> Sizes:
-        """A request begins."""
-        return Sizes(self, temperature)
+    def start(self, temperature: float = 0.0, ahead: bool = True) -> Sizes:
+        """A request begins; see `Policy.start`."""
+        return Sizes(self, temperature, ahead)
 
     def sharpness(self, temperature: float) -> Sharpness:
         """What was learnt about the drafter's chains at this temperature."""
@@ -155,8 +155,8 @@ class TreePolicy:
 class Sizes:
     """The sizes of one request's trees."""
 
-    def __init__(self, policy: TreePolicy, temperature: float) -> None:
-        self._policy, self._chains = policy, policy.chains.start(temperature)
+    def __init__(self, policy: TreePolicy, temperature: float, ahead: bool) -> None:
+        self._policy, self._chains = policy, policy.chains.start(temperature, ahead)
         self._paused = policy.pause if policy.scored >= TRIALS else 0  # rounds of chains to come
         self._table = policy.table(1)
 
@@ -224,7 +224,9 @@ class Sizes:
         """The target's certainty where the round that was asked for last begins."""
         return self._chains.level
 
-    def observe(self, proposal: Proposal, accepted: int, from_tree: bool, seconds: float) -> None:
+    def observe(
+        self, proposal: Proposal, accepted: int, from_tree: bool, seconds: float | None
+    ) -> None:
         """Take in how many nodes of a round's proposal the target kept, and what it took."""
         if self._policy.pinned:
             return

@@ -121,9 +121,9 @@ class Policy:
         """Of one plain token of many at this depth: as measured, at the rounds' pace so far."""
         return self.watch.pace * self.costs.ahead * self.seconds(context)[0]
 
-    def start(self, temperature: float = 0.0) -> Widths:
-        """A request begins."""
-        return Widths(self, self.beliefs(temperature))
+    def start(self, temperature: float = 0.0, ahead: bool = True) -> Widths:
+        """A request begins; `ahead`: its plain rounds can be begun before the last one is read."""
+        return Widths(self, self.beliefs(temperature), self.costs.ahead if ahead else 1.0)
 
     def beliefs(self, temperature: float = 0.0) -> Beliefs:
         """How often drafts are right, of each class of temperatures; to be gone on with."""
@@ -202,8 +202,9 @@ def _temperatures(at: int) -> str:
 class Widths:
     """The widths of one request's rounds."""
 
-    def __init__(self, policy: Policy, beliefs: Beliefs) -> None:
+    def __init__(self, policy: Policy, beliefs: Beliefs, ahead: float = 1.0) -> None:
         self._policy, self._beliefs, self._account = policy, beliefs, Account()
+        self._ahead = ahead
         self._mood = Mood()
         self._at, self._context = UNKNOWN, 1
         self._measured = self._seconds = [1.0]
@@ -261,7 +262,7 @@ class Widths:
 
     def _pays(self, speed: float, plain: float) -> bool:
         """Whether a drafted round has more tokens per second than plain ones, each begun ahead."""
-        return speed > GAIN * plain / self._policy.costs.ahead
+        return speed > GAIN * plain / self._ahead
 
     def speed(self, rows: int) -> float:
         """Tokens per second that are expected of a drafted chain of so many rows."""

@@ -202,12 +202,11 @@ class TargetSession:
     """One request's caches: prefill, then verify and commit in turn.
 
     Attributes:
-        goes_ahead: whether a forward can be begun over tokens that are not computed yet.
+        goes_ahead: whether a forward can be begun over a token that is not computed yet, and may be
+            the text's last. What no cache can forget again, as windows and states, is not begun.
         position: committed tokens in the caches.
         whole: False while a forward changes the caches, and if it never ended.
     """
-
-    goes_ahead = True
 
     def __init__(
         self,
@@ -225,6 +224,7 @@ class TargetSession:
         # What one forward may leave lazy for the next; an indexer's keys, for one, are not always
         # read, and windows and states are cut anew.
         self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
+        self.goes_ahead = not self._lazy
         self._rollback = rollbacks_for(self._cache, layers, self._verify)
         # Rows are there or not, so these alone have something to do in every round.
         self._recording = [way for way in self._rollback if not isinstance(way, RowRollback)]
