@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from statistics import median
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +57,8 @@ def test_what_is_begun_ahead_is_timed_in_turns_with_what_is_not(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
     monkeypatch.setattr(timing, "time", clock)
     pair = target("qwen3"), random_drafter()
+    assert timing.time_ahead(*pair, None) == 1.0, "a CPU is not asked"
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     assert timing.time_ahead(*pair, None) == pytest.approx(0.6)
     assert next(ticks, None) is None
     ticks = iter([0.0, 1.0] * (2 * timing.PASSES + 1))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # All of the narrow ones: a product of five rows may take longer than one of eight.
 ROWS = (*range(1, 9), 12, 16)
-FORMAT = 7  # of the cached file
+FORMAT = 8  # of the cached file
 
 
 @dataclass(frozen=True)
