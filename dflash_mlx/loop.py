@@ -85,7 +85,7 @@ def play_alone(request: Request) -> Event:
     Where the round and the next one are plain, whatever this one brings, the device begins the next
     one before this one is read: then it never waits for the host, as in mlx-lm's own loop.
     """
-    if not request.has_begun(shared=False):
+    if not request.take_up(shared=False):
         proposal = request.propose()  # propose
         _start([proposal])
         request.decide(proposal, *request.target.verify(proposal))  # verify
@@ -107,7 +107,7 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
     fresh = []
     for turn in turns:
         with turn:
-            if not turn.request.has_begun(shared=len(turns) > 1):
+            if not turn.request.take_up(shared=len(turns) > 1):
                 fresh.append(turn)
     if fresh:
         together.propose(fresh)  # propose
@@ -134,7 +134,7 @@ def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
             with turn:
                 if turn.error is None:
                     turn.event = turn.request.absorb(values[start:end])  # accept, commit, emit
-    together.observe(fresh or turns)
+    together.observe(fresh or turns)  # those whom rows were shared out to
     return turns
 
 

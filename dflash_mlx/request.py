@@ -229,10 +229,10 @@ class Request:
         limit = min(self.stats.block_size, self._text.remaining)
         return self.anchor, self._conversation.target.position, limit
 
-    def has_begun(self, shared: bool) -> bool:
-        """Whether this round's forward was begun by the last round; then only `asked` is missing.
+    def take_up(self, shared: bool) -> bool:
+        """Go on with the round whose forward the last one has begun; whether there was one.
 
-        Such a round is plain. Its anchor, which the target reads, is known only now.
+        Such a round is plain, and only `asked` is missing of it. Its anchor is known only now.
         """
         if self._ahead is None:
             return False

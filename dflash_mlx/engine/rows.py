@@ -216,7 +216,7 @@ class SharedRounds:
         self.rest.begin()
         self.rest.now = True  # of all, though each of them may have begun it alone
         self._drafts, self.waited = [], False
-        self._share = Share([1] * requests, 1.0, 1, 0.0, 0.0, 0.0)
+        self._share = _plain(requests)
 
     def part(self, rows: int, context: int) -> np.ndarray:
         """Seconds [rows] of the part of one request, were its first 1, 2, ... rows verified.
@@ -265,7 +265,7 @@ class SharedRounds:
             count, plain = len(requests), 0.0
             if not self.rest.now:
                 plain = float(self._costs.verify(np.array([count]), count, context)[0])
-            self._share = Share([1] * count, 1.0, 1, plain, plain, 0.0)
+            self._share = _plain(count, plain)
             return
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
         affordable, watch = self._account.affordable_together, self._watch(len(requests))
@@ -291,6 +291,11 @@ class SharedRounds:
 
     def _watch(self, requests: int) -> Watch:
         return self._watches.setdefault(requests.bit_length(), Watch())
+
+
+def _plain(requests: int, seconds: float = 0.0) -> Share:
+    """A round of so many requests of which none drafts; no seconds: nobody looks at it."""
+    return Share([1] * requests, 1.0, 1, seconds, seconds, 0.0)
 
 
 def everything(offers: Sequence[Offer]) -> list[int]:

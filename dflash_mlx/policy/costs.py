@@ -46,7 +46,7 @@ class Costs:
         draft: of the drafter, for a draft of so many rows (the anchor counts).
         unread: that a draft takes longer for each further token whose features it reads first.
         ahead: what a plain round takes that the one before it has begun (`Request.begin_next`),
-            over one on its own; no seconds, and 1 where the host is as quick as nothing.
+            over one on its own: a ratio of at most 1, measured on a GPU; on a CPU it is 1.
     """
 
     verify: Mapping[int, Mapping[int, float]]

@@ -19,6 +19,8 @@ from .internals import (
     LayerCache,
     QuantizedKVCache,
     RotatingKVCache,
+    attention_of,
+    compression,
     fields,
     fill_window,
     window_of,
@@ -27,6 +29,31 @@ from .internals import (
 Arrays = dict[str, mx.array]
 ENTRIES = ("compress_kv", "index_k")  # of a DeepSeek-V4.1 layer, one for every `ratio` tokens
 OPEN = ("window", "pending_kv", "pending_gate")  # of it: what is not in an entry yet
+
+
+def rows_of_all(caches: Sequence[Any], layers: Sequence[Any], start: int, end: int) -> Arrays:
+    """`rows` of every layer's cache, by the number of the layer and the name."""
+    return {
+        f"{at}.{name}": x
+        for at, (cache, layer) in enumerate(zip(caches, layers, strict=False))
+        for name, x in rows(cache, start, end, compression(attention_of(layer))).items()
+    }
+
+
+def state_of_all(caches: Sequence[Any]) -> Arrays:
+    """`state` of every layer's cache, by the number of the layer and the name."""
+    return {
+        f"{at}.{name}": x for at, cache in enumerate(caches) for name, x in state(cache).items()
+    }
+
+
+def fill_all(
+    caches: Sequence[Any], position: int, rows: Sequence[Arrays], state: Arrays, room: int
+) -> None:
+    """`fill` every layer's cache, from what `rows_of_all` and `state_of_all` gave."""
+    for at, cache in enumerate(caches):
+        pieces = [inside(piece, f"{at}.") for piece in rows]
+        fill(cache, position, pieces, inside(state, f"{at}."), room)
 
 
 def rows(cache: Any, start: int, end: int, ratio: int = 0) -> Arrays:

@@ -364,20 +364,11 @@ class TargetSession:
 
     def rows(self, start: int, end: int) -> contents.Arrays:
         """What belongs to the tokens from `start` to `end`, by name: slices, to be copied."""
-        found = {}
-        for at, (cache, layer) in enumerate(zip(self._cache, self._layers, strict=False)):
-            ratio = internals.compression(internals.attention_of(layer))
-            for name, x in contents.rows(cache, start, end, ratio).items():
-                found[f"{at}.{name}"] = x
-        return found
+        return contents.rows_of_all(self._cache, self._layers, start, end)
 
     def state(self) -> contents.Arrays:
         """The rest: what is good at this position alone, by name."""
-        return {
-            f"{at}.{name}": x
-            for at, cache in enumerate(self._cache)
-            for name, x in contents.state(cache).items()
-        }
+        return contents.state_of_all(self._cache)
 
     def restore(
         self, position: int, rows: Sequence[contents.Arrays], state: contents.Arrays, room: int
@@ -389,9 +380,7 @@ class TargetSession:
             state: from `state` at the position.
             room: tokens that are about to follow.
         """
-        for at, cache in enumerate(self._cache):
-            pieces = [contents.inside(piece, f"{at}.") for piece in rows]
-            contents.fill(cache, position, pieces, contents.inside(state, f"{at}."), room)
+        contents.fill_all(self._cache, position, rows, state, room)
         self.position = position
         # Leave nothing lazy in the caches: the next forward may be another thread's.
         mx.async_eval([marks.arrays(cache) for cache in self._cache])
