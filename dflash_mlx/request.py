@@ -248,8 +248,12 @@ class Request:
 
         The text may end before it. Then its row stays in the caches: it is the text's last token.
         """
-        more = self._rounds.plain_next and self._text.remaining > 1
-        return more and self._sampler.goes_ahead and self.target.goes_ahead
+        return self._rounds.plain_next and self._text.remaining > 1 and self.goes_ahead
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether plain rounds of this request can be begun before the last one is read."""
+        return self._sampler.goes_ahead and self.target.goes_ahead
 
     def next_row(self) -> Proposal:
         """The next round's one row, which this round decides: a number that nobody knows yet."""

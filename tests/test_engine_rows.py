@@ -25,16 +25,20 @@ WIDEST = 16
 RICH = 1e9  # an account that pays for everything
 
 
-def shared_costs(row: float, request: float, draft: float, unread: float = 0.0) -> SharedCosts:
+def shared_costs(
+    row: float, request: float, draft: float, unread: float = 0.0, ahead: float = 1.0
+) -> SharedCosts:
     """A forward of 1 and so much for each further row and request; a draft costs as much again.
 
-    And so much for each token whose features it reads first.
+    And so much for each token whose features it reads first. A plain round that is begun ahead
+    takes a part of one on its own.
     """
     one = {rows: 1 + row * (rows - 1) for rows in (1, 2, 4, 8, 16)}
     many = {MANY * n: 1 + row * (MANY * n - 1) + request * (MANY - 1) for n in (1, 2, 4, 8, 16)}
     drafts = {rows: draft for rows in (2, 4, 8, 16)} | {1: 0.0}
     together = {MANY * n: draft for n in (2, 4, 8, 16)}
-    return SharedCosts(Costs({64: one}, {64: drafts}), Costs({64: many}, {64: together}, unread))
+    alone = Costs({64: one}, {64: drafts}, ahead=ahead)
+    return SharedCosts(alone, Costs({64: many}, {64: together}, unread))
 
 
 def offers_of(rates: list[list[float]]) -> list[Offer]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_policy import DRAFTERS, WIDEST, costs, run
 
+from dflash_mlx.policy.account import ALLOWANCE, CREDIT
 from dflash_mlx.policy.beliefs import LEVELS, RECENT, Beliefs, Certainty, Mood
 from dflash_mlx.policy.costs import Costs, read_costs
 from dflash_mlx.policy.watch import BELIEVED, SEEN, Watch
@@ -337,6 +338,20 @@ def test_a_plain_token_that_is_begun_ahead_is_what_drafting_has_to_beat():
     assert [each.width(64, 2, SURE) for each in requests] == [2, 1]
     assert [each.free([0.9], 2)[0] for each in requests] == [2, 1]
     assert host.corrected({1: 1.0, 2: 1.5}, 2).ahead == 0.5
+
+
+@pytest.mark.parametrize("ahead", [1.0, 0.5])
+def test_what_may_be_lost_is_counted_in_plain_rounds_as_they_come(ahead):
+    """Drafts that are right until they are trusted, and wrong from then on."""
+    pair, spent, tokens = replace(costs(1.8, 1.0), ahead=ahead), 0.0, 0
+    request, seconds = Policy(pair, WIDEST).start(), pair.rounds(64, WIDEST)
+    while tokens < 600:
+        width = request.width(64, WIDEST, SURE)
+        accepted = (width - 1) * (tokens < 100)
+        request.observe(width - 1, accepted)
+        tokens += accepted + 1
+        spent += seconds[width - 1] / ahead if width > 1 else 1.0
+    assert spent <= (1 + ALLOWANCE) * tokens + CREDIT + 1
 
 
 def test_each_class_of_temperatures_has_beliefs_of_its_own():

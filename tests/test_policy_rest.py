@@ -53,7 +53,7 @@ class Text:
     def doubt(self):
         return self.rounds.doubt
 
-    position = 64
+    position, goes_ahead = 64, True
 
     def propose(self, anchor, width):
         """As the session."""

@@ -52,6 +52,9 @@ class SharedCosts:
         one: rounds of one request, as a `Policy` has them.
         many: rounds of `MANY` requests, by the rows of all together; see `measure_shared`. Of
             several depths the shallowest counts.
+
+    Attributes:
+        ahead: see `Costs`; measured of one request, and taken to be that of many.
     """
 
     def __init__(self, one: Costs, many: Costs) -> None:
@@ -59,7 +62,7 @@ class SharedCosts:
             _Forwards(one.verify, many.verify),
             _Forwards(one.draft, many.draft),
         )
-        self._unread = many.unread
+        self._unread, self.ahead = many.unread, one.ahead
 
     @classmethod
     def of(

@@ -86,6 +86,7 @@ def share(
     affordable: float,
     watch: Watch,
     before: Share | None = None,
+    ahead: float = 1.0,
 ) -> Share:
     """The rows that bring the most tokens per second.
 
@@ -96,6 +97,7 @@ def share(
         affordable: what the round may cost, in plain rounds.
         watch: what such rounds take, by their width.
         before: the rows for which all is drafted already; None where it is yet to be.
+        ahead: what a plain round of many takes, over one on its own; see `Costs`.
     """
     requests = len(offers)
     rows = [1 + len(offer.chances) * offer.asked for offer in offers]
@@ -108,7 +110,10 @@ def share(
         plain, drafts = before.plain, drafts + before.drafts
     seconds, widths = verify + drafts, _doublings(1 + (verified - verified[0]) / requests)
     multiples = watch.multiples(widths)
-    cost, tokens = seconds * multiples / (plain * multiples[0]), 1 + _after(chances) / requests
+    cost = seconds * multiples / (ahead * plain * multiples[0])
+    if before is None:
+        cost[0] = 1.0  # a plain round is the measure, whether it was begun ahead or not
+    tokens = 1 + _after(chances) / requests
     allowed = (cost <= affordable) & (cost <= _bearable(of, chances, standings))
     # What is read now need not be read again: it is to be paid for, and no reason against drafting.
     lasting = cost * (1 - reading / seconds)
@@ -269,7 +274,9 @@ class SharedRounds:
             return
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
         affordable, watch = self._account.affordable_together, self._watch(len(requests))
-        self._share = share(offers, standings, self._costs, context, affordable, watch, before)
+        ahead = self._costs.ahead if all(request.goes_ahead for request in requests) else 1.0
+        of_all = standings, self._costs, context, affordable, watch
+        self._share = share(offers, *of_all, before, ahead)
 
     def observe(self, brought: Sequence[tuple[Request, int]]) -> None:
         """Take in the tokens that the round brought each request, now that it is over."""

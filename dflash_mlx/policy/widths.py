@@ -40,9 +40,7 @@ GAIN = 1.02  # what drafting has to promise over plain decoding
 FIRST_BRANCHING = 1.15  # what a tree is taken to cost over a chain, until rounds have shown it
 LEAST_RESCUE = 0.05  # tokens that a second branch has to promise beyond its cost
 TRIAL_ROWS = 4  # of rounds that find out what drafting costs, where it was said not to pay
-TRIAL_GAIN = (
-    1.25  # tokens that a wider round has to promise over the best, to be tried for its cost
-)
+TRIAL_GAIN = 1.25  # tokens that a wider one has to promise over the best, to be tried for its cost
 
 
 class Policy:
@@ -318,7 +316,8 @@ class Widths:
         return self._affordable(self.rates())
 
     def _affordable(self, rates: Sequence[float]) -> float:
-        return self._account.affordable(rates) * self._seconds[0]
+        plain = self._ahead * self._seconds[0]  # the account's unit
+        return max(self._seconds[0], self._account.affordable(rates) * plain)
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
@@ -347,7 +346,7 @@ class Widths:
             if drafted and (plain := watch.factor(1)):
                 # As it came on a machine as busy as this; a round that stalled is not drafting's.
                 cost = min(cost, seconds / (plain * self._measured[0]) * self._seconds[0])
-        self.book(cost, accepted)
+        self.book(cost if drafted else self._ahead * cost, accepted)
         self.observe_shared(drafted, accepted)
 
     def observe_shared(self, drafted: int, accepted: int) -> None:
@@ -359,7 +358,7 @@ class Widths:
 
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
-        self._account.book(seconds / self._seconds[0], accepted + 1)
+        self._account.book(seconds / (self._ahead * self._seconds[0]), accepted + 1)
         self._mood.pass_by(accepted + 1)
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
