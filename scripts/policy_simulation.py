@@ -1,12 +1,18 @@
 """A width policy on recorded traces, beside every fixed width, at several machines' costs.
 
     python scripts/policy_simulation.py --traces FILE,FILE [--half 0]
+    python scripts/policy_simulation.py --traces FILE,FILE --off 0.06 [--waver 0.06] [--seeds 40]
 
 `policy_traces.py` records the traces. No model runs and nothing is timed, so the figures are exact
 and the same everywhere. A policy plays half of each class's prompts (those that its constants were
 not chosen by; with `--half 0` those that they were): from nothing at each prompt ("fresh"), and
 one after another, class by class ("in turn"). Besides the traces there are drafters made up: right
 at some rate whatever the target's certainty says, which is high or wavers.
+
+With `--off` the policy's costs are not what rounds cost: they differ by chance, by about that much
+in what all drafted widths share and by two thirds of it in each one's own; and what rounds seem to
+take wavers, by `--waver` from one to the next and by as much again from minute to minute. Printed
+are the means over `--seeds` machines, of two prompts a class behind one that it learns from.
 """
 
 from __future__ import annotations
@@ -16,8 +22,9 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import log
+from math import exp, log
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from experiment import options_of
@@ -57,8 +64,17 @@ MACHINES = {
 }
 
 
-def play(trace: Trace, costs: Costs, way: int, policy: Policy) -> tuple[float, int]:
-    """What an answer takes from its second token on, in plain tokens, and its rounds."""
+def play(
+    trace: Trace,
+    costs: Costs,
+    way: int,
+    policy: Policy,
+    clock: Callable[[float], float] | None = None,
+) -> tuple[float, int]:
+    """What an answer takes from its second token on, in plain tokens, and its rounds.
+
+    `clock` says what a round seems to take; without one nobody looks.
+    """
     seconds, right = costs.rounds(DEPTH, policy.widest), trace["right"]
     request, certainty, waiting = policy.start(trace["temperature"]), Certainty(), trace["prompt"]
     made, spent, rounds, rest, goes_well = 1, 0.0, 0, Rest(), False
@@ -68,14 +84,16 @@ def play(trace: Trace, costs: Costs, way: int, policy: Policy) -> tuple[float, i
         if way == POLICY and not rest.begin():
             width = request.width(DEPTH + made, policy.widest, certainty.mean)
         accepted = min(right[made - 1], width - 1)
-        spent, rounds = spent + seconds[width - 1], rounds + 1
+        before, rounds, spent = spent, rounds + 1, spent + seconds[width - 1]
+        read = WAITING * waiting if width > 1 else 0.0  # which the watch is told
         if width > 1:
-            spent, waiting = spent + WAITING * waiting, 0
+            spent, waiting = spent + read, 0
         waiting, made = waiting + accepted + 1, made + accepted + 1
         asks = not (rest.now or goes_well)  # as `ChainRounds` does
         if way == POLICY:
             spent += RESTING[policy.widest] + WATCHING[policy.widest] * asks
-            request.observe(width - 1, accepted)
+            took = None if clock is None or rest.now else clock(spent - before - read)
+            request.observe(width - 1, accepted, took)
         certainty.take(
             accepted + 1, trace["certainty"][min(made, len(right)) - 1] if asks else None
         )
@@ -123,14 +141,73 @@ def compare(traces: Sequence[Trace], costs: Costs, policy_of: Callable[[], Polic
     return "\n".join(said)
 
 
+def misjudged(costs: Costs, off: float, luck: random.Random) -> Costs:
+    """These costs as a measurement finds them that is off by about so much."""
+    shared, found = luck.gauss(0, off), costs.rounds(DEPTH, max(costs.verify[DEPTH]))
+    own = [luck.gauss(0, off * 2 / 3) for _ in found]
+    said = [max(1.02, s * exp(shared + o)) for s, o in zip(found[1:], own[1:], strict=True)]
+    return machine(dict(enumerate(said, 2)), {2: 0.0})
+
+
+def wavering(waver: float, luck: random.Random) -> Callable[[float], float]:
+    """A clock by which one round in fifty stalls."""
+    pace = 0.0
+
+    def clock(seconds: float) -> float:
+        nonlocal pace
+        pace = 0.97 * pace + luck.gauss(0, waver / 4)
+        stall = luck.random() * 0.7 if luck.random() < 0.02 else 0.0
+        return seconds * exp(pace + stall + luck.gauss(0, waver))
+
+    return clock
+
+
+def on_machines_that_differ(traces: Sequence[Trace], costs: Costs, options: Any) -> str:
+    """Of each class the best fixed width's time over the policy's, and plain decoding's."""
+    classes: dict[str, list[Trace]] = defaultdict(list)
+    for trace in traces:
+        classes[f"{trace['class']} T={trace['temperature']:g}"].append(trace)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for seed in range(options.seeds):
+        luck, widest = random.Random(seed), max(costs.verify[DEPTH])
+        policy = Policy(misjudged(costs, float(options.off), luck), widest)
+        clock = wavering(float(options.waver), luck)
+        for of in classes.values():
+            play(of[0], costs, POLICY, policy, clock)
+        for name, of in classes.items():
+            ways = (POLICY, *(width for width in FIXED if width <= widest))
+            spent = {
+                way: sum(play(trace, costs, way, policy, clock)[0] for trace in of[1:3])
+                for way in ways
+            }
+            best = min(spent[way] for way in ways if way != POLICY)
+            found[name].append((best / spent[POLICY], spent[1] / spent[POLICY]))
+    said = []
+    for name, of_all in [*found.items(), ("all", [each for of in found.values() for each in of])]:
+        bests, plains = zip(*of_all, strict=True)
+        missed = sum(best < 0.97 for best in bests) / len(bests)
+        said.append(
+            f"    {name:20} {mean(bests):.4f} of the best width, {missed:4.0%} below 0.97; "
+            f"{mean(plains):.2f}x plain, at worst {min(plains):.2f}x"
+        )
+    return "\n".join(said)
+
+
 def main() -> None:
     """Simulate and print."""
-    options = options_of(__doc__ or "", traces="traces.json", half=1)
+    options = options_of(
+        __doc__ or "", traces="traces.json", half=1, off="0", waver="0.06", seeds=40
+    )
     by_pair: dict[str, list[Trace]] = defaultdict(list)
     for name in options.traces.split(","):
         for trace in json.loads(Path(name).read_text()):
             by_pair[trace["pair"]].append(trace)
     for pair, traces in by_pair.items():
+        if float(options.off):
+            for name, costs in MACHINES[pair].items():
+                said = on_machines_that_differ(traces, costs, options)
+                print(f"{pair}, {name}, costs off by {options.off}", said, sep="\n")
+            continue
         played = half_of(traces, options.half)
         widest = 16 if pair == "tiny" else 8
         alike = [

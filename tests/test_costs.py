@@ -15,6 +15,7 @@ from tinymodels import random_drafter, target
 from dflash_mlx.policy import costs, timing
 from dflash_mlx.policy.costs import Costs, curve, measure, monotone, pair_costs, read_costs
 from dflash_mlx.policy.kept import UNREADABLE
+from dflash_mlx.proposal import Proposal
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
@@ -46,8 +47,35 @@ def test_measuring_a_pair():
     for table in (measured.verify, measured.draft):
         assert list(table) == list(timing.DEPTHS)
         assert all(list(points) == list(costs.ROWS) for points in table.values())
+    assert 0 <= measured.unread < 0.1
     rounds = measured.rounds(300, 16)
     assert len(rounds) == 16 and rounds == sorted(rounds) and 0 < rounds[0] < 1
+
+
+class Clocked:
+    """Sessions that need 2 s for a draft, and 0.25 s for each token that they read first."""
+
+    tap_layers = ()
+
+    def __init__(self):
+        self.now, self.unread = 0.0, 0
+
+    def start(self, target, sampler):
+        return self
+
+    def extend(self, taps):
+        self.unread += taps.shape[1]
+
+    def propose(self, anchor, width):
+        self.now, self.unread = self.now + 2 + 0.25 * self.unread, 0
+        return Proposal([anchor] * width)
+
+
+def test_what_each_feature_that_is_read_first_takes(monkeypatch):
+    drafter = Clocked()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: drafter.now)
+    monkeypatch.setattr(costs, "time_rounds", lambda *_: ({64: {2: 1.0}}, {64: {2: 1.0}}))
+    assert measure(target("qwen3"), drafter, 2).unread == pytest.approx(0.25)
 
 
 def test_what_is_begun_ahead_is_timed_in_turns_with_what_is_not(monkeypatch):
@@ -63,6 +91,7 @@ def test_what_is_begun_ahead_is_timed_in_turns_with_what_is_not(monkeypatch):
     assert next(ticks, None) is None
     ticks = iter([0.0, 1.0] * (2 * timing.PASSES + 1))
     monkeypatch.setattr(costs, "time_rounds", lambda *of: ({64: {1: 1.0}}, {64: {1: 0.0}}))
+    monkeypatch.setattr(costs, "seconds_of_unread", lambda *of: 0.0)
     assert measure(*pair, 16).ahead == 1.0
     ticks = iter([0.0, 1.0] + [0.0, 0.5, 0.0, 1.0] * timing.PASSES)
     assert measure(*pair, 16).ahead == 0.5

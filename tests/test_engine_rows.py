@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinymodels import random_drafter, target
 
-from dflash_mlx.engine import costs as engine_costs
 from dflash_mlx.engine.costs import MANY, SharedCosts, measure_shared
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.rows import FIRST, FLOOR, GAIN, SLACK, Share, Standing, share
@@ -19,7 +18,6 @@ from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.offer import Offer, paths
 from dflash_mlx.policy.watch import Watch
 from dflash_mlx.policy.widths import Policy
-from dflash_mlx.proposal import Proposal
 
 WIDEST = 16
 RICH = 1e9  # an account that pays for everything
@@ -37,8 +35,8 @@ def shared_costs(
     many = {MANY * n: 1 + row * (MANY * n - 1) + request * (MANY - 1) for n in (1, 2, 4, 8, 16)}
     drafts = {rows: draft for rows in (2, 4, 8, 16)} | {1: 0.0}
     together = {MANY * n: draft for n in (2, 4, 8, 16)}
-    alone = Costs({64: one}, {64: drafts}, ahead=ahead)
-    return SharedCosts(alone, Costs({64: many}, {64: together}, unread))
+    alone = Costs({64: one}, {64: drafts}, unread, ahead)
+    return SharedCosts(alone, Costs({64: many}, {64: together}))
 
 
 def offers_of(rates: list[list[float]]) -> list[Offer]:
@@ -208,33 +206,6 @@ def test_measuring_a_pair_s_shared_rounds(monkeypatch):
     assert all(sorted(points) == [8, 16, 32] for points in measured.verify.values())
     assert all(sorted(points) == [16, 32] for points in measured.draft.values())
     assert all(0 < s < 10 for table in measured.verify.values() for s in table.values())
-    assert 0 <= measured.unread < 0.1
-
-
-class Clocked:
-    """Sessions that need 2 s for a draft, and 0.25 s for each token that they read first."""
-
-    tap_layers = ()
-
-    def __init__(self):
-        self.now, self.unread = 0.0, 0
-
-    def start(self, target, sampler):
-        return self
-
-    def extend(self, taps):
-        self.unread += taps.shape[1]
-
-    def propose(self, anchor, width):
-        self.now, self.unread = self.now + 2 + 0.25 * self.unread, 0
-        return Proposal([anchor] * width)
-
-
-def test_what_each_feature_that_is_read_first_takes(monkeypatch):
-    drafter = Clocked()
-    monkeypatch.setattr(engine_costs.time, "perf_counter", lambda: drafter.now)
-    monkeypatch.setattr(engine_costs, "time_rounds", lambda *_: ({64: {2: 1.0}}, {64: {2: 1.0}}))
-    assert measure_shared(target("qwen3"), drafter, 2).unread == pytest.approx(0.25)
 
 
 def test_an_engine_that_measures_says_so(monkeypatch, tmp_path):

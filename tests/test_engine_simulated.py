@@ -1,6 +1,7 @@
 """Rows shared out round after round, on a machine that is made up: what nobody may lose."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,6 +99,14 @@ def test_plain_rounds_that_are_begun_ahead_are_what_drafting_has_to_beat():
             machine.play(requests)
             drafted += max(machine.rows) > 1
         assert drafted < 5 if goes_ahead else drafted > 30
+
+
+def test_beside_one_that_drafts_in_every_round_nothing_is_begun_ahead():
+    """So that others have rounds on their own to beat."""
+    rounds = SharedRounds(shared_costs(0.05, 0.0, 0.2, ahead=0.5))
+    asked, other = offers_of([[0.9] * 3, [0.6] * SLOTS])
+    requests = [Asking(0.9, 0.9), Asking(0.6, 0.6)]
+    assert rounds.rows(requests, [replace(asked, asked=True), other], 64)[1] > 1
 
 
 def after(rounds: int, believed, real, last=10) -> list[tuple[int, ...]]:

@@ -249,6 +249,51 @@ def test_a_machine_that_wavers_hides_no_wrong_cost(seed, rows, wrong):
     assert watch.disagrees and factors[rows] == pytest.approx(wrong * others, rel=0.12)
 
 
+def in_turn(off, noise, rounds=60):
+    """What a watch believes of 1, 2, 4 and 8 rows, of which 1 and 4 follow one another."""
+    watch, luck = Watch(), random.Random(3)
+    for at in range(rounds):
+        rows = (1, 4)[at % 2]
+        watch.saw(rows, off ** (rows > 1) * exp(luck.gauss(0, noise)), 1.0)
+    assert not watch.disagrees
+    return watch.corrected([1.0] * 8)
+
+
+@pytest.mark.parametrize("off", [0.9, 1.1])
+def test_a_measurement_that_is_a_little_off_gives_way_as_far_as_rounds_are_exact(off):
+    """Ten percent are no disagreement: they decide whether a draft of little use pays."""
+    (one, two, _, four, *_), wavering = in_turn(off, 0.01), in_turn(off, 0.4)
+    assert one == 1.0 and 0.65 < log(four) / log(off) < 1
+    assert 0.4 < log(two) / log(off) < log(four) / log(off), "a part of it others share"
+    assert max(abs(log(each) / log(off)) for each in wavering) < 0.5
+    assert in_turn(off, 0.01, rounds=4) == [1.0] * 8, "four rounds say nothing"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dearer", [0.1, 0.2])
+def test_a_width_that_differs_from_the_last_one_is_dearer_and_no_other_width(seed, dearer):
+    """There and back alike, so that a median of both was the one or the other."""
+    watch, luck, last = Watch(), random.Random(seed), 1
+    for _ in range(40):
+        rows = 4 if last == 1 else 1
+        for _ in range(luck.randint(2, 6)):
+            watch.saw(rows, exp(dearer * (rows != last) + luck.gauss(0, 0.01)), 1.0)
+            last = rows
+        assert watch.corrected([1.0] * 4) == pytest.approx([1.0] * 4, abs=0.04)
+
+
+def test_a_request_that_goes_on_hears_what_its_rounds_say():
+    policy = Policy(costs(1.8, 0.4), WIDEST)
+    request, seconds = policy.start(), policy.seconds(64)
+    request.look(64, SURE)
+    before = request.speed(8)
+    for _ in range(20):
+        for rows, off in ((1, 1.0), (8, 1.1)):
+            policy.watch.saw(rows, off * seconds[rows - 1], seconds[rows - 1])
+    request.look(64, SURE)
+    assert request.speed(8) < 0.96 * before and not policy.watch.disagrees
+
+
 def test_one_slow_round_is_no_evidence():
     watch = Watch()
     for rows in (1, 16):
@@ -257,10 +302,11 @@ def test_one_slow_round_is_no_evidence():
     assert not watch.disagrees
 
 
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("load", [load for load in LOADS if load != "all alike"])
-def test_corrected_costs_are_kept_for_the_next_start(load, tmp_path):
+def test_corrected_costs_are_kept_for_the_next_start(load, seed, tmp_path):
     """What was measured under load is right in the file after an answer, and never measured."""
-    pair, luck, file = costs(1.8, 0.4), random.Random(1), tmp_path / "costs" / "pair.json"
+    pair, luck, file = costs(1.8, 0.4), random.Random(seed), tmp_path / "costs" / "pair.json"
     wrong, truth = under_load(pair, LOADS[load]), pair.rounds(64, WIDEST)
     policy = Policy(wrong, WIDEST, file)
     request = policy.start()
@@ -287,7 +333,7 @@ def test_one_step_to_another_width_is_no_evidence(slow):
     watch.saw(8, slow * 2.0, 2.0)
     for _ in range(60):
         watch.saw(8, 2.0, 2.0)
-        assert not watch.disagrees
+        assert not watch.disagrees and max(watch.corrected([1.0] * 8)) < 1.05
 
 
 def test_quick_plain_rounds_earn_nothing():
@@ -337,7 +383,8 @@ def test_a_plain_token_that_is_begun_ahead_is_what_drafting_has_to_beat():
     requests = [of.start() for of in (alone, ahead)]
     assert [each.width(64, 2, SURE) for each in requests] == [2, 1]
     assert [each.free([0.9], 2)[0] for each in requests] == [2, 1]
-    assert host.corrected({1: 1.0, 2: 1.5}, 2).ahead == 0.5
+    corrected = replace(host, unread=0.25).corrected({1: 1.0, 2: 1.5}, 2)
+    assert (corrected.ahead, corrected.unread) == (0.5, 0.25)
 
 
 @pytest.mark.parametrize("ahead", [1.0, 0.5])
@@ -352,6 +399,30 @@ def test_what_may_be_lost_is_counted_in_plain_rounds_as_they_come(ahead):
         tokens += accepted + 1
         spent += seconds[width - 1] / ahead if width > 1 else 1.0
     assert spent <= (1 + ALLOWANCE) * tokens + CREDIT + 1
+
+
+def test_rows_that_cost_nothing_may_not_lose_more_either():
+    """Lookups that promise much and are never right, where a plain round alone is half waiting."""
+    pair = Costs({64: dict.fromkeys((1, 16), 1.0)}, {64: dict.fromkeys((1, 16), 0.0)}, ahead=0.5)
+    request, spent, tokens = Policy(pair, WIDEST).start(), 0.0, 600
+    for _ in range(tokens):
+        request.look(64, SURE)
+        rows, _ = request.free([0.9] * 15, WIDEST)
+        if rows > 1:
+            request.observe_free(rows, 0)
+        else:
+            request.observe(0, 0)
+        spent += 2.0 if rows > 1 else 1.0
+    assert tokens < spent <= (1 + ALLOWANCE) * tokens + CREDIT + 1
+
+
+def test_a_long_plain_stretch_is_no_debt():
+    """A plain round is the unit, though one on its own takes longer than those begun ahead."""
+    request = Policy(replace(costs(1.8, 0.2), ahead=0.6), WIDEST).start()
+    for _ in range(300):
+        request.look(64, UNSURE)
+        request.observe(0, 0)
+    assert max(spell(request, None, 3, True, SURE)) == WIDEST
 
 
 def test_each_class_of_temperatures_has_beliefs_of_its_own():

@@ -1,5 +1,6 @@
 """Where looks find nothing worth drafting there are fewer of them, and the way back is found."""
 
+from dataclasses import replace
 from math import log
 from types import SimpleNamespace
 
@@ -53,7 +54,7 @@ class Text:
     def doubt(self):
         return self.rounds.doubt
 
-    position, goes_ahead = 64, True
+    position, goes_ahead, unread, reading, slower = 64, True, 0, 0.0, 1.0
 
     def propose(self, anchor, width):
         """As the session."""
@@ -69,6 +70,7 @@ class Text:
         looks = self.rounds.asks_certainty
         certainty = (SURE if self.sure else UNSURE) if looks else None
         took, text = PAIR.rounds(64, WIDEST)[len(proposal) - 1], [0] * (right + 1)
+        took = self.slower * (took + self.reading * (len(proposal) > 1))
         self.rounds.observe(Outcome(proposal, right, text, certainty, took, shared))
         self.looks += looks
         return text
@@ -124,6 +126,26 @@ def test_drafts_that_are_right_say_how_sure_the_target_is_until_one_is_wrong():
     text.sure = False
     play(), play()
     assert text.looks == looked + 1
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_what_a_draft_reads_first_says_nothing_of_its_width(slower):
+    """Many tokens' features wait, and are read once: such a round is no dearer width's."""
+    policy, seen = Policy(replace(PAIR, unread=0.005), WIDEST), []
+    text, saw = Text(policy), policy.watch.saw
+
+    def seeing(rows, seconds, measured):
+        seen.append((rows > 1, seconds / measured))
+        saw(rows, seconds, measured)
+
+    policy.watch.saw, text.unread, text.reading, text.slower = seeing, 101, 0.5, slower
+    play = alone([text])
+    for at in range(60):
+        text.sure = at % 30 < 15
+        play()
+    drafted = [is_draft for is_draft, _ in seen]
+    assert drafted.count(True) > 10 and drafted.count(False) > 10
+    assert [multiple for _, multiple in seen] == pytest.approx([slower] * len(seen))
 
 
 class Drafted(Text):

@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -29,7 +28,7 @@ import numpy as np
 from ..drafter.forest import propose_together
 from ..drafter.protocol import Drafter
 from ..policy.costs import Costs, Meanwhile, curve, monotone, pair_costs
-from ..policy.timing import DEPTHS, PASSES, TOKEN, Round, seconds_of_draft, started, time_rounds
+from ..policy.timing import DEPTHS, TOKEN, Round, started, time_rounds
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..target.forest import Forest
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 MANY = 8  # requests that are measured together
 ROWS = (1, 2, 4, 8, 16)  # of each
 MOST_ROWS = 2048  # of all requests in a round; curves end there
-UNREAD = 64  # tokens whose features a draft reads first, to find out what each adds
 
 Points = Mapping[int, Mapping[int, float]]  # context -> rows of all requests -> seconds
 
@@ -62,7 +60,7 @@ class SharedCosts:
             _Forwards(one.verify, many.verify),
             _Forwards(one.draft, many.draft),
         )
-        self._unread, self.ahead = many.unread, one.ahead
+        self._unread, self.ahead = one.unread, one.ahead
 
     @classmethod
     def of(
@@ -160,23 +158,7 @@ def measure_shared(
 
     rows = [row for row in ROWS if row < widest] + [widest]
     verify, draft = time_rounds(target, rows, widest, begin, DEPTHS[:1])
-    unread = _seconds_of_unread(target, drafter, kv_bits)
-    return Costs(_by_all(verify), _by_all(draft, least=2), unread)
-
-
-def _seconds_of_unread(target: Target, drafter: Drafter, kv_bits: int | None) -> float:
-    """What each further token adds to a draft that reads its features first."""
-    many = max(2, min(UNREAD, target.context_length // 2))
-    session, drafting = target.start(drafter.tap_layers, kv_bits), drafter.start(target, Sampler())
-    taps = mx.concatenate([taps for _, taps in session.prefill([TOKEN] * many)], axis=1)
-    mx.eval(taps)
-    samples: dict[int, list[float]] = {1: [], many: []}
-    for _ in range(1 + PASSES):
-        for count, seconds in samples.items():
-            drafting.extend(taps[:, :count])
-            seconds.append(seconds_of_draft(drafting, 2))
-    few, more = (median(seconds[1:]) for seconds in samples.values())  # the first ones warm up
-    return max(0.0, more - few) / (many - 1)
+    return Costs(_by_all(verify), _by_all(draft, least=2))
 
 
 def _by_all(points: Points, least: int = 1) -> dict[int, dict[int, float]]:

@@ -97,7 +97,7 @@ def share(
         affordable: what the round may cost, in plain rounds.
         watch: what such rounds take, by their width.
         before: the rows for which all is drafted already; None where it is yet to be.
-        ahead: what a plain round of many takes, over one on its own; see `Costs`.
+        ahead: what a plain round of these takes that is begun ahead, over one on its own.
     """
     requests = len(offers)
     rows = [1 + len(offer.chances) * offer.asked for offer in offers]
@@ -274,7 +274,9 @@ class SharedRounds:
             return
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
         affordable, watch = self._account.affordable_together, self._watch(len(requests))
-        ahead = self._costs.ahead if all(request.goes_ahead for request in requests) else 1.0
+        begun = all(request.goes_ahead for request in requests)
+        waits = any(offer.asked and offer.chances for offer in offers)  # drafts in every round
+        ahead = self._costs.ahead if begun and not waits else 1.0
         of_all = standings, self._costs, context, affordable, watch
         self._share = share(offers, *of_all, before, ahead)
 

@@ -154,6 +154,23 @@ class Beliefs:
         self._hit[at] *= FADING
 
 
+def first_drafts(classes: Mapping[int, Beliefs]) -> list[str]:
+    """A line for each class of temperatures that something was drafted at."""
+    return [
+        f"temperature {_temperatures(at)}: first drafts are right, where the target is unsure "
+        "to where it is sure: "
+        + " ".join(f"{of.rates(one)[0]:.0%}" for one in range(UNKNOWN))
+        + f" (by {of.rounds:.0f} drafts)"
+        for at, of in sorted(classes.items())
+        if of.rounds >= 1
+    ]
+
+
+def _temperatures(at: int) -> str:
+    """What a class of temperatures is called."""
+    return f"{WARMTHS[at]:g}" if at < len(WARMTHS) else f"above {WARMTHS[-1]:g}"
+
+
 class Mood:
     """How much better or worse drafts of one request are right than is believed of the pair.
 

@@ -27,14 +27,22 @@ from ..drafter.protocol import Drafter, Identified
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
 from .kept import UNREADABLE, keep_json
-from .timing import TOKEN, Round, seconds_of_draft, started, time_ahead, time_rounds
+from .timing import (
+    TOKEN,
+    Round,
+    seconds_of_draft,
+    seconds_of_unread,
+    started,
+    time_ahead,
+    time_rounds,
+)
 
 if TYPE_CHECKING:
     from ..target import Target
 
 # All of the narrow ones: a product of five rows may take longer than one of eight.
 ROWS = (*range(1, 9), 12, 16)
-FORMAT = 8  # of the cached file
+FORMAT = 9  # of the cached file
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,8 @@ def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None =
     rows = sorted({row for row in ROWS if row < widest} | {1, widest})
     verify, draft = time_rounds(target, rows, widest, begin)
     drafts = {depth: seconds | {1: 0.0} for depth, seconds in draft.items()}
-    return Costs(verify, drafts, ahead=time_ahead(target, drafter, kv_bits))
+    unread = seconds_of_unread(target, drafter, kv_bits)
+    return Costs(verify, drafts, unread, time_ahead(target, drafter, kv_bits))
 
 
 def read_costs(path: Path) -> Costs:

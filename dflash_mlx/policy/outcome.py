@@ -26,3 +26,7 @@ class Outcome(NamedTuple):
     certainty: float | None
     seconds: float
     shared: bool = False
+
+    def without(self, part: float) -> Outcome:
+        """The same round, had it taken that part of its time less."""
+        return self._replace(seconds=(1 - part) * self.seconds)

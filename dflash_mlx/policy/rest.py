@@ -57,6 +57,9 @@ class Looking:
     def __init__(self) -> None:
         self._certainty, self._rest = Certainty(), Rest()
         self._goes_well = self.plain_next = False
+        # Tokens, beyond one, whose features this round's draft reads first. That says nothing of
+        # its width: what is read now need not be read again.
+        self._reads = 0
 
     def _rests_on(self, shared: bool) -> bool:
         """A round of rest begins, unasked; whether the next one is one, too."""

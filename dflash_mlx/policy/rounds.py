@@ -157,6 +157,7 @@ class ChainRounds(Looking):
             hears = self._can.says_confidence(session)
             width = widths.width(context, limit, self._certainty.mean, hears)
         self._rows, self.plain_next = width, self._rest.lasts
+        self._reads = self._can.unread(session) - 1 if width > 1 else 0
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session)
         rates = session.foresee(anchor, limit)
@@ -197,6 +198,9 @@ class ChainRounds(Looking):
     def observe(self, outcome: Outcome) -> None:
         """Learn how wide chains are right, and book what the round cost."""
         self._take(outcome)
+        reads, self._reads = self._reads, 0
+        if reads > 0:
+            outcome = outcome.without(self._widths.reading(self._rows, reads))
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
         self._cuts.observe(self._draft, outcome, widths)
         if self._draft is not None:
@@ -268,6 +272,7 @@ class TreeRounds(Looking):
         if self._foreseen > 1:
             return cast(Both, session).propose_foreseen(anchor, self._foreseen)
         if not self._is_tree:
+            self._reads = self._can.unread(session) - 1 if width > 1 else 0
             return chain(session, anchor, width)
         tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
         return self._of(tree, self._sizes.cut(tree))
@@ -320,6 +325,9 @@ class TreeRounds(Looking):
         elif self._foreseen > 1:
             self._sizes.observe_free(len(outcome.proposal), outcome.accepted)
         else:
+            reads, self._reads = self._reads, 0
+            if reads > 0:
+                outcome = outcome.without(self._sizes.reading(len(outcome.proposal), reads))
             of_tree, seconds = self._is_tree, None if self._rest.now else outcome.seconds
             self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, seconds)
         for (tree, verified, at), text in self._waiting.commit(outcome.tokens):

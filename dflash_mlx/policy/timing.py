@@ -18,6 +18,7 @@ PASSES = 4  # over all widths
 REPEATS = 2  # rounds in a row of each; medians count, as decoding has no lucky rounds only
 SLOW = 0.03  # seconds of rounds that follow others of any width, and one in a pass
 SECONDS = 4.0  # that all rounds of a depth take, or two of each width where these take longer
+UNREAD = 64  # tokens whose features a draft reads first, to find out what each adds
 STRETCH = 8  # plain rounds in a row that are begun ahead, or each on its own
 TOKEN = 1  # what the text that is drafted for consists of
 
@@ -114,6 +115,25 @@ def started(
     for _, taps in session.prefill([TOKEN] * depth):
         drafting.extend(taps)
     return session, drafting
+
+
+def seconds_of_unread(target: Target, drafter: Drafter, kv_bits: int | None) -> float:
+    """What each further token adds to a draft that reads its features first."""
+    import mlx.core as mx
+
+    from ..sampling import Sampler
+
+    many = max(2, min(UNREAD, target.context_length // 2))
+    session, drafting = target.start(drafter.tap_layers, kv_bits), drafter.start(target, Sampler())
+    taps = mx.concatenate([taps for _, taps in session.prefill([TOKEN] * many)], axis=1)
+    mx.eval(taps)
+    samples: dict[int, list[float]] = {1: [], many: []}
+    for _ in range(1 + PASSES):
+        for count, seconds in samples.items():
+            drafting.extend(taps[:, :count])
+            seconds.append(seconds_of_draft(drafting, 2))
+    few, more = (median(seconds[1:]) for seconds in samples.values())  # the first ones warm up
+    return max(0.0, more - few) / (many - 1)
 
 
 def time_ahead(target: Target, drafter: Drafter, kv_bits: int | None) -> float:

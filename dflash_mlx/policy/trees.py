@@ -197,6 +197,10 @@ class Sizes:
         """Take in a chain in a round of many requests; see `Widths.observe_shared`."""
         self._chains.observe_shared(drafted, accepted)
 
+    def reading(self, rows: int, tokens: int) -> float:
+        """Of a drafted chain; see `Widths.reading`."""
+        return self._chains.reading(rows, tokens)
+
     def observe_free(self, rows: int, accepted: int) -> None:
         """Take in a round that cost nothing to draft."""
         self._chains.observe_free(rows, accepted)

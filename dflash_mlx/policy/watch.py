@@ -2,7 +2,10 @@
 
 Costs are measured once and kept, perhaps on a machine that was busy then. The rounds that are run
 anyway say so: where several of one width disagree with the measurement, their own time counts
-instead, in proportion for the widths between and beyond them.
+instead, in proportion for the widths between and beyond them. A measurement that is not wrong is
+still off by some percent, as the next start's would be. So where none disagrees, what rounds say is
+believed as far as it is more likely than that: the mean of the posterior, where the measurement is
+the prior, and rounds are as exact as they agree with one another.
 
 A machine's pace changes: it throttles, and other programs come and go. So a round is compared with
 the one just before it, where that had another width, and not with those of its own width that were
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from math import exp, log
+from math import exp, log, pi
 from statistics import median
 
 import numpy as np
@@ -28,7 +31,11 @@ RECENT = 2 * SEEN - 1  # rounds of any width that the machine's pace is known by
 TOLERANCE = 1.15  # by which widths may disagree with each other before the measurement is wrong,
 DOUBT = 3.0  # and as many standard errors
 WAVER = 0.06  # of the log of a step, at least
-PRIOR = 0.05  # steps that the measurement counts for, in what each width is found to take
+PRIOR = 0.01  # steps that the measurement counts for in what each width is found to take: a few
+# widths between which there was one step would be taken to be near one another by more.
+# How far off a measurement that is not wrong may be, beside the one of one row: standard deviations
+# of logs, of what all drafted widths share, and of each one's own.
+SHARED, OWN = 0.03, 0.02
 
 
 class Watch:
@@ -41,7 +48,8 @@ class Watch:
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, log multiple
         self._rounds: Counter[int] = Counter()  # of each width,
         self._since = 0  # and of all since the last fit
-        self._found: dict[int, float] = {}  # logs of what they take, beside one another
+        self._found: dict[int, float] = {}  # logs of what they take, beside one another,
+        self._surprise = np.zeros(0)  # and how unlikely that is, for `_off` to make beliefs of
         self.version, self.disagrees = 0, False  # counts the changes of mind
 
     def saw(self, rows: int, seconds: float, measured: float) -> None:
@@ -61,40 +69,49 @@ class Watch:
             before, of_before = self._recent[-1]
             pace = of_before - self._found.get(before, 0.0)
             if before != rows:
-                step = multiple - of_before if before < rows else of_before - multiple
-                pair = min(before, rows), max(before, rows)
-                self._steps.setdefault(pair, deque(maxlen=LATEST)).append(step)
+                steps = self._steps.setdefault((before, rows), deque(maxlen=LATEST))
+                steps.append(multiple - of_before)
         self._beside.setdefault(rows, deque(maxlen=LATEST)).append(exp(multiple - pace))
         self._recent.append((rows, multiple))
 
     def _change_mind(self) -> None:
-        """What `corrected` says is another thing now, unless the measurement was and is right."""
-        before, widths = self.disagrees, sorted(self._rounds)
-        found, errors = self._fit(widths)
+        """What `corrected` says is another thing now."""
+        widths = sorted(self._rounds)
+        found, errors, self._surprise = self._fit(widths)
         self._found = dict(zip(widths, found.tolist(), strict=True))
         known = [at for at, rows in enumerate(widths) if self._rounds[rows] >= SEEN]
         apart = np.abs(found[known, None] - found[known])
         left_open = DOUBT * np.hypot(errors[known, None], errors[known])
         self.disagrees = bool((apart > log(TOLERANCE) + left_open).any())
-        self.version += before or self.disagrees
+        self.version += 1
 
-    def _fit(self, widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The log of what each width takes, beside one another, and its standard error."""
+    def _fit(self, widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The log of what each width takes, beside one another, its standard error, and surprise.
+
+        The surprise is what `_off` turns into what is to be believed of any width.
+        """
         at = {rows: place for place, rows in enumerate(widths)}
         steps = [np.array(of) for of in self._steps.values()]
         weights = np.array([len(of) for of in steps], float)
         # A row for each pair of widths: what it says is the second one's log less the first one's.
+        # Steps there and back are told apart: a width that differs from the last one's is dearer,
+        # either way, and of both together a median would be one or the other.
         pairs = np.zeros((len(steps), len(widths)))
-        for row, (narrow, wide) in enumerate(self._steps):
-            pairs[row, at[narrow]], pairs[row, at[wide]] = -1.0, 1.0
+        for row, (first, second) in enumerate(self._steps):
+            pairs[row, at[first]], pairs[row, at[second]] = -1.0, 1.0
         normal = PRIOR * np.eye(len(widths)) + pairs.T @ (weights[:, None] * pairs)
-        says = weights * np.array([median(of) for of in self._steps.values()])
-        found = np.linalg.solve(normal, pairs.T @ says)
+        says = np.array([median(of) for of in self._steps.values()])
+        found = np.linalg.solve(normal, pairs.T @ (weights * says))
         left = [np.abs(of - fits) for of, fits in zip(steps, pairs @ found, strict=True)]
         # As of a normal one. A fit through few steps leaves nothing, and that says nothing of them.
         scale = max(WAVER, 1.48 * np.median(np.concatenate(left)) if left else 0.0)
         scale *= np.sqrt(weights.sum() / max(1.0, weights.sum() - len(widths) + 1))
-        return found, scale / np.sqrt(np.maximum(1.0, np.diag(normal)))
+        errors = scale / np.sqrt(np.maximum(1.0, np.diag(normal)))
+        # Medians waver by more than means. What is off by more than `most` stalled, or disagrees.
+        wavers, most = np.diag(scale**2 * pi / 2 / weights), log(TOLERANCE)
+        expected = pairs @ _off(widths, widths) @ pairs.T + wavers
+        surprise = pairs.T @ np.linalg.solve(expected, np.clip(says, -most, most))
+        return found, errors, surprise
 
     def is_unknown(self, rows: int, beside: int) -> bool:
         """Whether a width was hardly ever run, while another one was."""
@@ -150,20 +167,31 @@ class Watch:
 
     def corrected(self, seconds: Sequence[float]) -> list[float]:
         """Measured seconds of rounds of 1, 2, ... rows, as the rounds themselves say."""
-        if not self.disagrees:
-            return list(seconds)
         every = self.multiples(np.arange(1, len(seconds) + 1))
         return [float(s * f) for s, f in zip(seconds, every, strict=True)]
 
     def multiples(self, rows: np.ndarray) -> np.ndarray:
-        """What rounds of these widths take, as multiples of what was measured; 1 if it is right."""
-        if not self.disagrees:
-            return np.ones(len(rows))
-        factors = self.factors()
-        multiples: np.ndarray = np.exp(
-            np.interp(rows, list(factors), np.log(list(factors.values())))
-        )
+        """What rounds of these widths take, as multiples of what was measured.
+
+        Where that disagrees they hold the machine's pace, else they are beside one row's.
+        """
+        if self.disagrees:
+            factors = self.factors()
+            logs = np.interp(rows, list(factors), np.log(list(factors.values())))
+        else:
+            logs = _off(rows, sorted(self._found)) @ self._surprise
+        multiples: np.ndarray = np.exp(logs)
         return multiples
+
+
+def _off(rows: Sequence[int] | np.ndarray, others: Sequence[int]) -> np.ndarray:
+    """How far off the costs of widths may have been measured: covariances of logs, [rows, others].
+
+    All of it is beside one row, which is off by nothing.
+    """
+    of, beside = np.asarray(rows)[:, None], np.asarray(others)
+    covariances: np.ndarray = (of > 1) * (beside > 1) * (SHARED**2 + OWN**2 * (of == beside))
+    return covariances
 
 
 class Surcharge:

@@ -27,7 +27,7 @@ from ..errors import SettingsError
 from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
-from .beliefs import UNKNOWN, WARMTHS, Beliefs, Mood, expected_tokens, level, warmth
+from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, first_drafts, level, warmth
 from .confidence import Confidence
 from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs
 from .kept import beliefs_file, keep_beliefs, read_beliefs
@@ -61,8 +61,7 @@ class Policy:
     def __init__(self, costs: Costs, widest: int, file: Path | None = None) -> None:
         self.costs, self.widest, self.file = costs, widest, file
         self.watch, self._beliefs = Watch(), dict[int, Beliefs]()
-        # The watch's version, and the drafts believed by, that are in the files.
-        self._kept = self._drafts = 0
+        self._kept = self._drafts = 0  # the watch's version and the drafts that are in the files
         self._sharpness: dict[float, Sharpness] = {}
         self._confidence: dict[float, Confidence] = {}
         self.branching = Surcharge(FIRST_BRANCHING)
@@ -170,7 +169,7 @@ class Policy:
                     f"{row} rows: {cost:.2f} x plain, {tokens:.2f} tokens where the target is "
                     f"sure: {tokens / cost:.2f} x the speed"
                 )
-        lines += self._firsts()
+        lines += first_drafts(self._beliefs)
         if self.watch.disagrees:
             said = ", ".join(f"{row} rows {f:.2f}" for row, f in self.watch.factors().items())
             lines.append(
@@ -180,31 +179,20 @@ class Policy:
             )
         return lines
 
-    def _firsts(self) -> list[str]:
-        """A line for each class of temperatures that something was drafted at."""
-        return [
-            f"temperature {_temperatures(at)}: first drafts are right, where the target is unsure "
-            "to where it is sure: "
-            + " ".join(f"{of.rates(one)[0]:.0%}" for one in range(UNKNOWN))
-            + f" (by {of.rounds:.0f} drafts)"
-            for at, of in sorted(self._beliefs.items())
-            if of.rounds >= 1
-        ]
 
-
-def _temperatures(at: int) -> str:
-    """What a class of temperatures is called."""
-    return f"{WARMTHS[at]:g}" if at < len(WARMTHS) else f"above {WARMTHS[-1]:g}"
+def _speeds(expected: Sequence[float], seconds: Sequence[float], affordable: float) -> list[float]:
+    """Tokens per second of 1, 2, ... rows; 0 where drafts cost more than what is affordable."""
+    speeds = [tokens / took for tokens, took in zip(expected, seconds, strict=False)]
+    drafted = zip(speeds[1:], seconds[1:], strict=False)
+    return [speeds[0], *(speed if took <= affordable else 0.0 for speed, took in drafted)]
 
 
 class Widths:
     """The widths of one request's rounds."""
 
     def __init__(self, policy: Policy, beliefs: Beliefs, ahead: float = 1.0) -> None:
-        self._policy, self._beliefs, self._account = policy, beliefs, Account()
-        self._ahead = ahead
-        self._mood = Mood()
-        self._at, self._context = UNKNOWN, 1
+        self._policy, self._beliefs, self._account, self._mood = policy, beliefs, Account(), Mood()
+        self._ahead, self._at, self._context = ahead, UNKNOWN, 1
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
 
@@ -225,10 +213,7 @@ class Widths:
         rates = self.rates()
         affordable = self._affordable(rates)
         expected = expected_tokens(self._hopeful(rates) if is_early else rates)
-        speeds = [
-            tokens / seconds if seconds <= affordable else 0.0
-            for tokens, seconds in zip(expected, self._seconds, strict=True)
-        ]
+        speeds = _speeds(expected, self._seconds, affordable)
         limit = min(limit, self._policy.widest)
         best = max(range(limit), key=speeds.__getitem__) + 1
         if best > 1 and not self._pays(speeds[best - 1], speeds[0]):
@@ -249,10 +234,7 @@ class Widths:
         """
         rates, verify = rates[: limit - 1], self._verify()
         expected, affordable = expected_tokens(rates), self._affordable(rates)
-        speeds = [
-            tokens / seconds if seconds <= affordable else 0.0
-            for tokens, seconds in zip(expected, verify, strict=False)
-        ]
+        speeds = _speeds(expected, verify, affordable)
         best = max(range(len(speeds)), key=speeds.__getitem__)
         if best and self._pays(speeds[best], speeds[0]):
             return best + 1, speeds[best]
@@ -285,6 +267,11 @@ class Widths:
                 best, most = more, gain
         return best
 
+    def reading(self, rows: int, tokens: int) -> float:
+        """The part of a drafted round in which so many tokens' features are read first."""
+        seconds = self._policy.costs.unread * tokens
+        return seconds / (self._measured[rows - 1] + seconds)
+
     def chain_seconds(self, rows: int) -> np.ndarray:
         """Of rounds that draft a chain of so many rows and verify its first 1, 2, ..., measured."""
         policy = self._policy
@@ -316,8 +303,7 @@ class Widths:
         return self._affordable(self.rates())
 
     def _affordable(self, rates: Sequence[float]) -> float:
-        plain = self._ahead * self._seconds[0]  # the account's unit
-        return max(self._seconds[0], self._account.affordable(rates) * plain)
+        return self._account.affordable(rates) * self._ahead * self._seconds[0]
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
