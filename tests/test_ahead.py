@@ -21,6 +21,7 @@ from dflash_mlx.engine.rows import SharedRounds
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.rest import LONGEST
+from dflash_mlx.policy.watch import Watch
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.request import Request
 from dflash_mlx.sampling import Sampler
@@ -305,15 +306,16 @@ def test_what_tells_of_more_than_itself_begins_nothing_and_has_nothing_to_beat()
     host = Costs({64: {1: 1.0, 2: 1.0}}, {64: {1: 0.0, 2: 0.0}}, ahead=0.5)
     target = tiny_target()
     answer = greedy(target, PROMPT, 40)
-    widths = [
-        dm.generate(
-            target,
-            Oracle(PROMPT, answer, target.vocab_size, 1.0),
-            PROMPT,
-            max_tokens=40,
-            policy=Policy(host, 2),
-            **settings,
-        ).stats.widths
-        for settings in ({}, {"logit_bias": {3: 0.0}})
-    ]
+    with patch.object(Watch, "saw"):  # the costs are made up, and stay so
+        widths = [
+            dm.generate(
+                target,
+                Oracle(PROMPT, answer, target.vocab_size, 1.0),
+                PROMPT,
+                max_tokens=40,
+                policy=Policy(host, 2),
+                **settings,
+            ).stats.widths
+            for settings in ({}, {"logit_bias": {3: 0.0}})
+        ]
     assert widths[0][2] < 5 and widths[1][2] > 10  # but for tries
