@@ -236,8 +236,8 @@ class Request:
         """
         if self._ahead is None:
             return False
-        anchor, _, limit = self._begin_round(shared)
-        self._rounds.go_on(self.drafter, anchor, limit, shared)
+        anchor, context, limit = self._begin_round(shared)
+        self._rounds.go_on(self.drafter, anchor, context, limit, shared)
         self._round, self._ahead = self._ahead, None
         self._tell(self._round, anchor)
         return True
@@ -267,7 +267,7 @@ class Request:
         self, proposal: Proposal, logits: mx.array, taps: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Take the target's answer to the next round's row, as `decide` does; what is `asked`."""
-        decision = self._sampler.decide(proposal, logits, ahead=1)
+        decision = self._sampler.decide(proposal, logits, self._rounds.looks_next, ahead=1)
         self.target.commit([0])
         self._ahead = _Round(proposal, decision, taps)
         return decision.values, taps

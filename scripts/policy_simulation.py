@@ -78,18 +78,28 @@ def play(
     seconds, right = costs.rounds(DEPTH, policy.widest), trace["right"]
     request, certainty, waiting = policy.start(trace["temperature"]), Certainty(), trace["prompt"]
     made, spent, rounds, rest, goes_well = 1, 0.0, 0, Rest(), False
+    begun = looks_next = looked_ahead = False  # as `Looking` has them
     certainty.take(1, trace["certainty"][0])
+
+    def chosen() -> int:
+        return request.width(DEPTH + made, policy.widest, certainty.mean)
+
     while made < len(right):
-        width = way or 1
-        if way == POLICY and not rest.begin():
-            width = request.width(DEPTH + made, policy.widest, certainty.mean)
+        width, asks = way or 1, False
+        if way == POLICY and begun:
+            if looked_ahead:
+                rest.looked(chosen() > 1, certainty.doubt)
+            asks = looks_next
+            rest.go_on(asks)
+        elif way == POLICY and not rest.begin():
+            width, asks = chosen(), not goes_well
+        begun, looks_next = width == 1 and rest.lasts, rest.looks_next
         accepted = min(right[made - 1], width - 1)
         before, rounds, spent = spent, rounds + 1, spent + seconds[width - 1]
         read = WAITING * waiting if width > 1 else 0.0  # which the watch is told
         if width > 1:
             spent, waiting = spent + read, 0
         waiting, made = waiting + accepted + 1, made + accepted + 1
-        asks = not (rest.now or goes_well)  # as `ChainRounds` does
         if way == POLICY:
             spent += RESTING[policy.widest] + WATCHING[policy.widest] * asks
             took = None if clock is None or rest.now else clock(spent - before - read)
@@ -97,7 +107,7 @@ def play(
         certainty.take(
             accepted + 1, trace["certainty"][min(made, len(right)) - 1] if asks else None
         )
-        goes_well = accepted >= WELL
+        goes_well, looked_ahead = accepted >= WELL, rest.now and asks
         if way == POLICY and not rest.now:
             rest.looked(width > 1, certainty.doubt)
     return spent, rounds

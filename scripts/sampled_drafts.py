@@ -16,7 +16,7 @@ from experiment import experiment, options_of
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.protocol import Drafter
-from dflash_mlx.policy.rounds import FixedWidth
+from dflash_mlx.policy.fixed import FixedWidth
 from dflash_mlx.sharpness import Sharpness
 
 TEMPERATURES = (0.7, 1.0, 1.5)

@@ -144,9 +144,9 @@ def test_rounds_of_rest_are_begun_ahead(temperature):
     with Forwards() as forwards:
         drafted = dm.generate(target, random_drafter(), PROMPT, policy=useless(), **settings)
     assert drafted.tokens == plain.tokens
-    # A look at the target's certainty is a round on its own, and one in eight, later on.
-    assert forwards.ahead > 0.6 * drafted.stats.rounds
-    assert max(map(len, forwards.looks.split("L"))) == LONGEST
+    # All but the first looks are begun ahead, and those at which the target's doubt has eased.
+    assert forwards.ahead > 0.8 * drafted.stats.rounds
+    assert max(map(len, forwards.looks.split("L"))) == LONGEST - 1
 
 
 def test_a_tokens_history_has_to_be_on_the_host():
@@ -230,8 +230,8 @@ def test_one_that_rests_goes_ahead_in_an_engine_for_many():
     job = played.submit(PROMPT, policy=useless(), max_tokens=60)
     with Forwards() as forwards:
         played.run()
-    assert job.result().tokens == crowd.alone[0] and forwards.ahead > 30
-    assert max(map(len, forwards.looks.split("L"))) == LONGEST
+    assert job.result().tokens == crowd.alone[0] and forwards.ahead > 45
+    assert max(map(len, forwards.looks.split("L"))) == LONGEST - 1
 
 
 def test_who_leaves_while_the_next_round_is_begun_disturbs_nobody():

@@ -6,7 +6,7 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
-from dflash_mlx.policy.rounds import FixedWidth
+from dflash_mlx.policy.fixed import FixedWidth
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import Sampling

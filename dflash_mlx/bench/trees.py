@@ -17,7 +17,8 @@ import mlx.core as mx
 from ..drafter.protocol import Drafter
 from ..events import Result
 from ..loop import generate
-from ..policy.rounds import AnyPolicy, FixedWidth
+from ..policy.fixed import FixedWidth
+from ..policy.rounds import AnyPolicy
 from ..policy.trees import TreePolicy, tree_policy
 from ..sampling import Sampler
 from ..target import Target

@@ -12,8 +12,7 @@ from ..drafter.forest import propose_together, propose_trees_together
 from ..drafter.protocol import TreeSession
 from ..loop import Turn
 from ..policy.cuts import Draft, read_together
-from ..policy.offer import Offer, Planting
-from ..policy.rounds import checked
+from ..policy.offer import Offer, Planting, checked
 from ..proposal import Proposal
 from ..target import Target
 from ..target.forest import Forest

@@ -19,6 +19,7 @@ import numpy as np
 from ..drafter.calibration import Calibration
 from ..drafter.protocol import Abilities, Both, Session
 from ..drafter.tree import DraftTree
+from ..errors import ProposalError
 from ..proposal import Proposal
 
 if TYPE_CHECKING:
@@ -99,3 +100,21 @@ def offer_chain(
 def paths(rates: Sequence[float]) -> list[float]:
     """How likely slots are kept, from how often each is right when those before it are."""
     return list(accumulate(rates, mul))
+
+
+def network_of(session: Session, can: Abilities) -> Session | None:
+    """The session of a network that drafts beside a lookup; None where none does."""
+    beside = can.foresees(session) and not session.only_foresees
+    return cast(Both, session).network if beside else None
+
+
+def chain(session: Session, anchor: int, width: int) -> Proposal:
+    """A session's proposal of at most `width` rows. Raises `ProposalError` when it has more."""
+    return checked(session.propose(anchor, width), width)
+
+
+def checked(proposal: Proposal, rows: int) -> Proposal:
+    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
+    if len(proposal) > rows:
+        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
+    return proposal

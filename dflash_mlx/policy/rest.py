@@ -1,12 +1,18 @@
 """Rounds that are plain without a look, where looks have found nothing worth drafting.
 
-A look has a price of its own: how sure the target was is computed, read and weighed. That is little
-beside a round of a large model, and some 4% of a small one's. Whoever has looked in vain twice
-need not look every time, as long as the target does not become surer: the way back to drafting is
-found a few tokens later at most.
+A look has a price of its own: how sure the target was is computed, read and weighed, and where a
+draft may follow, the device waits for the host meanwhile. Whoever has looked in vain twice need not
+look every time, as long as the target does not become surer: the way back to drafting is found a
+few tokens later at most.
+
+Rounds of rest are begun ahead, and so is the one that ends a rest: it only says how sure the target
+was. While that is weighed, the device is at the next round already, so nothing waits for a look
+that is in vain; where drafting pays again, it begins a token later.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from .beliefs import Certainty
 from .outcome import Outcome
@@ -27,24 +33,45 @@ class Rest:
     def __init__(self) -> None:
         self.now = False
         self._in_vain = self._left = 0
+        self._looks = False  # whether this round is to say how sure the target was
         self._doubt = 1.0
 
     @property
     def lasts(self) -> bool:
-        """Whether the next round is one of rest, whatever this one brings."""
-        return self._left > 0
+        """Whether the next round is one of rest: if this one looks, and is plain, as if in vain."""
+        return self._left > 0 or (self._looks and _length(self._in_vain + 1) > 0)
+
+    @property
+    def looks_next(self) -> bool:
+        """Whether the next round has to look, if it is begun ahead.
+
+        The last one of a rest does; and so does the one behind a look, for the target may be
+        becoming surer.
+        """
+        return self._left == 1 or (self._left == 0 and self._looks)
 
     def begin(self) -> bool:
         """A round begins; `now` is what is returned."""
         self.now = self._left > 0
         self._left -= self.now
+        self._looks = not self.now
         return self.now
+
+    def go_on(self, looks: bool) -> None:
+        """A round of rest begins that the device is at already; whether it looks."""
+        self.now, self._looks = True, looks
+        self._left = max(0, self._left - 1)
 
     def looked(self, drafts: bool, doubt: float) -> None:
         """A look had this round draft something, or not; `Certainty.doubt` is so much after it."""
         self._in_vain = 0 if drafts else self._in_vain + 1
         eases, self._doubt = doubt < EASING * self._doubt, doubt
-        self._left = 0 if eases else min(LONGEST, 2 ** (self._in_vain // PATIENCE) - 1)
+        self._left = 0 if eases else _length(self._in_vain)
+
+
+def _length(in_vain: int) -> int:
+    """Rounds of rest after so many looks in vain."""
+    return min(LONGEST, 2 ** (in_vain // PATIENCE) - 1)
 
 
 class Looking:
@@ -52,20 +79,36 @@ class Looking:
 
     Attributes:
         plain_next: whether this round is plain, and the next one, too, whatever this one brings.
+        looks_next: whether the next one, if it is begun ahead, asks how certain the target was.
     """
 
     def __init__(self) -> None:
         self._certainty, self._rest = Certainty(), Rest()
-        self._goes_well = self.plain_next = False
+        self._goes_well = self.plain_next = self.looks_next = False
+        self._looked_ahead = False  # the round before this one did, and was begun ahead
         # Tokens, beyond one, whose features this round's draft reads first. That says nothing of
         # its width: what is read now need not be read again.
         self._reads = 0
 
-    def _rests_on(self, shared: bool) -> bool:
-        """A round of rest begins, unasked; whether the next one is one, too."""
-        lasts = shared or (self._rest.begin() and self._rest.lasts)
-        self._rest.now = True
-        return lasts
+    def _begin_chain(self, choose: Callable[[], int]) -> int:
+        """The width of a round that was not begun ahead: 1 of one of rest, else as it is chosen."""
+        width = 1 if self._rest.begin() else choose()
+        self.plain_next = width == 1 and self._rest.lasts
+        self.looks_next = self._rest.looks_next
+        return width
+
+    def _rests_on(self, shared: bool, choose: Callable[[], int]) -> None:
+        """A round of rest begins that the device is at already.
+
+        If the one before has looked, a width is chosen: drafting may pay again after this round.
+        """
+        if shared:  # they rest together
+            self._rest.now, self.plain_next, self.looks_next = True, True, False
+            return
+        if self._looked_ahead:
+            self._rest.looked(choose() > 1, self.doubt)
+        self._rest.go_on(self.looks_next)
+        self.plain_next, self.looks_next = self._rest.lasts, self._rest.looks_next
 
     @property
     def asks_certainty(self) -> bool:
@@ -85,5 +128,6 @@ class Looking:
         """Take in how sure the target was; requests that share a round rest together."""
         self._certainty.take(len(outcome.tokens), outcome.certainty)
         self._goes_well = outcome.accepted >= WELL
+        self._looked_ahead = self._rest.now and outcome.certainty is not None
         if not (self._rest.now or outcome.shared):
             self._rest.looked(len(outcome.proposal) > 1, self.doubt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -17,12 +17,13 @@ from ..drafter.protocol import (
     TreeSession,
     drafts_trees,
 )
-from ..errors import ProposalError, SettingsError
+from ..errors import SettingsError
 from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
 from .cuts import Cuts, Draft
-from .offer import Offer, Planting, offer_chain, paths
+from .fixed import FixedRounds, FixedWidth
+from .offer import Offer, Planting, chain, network_of, offer_chain, paths
 from .outcome import Outcome
 from .rest import Looking
 from .trees import Sizes, TreePolicy, matching, tree_policy
@@ -49,6 +50,10 @@ class Rounds(Protocol):
         """Whether this round is plain, and the next one, too, whatever this one brings."""
 
     @property
+    def looks_next(self) -> bool:
+        """Whether the next round, if it is begun ahead, has to say how certain the target was."""
+
+    @property
     def doubt(self) -> float:
         """How unsure the target was lately; 0 where nobody asks."""
 
@@ -61,7 +66,7 @@ class Rounds(Protocol):
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
 
-    def go_on(self, session: Session, anchor: int, limit: int, shared: bool) -> None:
+    def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
         """A round begins that was `plain_next`: the target reads its anchor already.
 
         Many requests that share it rest together.
@@ -79,59 +84,7 @@ class Rounds(Protocol):
         """Take in how the round went."""
 
 
-@dataclass(frozen=True)
-class FixedWidth:
-    """In a policy's place: every round as wide as allowed.
-
-    Attributes:
-        ranking: how drafts are ranked at any temperature; None learns it anew in each request.
-    """
-
-    ranking: Sharpness | None = None
-
-    def sharpness(self, temperature: float) -> Sharpness:
-        """What drafts are ranked by: as given, or to be learnt."""
-        return self.ranking or Sharpness()
-
-
 AnyPolicy = FixedWidth | Policy | TreePolicy
-
-
-class FixedRounds:
-    """Chains, every one as wide as allowed."""
-
-    asks_certainty, doubt = False, 0.0
-
-    def __init__(self, sharpness: Sharpness) -> None:
-        self.sharpness, self._can = sharpness, Abilities()
-        self.plain_next = False
-
-    def begin(self, certainty: float | None) -> None:
-        """Nothing depends on it."""
-        pass
-
-    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
-        """The session's own draft, as wide as allowed."""
-        self.plain_next = limit == 1  # of the block size; the text's last round has no next
-        return chain(session, anchor, limit)
-
-    def go_on(self, session: Session, anchor: int, limit: int, shared: bool) -> None:
-        """So will the next one be."""
-        pass
-
-    def offer(
-        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
-    ) -> Offer:
-        """All rows, asked for whatever they cost."""
-        self.plain_next = limit == 1
-        if _network(session, self._can) is None:
-            return Offer([1.0] * (limit - 1), asked=True)
-        chances = paths([cast(Both, session).rate] * (limit - 1))
-        return replace(offer_chain(session, self._can, anchor, limit, chances), asked=True)
-
-    def observe(self, outcome: Outcome) -> None:
-        """Nothing is learnt."""
-        pass
 
 
 class ChainRounds(Looking):
@@ -152,11 +105,8 @@ class ChainRounds(Looking):
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The chain, or the two branches, that bring the most tokens per second."""
         widths, self._kind, self._draft = self._widths, "drafted", None
-        width = 1
-        if not self._rest.begin():
-            hears = self._can.says_confidence(session)
-            width = widths.width(context, limit, self._certainty.mean, hears)
-        self._rows, self.plain_next = width, self._rest.lasts
+        width = self._begin_chain(partial(self._width, session, context, limit))
+        self._rows = width
         self._reads = self._can.unread(session) - 1 if width > 1 else 0
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session)
@@ -173,12 +123,19 @@ class ChainRounds(Looking):
             return both.propose_both(anchor, width, min(more, limit - width))
         return self._cut(both.propose_network(anchor, width), session)
 
-    def go_on(self, session: Session, anchor: int, limit: int, shared: bool) -> None:
+    def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
         """A draft that costs nothing is found here, and taken after the next token."""
-        self._kind, self._draft, self._rows, rows = "drafted", None, 1, 1
+        self._kind, self._draft, self._rows = "drafted", None, 1
+        self._rests_on(shared, partial(self._width, session, context, limit))
         if self._can.foresees(session):
             rows, _ = self._widths.free(session.foresee(anchor, limit), limit)
-        self.plain_next = self._rests_on(shared) and rows == 1
+            self.plain_next = self.plain_next and rows == 1
+
+    def _width(self, session: Session, context: int, limit: int) -> int:
+        """Of the next round's drafted chain; 1 where nothing but a lookup drafts."""
+        hears = self._can.says_confidence(session)
+        width = self._widths.width(context, limit, self._certainty.mean, hears)
+        return 1 if self._can.foresees(session) and session.only_foresees else width
 
     def offer(
         self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
@@ -190,7 +147,7 @@ class ChainRounds(Looking):
             chances = paths(self._widths.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
         self._kind, self._draft = "drafted" if offer.draft is None else "foreseen", None
-        self.plain_next = rest and not offer.chances
+        self.plain_next, self.looks_next = rest and not offer.chances, False
         if chances and offer.draft is None and self._can.says_confidence(session):
             return replace(offer, look=partial(self._look, session, shared=True))
         return offer
@@ -259,23 +216,28 @@ class TreeRounds(Looking):
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
         self._waiting: Hindsight[tuple[DraftTree, Proposal, int]] = Hindsight()
-        self._is_tree = False  # what this round drafted
+        self._is_tree, self._rows = False, 1  # what this round drafted, and a tree's rows
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
 
     def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
         """The part of a tree, or the chain, that brings the most tokens per second."""
-        width = rows = 1
-        if not self._rest.begin():
-            width, rows = self._sizes.size(context, limit, self._certainty.mean)
-        self._is_tree, self._foreseen = rows > 1, self._foresee(session, anchor, limit)
-        self.plain_next = self._rest.lasts and self._foreseen == 1
+        self._rows = 1
+        width = self._begin_chain(partial(self._width, context, limit))
+        self._is_tree, self._foreseen = self._rows > 1, self._foresee(session, anchor, limit)
+        self.plain_next = self.plain_next and self._foreseen == 1
         if self._foreseen > 1:
             return cast(Both, session).propose_foreseen(anchor, self._foreseen)
         if not self._is_tree:
             self._reads = self._can.unread(session) - 1 if width > 1 else 0
             return chain(session, anchor, width)
-        tree = cast(TreeSession, session).propose_tree(anchor, rows, limit, self._calibration)
+        trees = cast(TreeSession, session)
+        tree = trees.propose_tree(anchor, self._rows, limit, self._calibration)
         return self._of(tree, self._sizes.cut(tree))
+
+    def _width(self, context: int, limit: int) -> int:
+        """Rows of the next round's chain, or of its tree: then `_rows` are those, else 1."""
+        width, self._rows = self._sizes.size(context, limit, self._certainty.mean)
+        return max(width, self._rows)
 
     def _foresee(self, session: Session, anchor: int, limit: int) -> int:
         """Rows of a chain that costs nothing, and pays; 1 for none."""
@@ -283,11 +245,12 @@ class TreeRounds(Looking):
             return 1
         return self._sizes.free(session.foresee(anchor, limit), limit)
 
-    def go_on(self, session: Session, anchor: int, limit: int, shared: bool) -> None:
+    def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
         """A draft that costs nothing is found here, and taken after the next token."""
-        self._is_tree, self._foreseen = False, 1
-        rows = self._foresee(session, anchor, limit)
-        self.plain_next = self._rests_on(shared) and rows == 1
+        self._is_tree = False
+        self._rests_on(shared, partial(self._width, context, limit))
+        self._foreseen = 1
+        self.plain_next = self.plain_next and self._foresee(session, anchor, limit) == 1
 
     def offer(
         self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
@@ -296,14 +259,15 @@ class TreeRounds(Looking):
         self._rest.now, rows = rest, 1
         if not rest:
             _, rows = self._sizes.size(context, limit, self._certainty.mean)
-        self._is_tree, self._foreseen, self.plain_next = rows > 1, 1, False
+        self._is_tree, self._foreseen = rows > 1, 1
+        self.plain_next = self.looks_next = False
         if self._is_tree:
-            network = _network(session, self._can)
+            network = network_of(session, self._can)
             return Planting(rows, limit, self._calibration, self._grow, network)
         chances = [] if rest else paths(self._sizes.hopes()[: limit - 1])
         offer = offer_chain(session, self._can, anchor, limit, chances)
         self._foreseen = 1 if offer.draft is None else 1 + len(offer.chances)
-        self.plain_next = rest and not offer.chances
+        self.plain_next, self.looks_next = rest and not offer.chances, False
         return offer
 
     def _grow(self, tree: DraftTree) -> Offer:
@@ -332,12 +296,6 @@ class TreeRounds(Looking):
             self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, seconds)
         for (tree, verified, at), text in self._waiting.commit(outcome.tokens):
             self._sizes.learn(tree, verified, tree.learn(text), at)
-
-
-def _network(session: Session, can: Abilities) -> Session | None:
-    """The session of a network that drafts beside a lookup; None where none does."""
-    beside = can.foresees(session) and not session.only_foresees
-    return cast(Both, session).network if beside else None
 
 
 def plan_rounds(
@@ -381,15 +339,3 @@ def plan_rounds(
 def _pinned(policy: AnyPolicy) -> bool:
     """Whether every tree has so many rows; then a block size says how deep it may be."""
     return isinstance(policy, TreePolicy) and policy.pinned is not None
-
-
-def chain(session: Session, anchor: int, width: int) -> Proposal:
-    """A session's proposal of at most `width` rows. Raises `ProposalError` when it has more."""
-    return checked(session.propose(anchor, width), width)
-
-
-def checked(proposal: Proposal, rows: int) -> Proposal:
-    """A proposal of at most so many rows. Raises `ProposalError` when it has more."""
-    if len(proposal) > rows:
-        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
-    return proposal
