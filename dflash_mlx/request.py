@@ -36,12 +36,14 @@ class _Round:
         decision: what is asked about it.
         taps: [1, N, K*D], the features of its rows.
         kept: whether the target has committed its one row, and the drafter knows of it, already.
+        ahead: whether it was begun before the one before it was read.
     """
 
     proposal: Proposal
     decision: Decision
     taps: mx.array
     kept: bool = False
+    ahead: bool = False
 
 
 class Request:
@@ -269,7 +271,7 @@ class Request:
         """Take the target's answer to the next round's row, as `decide` does; what is `asked`."""
         decision = self._sampler.decide(proposal, logits, self._rounds.looks_next, ahead=1)
         self.target.commit([0])
-        self._ahead = _Round(proposal, decision, taps)
+        self._ahead = _Round(proposal, decision, taps, ahead=True)
         return decision.values, taps
 
     def _tell(self, plain: _Round, anchor: int) -> None:
@@ -332,5 +334,7 @@ class Request:
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds
-        self._rounds.observe(Outcome(proposal, right, certain, certainty, seconds, self._shared))
+        ahead = self._round.ahead + (self._ahead is not None)
+        of_round = proposal, right, certain, certainty, seconds, self._shared, ahead
+        self._rounds.observe(Outcome(*of_round))
         return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

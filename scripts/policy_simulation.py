@@ -87,13 +87,16 @@ def play(
     while made < len(right):
         width, asks = way or 1, False
         if way == POLICY and begun:
-            if looked_ahead:
-                rest.looked(chosen() > 1, certainty.doubt)
             asks = looks_next
-            rest.go_on(asks)
+            if looked_ahead and chosen() > 1:
+                rest.end()
+            else:
+                if looked_ahead:
+                    rest.looked(False, certainty.doubt)
+                rest.go_on(asks)
         elif way == POLICY and not rest.begin():
             width, asks = chosen(), not goes_well
-        begun, looks_next = width == 1 and rest.lasts, rest.looks_next
+        begun, looks_next = width == 1 and rest.may_last, rest.looks_next
         accepted = min(right[made - 1], width - 1)
         before, rounds, spent = spent, rounds + 1, spent + seconds[width - 1]
         read = WAITING * waiting if width > 1 else 0.0  # which the watch is told

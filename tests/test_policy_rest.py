@@ -17,11 +17,13 @@ from dflash_mlx.policy.offer import Offer
 from dflash_mlx.policy.outcome import Outcome
 from dflash_mlx.policy.rest import LONGEST, PATIENCE, WELL, Rest
 from dflash_mlx.policy.rounds import ChainRounds
-from dflash_mlx.policy.widths import Policy
+from dflash_mlx.policy.trees import TreePolicy
+from dflash_mlx.policy.widths import Policy, Widths
 from dflash_mlx.proposal import Proposal
 
 SURE, UNSURE = log(0.9999), log(0.3)
 PAIR = costs(1.8, 0.4)
+AHEAD = 0.8  # what a plain round takes that is begun ahead, over one on its own
 
 
 def test_looks_in_vain_make_rest_longer_up_to_a_bound_and_a_draft_ends_it():
@@ -47,7 +49,7 @@ class Text:
         cuts = Cuts(policy.confidence(0.0))
         self.rounds = ChainRounds(policy.start(), policy.sharpness(0.0), cuts, False)
         self.rounds.begin(UNSURE)
-        self.sure, self.anchor, self.looks = False, 0, 0
+        self.sure, self.anchor, self.looks, self.looked = False, 0, 0, ""
         self.target = self.drafter = self
 
     @property
@@ -58,21 +60,24 @@ class Text:
 
     def propose(self, anchor, width):
         """As the session."""
+        self.asked = width
         return Proposal([anchor] * width)
 
     def offer(self, rest):
         """As the request."""
         return self.rounds.offer(self, self.anchor, 64, WIDEST, rest)
 
-    def absorb(self, proposal, shared, looks=None):
+    def absorb(self, proposal, shared, looks=None, ahead=0):
         """The tokens of a round; counts it if it looked at how sure the target was."""
         right = (len(proposal) - 1) * self.sure
         looks = self.rounds.asks_certainty if looks is None else looks
         certainty = (SURE if self.sure else UNSURE) if looks else None
         took, text = PAIR.rounds(64, WIDEST)[len(proposal) - 1], [0] * (right + 1)
         took = self.slower * (took + self.reading * (len(proposal) > 1))
-        self.rounds.observe(Outcome(proposal, right, text, certainty, took, shared))
+        took *= {0: 1, 1: 1.7, 2: AHEAD}[ahead]
+        self.rounds.observe(Outcome(proposal, right, text, certainty, took, shared, ahead))
         self.looks += looks
+        self.looked += "L" if looks else "."
         return text
 
 
@@ -102,8 +107,9 @@ def ahead(texts):
             proposal = rounds.propose(text, text.anchor, 64, WIDEST)
             asks = rounds.asks_certainty
             text.waits += 1
-        begun, looks = rounds.plain_next, rounds.looks_next
-        text.absorb(proposal, shared=False, looks=asks)
+        before, begun, looks = begun, rounds.plain_next, rounds.looks_next
+        assert len(proposal) == 1 or not begun, "behind a draft nothing is begun"
+        text.absorb(proposal, shared=False, looks=asks, ahead=before + begun)
         return len(proposal)
 
     return play
@@ -145,16 +151,77 @@ def test_looks_of_a_rest_wait_for_nobody_and_its_end_costs_one_token():
     play = ahead([text])
     for _ in range(60):
         play()
-    waits, looks = text.waits, text.looks
+    waits = text.waits
     for _ in range(60):
         assert play() == 1
     assert text.waits == waits <= PATIENCE + 8, "the first looks, and tries of drafts"
-    looks = text.looks - looks
-    assert looks == pytest.approx(2 * 60 / (LONGEST + 1), abs=2), "each time two in a row"
+    assert "LL".join(["." * (LONGEST - 1)] * 4) in text.looked, "each time two in a row"
+    assert text.looked.startswith("LLLLLL..LL......LL")
     text.sure, rounds = True, 0
     while play() == 1:
         rounds += 1
     assert rounds <= 2 * LONGEST and text.waits == waits + 1
+
+
+def test_a_draft_of_which_nothing_is_verified_was_no_reason_to_stop_resting(monkeypatch):
+    """A head that says how sure a drafter is may cut all of what a look has hoped for."""
+    text = Text(Policy(PAIR, WIDEST))
+    monkeypatch.setattr(text.rounds, "_cut", lambda proposal, session: proposal.first(1))
+    monkeypatch.setattr(Widths, "width", lambda *of: 4)
+    drafts, play = [], ahead([text])
+    for _ in range(120):
+        text.asked = 0
+        play()
+        drafts.append(text.asked > 1)
+    assert 4 <= sum(drafts[-48:]) <= 48 // LONGEST + 1
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_rounds_of_rest_say_how_busy_the_machine_is(fresh):
+    """Of those that are begun ahead the ones that look are timed; of others there are none left."""
+    policy = Policy(replace(PAIR, ahead=AHEAD), WIDEST)
+    text = Text(policy)
+    play = alone([text]) if fresh else ahead([text])
+    for _ in range(100):
+        play()
+    assert policy.watch.pace == pytest.approx(1)
+    text.slower = 2.0
+    for _ in range(200):
+        play()
+    assert policy.watch.pace == pytest.approx(2)
+    assert policy.plain_seconds(64) == pytest.approx(2 * AHEAD)
+
+
+def test_to_ask_whether_a_tree_pays_is_not_to_draft_one():
+    policy = TreePolicy(Policy(PAIR, WIDEST), PAIR)
+    policy.scored = 100
+    sizes = policy.start()
+    paused = vars(sizes)["_paused"]
+    assert sizes.pays(64, WIDEST, 0.9999) and vars(sizes)["_paused"] == paused > 0
+
+
+def test_rounds_of_many_are_not_asked_how_sure_the_target_is_when_they_are_begun_ahead():
+    text = Text(Policy(PAIR, WIDEST))
+    play = ahead([text])
+    while not text.rounds.looks_next:
+        play()
+    text.offer(rest=True)
+    assert not text.rounds.looks_next
+    while not (text.rounds.looks_next and text.rounds.plain_next):
+        play()
+    text.rounds.go_on(text, text.anchor, 64, WIDEST, shared=True)
+    assert text.rounds.plain_next and not text.rounds.looks_next
+
+
+def test_many_that_begin_a_rest_in_its_last_round_look_again():
+    rounds = SharedRounds(shared_costs(1.0, 1.0, 16.0))
+    for _ in range(2 * PATIENCE):
+        rounds.rest.begin()
+        rounds.rest.looked(False, 1.0)
+    while rounds.rest.lasts:
+        rounds.rest.begin()
+    rounds.go_on(2)  # as others do that come to be together
+    assert not rounds.rest.lasts and not rounds.rest.begin()
 
 
 def test_drafts_that_are_right_say_how_sure_the_target_is_until_one_is_wrong():

@@ -218,8 +218,7 @@ class SharedRounds:
 
     def go_on(self, requests: int) -> None:
         """A round of rest begins that the last one has begun, of so many requests."""
-        self.rest.begin()
-        self.rest.now = True  # of all, though each of them may have begun it alone
+        self.rest.go_on()  # of all, though each of them may have begun it alone
         self._drafts, self.waited = [], False
         self._share = _plain(requests)
 

@@ -18,6 +18,8 @@ class Outcome(NamedTuple):
             where nobody asked for it.
         seconds: that the round took.
         shared: whether it was a round of other requests as well, to which they belong.
+        ahead: how many of this round and the next one were begun before the one before was read. Of
+            one alone the seconds are not a round's: they hold two forwards, or a part of one.
     """
 
     proposal: Proposal
@@ -26,6 +28,7 @@ class Outcome(NamedTuple):
     certainty: float | None
     seconds: float
     shared: bool = False
+    ahead: int = 0
 
     def without(self, part: float) -> Outcome:
         """The same round, had it taken that part of its time less."""

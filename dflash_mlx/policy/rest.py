@@ -19,7 +19,9 @@ from .outcome import Outcome
 
 WELL = 4  # drafted tokens that were right, after which the next round asks for no certainty
 PATIENCE = 2  # looks in vain that double the time to the next one,
-LONGEST = 7  # and the most rounds of rest until then
+LONGEST = (
+    7  # and the most rounds of rest until then; where they are begun ahead, the last one looks
+)
 EASING = 0.9  # of the doubt at the look before, or less, is left: soon drafts may be worth it again
 
 
@@ -38,8 +40,13 @@ class Rest:
 
     @property
     def lasts(self) -> bool:
-        """Whether the next round is one of rest: if this one looks, and is plain, as if in vain."""
-        return self._left > 0 or (self._looks and _length(self._in_vain + 1) > 0)
+        """Whether the next round is one of rest, whatever this one brings."""
+        return self._left > 0
+
+    @property
+    def may_last(self) -> bool:
+        """Whether it is one if this round, where it looks and is plain, has looked in vain."""
+        return self.lasts or (self._looks and _length(self._in_vain + 1) > 0)
 
     @property
     def looks_next(self) -> bool:
@@ -57,10 +64,14 @@ class Rest:
         self._looks = not self.now
         return self.now
 
-    def go_on(self, looks: bool) -> None:
+    def go_on(self, looks: bool = False) -> None:
         """A round of rest begins that the device is at already; whether it looks."""
         self.now, self._looks = True, looks
         self._left = max(0, self._left - 1)
+
+    def end(self) -> None:
+        """A look that was begun ahead has found a draft that pays, after the round at hand."""
+        self._left, self.now, self._looks = 0, True, False
 
     def looked(self, drafts: bool, doubt: float) -> None:
         """A look had this round draft something, or not; `Certainty.doubt` is so much after it."""
@@ -78,7 +89,8 @@ class Looking:
     """Rounds of one request that ask how sure the target was lately, and rest from it.
 
     Attributes:
-        plain_next: whether this round is plain, and the next one, too, whatever this one brings.
+        plain_next: whether this round is plain, and the next one, too: before it is known what this
+            one brings.
         looks_next: whether the next one, if it is begun ahead, asks how certain the target was.
     """
 
@@ -93,22 +105,35 @@ class Looking:
     def _begin_chain(self, choose: Callable[[], int]) -> int:
         """The width of a round that was not begun ahead: 1 of one of rest, else as it is chosen."""
         width = 1 if self._rest.begin() else choose()
-        self.plain_next = width == 1 and self._rest.lasts
+        self.plain_next = width == 1 and self._rest.may_last
         self.looks_next = self._rest.looks_next
         return width
 
-    def _rests_on(self, shared: bool, choose: Callable[[], int]) -> None:
+    def _rests_on(self, shared: bool, pays: Callable[[], bool]) -> None:
         """A round of rest begins that the device is at already.
 
-        If the one before has looked, a width is chosen: drafting may pay again after this round.
+        If the one before has looked, it is asked whether a draft pays: then one follows this round.
         """
         if shared:  # they rest together
             self._rest.now, self.plain_next, self.looks_next = True, True, False
             return
-        if self._looked_ahead:
-            self._rest.looked(choose() > 1, self.doubt)
-        self._rest.go_on(self.looks_next)
-        self.plain_next, self.looks_next = self._rest.lasts, self._rest.looks_next
+        if self._looked_ahead and pays():
+            self._rest.end()  # what comes of it is for the round that drafts to say
+        else:
+            if self._looked_ahead:
+                self._rest.looked(False, self.doubt)
+            self._rest.go_on(self.looks_next)
+        self.plain_next, self.looks_next = self._rest.may_last, self._rest.looks_next
+
+    def _seconds(self, outcome: Outcome, ahead: float) -> float | None:
+        """What a plain round took on its own; None of one that does not say, or is not looked at.
+
+        `ahead` is what one of those that follow one another takes over that.
+        """
+        looked = not self._rest.now or self._looked_ahead
+        if not looked or outcome.ahead == 1:
+            return None
+        return outcome.seconds / ahead if outcome.ahead else outcome.seconds
 
     @property
     def asks_certainty(self) -> bool:

@@ -47,7 +47,7 @@ class Rounds(Protocol):
 
     @property
     def plain_next(self) -> bool:
-        """Whether this round is plain, and the next one, too, whatever this one brings."""
+        """Whether this round is plain, and the next one, too, before this one is read."""
 
     @property
     def looks_next(self) -> bool:
@@ -126,7 +126,7 @@ class ChainRounds(Looking):
     def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
         """A draft that costs nothing is found here, and taken after the next token."""
         self._kind, self._draft, self._rows = "drafted", None, 1
-        self._rests_on(shared, partial(self._width, session, context, limit))
+        self._rests_on(shared, lambda: self._width(session, context, limit) > 1)
         if self._can.foresees(session):
             rows, _ = self._widths.free(session.foresee(anchor, limit), limit)
             self.plain_next = self.plain_next and rows == 1
@@ -173,8 +173,8 @@ class ChainRounds(Looking):
             more = rows - self._rows
             widths.observe_branches(self._rows, more, right, accepted, outcome.seconds)
         else:
-            # A round of rest is not looked at either: those in between say what plain ones take.
-            widths.observe(rows - 1, accepted, None if self._rest.now else outcome.seconds)
+            # A round of rest that does not look is not timed: the others say what plain ones take.
+            widths.observe(rows - 1, accepted, self._seconds(outcome, widths.ahead))
 
     def _cut(self, proposal: Proposal, session: object) -> Proposal:
         """The part of a drafted chain that its drafter trusts, if it says."""
@@ -248,7 +248,7 @@ class TreeRounds(Looking):
     def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
         """A draft that costs nothing is found here, and taken after the next token."""
         self._is_tree = False
-        self._rests_on(shared, partial(self._width, context, limit))
+        self._rests_on(shared, lambda: self._sizes.pays(context, limit, self._certainty.mean))
         self._foreseen = 1
         self.plain_next = self.plain_next and self._foresee(session, anchor, limit) == 1
 
@@ -292,7 +292,7 @@ class TreeRounds(Looking):
             reads, self._reads = self._reads, 0
             if reads > 0:
                 outcome = outcome.without(self._sizes.reading(len(outcome.proposal), reads))
-            of_tree, seconds = self._is_tree, None if self._rest.now else outcome.seconds
+            of_tree, seconds = self._is_tree, self._seconds(outcome, self._sizes.ahead)
             self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, seconds)
         for (tree, verified, at), text in self._waiting.commit(outcome.tokens):
             self._sizes.learn(tree, verified, tree.learn(text), at)

@@ -174,6 +174,16 @@ class Sizes:
         self._paused = max(0, self._paused - (width > 1))
         return width, 1
 
+    def pays(self, context: int, limit: int, certainty: float | None) -> bool:
+        """Whether `size` would have a round draft; unlike that, it may be asked and not be done."""
+        pinned = self.pinned and limit > 1
+        return pinned or self._chains.width(context, limit, certainty) > 1
+
+    @property
+    def ahead(self) -> float:
+        """What a plain round that is begun ahead takes, over one on its own."""
+        return self._chains.ahead
+
     def free(self, rates: Sequence[float], limit: int) -> int:
         """Rows of a chain that costs nothing to draft, after `size`; 1 where others pay better.
 

@@ -188,11 +188,15 @@ def _speeds(expected: Sequence[float], seconds: Sequence[float], affordable: flo
 
 
 class Widths:
-    """The widths of one request's rounds."""
+    """The widths of one request's rounds.
+
+    Attributes:
+        ahead: what a plain round that is begun ahead takes, over one on its own.
+    """
 
     def __init__(self, policy: Policy, beliefs: Beliefs, ahead: float = 1.0) -> None:
         self._policy, self._beliefs, self._account, self._mood = policy, beliefs, Account(), Mood()
-        self._ahead, self._at, self._context = ahead, UNKNOWN, 1
+        self.ahead, self._at, self._context = ahead, UNKNOWN, 1
         self._measured = self._seconds = [1.0]
         self._of = (-1, -1)  # the depth and the watch's version that these are of
 
@@ -242,7 +246,7 @@ class Widths:
 
     def _pays(self, speed: float, plain: float) -> bool:
         """Whether a drafted round has more tokens per second than plain ones, each begun ahead."""
-        return speed > GAIN * plain / self._ahead
+        return speed > GAIN * plain / self.ahead
 
     def speed(self, rows: int) -> float:
         """Tokens per second that are expected of a drafted chain of so many rows."""
@@ -303,7 +307,7 @@ class Widths:
         return self._affordable(self.rates())
 
     def _affordable(self, rates: Sequence[float]) -> float:
-        return self._account.affordable(rates) * self._ahead * self._seconds[0]
+        return self._account.affordable(rates) * self.ahead * self._seconds[0]
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
@@ -332,7 +336,7 @@ class Widths:
             if drafted and (plain := watch.factor(1)):
                 # As it came on a machine as busy as this; a round that stalled is not drafting's.
                 cost = min(cost, seconds / (plain * self._measured[0]) * self._seconds[0])
-        self.book(cost if drafted else self._ahead * cost, accepted)
+        self.book(cost if drafted else self.ahead * cost, accepted)
         self.observe_shared(drafted, accepted)
 
     def observe_shared(self, drafted: int, accepted: int) -> None:
@@ -344,7 +348,7 @@ class Widths:
 
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
-        self._account.book(seconds / (self._ahead * self._seconds[0]), accepted + 1)
+        self._account.book(seconds / (self.ahead * self._seconds[0]), accepted + 1)
         self._mood.pass_by(accepted + 1)
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
