@@ -126,9 +126,9 @@ class Looking:
         self.plain_next, self.looks_next = self._rest.may_last, self._rest.looks_next
 
     def _seconds(self, outcome: Outcome, ahead: float) -> float | None:
-        """What a plain round took on its own; None of one that does not say, or is not looked at.
+        """What a round took, or would have on its own; None where that is not known, or not asked.
 
-        `ahead` is what one of those that follow one another takes over that.
+        `ahead` is what a plain round that is begun ahead takes, over one on its own.
         """
         looked = not self._rest.now or self._looked_ahead
         if not looked or outcome.ahead == 1:
