@@ -335,6 +335,6 @@ class Request:
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds
         ahead = self._round.ahead + (self._ahead is not None)
-        of_round = proposal, right, certain, certainty, seconds, self._shared, ahead
-        self._rounds.observe(Outcome(*of_round))
+        outcome = Outcome(proposal, right, certain, certainty, seconds, self._shared, ahead)
+        self._rounds.observe(outcome)
         return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

@@ -19,9 +19,7 @@ from .outcome import Outcome
 
 WELL = 4  # drafted tokens that were right, after which the next round asks for no certainty
 PATIENCE = 2  # looks in vain that double the time to the next one,
-LONGEST = (
-    7  # and the most rounds of rest until then; where they are begun ahead, the last one looks
-)
+LONGEST = 7  # and the most rounds of rest until then; of those begun ahead the last one looks
 EASING = 0.9  # of the doubt at the look before, or less, is left: soon drafts may be worth it again
 
 
@@ -89,8 +87,7 @@ class Looking:
     """Rounds of one request that ask how sure the target was lately, and rest from it.
 
     Attributes:
-        plain_next: whether this round is plain, and the next one, too: before it is known what this
-            one brings.
+        plain_next: whether this round is plain, and the next one, too, before this one is read.
         looks_next: whether the next one, if it is begun ahead, asks how certain the target was.
     """
 
@@ -134,6 +131,16 @@ class Looking:
         if not looked or outcome.ahead == 1:
             return None
         return outcome.seconds / ahead if outcome.ahead else outcome.seconds
+
+    def _without_reading(
+        self, outcome: Outcome, rows: int, part: Callable[[int, int], float]
+    ) -> Outcome:
+        """A round of so many drafted rows, had no features been read first.
+
+        `part` is the part of it that reading those of so many tokens is; see `Widths.reading`.
+        """
+        reads, self._reads = self._reads, 0
+        return outcome.without(part(rows, reads)) if reads > 0 else outcome
 
     @property
     def asks_certainty(self) -> bool:

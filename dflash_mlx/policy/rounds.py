@@ -155,9 +155,7 @@ class ChainRounds(Looking):
     def observe(self, outcome: Outcome) -> None:
         """Learn how wide chains are right, and book what the round cost."""
         self._take(outcome)
-        reads, self._reads = self._reads, 0
-        if reads > 0:
-            outcome = outcome.without(self._widths.reading(self._rows, reads))
+        outcome = self._without_reading(outcome, self._rows, self._widths.reading)
         widths, rows, accepted = self._widths, len(outcome.proposal), outcome.accepted
         self._cuts.observe(self._draft, outcome, widths)
         if self._draft is not None:
@@ -289,9 +287,8 @@ class TreeRounds(Looking):
         elif self._foreseen > 1:
             self._sizes.observe_free(len(outcome.proposal), outcome.accepted)
         else:
-            reads, self._reads = self._reads, 0
-            if reads > 0:
-                outcome = outcome.without(self._sizes.reading(len(outcome.proposal), reads))
+            rows = len(outcome.proposal)
+            outcome = self._without_reading(outcome, rows, self._sizes.reading)
             of_tree, seconds = self._is_tree, self._seconds(outcome, self._sizes.ahead)
             self._sizes.observe(outcome.proposal, outcome.accepted, of_tree, seconds)
         for (tree, verified, at), text in self._waiting.commit(outcome.tokens):
