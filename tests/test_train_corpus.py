@@ -1,13 +1,14 @@
-"""The synthetic corpus: right answers, and a split that nothing crosses."""
+"""The synthetic corpus: right answers, a split that nothing crosses, and what strangers ask."""
 
 import re
 from itertools import islice
 from random import Random
 
 import pytest
+from policy_speed import FREE
 
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.tiny.recipe import corpus, passages, problems
+from dflash_mlx.tiny.recipe import corpus, passages, problems, strangers
 from dflash_mlx.tiny.recipe.problems import Turn
 
 STREAM = 6000
@@ -33,8 +34,9 @@ def operations(text: str) -> set[tuple[int, str, int]]:
 
 
 def test_streams_are_reproducible() -> None:
-    first, again, other = (list(islice(corpus.conversations(seed), 50)) for seed in (1, 1, 2))
-    assert first == again != other
+    for stream in (corpus.conversations, strangers.requests):
+        first, again, other = (list(islice(stream(seed), 50)) for seed in (1, 1, 2))
+        assert first == again != other
     assert corpus.held_out(3) == corpus.held_out(3)
 
 
@@ -143,3 +145,13 @@ def test_functions_do_what_their_example_says() -> None:
         namespace: dict = {}
         exec(source, namespace)
         assert repr(eval(call, namespace)) == result, turn.answer
+
+
+def test_strangers_ask_what_neither_the_corpus_nor_a_benchmark_asks(training, held_out) -> None:
+    """What the drafters learn from them is not what they are measured by."""
+    asked = set(islice(strangers.requests(1), 8 * STREAM))
+    assert len(asked) > STREAM  # they differ
+    assert not asked & {turn.prompt for c in (*training, *held_out) for turn in c.turns}
+    bare = {text.rstrip(".?!").lower() for text in asked}
+    assert not bare & {text.rstrip(".?!").lower() for text in FREE}
+    assert not any("{" in text for text in asked)

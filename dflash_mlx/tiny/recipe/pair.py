@@ -1,6 +1,9 @@
 """The recipe of the embedded pair, from nothing: tokenizer, target, drafter, held-out prompts,
 scores.
 
+A drafter learns the corpus first, then that and what the target says to requests it knows nothing
+about: with the corpus alone it was wrong about most of what the target says to people.
+
     python -m dflash_mlx.tiny.recipe OUT --work FOLDER
 
 Every stage leaves its result on disk and is skipped when it is there already; a stage that was
@@ -14,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -22,14 +25,17 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.utils import load_tokenizer
 
 from ...drafter.config import DraftConfig
+from ...drafter.network import DFlash
 from ...loading.load import load_drafter, load_target
+from ...target import Target
+from ...train.answers import Answering, AnswersProgress, answer_all
 from ...train.batches import BatchStream
-from ...train.data import Sample, encode_chat
-from ...train.drafter import DrafterSettings, save_drafter, train_drafter
+from ...train.data import Sample, encode_chat, template_ids
+from ...train.drafter import DrafterSettings, new_drafter, save_drafter, train_drafter
 from ...train.evaluate import evaluate, total
 from ...train.fit import FitSettings, Report, fit
 from ...train.optimizers import muon
-from . import corpus
+from . import corpus, strangers
 from .target import collate, new_model, next_token_loss, save_model
 from .tokenizer import save_tokenizer, train_tokenizer
 
@@ -93,6 +99,12 @@ TARGET_SEED = 100_000
 DRAFTER_STEPS = 1150
 DRAFTER_SEED = 500_000
 
+OWN_STEPS = 1200
+OWN_SEED = 700_000
+OWN_REQUESTS = 8000  # of strangers, no two the same
+OWN_TOKENS = 160  # of an answer
+OWN_SHARE = 0.65  # of the conversations of an epoch; the rest is the corpus
+
 
 def make_tokenizer(out: Path) -> None:
     """Stage 1: the tokenizer, learnt from the training stream."""
@@ -129,26 +141,80 @@ def train_target(out: Path, work: Path) -> None:
     save_model(model, TARGET_CONFIG, out / "target")
 
 
+def mixed(target: Target, own: list[Sample]) -> Callable[[int], list[Sample]]:
+    """Epoch e of the corpus and of the target's own answers, which come round again in turn."""
+    corpus_of, count = epochs(target.tokenizer, OWN_SEED), round(OWN_SHARE * EPOCH)
+
+    def epoch(e: int) -> list[Sample]:
+        turns = islice(cycle(own), e * count % len(own), None)
+        return [*islice(turns, count), *corpus_of(e)[: EPOCH - count]]
+
+    return epoch
+
+
+def different_requests() -> list[str]:
+    """What strangers ask, no two the same: what is learnt from, and after it what is scored."""
+    asked = islice(strangers.requests(OWN_SEED), 4 * OWN_REQUESTS)
+    return [*islice(dict.fromkeys(asked), OWN_REQUESTS + SCORED)]
+
+
+def own_answers(target: Target, path: Path) -> list[Sample]:
+    """What the target says to strangers, kept in `path`."""
+    prompts = [
+        template_ids(target.tokenizer, [{"role": "user", "content": text}], prompt=True)
+        for text in different_requests()[:OWN_REQUESTS]
+    ]
+    answering = Answering(OWN_TOKENS, rows=48)
+    answers = answer_all(target, prompts, path, answering, Counted(10 * answering.chunk))
+    return [answer.sample for answer in answers if len(answer.answer) > 1]
+
+
 def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> None:
-    """Stage 3: a drafter, for the target as it was saved."""
+    """Stage 3: a drafter, for the target as it was saved: of the corpus, then of strangers too."""
     target = load_target(str(out / "target"))
-    drafter = train_drafter(
+    whole = {key: value for key, value in config.items() if key != "quantization"}
+    first = work / f"{name}_corpus"
+    if not (first / "model.safetensors").exists():
+        learn = epochs(target.tokenizer, DRAFTER_SEED)
+        checkpoint = work / f"{name}.safetensors"
+        drafter = _fit(target, whole, learn, DRAFTER_STEPS, DRAFTER_SEED, checkpoint)
+        save_drafter(drafter, whole, first)
+    learn = mixed(target, own_answers(target, work / "answers.jsonl"))
+    begun = new_drafter(DraftConfig.from_dict(whole), OWN_SEED)
+    begun.update(load_drafter(str(first)).parameters())
+    checkpoint = work / f"{name}_own.safetensors"
+    drafter = _fit(target, whole, learn, OWN_STEPS, OWN_SEED, checkpoint, begun)
+    save_drafter(drafter, config, out / name)
+
+
+def _fit(
+    target: Target,
+    config: dict[str, Any],
+    samples: Callable[[int], list[Sample]],
+    steps: int,
+    seed: int,
+    checkpoint: Path,
+    begun: DFlash | None = None,
+) -> DFlash:
+    """A drafter that has learnt `samples`, from nothing or from what it has `begun` to be."""
+    settings = DrafterSettings(
+        steps=steps,
+        tokens=1024,
+        anchors=16,
+        learning_rate=0.02,
+        optimizer="muon",
+        seed=seed,
+        save_every=100,
+    )
+    return train_drafter(
         target,
         DraftConfig.from_dict(config),
-        epochs(target.tokenizer, DRAFTER_SEED),
-        DrafterSettings(
-            steps=DRAFTER_STEPS,
-            tokens=1024,
-            anchors=16,
-            learning_rate=0.02,
-            optimizer="muon",
-            seed=DRAFTER_SEED,
-            save_every=100,
-        ),
-        checkpoint=work / f"{name}.safetensors",
-        progress=Printer(name, "tau"),
+        samples,
+        settings,
+        checkpoint=checkpoint,
+        progress=Printer(checkpoint.stem, "tau"),
+        drafter=begun,
     )
-    save_drafter(drafter, config, out / name)
 
 
 def record(conversation: corpus.Conversation) -> dict[str, Any]:
@@ -165,15 +231,23 @@ def write_suite(out: Path) -> None:
 
 
 def score(out: Path, name: str) -> str:
-    """Stage 5: a Markdown table of a drafter's scores on held-out prompts."""
+    """Stage 5: a Markdown table of a drafter's scores on prompts it has not seen.
+
+    There is no right answer to what strangers ask, so none of theirs is exact.
+    """
     target, drafter = load_target(str(out / "target")), load_drafter(str(out / name))
-    prompts = [record(c) for c in corpus.held_out(SCORED, seed=1)]
-    scores = evaluate(target, drafter, prompts)
+    scores = evaluate(target, drafter, [record(c) for c in corpus.held_out(SCORED, seed=1)])
+    others = [
+        {"category": "strangers", "prompt": text, "answer": ""}
+        for text in different_requests()[OWN_REQUESTS:]
+    ]
     rows = ["| category | prompts | acceptance length | exact answers | drafted = plain |"]
     rows.append("|---|---|---|---|---|")
-    for name, s in {**scores, "**all**": total(scores)}.items():
+    whole = {**scores, "**all**": total(scores), **evaluate(target, drafter, others)}
+    for category, s in whole.items():
+        exact = f"{s.exact / s.prompts:.0%}" if category != "strangers" else "-"
         rows.append(
-            f"| {name} | {s.prompts} | {s.acceptance_length:.2f} | {s.exact / s.prompts:.0%} |"
+            f"| {category} | {s.prompts} | {s.acceptance_length:.2f} | {exact} |"
             f" {s.identical / s.prompts:.0%} |"
         )
     return "\n".join(rows)
@@ -199,6 +273,18 @@ class Printer:
             f" {self.metric} {value:.4f}, {seconds:.0f} s"
         )
         self.reports.clear()
+
+
+class Counted:
+    """Prints a line to stderr whenever so many more answers are written."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.shown = every, 0
+
+    def __call__(self, progress: AnswersProgress) -> None:
+        if progress.done >= self.shown + self.every or progress.done == progress.prompts:
+            self.shown = progress.done
+            say(f"answers of its own {progress.done}/{progress.prompts}")
 
 
 def say(line: str) -> None:
