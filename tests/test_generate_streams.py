@@ -92,12 +92,31 @@ def test_a_terminal_is_not_waited_for(monkeypatch):
 
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
     runs = []
-    monkeypatch.setattr(command, "_compare", lambda comparison: runs.append(comparison.run_plain()))
+    monkeypatch.setattr(
+        command, "_compare", lambda comparison, _: runs.append(comparison.run_plain())
+    )
     once = invoke(*ASKED)
     assert not runs and "identical" not in once.stderr
     twice = invoke(*ASKED, "--compare")
     assert len(runs) == 1 and "identical to plain decoding: yes" in twice.stderr
     assert once.stdout == twice.stdout
+
+
+def test_every_compared_run_knows_what_the_first_one_knew(loaded, monkeypatch):
+    """Else the speed is that of a policy which this prompt has taught, the rounds the answer's."""
+    costs, knew = Costs({64: {1: 1.0, 4: 1.0}}, {64: {1: 0.0, 4: 0.0}}), []
+
+    class Watched(Policy):
+        def start(self, *args, **settings):
+            knew.append(self.describe(64))
+            return super().start(*args, **settings)
+
+    policy = Watched(costs, widest=4)
+    pair = Pair(loaded.target, loaded.drafter, None, loaded.blas, policy=policy)
+    monkeypatch.setattr(command, "open_pair", lambda *_: pair)
+    assert invoke(*ASKED, "--compare").exit_code == 0
+    assert len(knew) > 1 and knew.count(knew[0]) == len(knew)
+    assert policy.describe(64) != knew[0]  # the answer itself has taught it
 
 
 def test_the_speedup_by_measured_costs_is_marked(loaded, monkeypatch):
