@@ -1,8 +1,8 @@
-"""What the width policy makes of a pair, beside plain decoding and every fixed width.
+"""What the width policy makes of a pair, beside plain decoding and every width the drafter has.
 
     python scripts/policy_speed.py [--limit N] [--repeats N] [--seconds N] [--kept 0] [--stock-blas]
 
-Prompts of the embedded suite, and free ones that the embedded pair knows nothing about. Each is
+Prompts of the embedded suite, and free ones that its target knows nothing about. Each is
 decoded in every way, side by side, `--repeats` times, and short answers as often as `--seconds`
 allow. Times are medians of all turns; a prompt's speed over plain decoding is the turns' median. A
 policy begins with what another prompt of each class and the prompts so far have taught it, as
@@ -64,10 +64,12 @@ def main() -> None:
     print(f"BLAS: {dm.use_fast_blas(stock=options.stock_blas).name}")
 
     from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
+    from dflash_mlx.drafter.protocol import block_size
 
     target, drafter = dm.load(options.model, options.draft)
+    widest = min(max(WIDTHS), block_size(drafter) or max(WIDTHS))
     costs = dm.Policy.of(target, drafter, again=True).costs
-    kept = dm.Policy(costs, max(WIDTHS)) if options.kept else None
+    kept = dm.Policy(costs, widest) if options.kept else None
     embedded = limit_per_category(embedded_prompts(), options.limit)
     if kept:
         for prompt in limit_per_category(embedded_prompts(), options.limit + 1):
@@ -79,7 +81,7 @@ def main() -> None:
     slowest: dict[str, tuple[float, str]] = {}
     for category, messages in asked:
         prompt = Prompt(target, drafter, messages, options.max_tokens)
-        taught = prompt.repeat(kept or dm.Policy(costs, max(WIDTHS)), options)
+        taught = prompt.repeat(kept or dm.Policy(costs, widest), options)
         kept = taught if kept else None
         for way, seconds in prompt.seconds.items():
             times[category][way] += seconds
