@@ -9,6 +9,7 @@ from policy_speed import FREE
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.tiny.recipe import corpus, passages, problems, strangers
+from dflash_mlx.tiny.recipe.pair import OWN_REQUESTS, SCORED, different_requests
 from dflash_mlx.tiny.recipe.problems import Turn
 
 STREAM = 6000
@@ -147,11 +148,15 @@ def test_functions_do_what_their_example_says() -> None:
         assert repr(eval(call, namespace)) == result, turn.answer
 
 
-def test_strangers_ask_what_neither_the_corpus_nor_a_benchmark_asks(training, held_out) -> None:
-    """What the drafters learn from them is not what they are measured by."""
-    asked = set(islice(strangers.requests(1), 8 * STREAM))
-    assert len(asked) > STREAM  # they differ
-    assert not asked & {turn.prompt for c in (*training, *held_out) for turn in c.turns}
-    bare = {text.rstrip(".?!").lower() for text in asked}
-    assert not bare & {text.rstrip(".?!").lower() for text in FREE}
+def test_strangers_ask_what_nothing_is_measured_by(training, held_out) -> None:
+    asked = different_requests()
+    assert len(set(asked)) == len(asked) == OWN_REQUESTS + SCORED
     assert not any("{" in text for text in asked)
+    prompts = {turn.prompt for c in (*training, *held_out) for turn in c.turns}
+    assert not set(asked) & prompts  # letter by letter: both greet
+    assert not {strangers.bare(text) for text in asked} & {strangers.bare(text) for text in FREE}
+
+
+def test_what_strangers_are_scored_by_was_not_learnt() -> None:
+    bare = [strangers.bare(text) for text in different_requests()]
+    assert not set(bare[:OWN_REQUESTS]) & set(bare[OWN_REQUESTS:])

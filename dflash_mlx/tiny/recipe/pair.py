@@ -7,7 +7,8 @@ about: with the corpus alone it was wrong about most of what the target says to 
     python -m dflash_mlx.tiny.recipe OUT --work FOLDER
 
 Every stage leaves its result on disk and is skipped when it is there already; a stage that was
-interrupted resumes from its checkpoint in the work folder.
+interrupted resumes from its checkpoint in the work folder. For another target or recipe, take other
+folders: what is kept is not looked into.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.utils import load_tokenizer
 
 from ...drafter.config import DraftConfig
@@ -84,7 +87,7 @@ DFLASH2_CONFIG: dict[str, Any] = {
         "selector_rank": 32,
         "selector_top_k": 8,
     },
-    # Both drafters fit into the package, and 6 bits accept as much as 16 (docs/experiments.md).
+    # Both drafters fit into the package, and 6 bits accepted as much as 16 (docs/drafters.md).
     "quantization": {"group_size": 64, "bits": 6},
 }
 EPOCH = 4096  # conversations that are generated, tokenized and sorted at once
@@ -103,7 +106,7 @@ OWN_STEPS = 1200
 OWN_SEED = 700_000
 OWN_REQUESTS = 8000  # of strangers, no two the same
 OWN_TOKENS = 160  # of an answer
-OWN_SHARE = 0.65  # of the conversations of an epoch; the rest is the corpus
+OWN_SHARE = 0.65  # of the conversations of an epoch, half of the tokens; the rest is the corpus
 
 
 def make_tokenizer(out: Path) -> None:
@@ -113,11 +116,13 @@ def make_tokenizer(out: Path) -> None:
     save_tokenizer(train_tokenizer(texts, VOCAB_SIZE), out / "target", CONTEXT)
 
 
-def epochs(tokenizer: TokenizerWrapper, seed: int) -> Callable[[int], list[Sample]]:
-    """Epoch e of the training stream: fresh conversations, tokenized."""
+def epochs(
+    tokenizer: TokenizerWrapper, seed: int, count: int = EPOCH
+) -> Callable[[int], list[Sample]]:
+    """Epoch e of the training stream: `count` fresh conversations, tokenized."""
 
     def epoch(e: int) -> list[Sample]:
-        fresh = islice(corpus.conversations(seed + e), EPOCH)
+        fresh = islice(corpus.conversations(seed + e), count)
         return [encode_chat(tokenizer, c.messages) for c in fresh]
 
     return epoch
@@ -143,23 +148,32 @@ def train_target(out: Path, work: Path) -> None:
 
 def mixed(target: Target, own: list[Sample]) -> Callable[[int], list[Sample]]:
     """Epoch e of the corpus and of the target's own answers, which come round again in turn."""
-    corpus_of, count = epochs(target.tokenizer, OWN_SEED), round(OWN_SHARE * EPOCH)
+    count = round(OWN_SHARE * EPOCH)
+    fresh = epochs(target.tokenizer, OWN_SEED, EPOCH - count)
 
     def epoch(e: int) -> list[Sample]:
         turns = islice(cycle(own), e * count % len(own), None)
-        return [*islice(turns, count), *corpus_of(e)[: EPOCH - count]]
+        return [*islice(turns, count), *fresh(e)]
 
     return epoch
 
 
 def different_requests() -> list[str]:
-    """What strangers ask, no two the same: what is learnt from, and after it what is scored."""
-    asked = islice(strangers.requests(OWN_SEED), 4 * OWN_REQUESTS)
-    return [*islice(dict.fromkeys(asked), OWN_REQUESTS + SCORED)]
+    """What strangers ask, none twice: OWN_REQUESTS to learn from, then SCORED to be scored by.
+
+    Some differ by their full stop alone; of the scored ones none is a learnt one but for that.
+    """
+    different = iter(dict.fromkeys(islice(strangers.requests(OWN_SEED), 4 * OWN_REQUESTS)))
+    learnt = [*islice(different, OWN_REQUESTS)]
+    known = {strangers.bare(text) for text in learnt}
+    return [*learnt, *islice((t for t in different if strangers.bare(t) not in known), SCORED)]
 
 
 def own_answers(target: Target, path: Path) -> list[Sample]:
-    """What the target says to strangers, kept in `path`."""
+    """What the target says to strangers, kept in `path`; nothing it says is left out.
+
+    So what it happens to say of held-out problems is learnt, too: see the model card.
+    """
     prompts = [
         template_ids(target.tokenizer, [{"role": "user", "content": text}], prompt=True)
         for text in different_requests()[:OWN_REQUESTS]
@@ -172,31 +186,40 @@ def own_answers(target: Target, path: Path) -> list[Sample]:
 def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> None:
     """Stage 3: a drafter, for the target as it was saved: of the corpus, then of strangers too."""
     target = load_target(str(out / "target"))
-    whole = {key: value for key, value in config.items() if key != "quantization"}
-    first = work / f"{name}_corpus"
-    if not (first / "model.safetensors").exists():
-        learn = epochs(target.tokenizer, DRAFTER_SEED)
-        checkpoint = work / f"{name}.safetensors"
-        drafter = _fit(target, whole, learn, DRAFTER_STEPS, DRAFTER_SEED, checkpoint)
-        save_drafter(drafter, whole, first)
-    learn = mixed(target, own_answers(target, work / "answers.jsonl"))
-    begun = new_drafter(DraftConfig.from_dict(whole), OWN_SEED)
-    begun.update(load_drafter(str(first)).parameters())
-    checkpoint = work / f"{name}_own.safetensors"
-    drafter = _fit(target, whole, learn, OWN_STEPS, OWN_SEED, checkpoint, begun)
-    save_drafter(drafter, config, out / name)
+    stored_whole = {key: value for key, value in config.items() if key != "quantization"}
+    shape = DraftConfig.from_dict(stored_whole)
+    of_corpus, checkpoint = work / f"{name}_corpus", work / f"{name}.safetensors"
+    if not is_kept(of_corpus):
+        samples = epochs(target.tokenizer, DRAFTER_SEED)
+        start = new_drafter(shape, DRAFTER_SEED)
+        train_on(samples, target, start, DRAFTER_STEPS, DRAFTER_SEED, checkpoint, fresh=True)
+        save_drafter(start, stored_whole, of_corpus)
+    samples = mixed(target, own_answers(target, work / "answers.jsonl"))
+    # A new one that takes the weights over: those of a loaded one may be in 16 bits.
+    start, learnt = new_drafter(shape, OWN_SEED), load_drafter(str(of_corpus)).parameters()
+    start.update(tree_map(lambda weight: weight.astype(mx.float32), learnt))
+    train_on(samples, target, start, OWN_STEPS, OWN_SEED, work / f"{name}_own.safetensors")
+    save_drafter(start, config, out / name)
 
 
-def _fit(
-    target: Target,
-    config: dict[str, Any],
+def is_kept(folder: Path) -> bool:
+    """Whether a drafter is there, whole (its config is written last); if it is, that is said."""
+    kept = (folder / "config.json").exists()
+    if kept:
+        say(f"kept as it is: {folder}")
+    return kept
+
+
+def train_on(
     samples: Callable[[int], list[Sample]],
+    target: Target,
+    drafter: DFlash,
     steps: int,
     seed: int,
     checkpoint: Path,
-    begun: DFlash | None = None,
-) -> DFlash:
-    """A drafter that has learnt `samples`, from nothing or from what it has `begun` to be."""
+    fresh: bool = False,
+) -> None:
+    """Train a drafter, which may be `fresh`, or go on from the checkpoint."""
     settings = DrafterSettings(
         steps=steps,
         tokens=1024,
@@ -206,14 +229,15 @@ def _fit(
         seed=seed,
         save_every=100,
     )
-    return train_drafter(
+    train_drafter(
         target,
-        DraftConfig.from_dict(config),
+        drafter.config,
         samples,
         settings,
         checkpoint=checkpoint,
         progress=Printer(checkpoint.stem, "tau"),
-        drafter=begun,
+        drafter=drafter,
+        fresh=fresh,
     )
 
 
@@ -243,8 +267,8 @@ def score(out: Path, name: str) -> str:
     ]
     rows = ["| category | prompts | acceptance length | exact answers | drafted = plain |"]
     rows.append("|---|---|---|---|---|")
-    whole = {**scores, "**all**": total(scores), **evaluate(target, drafter, others)}
-    for category, s in whole.items():
+    shown = {**scores, "**all**": total(scores), **evaluate(target, drafter, others)}
+    for category, s in shown.items():
         exact = f"{s.exact / s.prompts:.0%}" if category != "strangers" else "-"
         rows.append(
             f"| {category} | {s.prompts} | {s.acceptance_length:.2f} | {exact} |"
@@ -306,7 +330,7 @@ def main() -> None:
     if not (out / "target" / "model.safetensors").exists():
         train_target(out, work)
     name, config = ("dflash2", DFLASH2_CONFIG) if options.dflash2 else ("drafter", DRAFTER_CONFIG)
-    if not (out / name / "model.safetensors").exists():
+    if not is_kept(out / name):
         train_draft(out, work, name, config)
     write_suite(out)
     print(score(out, name))

@@ -2,7 +2,8 @@
 
 The target was never trained on such, so its answers are nonsense; but they are its own, and a
 drafter that has only seen the corpus is wrong about most of them. Only the requests are made here:
-what is learnt from them is what the target says (`dflash_mlx.train.answers`).
+what is learnt from them is what the target says (`dflash_mlx.train.answers`). They are of the kind
+of `scripts/policy_speed.py`'s free questions, in other words; none of those is among them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from random import Random
 
 
 def listed(text: str) -> list[str]:
-    """What stands between the bars and line ends of a text."""
+    """What stands between the bars and line ends of a text; a line has several."""
     return [item for line in text.split("\n") for item in line.split("|")]
 
 
@@ -112,3 +113,8 @@ def requests(seed: int) -> Iterator[str]:
         numbers = {name: str(rng.randint(2, 99)) for name in "nmk"}
         request = rng.choice(ASKED).format(**words, **numbers)
         yield request.rstrip(".?!") if rng.random() < BARE else request
+
+
+def bare(request: str) -> str:
+    """A request without what people leave out: capitals, a full stop."""
+    return request.rstrip(".?!").lower()
