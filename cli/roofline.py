@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LINKS = tuple(link.name for link in links())
 WIDE = 70  # columns of the whole table
-EMBEDDED_ACCEPTANCE = 12.00  # as its model card says, over all categories
+EMBEDDED_ACCEPTANCE = 12.0  # as its model card says, over all categories
 
 
 def roofline(
