@@ -211,7 +211,11 @@ def test_acceptance_and_chip_have_defaults_where_something_is_known(tmp_path, mo
     shown = roofline("--model", folder)
     assert shown.exit_code == 2 and "M4 Max" in shown.stderr
     shown = roofline("--chip", "M4 Max")
-    assert shown.exit_code == 0 and "tiny on M4 Max" in shown.stderr and "12 tokens a round" in shown.stderr
+    assert (
+        shown.exit_code == 0
+        and "tiny on M4 Max" in shown.stderr
+        and "12 tokens a round" in shown.stderr
+    )
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M3 Pro"})
     shown = roofline("--model", folder)
     assert shown.exit_code == 0 and "on M3 Pro" in shown.stderr and "6.49" in shown.stderr
