@@ -210,6 +210,15 @@ def test_a_resumed_drafter_is_the_same(tmp_path: Path, target: Target) -> None:
     assert_bitwise_equal(whole, train(99, tmp_path / "d.safetensors"))
 
 
+def test_a_drafter_that_was_loaded_in_16_bits_learns_in_32(target: Target) -> None:
+    """As one is loaded on a GPU."""
+    start = new_drafter(DRAFTER, 3)
+    start.set_dtype(mx.bfloat16)
+    settings = replace(SETTINGS, steps=1)
+    drafter = train_drafter(target, DRAFTER, sample_texts, settings, drafter=start)
+    assert {weight.dtype for _, weight in tree_flatten(drafter.parameters())} == {mx.float32}
+
+
 def interrupt_at(step: int) -> Callable[[Report], None]:
     def progress(report: Report) -> None:
         if report.step == step:

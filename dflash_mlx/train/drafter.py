@@ -214,7 +214,8 @@ def train_drafter(
         samples: the training samples of epoch e (for a file, the same list for every epoch).
         held_out: samples for the validations that `settings` asks for.
         checkpoint: a file to save to, and to resume from when it exists.
-        drafter: what training starts from; None is a new one, of `settings.seed`.
+        drafter: what training starts from, in 32 bits from then on; None is a new one, of
+            `settings.seed`.
         store: features of all samples and held-out ones; None computes them as they are needed.
         fresh: the drafter has learnt nothing yet, so its fusion may begin in the measure of
             `tap_levels` instead of the values' own.
@@ -224,6 +225,7 @@ def train_drafter(
     """
     fresh = fresh or drafter is None
     drafter = drafter or new_drafter(config, settings.seed)
+    drafter.set_dtype(mx.float32)  # a loaded one may be in 16 bits, too few for small steps
     drafter.check_fits(target)
     _check_trainable(drafter)
     anchors = Anchors(settings.anchors)

@@ -23,18 +23,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-from mlx.utils import tree_map
 from mlx_lm.utils import load_tokenizer
 
 from ...drafter.config import DraftConfig
 from ...drafter.network import DFlash
 from ...loading.load import load_drafter, load_target
+from ...prompt import encode_prompt
 from ...target import Target
 from ...train.answers import Answering, AnswersProgress, answer_all
 from ...train.batches import BatchStream
-from ...train.data import Sample, encode_chat, template_ids
-from ...train.drafter import DrafterSettings, new_drafter, save_drafter, train_drafter
+from ...train.data import Sample, encode_chat
+from ...train.drafter import DrafterSettings, save_drafter, train_drafter
 from ...train.evaluate import evaluate, total
 from ...train.fit import FitSettings, Report, fit
 from ...train.optimizers import muon
@@ -175,7 +174,7 @@ def own_answers(target: Target, path: Path) -> list[Sample]:
     So what it happens to say of held-out problems is learnt, too: see the model card.
     """
     prompts = [
-        template_ids(target.tokenizer, [{"role": "user", "content": text}], prompt=True)
+        encode_prompt(target, [{"role": "user", "content": text}])
         for text in different_requests()[:OWN_REQUESTS]
     ]
     answering = Answering(OWN_TOKENS, rows=48)
@@ -186,20 +185,17 @@ def own_answers(target: Target, path: Path) -> list[Sample]:
 def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> None:
     """Stage 3: a drafter, for the target as it was saved: of the corpus, then of strangers too."""
     target = load_target(str(out / "target"))
-    stored_whole = {key: value for key, value in config.items() if key != "quantization"}
-    shape = DraftConfig.from_dict(stored_whole)
-    of_corpus, checkpoint = work / f"{name}_corpus", work / f"{name}.safetensors"
-    if not is_kept(of_corpus):
+    unquantized = {key: value for key, value in config.items() if key != "quantization"}
+    shape, first = DraftConfig.from_dict(unquantized), work / f"{name}_corpus"
+    if not is_kept(first):
         samples = epochs(target.tokenizer, DRAFTER_SEED)
-        start = new_drafter(shape, DRAFTER_SEED)
-        train_on(samples, target, start, DRAFTER_STEPS, DRAFTER_SEED, checkpoint, fresh=True)
-        save_drafter(start, stored_whole, of_corpus)
+        checkpoint = work / f"{name}.safetensors"
+        drafter = train_on(samples, target, shape, DRAFTER_STEPS, DRAFTER_SEED, checkpoint)
+        save_drafter(drafter, unquantized, first)
     samples = mixed(target, own_answers(target, work / "answers.jsonl"))
-    # A new one that takes the weights over: those of a loaded one may be in 16 bits.
-    start, learnt = new_drafter(shape, OWN_SEED), load_drafter(str(of_corpus)).parameters()
-    start.update(tree_map(lambda weight: weight.astype(mx.float32), learnt))
-    train_on(samples, target, start, OWN_STEPS, OWN_SEED, work / f"{name}_own.safetensors")
-    save_drafter(start, config, out / name)
+    start, checkpoint = load_drafter(str(first), kernels=False), work / f"{name}_own.safetensors"
+    drafter = train_on(samples, target, shape, OWN_STEPS, OWN_SEED, checkpoint, start)
+    save_drafter(drafter, config, out / name)
 
 
 def is_kept(folder: Path) -> bool:
@@ -213,13 +209,13 @@ def is_kept(folder: Path) -> bool:
 def train_on(
     samples: Callable[[int], list[Sample]],
     target: Target,
-    drafter: DFlash,
+    shape: DraftConfig,
     steps: int,
     seed: int,
     checkpoint: Path,
-    fresh: bool = False,
-) -> None:
-    """Train a drafter, which may be `fresh`, or go on from the checkpoint."""
+    start: DFlash | None = None,
+) -> DFlash:
+    """A drafter that has learnt these samples, from nothing or from what it is at the `start`."""
     settings = DrafterSettings(
         steps=steps,
         tokens=1024,
@@ -229,15 +225,14 @@ def train_on(
         seed=seed,
         save_every=100,
     )
-    train_drafter(
+    return train_drafter(
         target,
-        drafter.config,
+        shape,
         samples,
         settings,
         checkpoint=checkpoint,
         progress=Printer(checkpoint.stem, "tau"),
-        drafter=drafter,
-        fresh=fresh,
+        drafter=start,
     )
 
 

@@ -96,7 +96,8 @@ Continue: the {thing} was {manner}
 Shorten this: I went to {place} with my {role}, and we bought a {thing} there for {n} dollars.
 Good afternoon!|Good evening|hey|ok|yes|no|help|thanks a lot|test|continue|more|why?|really?|Bye
 what can you do?|{thing}|{creature}|{subject}|{manner} {creature}|{place}""")
-BARE = 0.15  # of the requests end without their full stop or question mark
+ENDS = ".?!"
+BARE = 0.15  # of the requests come without theirs
 
 
 def requests(seed: int) -> Iterator[str]:
@@ -112,9 +113,9 @@ def requests(seed: int) -> Iterator[str]:
         words = {name: rng.choice(words) for name, words in lists.items()}
         numbers = {name: str(rng.randint(2, 99)) for name in "nmk"}
         request = rng.choice(ASKED).format(**words, **numbers)
-        yield request.rstrip(".?!") if rng.random() < BARE else request
+        yield request.rstrip(ENDS) if rng.random() < BARE else request
 
 
 def bare(request: str) -> str:
     """A request without what people leave out: capitals, a full stop."""
-    return request.rstrip(".?!").lower()
+    return request.rstrip(ENDS).lower()
