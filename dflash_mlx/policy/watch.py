@@ -50,6 +50,7 @@ class Watch:
         self._since = 0  # and of all since the last fit
         self._found: dict[int, float] = {}  # logs of what they take, beside one another,
         self._surprise = np.zeros(0)  # and how unlikely that is, for `_off` to make beliefs of
+        self._every: list[float] = []  # `multiples` of 1, 2, ... rows, since the last fit
         self.version, self.disagrees = 0, False  # counts the changes of mind
 
     def saw(self, rows: int, seconds: float, measured: float) -> None:
@@ -83,6 +84,7 @@ class Watch:
         apart = np.abs(found[known, None] - found[known])
         left_open = DOUBT * np.hypot(errors[known, None], errors[known])
         self.disagrees = bool((apart > log(TOLERANCE) + left_open).any())
+        self._every = []
         self.version += 1
 
     def _fit(self, widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -104,7 +106,8 @@ class Watch:
         found = np.linalg.solve(normal, pairs.T @ (weights * says))
         left = [np.abs(of - fits) for of, fits in zip(steps, pairs @ found, strict=True)]
         # As of a normal one. A fit through few steps leaves nothing, and that says nothing of them.
-        scale = max(WAVER, 1.48 * np.median(np.concatenate(left)) if left else 0.0)
+        # (`np.median` is not used: its first call imports for longer than a round takes.)
+        scale = max(WAVER, 1.48 * median(np.concatenate(left).tolist()) if left else 0.0)
         scale *= np.sqrt(weights.sum() / max(1.0, weights.sum() - len(widths) + 1))
         errors = scale / np.sqrt(np.maximum(1.0, np.diag(normal)))
         # Medians waver by more than means. What is off by more than `most` stalled, or disagrees.
@@ -167,8 +170,9 @@ class Watch:
 
     def corrected(self, seconds: Sequence[float]) -> list[float]:
         """Measured seconds of rounds of 1, 2, ... rows, as the rounds themselves say."""
-        every = self.multiples(np.arange(1, len(seconds) + 1))
-        return [float(s * f) for s, f in zip(seconds, every, strict=True)]
+        if len(self._every) != len(seconds):  # asked by every request, and at every depth
+            self._every = self.multiples(np.arange(1, len(seconds) + 1)).tolist()
+        return [s * f for s, f in zip(seconds, self._every, strict=True)]
 
     def multiples(self, rows: np.ndarray) -> np.ndarray:
         """What rounds of these widths take, as multiples of what was measured.
