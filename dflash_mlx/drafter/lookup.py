@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..target import Target
     from ..target.contents import Arrays
 
-LENGTHS = (16, 8, 4, 3, 2)  # of the n-grams that are indexed, the longest first
+LENGTHS = (2, 3, 4, 8, 16)  # of the n-grams that are indexed
 MOST = 32  # tokens before a place that are compared with those before the end
 WIDEST = 16  # rows of a draft
 # How often slots are right after matches of 2-3, 4-7, 8-15, 16-31 and more tokens: first beliefs,
@@ -83,7 +83,7 @@ class Index:
         for length, places in zip(LENGTHS, self._places, strict=True):
             place = places.get(tuple(text[-length:]), UNSEEN)
             if len(text) < length or place == UNSEEN:
-                continue
+                break  # where fewer were never the same, more were not
             matched = length
             while matched < min(MOST, place, len(text)) and (
                 self.tokens[place - matched - 1] == text[-matched - 1]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -213,12 +214,13 @@ class Widths:
         """
         self.look(context, certainty)
         # What a try teaches is for later rounds: near the end only what is believed counts.
-        is_early = limit >= self._policy.widest
+        is_early, limit = limit >= self._policy.widest, min(limit, self._policy.widest)
         rates = self.rates()
         affordable = self._affordable(rates)
+        if affordable < min(self._seconds[1:limit], default=inf):
+            return 1  # so ends most of the looks where drafts are wrong, and the device waits
         expected = expected_tokens(self._hopeful(rates) if is_early else rates)
         speeds = _speeds(expected, self._seconds, affordable)
-        limit = min(limit, self._policy.widest)
         best = max(range(limit), key=speeds.__getitem__) + 1
         if best > 1 and not self._pays(speeds[best - 1], speeds[0]):
             best = 1
@@ -236,6 +238,8 @@ class Widths:
         rates are of its slots; `limit` is the most rows. Returns the rows, 1 if nothing beats
         plain decoding, and their tokens per second.
         """
+        if not rates:
+            return 1, 1 / self._seconds[0]
         rates, verify = rates[: limit - 1], self._verify()
         expected, affordable = expected_tokens(rates), self._affordable(rates)
         speeds = _speeds(expected, verify, affordable)
