@@ -27,7 +27,9 @@ from dflash_mlx.bench.summary import (
 from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
+from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.trees import TreePolicy
+from dflash_mlx.policy.widths import Policy
 
 PROMPT = [5, 40, 80, 13]
 WAYS = ["plain", "DFlash", "mlx-lm"]
@@ -233,6 +235,25 @@ def test_trees_take_part_where_they_are_asked_for():
     assert one.differences == dict.fromkeys(one.runs)
     [drafted] = one.runs["DDTree"]
     assert max(drafted.stats.widths) == 8
+
+
+def test_what_a_prompt_teaches_its_own_next_turn_does_not_know():
+    """Else the median is of turns that were drafted by a policy which has seen the answer."""
+    knew = []
+
+    class Watched(TreePolicy):
+        def start(self, *args, **settings):
+            knew.append(self.scored)
+            return super().start(*args, **settings)
+
+    pair = tinymodels.target(), tinymodels.random_drafter()
+    free = Costs({64: {1: 1.0, 8: 1.0}}, {64: {1: 0.0, 8: 0.0}})
+    policy = Watched(Policy(free, widest=8), free)
+    list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, trees=policy))
+    _warm_up, *first = knew[:4]
+    assert first == [0, 0, 0]
+    assert knew[4] > 0 and knew[4:] == [knew[4]] * 3  # the first prompt has taught it, once
+    assert policy.scored > knew[4]
 
 
 def test_sampled_runs_are_plain_decodings_own():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -158,14 +159,18 @@ class Comparison:
 def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) -> Measured:
     """Decode one prompt `repeats` times in every way, and its rounds as lean as can be as often.
 
+    A policy that is given learns from the first time, and no other time knows of it.
+
     Args:
         prompt: what is asked.
         ids: the same as token ids.
         settings: of `Comparison`; the target and the drafter among them.
     """
     runs = Comparison(prompt=ids, **settings)
-    overheads = []
-    for _ in range(repeats):
+    overheads, untaught = [], deepcopy((runs.policy, runs.trees))
+    for turn in range(repeats):
+        if turn:  # the first one teaches the policy for other prompts; not for this one's own turns
+            runs.policy, runs.trees = deepcopy(untaught)
         runs.run_turn()
         of = overhead(runs.target, runs.drafter, ids, runs.drafted[-1], runs.max_tokens)
         overheads += [] if of is None else [of]
@@ -189,8 +194,9 @@ def measure_all(
     """
     settings |= {"target": target, "drafter": drafter}
     ids = [encoded(target, prompt) for prompt in prompts]
-    shorter = settings | {"max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
-    Comparison(prompt=ids[0], **shorter).run_turn()
+    warming = settings | {"max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
+    warming |= {name: deepcopy(settings.get(name)) for name in ("policy", "trees")}
+    Comparison(prompt=ids[0], **warming).run_turn()
     for prompt, tokens in zip(prompts, ids, strict=True):
         turn: BenchPrompt | None = prompt
         while turn is not None:
