@@ -30,9 +30,9 @@ def rows():
 
 
 def length(policy, category: str | None = None, drafter=DRAFTER) -> float:
-    """Tokens per round over the prompts, twice as the benchmark goes over them."""
+    """Tokens per round over the prompts, with a policy that knows nothing before the first."""
     tokens = rounds = 0
-    for of, prompt in PROMPTS * 2:
+    for of, prompt in PROMPTS:
         stats = generate(TARGET, drafter, prompt, max_tokens=TOKENS, policy=policy).stats
         tokens += stats.round_tokens * (category in (None, of))
         rounds += stats.rounds * (category in (None, of))

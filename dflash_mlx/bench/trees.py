@@ -1,13 +1,15 @@
 """Chains against draft trees: tokens per round by category, and tokens per second, paired.
 
 Every way to draft decodes each prompt in turn, in the opposite order of the last turn. What a
-policy learns it keeps from prompt to prompt, as in a conversation. At temperature 1 the fixed sizes
+policy learns it keeps from prompt to prompt, as in a conversation, and forgets before the same
+prompts come again. At temperature 1 the fixed sizes
 run once more, with the noise of the target's choices in their scores and without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -81,10 +83,11 @@ def tree_rows(
     rows = {way: TreeRow(way) for way in (PLAIN, *policies)}
     runs: dict[str, list[Result]] = {way: [] for way in rows}
     for number in range(repeats):
+        taught = deepcopy(policies)
         for turn, (_, prompt) in enumerate(prompts, start=number):
             for way in reversed(rows) if turn % 2 else rows:
                 drafts = None if way == PLAIN else drafter
-                policy = policies.get(way)
+                policy = taught.get(way)
                 run = generate(target, drafts, prompt, policy=policy, max_tokens=max_tokens)
                 runs[way].append(run)
     categories = [category for category, _ in prompts] * repeats
