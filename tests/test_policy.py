@@ -131,6 +131,18 @@ def test_the_same_costs_and_tokens_make_the_same_widths():
     assert runs[0] == runs[1] and len(set(runs[0])) > 1
 
 
+def test_a_width_that_is_too_dear_hides_no_wider_one():
+    """Rounds of two rows take longer than of eight on this machine, as its own rounds say."""
+    free = Costs({64: {row: 1.0 for row in (1, 2, 8)}}, {64: {1: 0.0}})
+    policy = Policy(free, 8)
+    for _ in range(40):
+        for rows, seconds in ((1, 1.0), (2, 9.0), (8, 1.1)):
+            policy.watch.saw(rows, seconds, 1.0)
+    request = policy.start()
+    assert request.width(64, 8, 1.0) == 8
+    assert request.width(64, 2, 1.0) == 1
+
+
 def test_a_policy_of_one_row_is_plain_decoding():
     """Nothing is ever drafted, and its account of expectations has a line for a plain token."""
     pair = costs(1.8, 0.4)

@@ -27,6 +27,19 @@ def test_a_machine_whose_pace_changes_while_widths_take_turns_says_nothing_of_th
     assert not watch.disagrees, watch.factors()
 
 
+def test_where_widths_disagree_the_pace_of_the_moment_counts():
+    """It moves between two fits, too, and whoever begins then is to know."""
+    watch = Watch()
+    for turn in range(12 * SEEN):
+        watch.saw((1, 16)[turn % 2], (1.0, 2.0)[turn % 2], 1.0)
+    assert watch.disagrees and watch.corrected([1.0] * 16)[15] == pytest.approx(2.0)
+    version = watch.version
+    while watch.pace < 2:
+        watch.saw(1, 3.0, 1.0)
+    assert watch.version == version, "no fit came between"
+    assert watch.corrected([1.0] * 16)[0] == pytest.approx(3.0)
+
+
 def test_what_widths_are_found_to_take_stays_true_of_a_machine_whose_pace_changes():
     watch, luck = Watch(), random.Random(1)
     for turn in range(12):

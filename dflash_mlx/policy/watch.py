@@ -170,7 +170,8 @@ class Watch:
 
     def corrected(self, seconds: Sequence[float]) -> list[float]:
         """Measured seconds of rounds of 1, 2, ... rows, as the rounds themselves say."""
-        if len(self._every) != len(seconds):  # asked by every request, and at every depth
+        # Asked by every request, at every depth. Where widths disagree, pace counts, and it moves.
+        if self.disagrees or len(self._every) != len(seconds):
             self._every = self.multiples(np.arange(1, len(seconds) + 1)).tolist()
         return [s * f for s, f in zip(seconds, self._every, strict=True)]
 

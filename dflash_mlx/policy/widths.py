@@ -214,11 +214,12 @@ class Widths:
         """
         self.look(context, certainty)
         # What a try teaches is for later rounds: near the end only what is believed counts.
-        is_early, limit = limit >= self._policy.widest, min(limit, self._policy.widest)
+        is_early = limit >= self._policy.widest
+        limit = min(limit, self._policy.widest)
         rates = self.rates()
         affordable = self._affordable(rates)
         if affordable < min(self._seconds[1:limit], default=inf):
-            return 1  # so ends most of the looks where drafts are wrong, and the device waits
+            return 1  # most looks end here where drafts are wrong; the device waits for them
         expected = expected_tokens(self._hopeful(rates) if is_early else rates)
         speeds = _speeds(expected, self._seconds, affordable)
         best = max(range(limit), key=speeds.__getitem__) + 1
