@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from functools import cache
 from itertools import count, starmap
 from pathlib import Path
@@ -27,7 +26,6 @@ from .screen import note, panel, print_json, stderr, waiting
 if TYPE_CHECKING:
     from dflash_mlx import Event, Result, Target
     from dflash_mlx.bench.measure import Comparison
-    from dflash_mlx.policy.rounds import AnyPolicy
 
 # One short answer is over in a tenth of a second, far too short to time once.
 COMPARE_SECONDS, COMPARE_PAIRS = 2.0, 9
@@ -76,7 +74,7 @@ def generate(
     comparison = _comparison(pair, encoded(pair.target), max_tokens, stop or [])
     comparison.sampling = sampling.settings() | _fitting(pair, schema)
     in_json = json or json_lines
-    untaught = deepcopy(comparison.policy) if compare else None
+    untaught = comparison.untaught() if compare else comparison
     events = _stream(comparison, _shown_as(output is None, json, json_lines))
     result = _result(events)
     comparison.drafted.append(result)
@@ -84,7 +82,7 @@ def generate(
         print(flush=True)
     if compare and pair.drafter is not None and result.tokens:
         with waiting("Decoding plainly, to compare"):
-            _compare(comparison, untaught)
+            _compare(untaught)
     content = as_json(pair, comparison, result) if in_json else None
     if content is not None:
         content |= {"stats": counters(result.stats)} if stats else {}
@@ -192,14 +190,13 @@ def _result(events: list[Event]) -> Result:
     )
 
 
-def _compare(comparison: Comparison, untaught: AnyPolicy | None) -> None:
+def _compare(untaught: Comparison) -> None:
     """Complete the first pair, and run more of them while that takes no time to speak of.
 
-    Each is drafted by the policy as the first one found it: what this very prompt has taught it
-    would show a speed that its answer did not have.
+    Each is drafted as the first one was: what this very prompt has taught the policy and the
+    drafter would show a speed that its answer did not have.
     """
     start = time.perf_counter()
-    comparison.run_plain()
-    while len(comparison.plain) < COMPARE_PAIRS and time.perf_counter() - start < COMPARE_SECONDS:
-        comparison.policy = deepcopy(untaught)
-        comparison.run_pair()
+    untaught.run_plain()
+    while len(untaught.plain) < COMPARE_PAIRS and time.perf_counter() - start < COMPARE_SECONDS:
+        untaught.untaught().run_pair()

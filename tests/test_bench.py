@@ -24,6 +24,7 @@ from dflash_mlx.bench.summary import (
     differences,
     summarize,
 )
+from dflash_mlx.drafter.beside import Beside
 from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
@@ -237,23 +238,38 @@ def test_trees_take_part_where_they_are_asked_for():
     assert max(drafted.stats.widths) == 8
 
 
-def test_what_a_prompt_teaches_its_own_next_turn_does_not_know():
+@pytest.mark.parametrize("of", ["policy", "trees"])
+def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     """Else the median is of turns that were drafted by a policy which has seen the answer."""
     knew = []
 
-    class Watched(TreePolicy):
+    class Chains(Policy):
+        def start(self, *args, **settings):
+            knew.append(self.beliefs().drafts)
+            return super().start(*args, **settings)
+
+    class Trees(TreePolicy):
         def start(self, *args, **settings):
             knew.append(self.scored)
             return super().start(*args, **settings)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
     free = Costs({64: {1: 1.0, 8: 1.0}}, {64: {1: 0.0, 8: 0.0}})
-    policy = Watched(Policy(free, widest=8), free)
-    list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, trees=policy))
+    policy = Chains(free, widest=8) if of == "policy" else Trees(Policy(free, widest=8), free)
+    list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, **{of: policy}))
     _warm_up, *first = knew[:4]
     assert first == [0, 0, 0]
     assert knew[4] > 0 and knew[4:] == [knew[4]] * 3  # the first prompt has taught it, once
-    assert policy.scored > knew[4]
+
+
+def test_nor_does_a_drafter_that_learns():
+    def taught(repeats: int) -> tuple[float, list[float]]:
+        drafter = Beside(tinymodels.random_drafter())
+        list(measure_all(tinymodels.target(), drafter, [ASKED], repeats, max_tokens=48))
+        return drafter.known.rate, drafter.known.lookup.rates.of(2, 3)
+
+    new = Beside(tinymodels.random_drafter()).known
+    assert taught(1) == taught(3) != (new.rate, new.lookup.rates.of(2, 3))
 
 
 def test_sampled_runs_are_plain_decodings_own():

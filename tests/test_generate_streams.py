@@ -92,9 +92,7 @@ def test_a_terminal_is_not_waited_for(monkeypatch):
 
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
     runs = []
-    monkeypatch.setattr(
-        command, "_compare", lambda comparison, _: runs.append(comparison.run_plain())
-    )
+    monkeypatch.setattr(command, "_compare", lambda untaught: runs.append(untaught.run_plain()))
     once = invoke(*ASKED)
     assert not runs and "identical" not in once.stderr
     twice = invoke(*ASKED, "--compare")

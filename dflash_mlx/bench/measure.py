@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -19,7 +19,7 @@ from mlx_lm import stream_generate as mlx_lm_generate
 from mlx_lm.sample_utils import make_sampler
 
 from ..begin import widest_block
-from ..drafter.protocol import Drafter, label
+from ..drafter.protocol import Drafter, apart, label
 from ..errors import PromptError
 from ..events import FinishReason, Result, Stats
 from ..loop import generate
@@ -71,6 +71,12 @@ class Comparison:
         drafted = DRAFTED if self.drafter is None else label(self.drafter)
         ways = {PLAIN: self.plain, drafted: self.drafted, DDTREE: self.tree, MLX_LM: self.mlx_lm}
         return {name: runs for name, runs in ways.items() if runs}
+
+    def untaught(self) -> Comparison:
+        """The same, to add to the same runs; what those teach is not known here."""
+        policy, trees = deepcopy((self.policy, self.trees))
+        drafter = None if self.drafter is None else apart(self.drafter)
+        return replace(self, policy=policy, trees=trees, drafter=drafter)
 
     def run_plain(self) -> None:
         """Decode once without a drafter."""
@@ -159,7 +165,7 @@ class Comparison:
 def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) -> Measured:
     """Decode one prompt `repeats` times in every way, and its rounds as lean as can be as often.
 
-    A policy that is given learns from the first time, and no other time knows of it.
+    Policies, and a drafter that learns, do so from the first time; no other time knows of it.
 
     Args:
         prompt: what is asked.
@@ -167,11 +173,9 @@ def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) 
         settings: of `Comparison`; the target and the drafter among them.
     """
     runs = Comparison(prompt=ids, **settings)
-    overheads, untaught = [], deepcopy((runs.policy, runs.trees))
-    for turn in range(repeats):
-        if turn:  # the first one teaches the policy for other prompts; not for this one's own turns
-            runs.policy, runs.trees = deepcopy(untaught)
-        runs.run_turn()
+    overheads, untaught = [], runs.untaught()
+    for turn in range(repeats):  # what the first one teaches is for other prompts
+        (untaught.untaught() if turn else runs).run_turn()
         of = overhead(runs.target, runs.drafter, ids, runs.drafted[-1], runs.max_tokens)
         overheads += [] if of is None else [of]
     beyond = median(overheads) if overheads else None
@@ -194,9 +198,8 @@ def measure_all(
     """
     settings |= {"target": target, "drafter": drafter}
     ids = [encoded(target, prompt) for prompt in prompts]
-    warming = settings | {"max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
-    warming |= {name: deepcopy(settings.get(name)) for name in ("policy", "trees")}
-    Comparison(prompt=ids[0], **warming).run_turn()
+    shorter = settings | {"max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
+    Comparison(prompt=ids[0], **shorter).untaught().run_turn()
     for prompt, tokens in zip(prompts, ids, strict=True):
         turn: BenchPrompt | None = prompt
         while turn is not None:

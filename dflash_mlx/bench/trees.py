@@ -2,8 +2,8 @@
 
 Every way to draft decodes each prompt in turn, in the opposite order of the last turn. What a
 policy learns it keeps from prompt to prompt, as in a conversation, and forgets before the same
-prompts come again. At temperature 1 the fixed sizes
-run once more, with the noise of the target's choices in their scores and without.
+prompts come again. At temperature 1 the fixed sizes run once more, with the noise of the target's
+choices in their scores and without.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..drafter.protocol import Drafter
+from ..drafter.protocol import Drafter, apart
 from ..events import Result
 from ..loop import generate
 from ..policy.fixed import FixedWidth
@@ -83,11 +83,11 @@ def tree_rows(
     rows = {way: TreeRow(way) for way in (PLAIN, *policies)}
     runs: dict[str, list[Result]] = {way: [] for way in rows}
     for number in range(repeats):
-        taught = deepcopy(policies)
+        learning, learner = deepcopy(policies), apart(drafter)
         for turn, (_, prompt) in enumerate(prompts, start=number):
             for way in reversed(rows) if turn % 2 else rows:
-                drafts = None if way == PLAIN else drafter
-                policy = taught.get(way)
+                drafts = None if way == PLAIN else learner
+                policy = learning.get(way)
                 run = generate(target, drafts, prompt, policy=policy, max_tokens=max_tokens)
                 runs[way].append(run)
     categories = [category for category, _ in prompts] * repeats

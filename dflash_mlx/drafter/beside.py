@@ -8,6 +8,7 @@ drafted beside it or not at all; without one the longer expectation wins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -100,6 +101,12 @@ class Beside:
     def label(self) -> str:
         """What people read."""
         return f"{label(self.network)}+lookup"
+
+    def apart(self) -> Beside:
+        """The same network, and what is known so far to be gone on with apart."""
+        other = Beside(self.network)
+        other.known = deepcopy(self.known)
+        return other
 
     def start(self, target: Target, sampler: Sampler) -> BesideSession:
         """Begin one request. Raises `IncompatibleDrafterError`."""

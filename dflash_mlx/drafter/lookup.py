@@ -13,6 +13,7 @@ from every draft, verified or not, once the text has gone on past it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 from ..hindsight import Hindsight
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ..target import Target
     from ..target.contents import Arrays
 
-LENGTHS = (2, 3, 4, 8, 16)  # of the n-grams that are indexed
+LENGTHS = (2, 3, 4, 8, 16)  # of the n-grams that are indexed, the shortest first: see `find`
 MOST = 32  # tokens before a place that are compared with those before the end
 WIDEST = 16  # rows of a draft
 # How often slots are right after matches of 2-3, 4-7, 8-15, 16-31 and more tokens: first beliefs,
@@ -138,6 +139,10 @@ class Lookup:
 
     def __init__(self) -> None:
         self.rates = Rates()
+
+    def apart(self) -> Lookup:
+        """The same, going on from what is known so far."""
+        return deepcopy(self)
 
     def start(self, target: Target, sampler: Sampler) -> LookupSession:
         """Begin one request."""

@@ -98,6 +98,14 @@ class Labelled(Protocol):
         """In a word."""
 
 
+@runtime_checkable
+class Learns(Protocol):
+    """A drafter that learns from one request what it does in the next."""
+
+    def apart(self) -> Drafter:
+        """The same drafter, which goes on from what this one knows and teaches it nothing."""
+
+
 class TreeSession(Session, Protocol):
     """A session that drafts trees, too."""
 
@@ -296,6 +304,11 @@ class Abilities:
 def label(drafter: Drafter) -> str:
     """What drafts, in a word: "DFlash", "lookup", "DFlash2+lookup"."""
     return drafter.label if isinstance(drafter, Labelled) else type(drafter).__name__
+
+
+def apart(drafter: Drafter) -> Drafter:
+    """The same drafter; what it learns from now on the given one does not know."""
+    return drafter.apart() if isinstance(drafter, Learns) else drafter
 
 
 def drafts_trees(drafter: Drafter) -> bool:
