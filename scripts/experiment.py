@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from random import Random
 from typing import Any, TypeVar
 
 import dflash_mlx as dm
@@ -50,15 +51,16 @@ def spread(items: Sequence[Item], count: int, first: int = 0) -> Sequence[Item]:
 def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.Stats, list[int]]]:
     """Decode in several ways side by side, `TURN` tokens of each in turn: its stats and tokens.
 
-    A machine's pace changes from one second to the next: here it does so for all ways alike. Stats
-    count the time of a way's own rounds, the one included that a turn's last round has begun.
+    A machine's pace changes from one second to the next: here it does so for all ways alike. Each
+    lap has another order, for whoever comes after wide rounds finds other caches. Stats count the
+    time of a way's own rounds, the one included that a turn's last round has begun.
     """
     import mlx.core as mx
 
     done: dict[Way, tuple[dm.Stats, list[int]]] = {}
-    going, tokens = dict(streams), {way: list[int]() for way in streams}
+    going, tokens, luck = dict(streams), {way: list[int]() for way in streams}, Random(0)
     while going:
-        for way, stream in [*going.items()]:
+        for way, stream in luck.sample([*going.items()], len(going)):
             end = len(tokens[way]) + TURN
             while len(tokens[way]) < end:
                 event = next(stream, None)

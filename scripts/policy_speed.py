@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from copy import deepcopy
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -121,9 +122,8 @@ class Prompt:
 
     def _run(self, policy: dm.Policy, turn: int) -> dict[int, float]:
         """Decode once in every way, side by side; none always follows the same one."""
-        ways = [POLICY, *(width for width in WIDTHS if width <= policy.widest)]
-        first, streams = turn % len(ways), dict[int, Any]()
-        for way in ways[first:] + ways[:first]:
+        ways, streams = [POLICY, *(w for w in WIDTHS if w <= policy.widest)], dict[int, Any]()
+        for way in Random(turn).sample(ways, len(ways)):
             how: Any = {"policy": policy} if way == POLICY else {"block_size": way}
             streams[way] = dm.stream_generate(
                 *self._pair, self._ids, max_tokens=self._max_tokens, **how
