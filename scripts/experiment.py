@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from random import Random
+from random import sample
 from typing import Any, TypeVar
 
 import dflash_mlx as dm
@@ -58,9 +58,9 @@ def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.St
     import mlx.core as mx
 
     done: dict[Way, tuple[dm.Stats, list[int]]] = {}
-    going, tokens, luck = dict(streams), {way: list[int]() for way in streams}, Random(0)
+    going, tokens = dict(streams), {way: list[int]() for way in streams}
     while going:
-        for way, stream in luck.sample([*going.items()], len(going)):
+        for way, stream in sample([*going.items()], len(going)):
             end = len(tokens[way]) + TURN
             while len(tokens[way]) < end:
                 event = next(stream, None)

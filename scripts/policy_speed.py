@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from copy import deepcopy
-from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -117,13 +116,13 @@ class Prompt:
         end = perf_counter() + options.seconds
         while len(self._turns) < options.repeats or perf_counter() < end:
             taught = deepcopy(policy)
-            self._turns.append(self._run(taught, len(self._turns)))
+            self._turns.append(self._run(taught))
         return taught
 
-    def _run(self, policy: dm.Policy, turn: int) -> dict[int, float]:
-        """Decode once in every way, side by side; none always follows the same one."""
-        ways, streams = [POLICY, *(w for w in WIDTHS if w <= policy.widest)], dict[int, Any]()
-        for way in Random(turn).sample(ways, len(ways)):
+    def _run(self, policy: dm.Policy) -> dict[int, float]:
+        """Decode once in every way, side by side."""
+        streams = dict[int, Any]()
+        for way in (POLICY, *(width for width in WIDTHS if width <= policy.widest)):
             how: Any = {"policy": policy} if way == POLICY else {"block_size": way}
             streams[way] = dm.stream_generate(
                 *self._pair, self._ids, max_tokens=self._max_tokens, **how
