@@ -4,13 +4,17 @@
 
 Prompts of the embedded suite, and free ones that its target knows nothing about. Each is
 decoded in every way, side by side, `--repeats` times, and short answers as often as `--seconds`
-allow. Times are medians of all turns; a prompt's speed over plain decoding is the turns' median. A
-policy begins with what another prompt of each class and the prompts so far have taught it, as
-`generate` does in every start but the first, and as a chat; what a prompt teaches it, it does not
-know when the same one is decoded again to be timed. With `--kept 0` it starts from nothing at each
-prompt. Printed for each class of prompts: the policy's total time over the best fixed width's, and
-its slowest prompt against plain decoding. Costs are measured anew at the start; what the rounds
-corrected of them is printed at the end.
+allow. A way's time is the median of its shares of a turn, for a machine's pace moves from turn to
+turn; a prompt's speed over plain decoding is the turns' median. A policy begins with what another
+prompt of each class and the prompts so far have taught it, as `generate` does in every start but
+the first, and as a chat; what a prompt teaches it, it does not know when the same one is decoded
+again to be timed. With `--kept 0` it starts from nothing at each prompt.
+
+Printed for each class of prompts: the policy's total time over the best fixed width's, and where 95
+of 100 draws of as many turns have it; what chance makes of nothing, the widest width over itself,
+which runs twice; rounds, the policy's and the widest width's; and the slowest
+prompt against plain decoding. Costs are measured anew at the start; what the rounds corrected of
+them is printed at the end.
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from experiment import in_turns, options_of
 
 import dflash_mlx as dm
 
 WIDTHS, POLICY = (1, 2, 4, 8, 16), 0
+AGAIN = -1  # the widest width, a second time
+DRAWS = 500
 FREE = """Tell me a story about a fox.
 Summarize
 What is the capital of France?
@@ -77,25 +84,20 @@ def main() -> None:
                 dm.generate(target, drafter, list(prompt.messages), policy=kept)
     asked = [(one.category, one.messages) for one in embedded]
     asked += [("free", [{"role": "user", "content": text}]) for text in FREE]
-    times: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    slowest: dict[str, tuple[float, str]] = {}
+    classes: dict[str, list[Prompt]] = defaultdict(list)
     for category, messages in asked:
         prompt = Prompt(target, drafter, messages, options.max_tokens)
         taught = prompt.repeat(kept or dm.Policy(costs, widest), options)
         kept = taught if kept else None
-        for way, seconds in prompt.seconds.items():
-            times[category][way] += seconds
-        slowest[category] = min(slowest.get(category, (float("inf"), "")), prompt.over_plain)
+        classes[category].append(prompt)
         if category == "free":
             print(prompt.line)
-    print("class         policy over the best width   over plain   slowest prompt over plain")
-    for category, by_way in times.items():
-        best = min((way for way in by_way if way != POLICY), key=by_way.__getitem__)
-        low, text = slowest[category]
-        print(
-            f"{category:13} {by_way[POLICY] / by_way[best]:6.3f} (width {best:>2}) "
-            f"{by_way[1] / by_way[POLICY]:18.2f}x {low:8.2f}x ({text})"
-        )
+    print(
+        "class        policy over best width (95%)   by chance   over plain"
+        "   rounds, widest's    slowest over plain"
+    )
+    for category, prompts in classes.items():
+        print(f"{category:12} {summary(prompts)}")
     if kept:
         print(*kept.describe(128), sep="\n")
 
@@ -108,8 +110,9 @@ class Prompt:
 
         self._pair, self._ids = (target, drafter), encode_prompt(target, messages)
         self._text, self._max_tokens = str(messages[-1]["content"])[:40], max_tokens
-        self._turns: list[dict[int, float]] = []  # seconds of each way
-        self._stats: Any = None
+        self._turns: list[list[float]] = []  # seconds of each way
+        self.ways: list[int] = []
+        self.stats: dict[int, dm.Stats] = {}  # of the last turn
 
     def repeat(self, policy: dm.Policy, options: Any) -> dm.Policy:
         """Decode in turns, each with the policy as it is; what it becomes in one of them."""
@@ -119,35 +122,64 @@ class Prompt:
             self._turns.append(self._run(taught))
         return taught
 
-    def _run(self, policy: dm.Policy) -> dict[int, float]:
-        """Decode once in every way, side by side."""
+    def _run(self, policy: dm.Policy) -> list[float]:
+        """Decode once in every way, side by side; a lookup knows nothing of the other texts."""
+        from dflash_mlx.drafter.protocol import apart
+
+        widths = [width for width in WIDTHS if width <= policy.widest]
+        self.ways = [POLICY, *widths, AGAIN]
         streams = dict[int, Any]()
-        for way in (POLICY, *(width for width in WIDTHS if width <= policy.widest)):
-            how: Any = {"policy": policy} if way == POLICY else {"block_size": way}
+        for way in self.ways:
+            width = widths[-1] if way == AGAIN else way
+            how: Any = {"policy": policy} if way == POLICY else {"block_size": width}
+            target, drafter = self._pair
             streams[way] = dm.stream_generate(
-                *self._pair, self._ids, max_tokens=self._max_tokens, **how
+                target, apart(drafter), self._ids, max_tokens=self._max_tokens, **how
             )
         done = in_turns(streams)
-        self._stats = done[POLICY][0]
-        return {way: stats.decode_seconds for way, (stats, _) in done.items()}
+        self.stats = {way: done[way][0] for way in self.ways}
+        return [self.stats[way].decode_seconds for way in self.ways]
 
-    @property
-    def seconds(self) -> dict[int, float]:
-        """Of each way, of all turns the median."""
-        return {way: median(turn[way] for turn in self._turns) for way in self._turns[0]}
+    def seconds(self, turns: Any = slice(None)) -> np.ndarray:
+        """Of each way, of all turns or of these."""
+        taken = np.array(self._turns)[turns]
+        whole = taken.sum(axis=1)
+        return np.median(taken / whole[:, None], axis=0) * np.median(whole)
+
+    def drawn(self, rng: np.random.Generator) -> np.ndarray:
+        """Seconds of as many turns, drawn at random."""
+        return self.seconds(rng.integers(len(self._turns), size=len(self._turns)))
 
     @property
     def over_plain(self) -> tuple[float, str]:
         """The policy's speed over plain decoding's, and what was asked."""
-        speed = median(turn[1] / turn[POLICY] for turn in self._turns)
-        return speed, f"{self._text!r}, {self._stats.output_tokens} tokens"
+        plain, policy = self.ways.index(1), self.ways.index(POLICY)
+        speed = median(turn[plain] / turn[policy] for turn in self._turns)
+        return speed, f"{self._text!r}, {self.stats[POLICY].output_tokens} tokens"
 
     @property
     def line(self) -> str:
         """How it went, in a line."""
-        stats, (speed, _) = self._stats, self.over_plain
+        stats, (speed, _) = self.stats[POLICY], self.over_plain
         counts = f"{stats.output_tokens:4} tokens {stats.rounds:4} rounds"
-        return f"{self._text:42} {counts} {speed:5.2f}x plain"
+        return f"{self._text:42} {counts} {speed:5.2f}x plain, {len(self._turns)} turns"
+
+
+def summary(prompts: list[Prompt]) -> str:
+    """A class of prompts in a line; the best width is that of all turns, in every draw."""
+    rng, ways = np.random.default_rng(0), prompts[0].ways
+    seconds = dict(zip(ways, sum(prompt.seconds() for prompt in prompts), strict=True))
+    widths = [way for way in ways if way not in (POLICY, AGAIN)]
+    best = min(widths, key=seconds.__getitem__)
+    draws = np.array([sum(prompt.drawn(rng) for prompt in prompts) for _ in range(DRAWS)])
+    low, high = np.quantile(draws[:, 0] / draws[:, ways.index(best)], (0.025, 0.975))
+    rounds = [sum(one.stats[way].rounds for one in prompts) for way in (POLICY, widths[-1])]
+    slowest, text = min(prompt.over_plain for prompt in prompts)
+    return (
+        f"{seconds[POLICY] / seconds[best]:.3f} ({low:.3f} to {high:.3f}; width {best:>2})"
+        f" {seconds[AGAIN] / seconds[widths[-1]]:10.3f} {seconds[1] / seconds[POLICY]:10.2f}x"
+        f" {rounds[0]:8}, {rounds[1]:8} {slowest:14.2f}x ({text})"
+    )
 
 
 if __name__ == "__main__":
