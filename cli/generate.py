@@ -35,7 +35,7 @@ def generate(
     context: typer.Context,
     *,
     prompt: generate_options.Prompt = None,
-    file: generate_options.File = None,
+    files: generate_options.Files = None,
     names: options.Names,
     no_draft: options.NoDraft = False,
     weights: options.Weights,
@@ -61,7 +61,7 @@ def generate(
         raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
     if json and json_lines:
         raise typer.BadParameter("goes without --json", param_hint="--json-lines")
-    text = read_prompt(prompt, file, stdin_ends(context))
+    text = read_prompt(prompt, files or [], stdin_ends(context))
     asked = text if raw else as_messages(text, system)
     schema = read_schema(json_schema)
     if output is not None and str(output) == STANDARD:

@@ -13,9 +13,14 @@ Prompt = Annotated[
     str | None,
     typer.Argument(help="The prompt. What is piped in comes after it; '-' puts it here."),
 ]
-File = Annotated[
-    Path | None,
-    typer.Option("--file", "-f", metavar="FILE", help="Text to add to the prompt; '-' is stdin."),
+Files = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--file",
+        "-f",
+        metavar="FILE",
+        help="Text to add to the prompt; '-' is stdin. Repeatable.",
+    ),
 ]
 System = Annotated[
     str | None,

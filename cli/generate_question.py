@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,24 @@ from dflash_mlx.reading import read_json
 STANDARD = "-"  # a file of this name is stdin, or stdout
 
 
-def read_prompt(prompt: str | None, file: Path | None, stdin_ends: bool = True) -> str:
-    """The prompt given, the file's text and what is piped in, in this order.
+def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = True) -> str:
+    """The prompt given, the files' texts and what is piped in, in this order.
 
     A blank line stands between them, as between an instruction and the letter it is about. "-" as
-    the prompt or the file is stdin, in its place; else stdin is read unless it is a terminal, or
+    the prompt or a file is stdin, in its place; else stdin is read unless it is a terminal, or
     one that never ends.
 
     Raises:
         typer.BadParameter: stdin is asked for twice or never ends, or there is no prompt at all.
-        PromptError: the text is empty or not UTF-8, or the file cannot be read.
+        PromptError: the text is empty or not UTF-8, or a file cannot be read.
     """
-    asked = (prompt, None if file is None else str(file)).count(STANDARD)
+    asked = [prompt, *map(str, files)].count(STANDARD)
     if asked > 1:
-        raise typer.BadParameter("stdin is the PROMPT already", param_hint="--file")
+        raise typer.BadParameter(f"{STANDARD} is stdin, and is read once", param_hint="--file")
     if asked and not stdin_ends:
         raise typer.BadParameter("mlx.launch never ends stdin: give a text or a --file")
     parts = [] if prompt is None else [_stdin() if prompt == STANDARD else utf8(prompt)]
-    if file is not None:
+    for file in files:
         parts.append(_stdin() if str(file) == STANDARD else utf8(_content(file), str(file)))
     if not asked and stdin_ends and sys.stdin is not None and not sys.stdin.isatty():
         piped = sys.stdin.buffer.read()

@@ -51,6 +51,7 @@ def answer_to(loaded: Pair, text: str) -> str:
         ([SUMMARIZE, "-f", "FILE"], "the notes", f"{SUMMARIZE}\n\nof a file\n\nthe notes"),
         ([SUMMARIZE, "-f", "-"], "the notes", f"{SUMMARIZE}\n\nthe notes"),
         (["-", "-f", "FILE"], "the notes", "the notes\n\nof a file"),
+        (["-f", "FILE", "-f", "-", "-f", "FILE"], "notes", "of a file\n\nnotes\n\nof a file"),
         ([SUMMARIZE], " \n", SUMMARIZE),
     ],
 )
@@ -76,9 +77,9 @@ def test_a_prompt_without_quotes_says_to_quote_it():
 
 def test_a_closed_stdin_is_no_input(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    assert read_prompt(SUMMARIZE, None) == SUMMARIZE
+    assert read_prompt(SUMMARIZE, []) == SUMMARIZE
     with pytest.raises(PromptError, match="empty"):
-        read_prompt("-", None)
+        read_prompt("-", [])
 
 
 def test_a_terminal_is_not_waited_for(monkeypatch):
@@ -87,7 +88,7 @@ def test_a_terminal_is_not_waited_for(monkeypatch):
             return True
 
     monkeypatch.setattr("sys.stdin", Terminal())
-    assert read_prompt(SUMMARIZE, None) == SUMMARIZE
+    assert read_prompt(SUMMARIZE, []) == SUMMARIZE
 
 
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
