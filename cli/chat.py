@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from . import options
 from .chat_commands import obey, reader
 from .chat_dialogue import Dialogue, read_talk
 from .chat_loop import Chat
+from .chat_settings import check
 from .generate_options import System
 from .generate_question import utf8
 from .pair import Pair, open_pair
@@ -48,6 +50,7 @@ ApiKey = Annotated[
 
 
 def chat(
+    context: typer.Context,
     *,
     names: options.Names,
     no_draft: options.NoDraft = False,
@@ -68,7 +71,10 @@ def chat(
         utf8(system, "The system message")
     settings = sampling.settings() | {"max_tokens": max_tokens, "stop": stop or ()}
     if server is not None:
+        _check_is_the_servers(context)
         dialogue = _served(server, names, api_key, settings)
+    elif api_key is not None:
+        raise typer.BadParameter("goes with --server", param_hint="--api-key")
     else:
         pair = open_pair(names, weights, rounds, no_draft, check=_can_chat)
         dialogue = _loaded(pair, settings)
@@ -76,7 +82,7 @@ def chat(
         dialogue.go_on(*talk)
     if system is not None:
         dialogue.set_system(system)
-    Chat(dialogue, obey, reader, verbose and server is None).run()
+    Chat(dialogue, obey, reader, verbose).run()
 
 
 def _can_chat(target: Target) -> None:
@@ -87,7 +93,18 @@ def _can_chat(target: Target) -> None:
 def _loaded(pair: Pair, settings: dict[str, Any]) -> Dialogue:
     """With a model in this process."""
     decoding = {"block_size": pair.block_size, "kv_bits": pair.kv_bits, "policy": pair.policy}
+    check(settings, pair.target.vocab_size)
     return Dialogue(pair, settings | decoding)
+
+
+def _check_is_the_servers(context: typer.Context) -> None:
+    """Refuse the options of a pair and its rounds: those a server has chosen for itself."""
+    pairs = [field.name for group in (options.Weights, options.Rounds) for field in fields(group)]
+    ours = ["draft", "no_draft", *pairs, "verbose"]
+    if given := [options.spelled(name) for name in ours if options.is_given(name, context)]:
+        raise typer.BadParameter(
+            f"goes without {', '.join(given)}: that is the server's affair", param_hint="--server"
+        )
 
 
 def _served(url: str, names: options.Names, key: str | None, settings: dict[str, Any]) -> Dialogue:
@@ -96,9 +113,5 @@ def _served(url: str, names: options.Names, key: str | None, settings: dict[str,
 
     from .chat_server import Served
 
-    if names.draft is not None:
-        raise typer.BadParameter(
-            "goes without --draft: the server has its own", param_hint="--server"
-        )
     model = None if names.model == EMBEDDED else names.model
     return Served(Server.find(url, model, key), settings)

@@ -12,7 +12,7 @@ from dflash_mlx.errors import DataError, OutputError, SettingsError
 from dflash_mlx.machine.folders import cache_folder
 
 from .chat_loop import Chat
-from .chat_settings import NAMES, NONE, change, shown
+from .chat_settings import NAMES, NONE, change, idle, shown
 from .screen import counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COMMAND = re.compile(r"(/[a-zA-Z]+)(?=\s|$)")  # "/usr/bin/env: what is it?" is a question
 LEAVING = ("exit", "quit")  # as a message: what other programs at a prompt end on
-FILE, SETTING = "file", "setting"  # kinds of arguments
+FILE, SETTING, WORDS = "file", "setting", "words"  # kinds of arguments
 
 
 def obey(chat: Chat, line: str) -> bool:
@@ -37,7 +37,10 @@ def obey(chat: Chat, line: str) -> bool:
     if "\n" in rest and name != "/system":  # something pasted
         return False
     if name in COMMANDS:
-        COMMANDS[name].run(chat, rest.strip())
+        if rest.strip() and not COMMANDS[name].argument:
+            note(f"{name} stands alone. (With a space before it, it is a message.)")
+        else:
+            COMMANDS[name].run(chat, rest.strip())
         return True
     near = get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else "/help lists the commands."
@@ -98,13 +101,16 @@ def _system(chat: Chat, text: str) -> None:
 
 def _set(chat: Chat, text: str) -> None:
     name, _, value = text.partition(" ")
+    settings = chat.dialogue.settings
     try:
         if value or name not in ("", *NAMES):
-            change(chat.dialogue.settings, name, value.strip())
+            change(settings, name, value.strip(), chat.dialogue.vocabulary)
     except SettingsError as error:
         error_line(str(error))
         return
-    for line in shown(chat.dialogue.settings):
+    if value and idle(settings, name):
+        note(f"At temperature 0 the most likely token is picked: {name} changes nothing.")
+    for line in shown(settings):
         if not name or line.split()[0] == name:
             note(line)
 
@@ -190,7 +196,7 @@ def _compare(chat: Chat, _: str) -> None:
 
 
 class Command(NamedTuple):
-    """What a command does, in words and in deed, and of which kind its argument is."""
+    """What a command does, in words and in deed, and of which kind its argument is, if any."""
 
     help: str
     run: Callable[[Chat, str], None]
@@ -202,8 +208,8 @@ COMMANDS: dict[str, Command] = {
     "/clear": Command("forget the conversation, but not the system message", _clear),
     "/undo": Command("forget the last question and its answer", _undo),
     "/retry": Command("answer the last question again, with another seed", _retry),
-    "/edit": Command("write a message in your editor; TEXT begins it, Enter sends it", _edit),
-    "/system": Command(f"show the system message; TEXT sets it, {NONE!r} removes it", _system),
+    "/edit": Command("write in your editor; TEXT begins the message, Enter sends it", _edit, WORDS),
+    "/system": Command(f"show the system message; TEXT sets, {NONE!r} removes it", _system, WORDS),
     "/set": Command("show the settings; NAME VALUE changes one, as temperature 0.8", _set, SETTING),
     "/compare": Command("decode the last answer plainly: times, and the same text?", _compare),
     "/ribbon": Command("draw how many drafts every round kept, or stop it", _ribbon),

@@ -75,6 +75,11 @@ class Dialogue:
         """The model's."""
         return self.pair.target.name
 
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens there are to choose from; None where that is not known."""
+        return self.pair.target.vocab_size
+
     def thinking(self, answer: Answer) -> tuple[tuple[str, str] | None, bool]:
         """What is around reasoning, if the model has any, and whether an answer begins in it."""
         tokenizer = self.pair.target.tokenizer

@@ -12,7 +12,7 @@ from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dflash_mlx.errors import PromptError, ServerError
+from dflash_mlx.errors import DFlashError, PromptError
 
 from .chat_dialogue import Answer, Dialogue, measure_plain
 from .chat_wrap import BETWEEN, packed
@@ -94,7 +94,7 @@ class Chat:
                     writer.write(event.text)
                     if answer.stopped:
                         break
-        except (PromptError, ServerError) as error:
+        except DFlashError as error:
             if not self.interactive:
                 raise
             self.dialogue.undo()

@@ -58,6 +58,11 @@ class Served(Dialogue):
         """The model's."""
         return str(self.pair.server.model)
 
+    @property
+    def vocabulary(self) -> None:
+        """The server knows it."""
+        return None
+
     def _begin(self) -> Answer:
         return Answer([])
 

@@ -12,13 +12,11 @@ NONE = "none"  # what removes a seed, or a system message
 NAMES: dict[str, type[int] | type[float]] = {**SAMPLING, "max_tokens": int}
 
 
-def change(settings: dict[str, Any], name: str, text: str) -> None:
+def change(settings: dict[str, Any], name: str, text: str, vocabulary: int | None = None) -> None:
     """Change one of the settings of `stream_generate`; a temperature brings a seed if need be.
 
     Raises `SettingsError` for another name or a value that is none, and changes nothing.
     """
-    from dflash_mlx.settings import Sampling
-
     if name not in NAMES:
         raise SettingsError(f"There is no setting {name!r}: /set knows {', '.join(NAMES)}.")
     kind = NAMES[name]
@@ -32,8 +30,22 @@ def change(settings: dict[str, Any], name: str, text: str) -> None:
     changed = settings | {name: value}
     if changed["temperature"] > 0 and changed["seed"] is None:
         changed["seed"] = secrets.randbits(32)
-    Sampling(**{key: changed[key] for key in SAMPLING})  # refuses what makes no sense
+    check(changed, vocabulary)
     settings |= changed
+
+
+def check(settings: dict[str, Any], vocabulary: int | None) -> None:
+    """Raise `SettingsError` for what makes no sense, or not with so many tokens, if known."""
+    from dflash_mlx.settings import Sampling
+
+    sampling = Sampling(**{key: settings[key] for key in SAMPLING})
+    if vocabulary is not None:
+        sampling.check_vocabulary(vocabulary)
+
+
+def idle(settings: dict[str, Any], name: str) -> bool:
+    """Whether a setting changes nothing, for the likeliest token is picked."""
+    return not settings["temperature"] and name in SAMPLING and name != "temperature"
 
 
 def shown(settings: dict[str, Any]) -> list[str]:

@@ -210,7 +210,7 @@ class Sampling:
         settings = dict(vars(self))
         given = [name for name, value in settings.items() if value != getattr(Sampling, name)]
         if given and not self.temperature:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            options = ", ".join(map(spelled, given))
             note(f"At temperature 0 the most likely token is picked: {options} changes nothing.")
         if self.temperature > 0 and self.seed is None:
             # Drawn here, so that plain decoding can have the same.
@@ -259,6 +259,11 @@ def tree_rows(text: str) -> int | str | None:
 def bits_of(bits: Bits | None) -> int | None:
     """The number an option stands for."""
     return None if bits is None else int(bits.value)
+
+
+def spelled(parameter: str) -> str:
+    """A parameter as the option that it is on the command line."""
+    return f"--{parameter.replace('_', '-')}"
 
 
 def is_given(parameter: str, context: typer.Context) -> bool:

@@ -142,13 +142,40 @@ def test_settings_are_shown_and_set(chat, capsys):
 @pytest.mark.parametrize(
     "wrong",
     ["temperature hot", "temperature -1", "temperature nan", "top_p 7", "top_k 1.5", "min_p 2"]
-    + ["seed -1", "max_tokens -1", "max_tokens many", "temprature 1", "temprature"],
+    + ["top_k 99999", "seed -1", "max_tokens -1", "max_tokens many", "temprature 1", "temprature"],
 )
 def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
     before = dict(chat.dialogue.settings)
     heard = told(chat, capsys, f"/set {wrong}")
     assert heard.startswith("error: ") and heard.count("\n") == 1
     assert chat.dialogue.settings == before
+
+
+def test_a_setting_that_changes_nothing_is_said(chat, capsys):
+    assert "top_k changes nothing" in told(chat, capsys, "/set top_k 5")
+    say(chat, "/set temperature 1")
+    assert told(chat, capsys, "/set top_k 5") == "top_k        5\n"
+    assert told(chat, capsys, "/set max_tokens 5") == "max_tokens   5\n"
+
+
+def test_a_chat_outlives_what_its_settings_cannot_do(chat, capsys):
+    say(chat, "hi")
+    chat.dialogue.settings |= {"top_k": 99_999, "temperature": 1.0, "seed": 1}
+    heard = told(chat, capsys, "ho")
+    assert heard.startswith("error: top_k 99999") and heard.count("\n") == 1
+    assert roles(chat) == ["user", "assistant"], "the question is asked again when that is mended"
+
+
+def test_what_no_answer_could_be_chosen_by_is_refused_at_the_start(pair):
+    done = run("chat", "-t", "1", "--top-k", "99999", *pair, stdin="")
+    assert done.returncode and "vocabulary" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("line", ["/undo twice", "/quit now", "/stats all"])
+def test_what_stands_behind_a_command_is_not_dropped(chat, capsys, line):
+    say(chat, "hi")
+    assert "stands alone" in told(chat, capsys, line)
+    assert roles(chat) == ["user", "assistant"] and not chat.leaving
 
 
 def test_a_seed_is_drawn_anew_when_it_is_taken_away(chat, capsys):

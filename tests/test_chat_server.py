@@ -1,6 +1,7 @@
 """A chat with a server: turns, reasoning, what is too long, what stops."""
 
 import pytest
+from program import run
 
 from dflash_mlx.cli.chat_commands import obey, reader
 from dflash_mlx.cli.chat_loop import Chat
@@ -80,6 +81,22 @@ def test_whoever_stops_has_the_server_stop():
     assert next(events).text == "a" and not server.closed
     events.close()
     assert server.closed and dialogue.messages[-1]["content"] == "a"
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--draft=lookup", "--no-draft", "--target-bits=4", "--draft-bits=4", "--quant-mode=mxfp4"]
+    + ["--group-size=32", "--exact", "--offline", "--stock-blas", "--block-size=4"]
+    + ["--tree-budget=4", "--kv-bits=4", "--no-policy", "--verbose"],
+)
+def test_what_the_server_has_chosen_is_not_chosen_here(option):
+    done = run("chat", "--server", "localhost:9", option, stdin="hi")
+    assert done.returncode == 2 and f"goes without {option.split('=')[0]}" in done.stderr
+
+
+def test_a_key_is_a_servers():
+    done = run("chat", "--api-key", "x", stdin="hi")
+    assert done.returncode == 2 and "goes with --server" in done.stderr
 
 
 def test_limits_are_told(capsys):
