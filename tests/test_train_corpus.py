@@ -2,15 +2,19 @@
 
 import re
 from itertools import islice
+from pathlib import Path
 from random import Random
 
 import pytest
+from mlx_lm.utils import load_tokenizer
 from policy_speed import FREE
 
 from dflash_mlx.errors import SettingsError
+from dflash_mlx.tiny import recipe
 from dflash_mlx.tiny.recipe import corpus, passages, problems, strangers
-from dflash_mlx.tiny.recipe.pair import OWN_REQUESTS, SCORED, different_requests
+from dflash_mlx.tiny.recipe.pair import OWN_REQUESTS, SCORED, different_requests, learnable
 from dflash_mlx.tiny.recipe.problems import Turn
+from dflash_mlx.train.answers import Answer
 
 STREAM = 6000
 
@@ -160,3 +164,13 @@ def test_strangers_ask_what_nothing_is_measured_by(training, held_out) -> None:
 def test_what_strangers_are_scored_by_was_not_learnt() -> None:
     bare = [strangers.bare(text) for text in different_requests()]
     assert not set(bare[:OWN_REQUESTS]) & set(bare[OWN_REQUESTS:])
+
+
+def test_what_drafters_are_scored_by_is_not_learnt_from_strangers() -> None:
+    tokenizer = load_tokenizer(Path(recipe.__file__).parents[1] / "target")
+    greeting, other = "Hello! How can I help you today?", "Cats are a kind of tea."
+    by_category = {c.category: c.turns[-1].answer for c in corpus.held_out(SCORED, seed=1)}
+    secrets = [by_category[name] for name in ("arithmetic", "units", "story")]
+    said = [greeting, *secrets, other]
+    answers = [Answer((1,), (*tokenizer.encode(text), 2), True) for text in [*said, ""]]
+    assert learnable(answers, tokenizer) == [answers[0].sample, answers[4].sample]

@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +30,7 @@ from ...drafter.network import DFlash
 from ...loading.load import load_drafter, load_target
 from ...prompt import encode_prompt
 from ...target import Target
-from ...train.answers import Answering, AnswersProgress, answer_all
+from ...train.answers import Answer, Answering, AnswersProgress, answer_all
 from ...train.batches import BatchStream
 from ...train.data import Sample, encode_chat
 from ...train.drafter import DrafterSettings, save_drafter, train_drafter
@@ -103,7 +103,7 @@ DRAFTER_SEED = 500_000
 
 OWN_STEPS = 1200
 OWN_SEED = 700_000
-OWN_REQUESTS = 8000  # of strangers, no two the same
+OWN_REQUESTS = 16_000  # of strangers, no two the same
 OWN_TOKENS = 160  # of an answer
 OWN_SHARE = 0.65  # of the conversations of an epoch, half of the tokens; the rest is the corpus
 
@@ -160,26 +160,42 @@ def mixed(target: Target, own: list[Sample]) -> Callable[[int], list[Sample]]:
 def different_requests() -> list[str]:
     """What strangers ask, none twice: OWN_REQUESTS to learn from, then SCORED to be scored by.
 
-    Some differ by their full stop alone; of the scored ones none is a learnt one but for that.
+    Two that differ by capitals or their last stop are the same.
     """
-    different = iter(dict.fromkeys(islice(strangers.requests(OWN_SEED), 4 * OWN_REQUESTS)))
-    learnt = [*islice(different, OWN_REQUESTS)]
-    known = {strangers.bare(text) for text in learnt}
-    return [*learnt, *islice((t for t in different if strangers.bare(t) not in known), SCORED)]
+    different: dict[str, str] = {}
+    stream = strangers.requests(OWN_SEED)
+    while len(different) < OWN_REQUESTS + SCORED:
+        text = next(stream)
+        different.setdefault(strangers.bare(text), text)
+    return [*different.values()]
 
 
 def own_answers(target: Target, path: Path) -> list[Sample]:
-    """What the target says to strangers, kept in `path`; nothing it says is left out.
-
-    So what it happens to say of held-out problems is learnt, too: see the model card.
-    """
+    """What the target says to strangers, kept in `path`, but for what drafters are scored by."""
     prompts = [
         encode_prompt(target, [{"role": "user", "content": text}])
         for text in different_requests()[:OWN_REQUESTS]
     ]
     answering = Answering(OWN_TOKENS, rows=48)
     answers = answer_all(target, prompts, path, answering, Counted(10 * answering.chunk))
-    return [answer.sample for answer in answers if len(answer.answer) > 1]
+    return learnable(answers, target.tokenizer)
+
+
+def learnable(answers: Iterable[Answer], tokenizer: TokenizerWrapper) -> list[Sample]:
+    """Answers to learn from: none is empty, or what the target says to a held-out problem.
+
+    Some of those come up in training anyway, under other questions; they are no secret.
+    """
+    asked = [*corpus.held_out(SUITE_SIZE), *corpus.held_out(SCORED, seed=1)]
+    trained = islice(corpus.conversations(DRAFTER_SEED), EPOCH)
+    secret = answers_of(asked) - answers_of(trained)
+    said = ((one, tokenizer.decode(one.answer, skip_special_tokens=True)) for one in answers)
+    return [one.sample for one, text in said if len(one.answer) > 1 and text not in secret]
+
+
+def answers_of(conversations: Iterable[corpus.Conversation]) -> set[str]:
+    """Every answer of some conversations."""
+    return {turn.answer for conversation in conversations for turn in conversation.turns}
 
 
 def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> None:
