@@ -17,14 +17,17 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from dflash_mlx import __version__
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import DFlashError, PromptError, SettingsError, UnsupportedTreeError
 from dflash_mlx.machine.facts import installed
 
 from .garbage import nothing_collected
 from .screen import error_line
 from .spread import spread
 
+FAILED, USAGE = 1, 2
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as a shell reports it
+# What was asked for is wrong, as it may be before any library is asked; all else is what was found.
+WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
 COMMANDS = {  # name -> the module beside this one and the function in it
     "generate": "generate.generate",
     "chat": "chat.chat",
@@ -124,7 +127,7 @@ def _told() -> Iterator[None]:
             sys.stdout.flush()
     except DFlashError as error:
         error_line(str(error))
-        raise typer.Exit(1) from error
+        raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILED) from error
     except KeyboardInterrupt as error:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # the shell's prompt goes below the half-written line
@@ -137,7 +140,7 @@ def _told() -> Iterator[None]:
         # What fails to be written elsewhere is an `OutputError`, or names its file.
         error_line(str(error) if error.filename else f"stdout: {error.strerror or error}.")
         _forget_output()
-        raise typer.Exit(1) from error
+        raise typer.Exit(FAILED) from error
 
 
 def _forget_output() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from dflash_mlx.errors import MissingDependencyError, PromptError, SettingsError
+from dflash_mlx.errors import DataError, MissingDependencyError, PromptError
 from dflash_mlx.reading import read_json
 
 STANDARD = "-"  # a file of this name is stdin, or stdout
@@ -25,7 +25,8 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
 
     Raises:
         typer.BadParameter: stdin is asked for twice or never ends, or there is no prompt at all.
-        PromptError: the text is empty or not UTF-8, or a file cannot be read.
+        PromptError: the text is empty or not UTF-8.
+        DataError: a file cannot be read.
     """
     asked = [prompt, *map(str, files)].count(STANDARD)
     if asked > 1:
@@ -52,7 +53,7 @@ def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise PromptError(f"{file}: cannot be read ({error.strerror}).") from error
+        raise DataError(f"{file}: cannot be read ({error.strerror}).") from error
 
 
 def utf8(content: str | bytes, name: str = "The prompt") -> str:
@@ -78,11 +79,11 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
 def read_schema(file: Path | None) -> dict[str, Any] | None:
     """The JSON schema in a file, before any model is loaded.
 
-    Raises: `SettingsError` for a file that holds none, `MissingDependencyError`.
+    Raises: `DataError` for a file that holds none, `MissingDependencyError`.
     """
     if file is None:
         return None
-    schema = read_json(file, SettingsError)
+    schema = read_json(file, DataError)
     if find_spec("llguidance") is None:
         raise MissingDependencyError.of("--json-schema needs llguidance", "structured")
     return schema

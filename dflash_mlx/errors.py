@@ -14,13 +14,14 @@
     ├── UnsupportedTreeError       a draft tree for a target that reads chains only
     ├── ProposalError              a drafter handed over something that is not a draft
     ├── KernelError                shapes or dtypes that a Metal kernel does not take
-    ├── DataError                  a training or benchmark file with a bad line
+    ├── DataError                  a file of prompts, samples or a schema that cannot be used
     ├── EngineError                an engine that was closed is asked for more
     ├── ClusterError               machines that share a model have lost each other, or cannot meet
     ├── OutputError                results cannot be written: no permission, no room, in the way
     └── ServerError                a server that is measured cannot be reached, or refuses
 
-The command line prints the message and nothing else; a traceback is a bug.
+The command line prints the message and nothing else; a traceback is a bug. It exits with 2 where
+the class says that what was asked for is wrong (`cli.app.WRONG_USAGE`), and with 1 for all others.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class ClusterError(DFlashError):
 
 
 class DataError(DFlashError):
-    """A training or benchmark file has a line that cannot be used."""
+    """A file of prompts, samples or a schema cannot be read, or has a line that cannot be used."""
 
 
 class OutputError(DFlashError):

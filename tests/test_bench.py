@@ -25,7 +25,7 @@ from dflash_mlx.bench.summary import (
     summarize,
 )
 from dflash_mlx.drafter.beside import Beside
-from dflash_mlx.errors import DataError, PromptError, SettingsError
+from dflash_mlx.errors import DataError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
 from dflash_mlx.policy.costs import Costs
@@ -285,7 +285,7 @@ def test_sampled_runs_are_plain_decodings_own():
 def test_no_prompt_is_refused_when_half_of_the_work_is_done():
     long = BenchPrompt("sums", ({"role": "user", "content": "x" * 100_000},), source="a.jsonl, 7")
     measured = measure_all(tinymodels.target(), None, [ASKED, long], 1, max_tokens=4)
-    with pytest.raises(PromptError, match="^a.jsonl, 7: .* tokens"):
+    with pytest.raises(DataError, match="^a.jsonl, 7: .* tokens"):
         next(measured)
 
 

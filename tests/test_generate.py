@@ -30,10 +30,10 @@ def invoke(*arguments, stdin: str | bytes = ""):
     return CliRunner().invoke(app, given, input=stdin, prog_name="dflash-mlx")
 
 
-def refused(*arguments, stdin: str | bytes = "") -> str:
+def refused(*arguments, stdin: str | bytes = "", code: int = 2) -> str:
     """The one-line error of a run that ends before any model is loaded."""
     done = invoke(*arguments, "--model", "no/such-model", "--offline", stdin=stdin)
-    assert done.exit_code == 1 and not done.stdout and done.stderr.count("\n") == 1
+    assert done.exit_code == code and not done.stdout and done.stderr.count("\n") == 1
     assert "no/such-model" not in done.stderr
     return done.stderr
 
@@ -95,8 +95,8 @@ def test_prompts_that_cannot_be_used(tmp_path):
     empty.write_text(" \n")
     binary.write_bytes(b"caf\xe9")
     missing = tmp_path / "nowhere.txt"
-    assert f"{missing}: cannot be read (No such file" in refused("--file", missing)
-    assert f"{tmp_path}: cannot be read (Is a directory)" in refused("--file", tmp_path)
+    assert f"{missing}: cannot be read (No such file" in refused("--file", missing, code=1)
+    assert f"{tmp_path}: cannot be read (Is a directory)" in refused("--file", tmp_path, code=1)
     assert f"{empty} is empty" in refused("--file", empty)
     assert f"{binary} is not text in UTF-8" in refused("--file", binary)
     assert "The system message is empty" in refused("hi", "--system", " ")
@@ -171,16 +171,18 @@ def test_an_answer_in_a_file(loaded, tmp_path):
 def test_outputs_that_cannot_work(tmp_path):
     nowhere, long = tmp_path / "no" / "a.txt", tmp_path / ("a" * 300)
     for folder in (tmp_path, ""):
-        assert "is a folder, as an empty name is" in refused("hi", "--output", folder)
-    assert f"{nowhere}: cannot be written (No such file" in refused("hi", "--output", nowhere)
-    assert "cannot be written (File name too long)" in refused("hi", "--output", long)
+        assert "is a folder, as an empty name is" in refused("hi", "--output", folder, code=1)
+    assert f"{nowhere}: cannot be written (No such file" in refused(
+        "hi", "--output", nowhere, code=1
+    )
+    assert "cannot be written (File name too long)" in refused("hi", "--output", long, code=1)
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission(tmp_path):
     tmp_path.chmod(0o500)
-    assert "Permission denied" in refused("hi", "--output", tmp_path / "answer.txt")
+    assert "Permission denied" in refused("hi", "--output", tmp_path / "answer.txt", code=1)
 
 
 @pytest.mark.parametrize("there", [False, True])

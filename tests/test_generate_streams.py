@@ -66,7 +66,7 @@ def test_what_is_piped_in_belongs_to_the_prompt(arguments, stdin, wanted, loaded
 
 def test_bytes_beside_a_prompt_are_not_dropped_in_silence():
     done = invoke(SUMMARIZE, stdin=b"\xff\xfe")
-    assert done.exit_code == 1 and "What is piped in is not text in UTF-8" in done.stderr
+    assert done.exit_code == 2 and "What is piped in is not text in UTF-8" in done.stderr
 
 
 def test_a_prompt_without_quotes_says_to_quote_it():

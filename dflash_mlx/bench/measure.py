@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..begin import widest_block
 from ..drafter.protocol import Drafter, apart, label
-from ..errors import PromptError
+from ..errors import DataError, PromptError
 from ..events import FinishReason, Result, Stats
 from ..loop import generate
 from ..policy.rounds import AnyPolicy
@@ -194,7 +194,7 @@ def measure_all(
     The first prompt is decoded once in every way before anything counts. Every prompt is looked at
     first, so that none is refused when half of the work is done.
 
-    Raises `PromptError`, naming the prompt, for one that does not fit the target.
+    Raises `PromptError` for one that does not fit the target; of a file's, `DataError`.
     """
     settings |= {"target": target, "drafter": drafter}
     ids = [encoded(target, prompt) for prompt in prompts]
@@ -211,11 +211,13 @@ def measure_all(
 
 
 def encoded(target: Target, prompt: BenchPrompt) -> list[int]:
-    """A prompt's token ids. Raises `PromptError`, which names the prompt."""
+    """A prompt's token ids. Raises `PromptError`; of a file's `DataError`, which names it."""
     try:
         return encode_prompt(target, prompt.messages)
     except PromptError as error:
-        raise PromptError(f"{prompt.source}: {error}" if prompt.source else str(error)) from error
+        if not prompt.source:
+            raise
+        raise DataError(f"{prompt.source}: {error}") from error
 
 
 def next_logits(target: Target, text: Sequence[int], kv_bits: int | None = None) -> mx.array:
