@@ -151,6 +151,16 @@ class Weights:
     offline: Offline = False
     stock_blas: StockBlas = False
 
+    def __post_init__(self) -> None:
+        """Raise `typer.BadParameter` for how to quantize without what."""
+        if self.target_bits is None and self.draft_bits is None:
+            given = {"--quant-mode": self.quant_mode is not QuantMode.affine}
+            given["--group-size"] = self.group_size is not None
+            if alone := [option for option, is_there in given.items() if is_there]:
+                raise typer.BadParameter(
+                    "goes with --target-bits or --draft-bits", param_hint=alone[0]
+                )
+
     @property
     def settings(self) -> dict[str, Any]:
         """Of `dflash_mlx.load`, but for the bits of both models."""

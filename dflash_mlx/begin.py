@@ -170,6 +170,7 @@ def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
         return largest or DEFAULT_BLOCK_SIZE
     if largest is not None and requested > largest:
         raise SettingsError(
-            f"block_size {requested} is more than the {largest} this drafter was trained for."
+            f"block_size {requested} is more than the {largest} that this drafter can have: "
+            "give less."
         )
     return requested

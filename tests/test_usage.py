@@ -57,7 +57,21 @@ def test_more_rows_than_there_can_be(option, pair):
     assert done.exit_code == 2 and done.stderr.startswith("error: "), done.stderr
 
 
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve"], ["bench"], ["tune"]])
+@pytest.mark.parametrize("option", [["--quant-mode", "mxfp4"], ["--group-size", "32"]])
+def test_how_to_quantize_says_which_options_it_goes_with(command, option):
+    done = invoke(*command, "--model", "/nowhere", *option)
+    assert done.exit_code == 2, done.stderr
+    assert f"{option[0]}: goes with --target-bits or --draft-bits" in done.stderr
+
+
 def test_what_is_not_there_is_not_wrong_usage(tmp_path):
     assert invoke("generate", "hi", "--model", tmp_path / "none").exit_code == 1
     assert invoke("generate", "--file", tmp_path / "none").exit_code == 1
     assert invoke("generate", "hi", "--json-schema", tmp_path / "none").exit_code == 1
+
+
+def test_a_lookup_is_not_told_to_be_trained(pair):
+    done = invoke("generate", "hi", "-n", "2", "-b", "200", *pair[:2], "--draft", "lookup")
+    assert " that this drafter can have: give less." in done.stderr
+    assert "trained" not in done.stderr
