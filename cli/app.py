@@ -27,6 +27,7 @@ from .spread import spread
 FAILED, USAGE = 1, 2
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + the signal's number, as a shell reports it
 # What was asked for is wrong, as it may be before any library is asked; all else is what was found.
+WRONG_OPTION: Any = typer.BadParameter.__base__  # click's UsageError, of the click that Typer has
 WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
 COMMANDS = {  # name -> the module beside this one and the function in it
     "generate": "generate.generate",
@@ -65,11 +66,25 @@ class Command(Flags, TyperCommand):
         """Words that are too many are, as likely as not, of a text whose quotes were forgotten."""
         *_, last = [None, *(p for p in self.params if p.param_type_name == "argument")]
         ctx.allow_extra_args = last is not None
-        extra = super().parse_args(ctx, args)
+        with self._plainly(ctx):
+            extra = super().parse_args(ctx, args)
         if last is not None and extra and not ctx.resilient_parsing:
             text = shlex.quote(" ".join([str(ctx.params[last.name]), *extra]))
             ctx.fail(f"One {last.name} at a time. Text with spaces needs quotes: {text}")
         return extra
+
+    @contextmanager
+    def _plainly(self, ctx: Any) -> Iterator[None]:
+        """Leave out whose words a mistake is told in; a beginning stands for the options it has."""
+        try:
+            yield
+        except WRONG_OPTION as error:
+            error.message = error.message.removeprefix("Value error, ")
+            if getattr(error, "possibilities", None) is not None:
+                names = [name for one in self.get_params(ctx) for name in one.opts]
+                begun = [name for name in names if name.startswith(error.option_name)]
+                error.possibilities = begun or error.possibilities
+            raise
 
 
 class Commands(Mapping[str, Any]):

@@ -75,3 +75,27 @@ def test_a_lookup_is_not_told_to_be_trained(pair):
     done = invoke("generate", "hi", "-n", "2", "-b", "200", *pair[:2], "--draft", "lookup")
     assert " that this drafter can have: give less." in done.stderr
     assert "trained" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["generate", "hi", "--kv-bits", "3"], "'--kv-bits': '3' is not one of '4', '8'."),
+        (["generate", "hi", "--quant-mode", "x"], "'--quant-mode': 'x' is not one of 'affine'"),
+        (["train", "--kind", "x"], "'--kind': 'x' is not one of"),
+        (["bench", "--protocol", "x"], "'--protocol': 'x' is not one of"),
+        (["launch", "x"], "'agent': 'x' is not one of 'claude'"),
+    ],
+)
+def test_a_wrong_value_is_told_in_plain_words(arguments, said):
+    done = invoke(*arguments)
+    assert done.exit_code == 2 and f"Invalid value for {said}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "typed, meant, never", [("--temp", "--temperature", "--stop"), ("--sed", "--seed", "--temp")]
+)
+def test_an_option_that_is_not_there_may_be_the_beginning_of_one_that_is(typed, meant, never):
+    done = invoke("generate", "hi", typed, "1")
+    assert done.exit_code == 2 and f"No such option: {typed}" in done.stderr
+    assert meant in done.stderr.partition(typed)[2] and never not in done.stderr, done.stderr
