@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, Unpack
@@ -88,7 +88,7 @@ def begin(
     settings = Sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **history
     )
-    if not is_whole(max_tokens, 0, sys.maxsize):
+    if not is_whole(max_tokens, 0, math.inf):
         raise SettingsError(
             f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
         )

@@ -59,7 +59,7 @@ def check_file(path: str | Path, kind: type[DFlashError] = ConfigError) -> int:
     return found.st_size
 
 
-def is_whole(value: Any, least: int = 1, most: int = MOST_WHOLE) -> bool:
+def is_whole(value: Any, least: int = 1, most: float = MOST_WHOLE) -> bool:
     """Whether a value is a whole number (numpy's too, no bool, no 4.0) from `least` to `most`."""
     whole = isinstance(value, Integral) and type(value) is not bool
     return whole and least <= int(value) <= most

@@ -9,7 +9,7 @@ import pytest
 from oracle import Oracle
 from tinymodels import greedy, random_drafter, target, tokenizer
 
-from dflash_mlx.begin import DEFAULT_BLOCK_SIZE
+from dflash_mlx.begin import DEFAULT_BLOCK_SIZE, begin
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.errors import IncompatibleDrafterError, ProposalError, SettingsError
 from dflash_mlx.loop import generate, stream_generate
@@ -170,3 +170,8 @@ def test_a_drafter_of_another_target_is_refused_at_once():
 def test_taps_that_the_target_lacks_are_refused_at_once(taps):
     with pytest.raises(SettingsError, match="to tap"):
         stream_generate(target(), Oracle(PROMPT, [], VOCABULARY, tap_layers=taps), PROMPT)
+
+
+def test_more_tokens_than_anybody_could_want_are_as_many_as_the_context_has():
+    request = begin(target(), None, PROMPT, max_tokens=10**30)
+    assert request.remaining == target().context_length - len(PROMPT)
