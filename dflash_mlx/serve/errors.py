@@ -6,6 +6,7 @@ Clients act on some of these words: they compact a conversation on `context_leng
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -28,6 +29,17 @@ _TYPES: Final = {
     500: ("server_error", "api_error"),
     503: ("overloaded_error", "overloaded_error"),
 }
+
+
+# What begins a message of pydantic's, or is in it -> how it is said here
+_PLAIN: Final = (
+    ("^Value error, ", ""),
+    ("^Field required$", "is missing"),
+    ("^(Input|List|String|Dictionary|Value) should (be|have|match)", r"must \2"),
+    (" after validation|, unable to parse string as an? (integer|number)", ""),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+)
 
 
 class Refusal(DFlashError):
@@ -108,8 +120,15 @@ def of_validation(error: ValidationError) -> Refusal:
     last = error.errors(include_url=False, include_input=False, include_context=False)[-1]
     names = [str(part) for part in last["loc"] if isinstance(part, int) or _is_name(part)]
     param = ".".join(names)[:200]
-    message = last["msg"].removeprefix("Value error, ")
+    message = _plain(last["msg"])
     return Refusal(f"{param}: {message}" if param else message, param=param or None)
+
+
+def _plain(message: str) -> str:
+    """What pydantic says of a value, without its own words for values and for checking them."""
+    for theirs, ours in _PLAIN:
+        message = re.sub(theirs, ours, message)
+    return message
 
 
 def _is_name(part: str) -> bool:

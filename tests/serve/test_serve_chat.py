@@ -141,6 +141,22 @@ def test_what_is_not_supported_is_refused(target, wrong, param):
     assert error["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"messages": []}, "messages: must have at least 1 item, not 0"),
+        ({"max_tokens": -1}, "max_tokens: must be at least 0"),
+        ({"temperature": 3}, "temperature: must be at most 2"),
+        ({"n": "two"}, "n: must be a valid integer"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role: is missing"),
+        ({"audio": 1}, "audio: 1 is not supported"),
+    ],
+)
+def test_a_refusal_is_in_plain_words(target, wrong, said):
+    with client(Says(target)) as server:
+        assert server.post(PATH, json=ask(**wrong)).json()["error"]["message"] == said
+
+
 def test_what_changes_nothing_is_ignored(target):
     same = {"store": True, "metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k"}
     with client(Says(target)) as server:
