@@ -12,7 +12,7 @@ once a round, and once for each draft that does not fit (`rules`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 import numpy as np
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from .target import Target
 
 
-# Between the parts of an object: a space, or a line break and an indentation. llguidance's own rule
-# has no end, and a small model that does not know what to say writes blanks until it is cut off.
-BLANKS = r" |\r?\n[ \t]{0,40}"
+# Between the parts of an object stands one space and no more: small models would fill an answer
+# with white space where that is allowed.
+SPACES: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema that says how JSON is laid out, too; an `x-guidance` of its own stays."""
+    return {"x-guidance": SPACES, **schema}
 
 
 class GrammarTokens:
@@ -48,9 +53,8 @@ class GrammarTokens:
         self._matchers = LLMatcher
 
     def of_schema(self, schema: Mapping[str, Any]) -> str:
-        """The grammar of what fits a schema; one with `x-guidance` says itself what is blank."""
-        blanks = None if "x-guidance" in schema else {"whitespace_pattern": BLANKS}
-        return str(self._matchers.grammar_from_json_schema(dict(schema), blanks))
+        """The grammar of what fits a schema, `laid_out`."""
+        return str(self._matchers.grammar_from_json_schema(laid_out(schema)))
 
     def of_lark(self, lark: str) -> str:
         """The grammar that a text in llguidance's dialect of Lark describes."""
@@ -126,7 +130,8 @@ class JsonSchema(Grammar):
 
     Args:
         target: whose tokens these are.
-        schema: a JSON schema, as parsed.
+        schema: a JSON schema, as parsed. Its `x-guidance`, llguidance's, says how the answer is
+            laid out; else one space stands behind a comma and a colon, as the server has it.
 
     Raises:
         MissingDependencyError: llguidance is not installed.

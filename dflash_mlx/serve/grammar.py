@@ -2,8 +2,7 @@
 
 They are written in llguidance's dialect of Lark, for each syntax of calls whose rules are simple
 enough to be written down. Where the model may think or write first, the grammar lets it, and takes
-hold after the marker. Between values stands one space and no more: small models would fill an
-answer with white space for ever where that is allowed.
+hold after the marker. JSON is laid out as everywhere in this package (`structured.laid_out`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ..structured import Grammar, GrammarTokens
+from ..structured import Grammar, GrammarTokens, laid_out
 from .ask import Ask, Tool
 from .errors import Refusal
 from .tools import Syntax
@@ -21,7 +20,6 @@ from .tools import Syntax
 if TYPE_CHECKING:
     from ..target import Target
 
-_SPACES: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANYTHING: Final = "/(?s:.*)/"
 MOST_CALLS: Final = 16  # that are forced at once; small models would go on for ever
 
@@ -120,7 +118,7 @@ def quoted(text: str) -> str:
 
 def as_rule(schema: Mapping[str, Any]) -> str:
     """What a rule says that stands for a JSON schema."""
-    return f"%json {json.dumps({'x-guidance': _SPACES, **schema})}"
+    return f"%json {json.dumps(laid_out(schema))}"
 
 
 def _json_body(tools: Sequence[Tool], words: _Words) -> str:

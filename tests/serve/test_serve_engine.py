@@ -81,6 +81,36 @@ def test_a_forward_that_fails_ends_one_answer_and_no_other(pair):
     assert "boom" in stream and "[DONE]" not in stream
 
 
+def test_an_answer_that_a_schema_shapes_is_the_librarys_own(pair):
+    pytest.importorskip("llguidance")
+    from dflash_mlx.structured import JsonSchema
+
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer"}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    question = "What is 47 plus 38?"
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+
+    async def ask():
+        with engine_of(pair) as engine:
+            async with running(engine) as server:
+                return await said(server, question, response_format=form)
+
+    status, text = asyncio.run(ask())
+    assert status == 200
+    own = dm.generate(
+        *pair,
+        [{"role": "user", "content": question}],
+        max_tokens=24,
+        logits_processors=[JsonSchema(pair[0], schema)],
+    )
+    assert json.loads(text)["choices"][0]["message"]["content"] == own.text
+    assert own.text.startswith('{"sum": ')
+
+
 def test_a_device_that_does_not_come_back_is_told_by_health(pair):
     async def ask():
         with engine_of(pair, stuck=2) as engine:
