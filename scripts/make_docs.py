@@ -98,7 +98,9 @@ def fields() -> str:
         "answer and is read over. *refused*: it would change the answer and is answered with 400; "
         "*only* names the",
         "values that ask for nothing. A field that is not here is one that no dialect knows: it is "
-        "read over.",
+        "read over,",
+        "a misspelt one too. Of `stop` and `stop_sequences` empty strings are left out, of `seed` "
+        "the last 32 bits count.",
         "",
     ]
     for body in BODIES:

@@ -53,6 +53,7 @@ class Ask:
         top_logprobs: how many likely tokens to tell for each of the answer's; None tells nothing.
         template: settings of the model's own chat template, such as `enable_thinking`.
         continues: whether the answer goes on with the last message, which is the assistant's.
+        origin: the field of the request that the prompt came in.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Ask:
     top_logprobs: int | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     continues: bool = False
+    origin: str = "messages"
 
     def __post_init__(self) -> None:
         names = {tool.name for tool in self.tools}

@@ -48,7 +48,14 @@ class CompletionsBody(Sampled):
         most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         settings = self.settings(most)
         return [
-            Ask(self.model, prompt, settings, n=self.n or 1, top_logprobs=self.logprobs)
+            Ask(
+                self.model,
+                prompt,
+                settings,
+                n=self.n or 1,
+                top_logprobs=self.logprobs,
+                origin="prompt",
+            )
             for prompt in self._prompts()
         ]
 

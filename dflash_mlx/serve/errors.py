@@ -92,16 +92,17 @@ class TooLong(Refusal):
     Args:
         tokens: of the prompt.
         most: that there is room for.
+        param: the field that they came in.
         counted: whether there are as many, and not only as many or more.
     """
 
-    def __init__(self, tokens: int, most: int, counted: bool = True) -> None:
+    def __init__(self, tokens: int, most: int, param: str, counted: bool = True) -> None:
         self._or_more = "" if counted else f" ({tokens} or more: so long a prompt is not counted.)"
         super().__init__(
             f"This model's maximum context length is {most} tokens. However, your messages resulted"
             f" in {tokens} tokens. Please reduce the length of the messages.{self._or_more}",
             code="context_length_exceeded",
-            param="messages",
+            param=param,
         )
         self._tokens, self._most = tokens, most
 

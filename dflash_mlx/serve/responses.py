@@ -170,6 +170,7 @@ class ResponsesBody(Body):
             self._schema(),
             top_logprobs=(self.top_logprobs or 0) if self.tells_logprobs else None,
             template=effort_settings(self.reasoning.effort if self.reasoning else None),
+            origin="input",
         )
 
     @property

@@ -53,30 +53,32 @@ def encode(target: Target, syntax: Syntax, ask: Ask, least: LeastTokens) -> Enco
     try:
         if isinstance(ask.prompt, str) or not _are_messages(ask.prompt):
             if isinstance(ask.prompt, str):
-                _check_length(ask.prompt, least, most)
+                _check_length(ask.prompt, ask, least, most)
             ids = token_ids(tokenizer, ask.prompt)
         else:
             text = _render(tokenizer, syntax, ask, ask.prompt)
-            _check_length(text, least, most)
+            _check_length(text, ask, least, most)
             if tokenizer.has_thinking:
                 thinking = text.rstrip().endswith(tokenizer.think_start)
             with Foreign(PromptError, "The tokenizer cannot encode this prompt"):
                 ids = list(tokenizer.encode(text, add_special_tokens=False))
     except PromptError as error:
-        raise Refusal(str(error), param="messages") from error
+        raise Refusal(str(error), param=ask.origin) from error
     if not ids:
-        raise Refusal("The prompt is empty.", param="messages")
+        raise Refusal("The prompt is empty.", param=ask.origin)
     if any(not 0 <= token < target.vocab_size for token in ids):
-        raise Refusal(f"A token is outside the vocabulary of {target.vocab_size}.", param="prompt")
+        raise Refusal(
+            f"A token is outside the vocabulary of {target.vocab_size}.", param=ask.origin
+        )
     if len(ids) > most:
-        raise TooLong(len(ids), most)
+        raise TooLong(len(ids), most, ask.origin)
     return Encoded(ids, thinking)
 
 
-def _check_length(text: str, least: LeastTokens, most: int) -> None:
+def _check_length(text: str, ask: Ask, least: LeastTokens, most: int) -> None:
     """Raise `TooLong` for a text that is so far beyond `most` tokens that it needs no counting."""
     if len(text) > COUNTED and (tokens := least.of(text)) > most:
-        raise TooLong(tokens, most, counted=False)
+        raise TooLong(tokens, most, ask.origin, counted=False)
 
 
 def _are_messages(prompt: Sequence[Any]) -> bool:

@@ -77,6 +77,14 @@ def test_settings_reach_the_engine(target):
     assert second["logit_bias"] == {17: 3.0} and second["top_k"] == 0 and second["block_size"] == 1
 
 
+def test_what_forms_send_that_were_left_empty_asks_for_nothing(target):
+    engine = Says(target)
+    with client(engine) as server:
+        for stop in ("", [""], []):
+            assert server.post(PATH, json=ask(stop=stop)).status_code == 200
+    assert not any(settings.get("stop") for _, settings in engine.asked) and len(engine.asked) == 3
+
+
 def test_several_answers(target):
     with client(Says(target)) as server:
         answer = server.post(PATH, json=ask(n=3)).json()

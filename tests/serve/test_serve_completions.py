@@ -60,6 +60,13 @@ def test_without_a_limit_it_is_short(target):
     assert engine.asked[0][1]["max_tokens"] == 16
 
 
+@pytest.mark.parametrize("prompt", ["", [10**6], "word " * 50])
+def test_the_prompt_is_what_is_wrong(prompt):
+    with client(Says(a_target(context=20))) as server:
+        answer = server.post(PATH, json=ask(prompt=prompt))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+
+
 def test_a_prompt_that_is_refused_leaves_nothing_open(target):
     engine = Says(target)
     with client(engine) as server:

@@ -123,6 +123,12 @@ def test_what_is_not_supported_is_refused(target, wrong):
     assert answer.status_code == 400 and answer.json()["error"]["message"] and not engine.asked
 
 
+def test_the_input_is_what_is_too_long():
+    with client(Says(a_target(context=20))) as server:
+        answer = server.post(PATH, json=ask(input="word " * 50))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "input"
+
+
 def test_nothing_is_stored(target):
     with client(Says(target)) as server:
         for method, path in (("GET", "/x"), ("DELETE", "/x"), ("POST", "/x/cancel")):
