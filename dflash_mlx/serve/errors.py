@@ -91,7 +91,7 @@ class TooLong(Refusal):
 
     Args:
         tokens: of the prompt.
-        most: that there is room for.
+        most: that there is room for beside one token of an answer.
         param: the field that they came in.
         counted: whether there are as many, and not only as many or more.
     """
@@ -99,8 +99,9 @@ class TooLong(Refusal):
     def __init__(self, tokens: int, most: int, param: str, counted: bool = True) -> None:
         self._or_more = "" if counted else f" ({tokens} or more: so long a prompt is not counted.)"
         super().__init__(
-            f"This model's maximum context length is {most} tokens. However, your messages resulted"
-            f" in {tokens} tokens. Please reduce the length of the messages.{self._or_more}",
+            f"This model's maximum context length is {most + 1} tokens. However, your messages "
+            f"resulted in {tokens} tokens, and an answer needs one more. Please reduce the length "
+            f"of the messages.{self._or_more}",
             code="context_length_exceeded",
             param=param,
         )

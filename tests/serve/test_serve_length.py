@@ -132,7 +132,7 @@ def test_a_prompt_of_a_megabyte_is_refused_unread_in_each_dialects_words(server,
         assert "tokens > 4095 maximum" in error["message"]
     else:
         assert error["code"] == "context_length_exceeded"
-        assert "maximum context length is 4095 tokens" in error["message"]
+        assert "maximum context length is 4096 tokens" in error["message"]
     assert "or more" in error["message"]
 
 
