@@ -200,6 +200,8 @@ def _prompts(
         raise typer.BadParameter("goes without --prompts", param_hint="--suite")
     if folder is not None and not folder.is_dir():
         raise typer.BadParameter(f"there is no folder {folder}", param_hint="--data")
+    if folder is not None and not {*(suites or [])} - {EMBEDDED}:
+        raise typer.BadParameter("goes with --suite and a suite of the hub", param_hint="--data")
     chosen: list[BenchPrompt] = [] if file is None else read_prompts(file)
     for name in suites or ([] if file else [EMBEDDED]):
         if name == EMBEDDED:

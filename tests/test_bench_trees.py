@@ -108,6 +108,8 @@ def test_the_command(tmp_path, pair):
         (["bench", "--tree-budget", "8", "--draft", "lookup"], "goes without --draft lookup"),
         (["bench", "--trees", "8", "--draft", "lookup"], "goes without --draft lookup"),
         (["generate", "hi", "--draft", "lookup", "--tree-budget", "8"], "--draft lookup"),
+        (["bench", "--data", "."], "goes with --suite"),
+        (["bench", "--data", ".", "--suite", "embedded"], "goes with --suite"),
         (["bench", "--draft", "none"], "name what drafts"),
         (["tune", "--draft", "none"], "name what drafts"),
         (["generate", "hi", "--draft", "none", "--block-size", "4"], "goes without --block-size"),
