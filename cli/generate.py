@@ -13,6 +13,7 @@ import typer
 
 import dflash_mlx
 from dflash_mlx.errors import PromptError
+from dflash_mlx.loading.registry import NONE
 
 from . import generate_options, options
 from .counters import counter_lines, counters
@@ -61,6 +62,9 @@ def generate(
         raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
     if json and json_lines:
         raise typer.BadParameter("goes without --json", param_hint="--json-lines")
+    if compare and (no_draft or names.draft == NONE):
+        hint = "--no-draft" if no_draft else f"--draft {NONE}"
+        raise typer.BadParameter("goes without --compare", param_hint=hint)
     text = read_prompt(prompt, files or [], stdin_ends(context))
     asked = text if raw else as_messages(text, system)
     schema = read_schema(json_schema)

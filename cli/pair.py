@@ -157,8 +157,13 @@ def check_drafts(names: Names) -> None:
 
 def _check_plain(no_draft: bool, names: Names, weights: Weights, rounds: Rounds) -> None:
     """Raise `BadParameter` for options about drafts that are not made."""
-    others = {"--draft": no_draft and names.draft, "--block-size": rounds.block_size}
-    for option, given in (others | {"--draft-bits": weights.draft_bits}).items():
+    others = {
+        "--draft": no_draft and names.draft,
+        "--block-size": rounds.block_size,
+        "--no-policy": rounds.no_policy,
+        "--draft-bits": weights.draft_bits,
+    }
+    for option, given in others.items():
         if given:
             hint = "--no-draft" if no_draft else f"--draft {NONE}"
             raise typer.BadParameter(f"goes without {option}", param_hint=hint)

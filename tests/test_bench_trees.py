@@ -114,6 +114,10 @@ def test_the_command(tmp_path, pair):
         (["tune", "--draft", "none"], "name what drafts"),
         (["generate", "hi", "--draft", "none", "--block-size", "4"], "goes without --block-size"),
         (["generate", "hi", "--no-draft", "--draft-bits", "4"], "goes without --draft-bits"),
+        (["generate", "hi", "--draft", "none", "--no-policy"], "goes without --no-policy"),
+        (["chat", "--no-draft", "--no-policy"], "goes without --no-policy"),
+        (["generate", "hi", "--draft", "none", "--compare"], "goes without --compare"),
+        (["generate", "hi", "--no-draft", "--compare"], "goes without --compare"),
     ],
     ids=" ".join,
 )
