@@ -116,6 +116,8 @@ def show(content: Mapping[str, Any]) -> None:
         for name, way in overall["ways"].items()
     )
     note("first token after " + ", ".join(waits))
+    if (overall["exact"] or 0) < overall["with_answer"]:
+        note("exact: answers that are the known one word for word; one cut by --max-tokens is not")
     peaks = [way["peak_bytes"] for way in overall["ways"].values() if way["peak_bytes"]]
     if peaks:
         note(f"peak memory {max(peaks) / 1e6:,.0f} MB")

@@ -161,6 +161,17 @@ def test_bench_measures_a_server(chat, tmp_path):
     assert "run (2)" in compared.stdout
 
 
+@pytest.mark.parametrize(("answer", "told"), [("Hello", False), ("Hello there", True)])
+def test_what_exact_counts_is_told_where_answers_are_missing(chat, tmp_path, answer, told):
+    """An answer that is cut short is never the known one: 0/1 beside "identical 1/1" alarms."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hi", "answer": answer}))
+    options = ["--openai", chat.url, "--prompts", str(prompts), "--repeats", "1"]
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", *options], "dflash-mlx")
+    assert done.exit_code == 0, done.output
+    assert ("cut by --max-tokens" in done.stderr) == told
+
+
 def test_several_clients_at_once(chat):
     """Every prompt is asked, each client asks twice, and no more ask at once than are told to."""
     prompts = [BenchPrompt("talk", ({"role": "user", "content": word},)) for word in "abc"]
