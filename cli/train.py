@@ -15,16 +15,16 @@ from dflash_mlx.machine.blas import BlasInfo
 from . import options
 from . import train_options as of
 from .screen import note, waiting
+from .train_checks import check_usage, mix_of
 
 if TYPE_CHECKING:
     from dflash_mlx import DFlash, Target
-    from dflash_mlx.train.losses import Mix
 
 RATES = {"adamw": 1e-3, "muon": 0.02}
-FROM_TARGET = "target"  # of --warm-start
 
 
 def train(
+    context: typer.Context,
     *,
     model: options.Model = "tiny",
     target_bits: options.TargetBits = None,
@@ -56,17 +56,8 @@ def train(
     json: of.Json = False,
 ) -> None:
     """Train a drafter for a model. Interrupted? The same command goes on where it stopped."""
-    if (data is None) == (synthesize is None):
-        raise typer.BadParameter("give one of --data and --synthesize", param_hint="--data")
+    check_usage(context)
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
-    hub = Hub(offline=offline)
-    with waiting(f"Loading {model}"):
-        target = dflash_mlx.load_target(
-            model, None if target_bits is None else int(target_bits.value), hub=hub
-        )
-        warm = None
-        if warm_start not in (None, FROM_TARGET):
-            warm = _warm(str(warm_start), hub)
     from dflash_mlx.train.recipe import Recipe
 
     recipe = Recipe(
@@ -85,7 +76,7 @@ def train(
         tokens=tokens,
         learning_rate=learning_rate or RATES[optimizer.value],
         optimizer=optimizer.value,
-        mix=_mix(loss),
+        mix=mix_of(loss),
         occurring=not whole_vocabulary,
         cache_features=cache_features,
         max_tokens=answer_tokens,
@@ -93,6 +84,14 @@ def train(
         bits=None if store_bits is None else int(store_bits.value),
         seed=seed,
     )
+    hub = Hub(offline=offline)
+    with waiting(f"Loading {model}"):
+        target = dflash_mlx.load_target(
+            model, None if target_bits is None else int(target_bits.value), hub=hub
+        )
+        warm = None
+        if warm_start not in (None, of.FROM_TARGET):
+            warm = _warm(str(warm_start), hub)
     from .train_live import Lines, Live
 
     _run(target, out.expanduser(), recipe, warm, blas, Lines() if json else Live())
@@ -126,16 +125,3 @@ def _warm(name: str, hub: Hub) -> tuple[DFlash, dict[str, Any]]:
     drafter = dflash_mlx.load_drafter(name, hub=hub, kernels=False)
     dequantize_model(drafter)
     return drafter, read_json(drafter_folder(name, hub) / "config.json")
-
-
-def _mix(text: str) -> Mix:
-    """The value of --loss."""
-    from dflash_mlx.train.losses import Mix
-
-    try:
-        parts = [float(part) for part in text.split(",")]
-    except ValueError:
-        parts = []
-    if len(parts) != 3:
-        raise typer.BadParameter("give three numbers, like 0.5,0.5,0", param_hint="--loss")
-    return Mix(*parts)

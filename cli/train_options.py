@@ -11,6 +11,7 @@ import typer
 from .options import named
 
 DATA, SHAPE, TRAINING, OUTPUT = "Data", "Drafter", "Training", "Output"  # what --help shows
+FROM_TARGET = "target"  # of --warm-start
 
 
 class Kind(StrEnum):
@@ -53,12 +54,12 @@ Data = Annotated[
     _value(DATA, "FILE", "JSON lines of prompts, conversations or texts; or a .txt file."),
 ]
 Synthesize = Annotated[
-    int | None, _value(DATA, "N", "Instead, let the model write N prompts itself.", min=1)
+    int | None, _value(DATA, "N", "Instead, let the model write N prompts itself.", min=2)
 ]
 KeepAnswers = Annotated[
     bool, _flag("--keep-answers", DATA, "Learn the file's answers, not the model's own.")
 ]
-AnswerTokens = Annotated[int, _value(DATA, "N", "End an answer after N tokens.", min=1)]
+AnswerTokens = Annotated[int, _value(DATA, "N", "End an answer after N tokens.", min=2)]
 Rows = Annotated[int, _value(DATA, "N", "Answers that are generated at once.", min=1)]
 KindOf = Annotated[Kind, _value(SHAPE, "KIND", "dflash, dflash2 or dspark.")]
 BlockSize = Annotated[int, _value(SHAPE, "N", "Rows of a block, the first one given.", min=2)]
@@ -100,5 +101,5 @@ WholeVocabulary = Annotated[
 CacheFeatures = Annotated[
     bool, _flag("--cache-features", TRAINING, "Read the data once and keep the result on disk.")
 ]
-Seed = Annotated[int, _value(TRAINING, "N", "Of everything that is random.")]
+Seed = Annotated[int, _value(TRAINING, "N", "Of everything that is random.", min=0)]
 Json = Annotated[bool, _flag("--json", OUTPUT, "Print JSON lines and nothing else.")]

@@ -124,7 +124,7 @@ def test_shells_complete_commands_and_names(shell):
         ["help", "nope"],
         ["generate", "hi", "--nope"],
         ["bench", "--out", ""],
-        ["train", "--out", "", "--synthesize", "1"],
+        ["train", "--out", "", "--synthesize", "2"],
         ["generate", "hi", "--max-tokens", "-1"],
         ["generate", "hi", "--block-size", "0"],
         ["generate", "hi", "--target-bits", "5"],

@@ -227,7 +227,7 @@ def train_drafter(
     drafter = drafter or new_drafter(config, settings.seed)
     drafter.set_dtype(mx.float32)  # a loaded one may be in 16 bits, too few for small steps
     drafter.check_fits(target)
-    _check_trainable(drafter)
+    check_trainable(config)
     anchors = Anchors(settings.anchors)
     collate = anchors if store is None else Stored(anchors, store)
     gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
@@ -277,9 +277,8 @@ def _kept(
     return occurring(samples, target.vocab_size) if settings.occurring and not own else None
 
 
-def _check_trainable(drafter: DFlash) -> None:
+def check_trainable(config: DraftConfig) -> None:
     """Raise `SettingsError` for published parts that the training forward does not have."""
-    config = drafter.config
     parts = {
         "a recurrent Markov head": config.markov is not None and config.markov.type == "rnn",
         "an adapter of widths": config.target_hidden_size != config.hidden_size,

@@ -14,6 +14,7 @@ from ..errors import ConfigError, DataError, OutputError, SettingsError
 from ..reading import read_json
 from ..target import Target
 from .losses import Mix
+from .shape import check_kind
 
 TARGET = "target"  # of warm_start: the target's own layers
 EPOCHS = 6  # where neither steps nor hours are given, as in arXiv 2602.06036
@@ -71,16 +72,17 @@ class Recipe:
         if self.steps is not None and self.hours is not None:
             raise SettingsError("Give steps or hours, not both.")
         least = {
-            "synthesize": 1,
+            "synthesize": 2,
             "steps": 1,
             "anchors": 1,
             "tokens": 16,
-            "max_tokens": 1,
+            "max_tokens": 2,  # one that ends at its first token has nothing to draft
             "rows": 1,
             "turn_tokens": 4,
             "held_out": 1,
             "layers": 1,
             "draft_tokens": 16,
+            "seed": 0,
         }
         for name, limit in least.items():
             value = getattr(self, name)
@@ -92,6 +94,7 @@ class Recipe:
                 raise SettingsError(f"{name} is {value}: it is a number above 0.")
         if self.bits not in (None, 4, 6, 8):
             raise SettingsError(f"A drafter is stored in 4, 6 or 8 bits, not {self.bits}.")
+        check_kind(self.kind, self.block_size, self.draft_tokens)
 
 
 def claim(work: Path, target: Target, recipe: Recipe) -> None:

@@ -23,6 +23,7 @@ from .batches import bucket_length
 from .data import Sample
 from .drafter import (
     DrafterSettings,
+    check_trainable,
     new_drafter,
     save_drafter,
     start_own_head,
@@ -108,8 +109,7 @@ def train(
         NotEnoughMemoryError, OutputError: too little memory or disk; IncompatibleDrafterError.
     """
     work = out / "work"
-    if not recipe.keep_answers:
-        user_header(target)  # no template is found out first, not after the first answer
+    _judge(target, recipe, warm)
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,7 +120,6 @@ def train(
     held_out, training = split(samples, recipe)
     raw = _shape(target, recipe, samples, warm)
     config = DraftConfig.from_dict(raw)
-    config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     settings = _settings(recipe, training)
     cached = sum(len(s.tokens) for s in samples) if recipe.cache_features else 0
     needed = estimate(target, config, settings, cached)
@@ -165,6 +164,15 @@ def train(
     except OSError as error:
         raise OutputError.because(out, error) from error
     return Trained(drafter, raw, held_out, begun, curve.points())
+
+
+def _judge(target: Target, recipe: Recipe, warm: tuple[DFlash, dict[str, Any]] | None) -> None:
+    """Raise for all that can be known before anything is answered or written."""
+    if not recipe.keep_answers:
+        user_header(target)
+    config = DraftConfig.from_dict(_shape(target, recipe, (), warm))
+    config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
+    check_trainable(config)
 
 
 def held_out_record(target: Target, sample: Sample) -> dict[str, Any]:

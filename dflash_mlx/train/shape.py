@@ -40,12 +40,12 @@ def draft_shape(
 
     Raises `SettingsError`.
     """
-    if kind not in ARCHITECTURES:
-        raise SettingsError(f"A drafter is of kind {' or '.join(ARCHITECTURES)}, not {kind!r}.")
-    if block_size < 2:
-        raise SettingsError(f"A block has two rows at least, not {block_size}.")
-    if draft_tokens is not None and kind != "dspark":
-        raise SettingsError(f"A head of some tokens goes with dspark, not with {kind}.")
+    check_kind(kind, block_size, draft_tokens)
+    if layers is not None and layers > target.num_layers:
+        raise SettingsError(
+            f"A drafter of {layers} layers is slower than {target.name}, which has "
+            f"{target.num_layers}: lower --layers."
+        )
     shape = target.config.get("text_config") or target.config
     hidden, heads = target.hidden_size, shape["num_attention_heads"]
     layers = layers or min(5, 1 + round(target.num_layers / 8))
@@ -92,6 +92,16 @@ def draft_shape(
     if draft_tokens is not None:
         config["draft_vocab_size"] = min(draft_tokens, target.vocab_size)
     return config
+
+
+def check_kind(kind: str, block_size: int, draft_tokens: int | None) -> None:
+    """Raise `SettingsError` for what no drafter can be, whatever its target."""
+    if kind not in ARCHITECTURES:
+        raise SettingsError(f"A drafter is of kind {' or '.join(ARCHITECTURES)}, not {kind!r}.")
+    if block_size < 2:
+        raise SettingsError(f"A block has two rows at least, not {block_size}.")
+    if draft_tokens is not None and kind != "dspark":
+        raise SettingsError(f"A head of some tokens goes with dspark, not with {kind}.")
 
 
 def tap_layers(layers: int) -> list[int]:

@@ -1,0 +1,58 @@
+"""What `dflash-mlx train` refuses before anything is loaded: options that cannot go together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dflash_mlx.errors import SettingsError
+
+from .options import is_given
+from .train_options import FROM_TARGET, Kind
+
+if TYPE_CHECKING:
+    from dflash_mlx.train.losses import Mix
+
+SHAPE = ("kind", "block_size", "layers", "causal", "draft_tokens")
+
+
+def check_usage(context: typer.Context) -> None:
+    """Raise `BadParameter` for options that contradict each other or can teach nothing."""
+    options: Mapping[str, Any] = context.params
+    if (options["data"] is None) == (options["synthesize"] is None):
+        raise typer.BadParameter("give one of --data and --synthesize", param_hint="--data")
+    if options["steps"] is not None and options["hours"] is not None:
+        raise typer.BadParameter("goes without --hours", param_hint="--steps")
+    for name in ("hours", "learning_rate"):
+        value = options[name]
+        if value is not None and not 0 < value < float("inf"):
+            raise typer.BadParameter("give a number above 0", param_hint=_flag(name))
+    if options["warm_start"] not in (None, FROM_TARGET):
+        if given := next((name for name in SHAPE if is_given(name, context)), None):
+            raise typer.BadParameter(
+                "goes without a drafter to start from, which has its own", param_hint=_flag(given)
+            )
+    elif options["draft_tokens"] is not None and options["kind"] != Kind.dspark:
+        raise typer.BadParameter("goes with --kind dspark", param_hint="--draft-tokens")
+
+
+def mix_of(text: str) -> Mix:
+    """The value of --loss. Raises `BadParameter`."""
+    from dflash_mlx.train.losses import Mix
+
+    try:
+        parts = [float(part) for part in text.split(",")]
+    except ValueError:
+        parts = []
+    if len(parts) != 3:
+        raise typer.BadParameter("give three numbers, like 0.5,0.5,0", param_hint="--loss")
+    try:
+        return Mix(*parts)
+    except SettingsError as error:
+        raise typer.BadParameter(str(error), param_hint="--loss") from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

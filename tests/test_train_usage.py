@@ -1,0 +1,98 @@
+"""`train` refuses what cannot be before it answers a prompt or writes a file."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinymodels
+from program import run
+from typer.testing import CliRunner
+
+from dflash_mlx.cli.app import app
+from dflash_mlx.errors import DFlashError, IncompatibleDrafterError, SettingsError
+from dflash_mlx.loading.load import load_drafter
+from dflash_mlx.target import Target
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.run import train
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tinymodels.target()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft-tokens", "50"], "goes with --kind dspark"),
+        (["--steps", "2", "--hours", "1"], "goes without --hours"),
+        (["--hours", "0"], "above 0"),
+        (["--hours", "nan"], "--hours"),
+        (["--learning-rate", "0"], "above 0"),
+        (["--learning-rate", "inf"], "above 0"),
+        (["--loss", "0,0,0"], "one of them above 0"),
+        (["--loss", "1,-1,0"], "one of them above 0"),
+        (["--loss", "1,2"], "give three numbers"),
+        (["--answer-tokens", "1"], "greater than or equal to 2"),
+        (["--seed", "-1"], "greater than or equal to 0"),
+        (["--warm-start", "tiny", "--layers", "2"], "goes without a drafter to start from"),
+        (["--warm-start", "tiny", "--kind", "dspark"], "goes without a drafter to start from"),
+    ],
+)
+def test_mistakes_of_usage_are_told_first(
+    tmp_path: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is loaded before the options are judged")
+
+    monkeypatch.setattr("dflash_mlx.load_target", load)
+    out = tmp_path / "out"
+    command = ["train", "--synthesize", "2", "--out", str(out), *options]
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
+    assert done.exit_code == 2 and message in done.stderr, done.output
+    assert not out.exists()
+
+
+def test_a_single_prompt_is_too_few(tmp_path: Path) -> None:
+    assert run("train", "--out", tmp_path / "out", "--synthesize", "1").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "dflash3"},
+        {"block_size": 1},
+        {"draft_tokens": 50},
+        {"max_tokens": 1},
+        {"synthesize": 1},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_recipes_that_no_target_can_have(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError):
+        replace(Recipe(synthesize=2), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [({"layers": 4}, "lower --layers"), ({"block_size": 5000}, "block_size")]
+)
+def test_shapes_are_judged_before_anything_is_answered(
+    tmp_path: Path, target: Target, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DFlashError, match=said):
+        train(target, tmp_path / "out", Recipe(synthesize=2, **wrong))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_to_start_from_is_judged_before_anything_is_answered(
+    tmp_path: Path, target: Target
+) -> None:
+    folder = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4)
+    raw = json.loads((folder / "config.json").read_text())
+    warm = (load_drafter(str(folder)), raw | {"num_target_layers": 30})
+    with pytest.raises(IncompatibleDrafterError):
+        train(target, tmp_path / "out", Recipe(synthesize=2), warm)
+    assert not (tmp_path / "out").exists()
