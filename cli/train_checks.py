@@ -23,6 +23,8 @@ def check_usage(context: typer.Context) -> None:
     options: Mapping[str, Any] = context.params
     if (options["data"] is None) == (options["synthesize"] is None):
         raise typer.BadParameter("give one of --data and --synthesize", param_hint="--data")
+    if options["keep_answers"] and options["data"] is None:
+        raise typer.BadParameter("goes with --data", param_hint="--keep-answers")
     if options["steps"] is not None and options["hours"] is not None:
         raise typer.BadParameter("goes without --hours", param_hint="--steps")
     for name in ("hours", "learning_rate"):

@@ -111,10 +111,12 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path, dat
 
 def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Path) -> None:
     train(target, tmp_path / "out", recipe(data))
-    with pytest.raises(SettingsError, match=r"begun with other settings \(anchors, steps\): use"):
+    with pytest.raises(
+        SettingsError, match=r"begun with other settings \(--anchors, --steps\): use"
+    ):
         train(target, tmp_path / "out", recipe(data, steps=5, anchors=3))
     data.write_text(json.dumps(PROMPTS[0]) + "\n")
-    with pytest.raises(SettingsError, match=r"other settings \(data\)"):
+    with pytest.raises(SettingsError, match=r"other settings \(--data\)"):
         train(target, tmp_path / "out", recipe(data))
 
 

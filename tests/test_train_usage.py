@@ -1,20 +1,23 @@
 """`train` refuses what cannot be before it answers a prompt or writes a file."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinymodels
 from program import run
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DFlashError, IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.target import Target
-from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.losses import Mix
+from dflash_mlx.train.recipe import Recipe, claim, option_of
 from dflash_mlx.train.run import train
 
 
@@ -28,6 +31,7 @@ def target() -> Target:
     [
         (["--draft-tokens", "50"], "goes with --kind dspark"),
         (["--steps", "2", "--hours", "1"], "goes without --hours"),
+        (["--keep-answers"], "goes with --data"),
         (["--hours", "0"], "above 0"),
         (["--hours", "nan"], "--hours"),
         (["--learning-rate", "0"], "above 0"),
@@ -68,6 +72,7 @@ def test_a_single_prompt_is_too_few(tmp_path: Path) -> None:
         {"max_tokens": 1},
         {"synthesize": 1},
         {"seed": -1},
+        {"keep_answers": True},
     ],
     ids=str,
 )
@@ -96,3 +101,21 @@ def test_a_drafter_to_start_from_is_judged_before_anything_is_answered(
     with pytest.raises(IncompatibleDrafterError):
         train(target, tmp_path / "out", Recipe(synthesize=2), warm)
     assert not (tmp_path / "out").exists()
+
+
+def test_other_settings_are_called_as_their_options(tmp_path: Path, target: Target) -> None:
+    """Where the options are not called as the fields of a recipe."""
+    work, begun = tmp_path / "work", Recipe(synthesize=2)
+    work.mkdir()
+    claim(work, target, begun)
+    (work / "checkpoint.safetensors").touch()
+    other = replace(begun, max_tokens=20, bits=4, occurring=False, mix=Mix(1.0), draft_tokens=None)
+    names = "--store-bits, --answer-tokens, --loss, --whole-vocabulary"
+    with pytest.raises(SettingsError, match=re.escape(f"({names})")):
+        claim(work, target, other)
+
+
+def test_every_setting_has_the_name_of_an_option() -> None:
+    options = {name for param in get_command(app).commands["train"].params for name in param.opts}
+    library = {"held_out", "turn_tokens"}  # what only the library can say
+    assert {option_of(field.name) for field in fields(Recipe)} - library <= options

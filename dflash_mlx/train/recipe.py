@@ -17,6 +17,15 @@ from .losses import Mix
 from .shape import check_kind
 
 TARGET = "target"  # of warm_start: the target's own layers
+OPTIONS = {  # of the command line, where they are not called as the fields are
+    "bits": "--store-bits",
+    "held_out": "held_out",
+    "max_tokens": "--answer-tokens",
+    "mix": "--loss",
+    "occurring": "--whole-vocabulary",
+    "target": "--model",
+    "turn_tokens": "turn_tokens",
+}
 EPOCHS = 6  # where neither steps nor hours are given, as in arXiv 2602.06036
 
 
@@ -69,6 +78,8 @@ class Recipe:
                 "Train on a file (--data) or on what the target writes "
                 "(--synthesize N), on one of them."
             )
+        if self.keep_answers and self.data is None:
+            raise SettingsError("--keep-answers goes with --data: it learns the file's answers.")
         if self.steps is not None and self.hours is not None:
             raise SettingsError("Give steps or hours, not both.")
         least = {
@@ -97,6 +108,11 @@ class Recipe:
         check_kind(self.kind, self.block_size, self.draft_tokens)
 
 
+def option_of(field: str) -> str:
+    """What the command line calls a field; its own name where it has no option."""
+    return OPTIONS.get(field, f"--{field.replace('_', '-')}")
+
+
 def claim(work: Path, target: Target, recipe: Recipe) -> None:
     """Write down what this folder is for. Raises `SettingsError` if it is for something else."""
     now = {**asdict(recipe), "data": None, "target": _identity(target)}
@@ -115,8 +131,9 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
             raise ConfigError(f"{path}: damaged; delete {work} to start again.") from error
         differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
         if differing:
+            named = ", ".join(map(option_of, differing))
             raise SettingsError(
-                f"{work} was begun with other settings ({', '.join(differing)}): use the same, or "
+                f"{work} was begun with other settings ({named}): use the same, or "
                 "another --out, or delete it."
             )
         return
