@@ -19,15 +19,12 @@ from dflash_mlx.errors import (
     DataError,
     DFlashError,
     IncompatibleDrafterError,
-    NotEnoughMemoryError,
-    OutputError,
     PromptError,
     SettingsError,
 )
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.target import Target
-from dflash_mlx.train import plan
 from dflash_mlx.train.drafter import new_drafter
 from dflash_mlx.train.fit import Report
 from dflash_mlx.train.recipe import TARGET, Recipe
@@ -237,21 +234,6 @@ def test_without_a_chat_template_it_says_so_first(
         assert not (tmp_path / "out").exists()
     finally:
         bare.tokenizer.has_chat_template = True
-
-
-def test_too_little_memory_or_disk_says_what_to_lower(
-    tmp_path: Path, target: Target, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = plan.machine_memory()
-    monkeypatch.setattr(plan, "machine_memory", lambda: 10**6)
-    with pytest.raises(NotEnoughMemoryError, match=r"lower --tokens \(64\) or --anchors \(4\)"):
-        train(target, tmp_path / "a", recipe(data))
-    assert (tmp_path / "a" / "work" / "answers.jsonl").stat().st_size  # nothing is lost
-    monkeypatch.setattr(plan, "machine_memory", lambda: real)
-    usage = plan.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(OutputError, match="make room, or choose another --out"):
-        train(target, tmp_path / "a", recipe(data))
 
 
 @pytest.mark.parametrize(

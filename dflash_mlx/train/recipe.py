@@ -26,6 +26,9 @@ OPTIONS = {  # of the command line, where they are not called as the fields are
     "target": "--model",
     "turn_tokens": "turn_tokens",
 }
+# What prompts and answers depend on, and nothing that is made of them.
+OF_ANSWERS = {"data", "synthesize", "keep_answers", "max_tokens", "rows", "turn_tokens", "seed"}
+OF_ANSWERS |= {"target"}
 EPOCHS = 6  # where neither steps nor hours are given, as in arXiv 2602.06036
 
 
@@ -114,7 +117,10 @@ def option_of(field: str) -> str:
 
 
 def claim(work: Path, target: Target, recipe: Recipe) -> None:
-    """Write down what this folder is for. Raises `SettingsError` if it is for something else."""
+    """Write down what this folder is for. Raises `SettingsError` if it is for something else.
+
+    As long as there are answers alone, the training may still become another.
+    """
     now = {**asdict(recipe), "data": None, "target": _identity(target)}
     if recipe.data is not None:
         try:
@@ -124,19 +130,20 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
     now = json.loads(json.dumps(now))
     path = work / "recipe.json"
     # A command that failed at its data leaves its recipe and nothing to go on with.
-    if path.exists() and any(file.stem != path.stem for file in work.iterdir()):
+    made = {file.name for file in work.iterdir() if file.stem != path.stem}
+    if path.exists() and made:
         try:
             then = read_json(path)
         except ConfigError as error:
             raise ConfigError(f"{path}: damaged; delete {work} to start again.") from error
-        differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
+        bound = OF_ANSWERS if made <= {"turns.jsonl", "answers.jsonl"} else now.keys() | then.keys()
+        differing = sorted(k for k in bound if now.get(k) != then.get(k))
         if differing:
             named = ", ".join(map(option_of, differing))
             raise SettingsError(
                 f"{work} was begun with other settings ({named}): use the same, or "
                 "another --out, or delete it."
             )
-        return
     part = path.with_suffix(".part")
     try:
         part.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")

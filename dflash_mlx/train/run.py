@@ -109,7 +109,7 @@ def train(
         NotEnoughMemoryError, OutputError: too little memory or disk; IncompatibleDrafterError.
     """
     work = out / "work"
-    _judge(target, recipe, warm)
+    _judge(target, recipe, warm, work)
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -122,7 +122,7 @@ def train(
     config = DraftConfig.from_dict(raw)
     settings = _settings(recipe, training)
     cached = sum(len(s.tokens) for s in samples) if recipe.cache_features else 0
-    needed = estimate(target, config, settings, cached)
+    needed = estimate(target, config, settings, [len(s.tokens) for s in samples], cached)
     check(needed, work, recipe.tokens, recipe.anchors)
     store = None
     if recipe.cache_features:
@@ -166,13 +166,19 @@ def train(
     return Trained(drafter, raw, held_out, begun, curve.points())
 
 
-def _judge(target: Target, recipe: Recipe, warm: tuple[DFlash, dict[str, Any]] | None) -> None:
+def _judge(
+    target: Target, recipe: Recipe, warm: tuple[DFlash, dict[str, Any]] | None, work: Path
+) -> None:
     """Raise for all that can be known before anything is answered or written."""
     if not recipe.keep_answers:
         user_header(target)
     config = DraftConfig.from_dict(_shape(target, recipe, (), warm))
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     check_trainable(config)
+    # The longest that samples can be, of which a batch takes the least; of a file's, who knows.
+    longest = recipe.turn_tokens + recipe.max_tokens if recipe.synthesize else recipe.tokens
+    least = estimate(target, config, _settings(recipe, ()), [longest])
+    check(least, work, recipe.tokens, recipe.anchors)
 
 
 def held_out_record(target: Target, sample: Sample) -> dict[str, Any]:
