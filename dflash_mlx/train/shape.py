@@ -43,7 +43,7 @@ def draft_shape(
     check_kind(kind, block_size, draft_tokens)
     if layers is not None and layers > target.num_layers:
         raise SettingsError(
-            f"A drafter of {layers} layers is slower than {target.name}, which has "
+            f"A drafter of {layers} layers is deeper than {target.name}, which has "
             f"{target.num_layers}: lower --layers."
         )
     shape = target.config.get("text_config") or target.config
