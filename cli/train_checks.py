@@ -9,7 +9,7 @@ import typer
 
 from dflash_mlx.errors import SettingsError
 
-from .options import is_given
+from .options import is_given, spelled
 from .train_options import FROM_TARGET, Kind
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def check_usage(context: typer.Context) -> None:
     for name in ("hours", "learning_rate"):
         value = options[name]
         if value is not None and not 0 < value < float("inf"):
-            raise typer.BadParameter("give a number above 0", param_hint=_flag(name))
+            raise typer.BadParameter("give a number above 0", param_hint=spelled(name))
     if options["warm_start"] not in (None, FROM_TARGET):
         if given := next((name for name in SHAPE if is_given(name, context)), None):
             raise typer.BadParameter(
-                "goes without a drafter to start from, which has its own", param_hint=_flag(given)
+                "goes without a drafter to start from, which has its own", param_hint=spelled(given)
             )
     elif options["draft_tokens"] is not None and options["kind"] != Kind.dspark:
         raise typer.BadParameter("goes with --kind dspark", param_hint="--draft-tokens")
@@ -54,7 +54,3 @@ def mix_of(text: str) -> Mix:
         return Mix(*parts)
     except SettingsError as error:
         raise typer.BadParameter(str(error), param_hint="--loss") from error
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
