@@ -42,8 +42,10 @@ def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
         rows = [(name, stats.tokens_per_second, "")]
     counts = counted(stats.output_tokens, "token")
     if runs.drafter is not None and stats.rounds:
-        counts += f" in {counted(stats.rounds, 'round')}: "
-        counts += f"{stats.acceptance_length:.1f} tokens per round"
+        # The first one is the prompt's: no round made it.
+        each = "each of " if stats.rounds > 1 else ""
+        counts += f": the first, then {stats.acceptance_length:.1f} in {each}"
+        counts += counted(stats.rounds, "round")
     lines = [Text(counts)]
     if result.finish_reason == "length":
         lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")

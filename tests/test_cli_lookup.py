@@ -11,7 +11,8 @@ from dflash_mlx.bench.measure import Comparison
 from dflash_mlx.drafter.beside import Beside
 from dflash_mlx.drafter.lookup import Lookup
 from dflash_mlx.drafter.protocol import label
-from dflash_mlx.errors import ModelNotFoundError, SettingsError
+from dflash_mlx.errors import DownloadError, ModelNotFoundError, SettingsError
+from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import NONE
 
 QUESTION = "user: user: user: what is 37 + 48?"
@@ -34,7 +35,7 @@ def test_a_model_without_a_known_drafter_is_drafted_by_lookup_and_says_so(folder
 
 @pytest.mark.parametrize(("draft", "rows"), [("none", 1), ("lookup", 16)])
 def test_draft_says_what_drafts(folder, draft, rows):
-    options = ["-n", "12", "--json", "--no-compare", "--no-policy"]
+    options = ["-n", "12", "--json", *["--no-policy"] * (draft != "none")]
     done = run("generate", QUESTION, "--model", folder, "--draft", draft, *options)
     content = json.loads(done.stdout)
     assert content["block_size"] == rows and "No drafter" not in done.stderr
@@ -49,6 +50,12 @@ def test_the_library_knows_the_same_names(folder):
     for draft in (None, "+lookup", "tiny+lookup", "tiny-dflash2+lookup"):
         assert isinstance(dm.load("tiny", draft=draft)[1], Beside)
     assert not isinstance(dm.load("tiny", draft="tiny")[1], Beside)
+
+
+def test_of_a_model_that_is_not_there_it_is_not_said_what_drafts(recwarn):
+    with pytest.raises(DownloadError):
+        dm.load("some/model", hub=Hub(offline=True))
+    assert not recwarn.list
 
 
 def test_names_that_say_nothing_are_refused(folder):

@@ -101,10 +101,12 @@ def load(
     name, draft = as_name(name), None if draft is None else as_name(draft)
     check_name(name)  # a mistyped name is not a target without a drafter
     ours = _kernels(exact, kernels)
-    draft, beside = _drafting(name, draft)
+    asked, (draft, beside) = draft, _drafting(name, draft)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
     hub = hub or Hub()
     folder = _folder(name, "target", hub)
+    if draft == LOOKUP != asked:  # of a target that is there
+        warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=2)
     if draft in (LOOKUP, NONE):
         if draft_bits is not None:
             raise SettingsError(f"draft_bits: {draft} has no weights to quantize, leave it out.")
@@ -140,8 +142,6 @@ def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
             raise SettingsError(f"draft {draft}: name a network before {WITH_LOOKUP}.")
         return network, beside
     known = known_drafter(name)
-    if known is None:
-        warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=3)
     return known or LOOKUP, known is not None
 
 
