@@ -62,7 +62,7 @@ def begin(
             logit bias, processors): how tokens are chosen. A seed's text is the same with and
             without a drafter, whatever the block size, and whoever shares its rounds.
         block_size: rows verified per round, the anchor included; None is the drafter's own, or
-            what the policy says. Without a drafter there is one row.
+            what the policy says. At most: without a drafter every round has one.
         policy: decides the width of every round, unless block_size does, and keeps what it has
             learnt about the pair for the next request; None drafts whole blocks.
         tree_budget: rows of a draft tree verified per round, the anchor included, where a path
@@ -160,11 +160,9 @@ def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
         raise SettingsError(
             f"block_size must be a whole number, 1 or more, not {shown(requested)}."
         )
-    requested = None if requested is None else int(requested)
     if drafter is None:
-        if requested is not None and requested > 1:
-            raise SettingsError(f"block_size {requested} needs a drafter: leave it at None.")
         return 1
+    requested = None if requested is None else int(requested)
     largest = drafter_block_size(drafter)
     if requested is None:
         return largest or DEFAULT_BLOCK_SIZE

@@ -45,7 +45,7 @@ def test_a_turn_reads_only_its_own_tokens(family, p):
         plain = turn(target, None, prompt)
         if drafter is not None:
             drafter.text = [*prompt, *plain.tokens]
-        result = turn(target, drafter, prompt, kept, block_size=drafter and 6)
+        result = turn(target, drafter, prompt, kept, block_size=6)
         assert result.tokens == plain.tokens
         assert kept.ids == [*prompt, *plain.tokens][:-1]
         read.append(len(prompt) - result.stats.reused_tokens)

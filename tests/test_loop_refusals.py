@@ -55,12 +55,6 @@ def test_what_is_no_target_is_refused():
             Engine(none, None)
 
 
-def test_a_block_size_without_a_drafter_is_refused():
-    with pytest.raises(SettingsError, match="block_size 4 needs a drafter"):
-        generate(target(), None, PROMPT, block_size=4)
-    assert generate(target(), None, PROMPT, block_size=1, max_tokens=2).stats.rounds == 1
-
-
 def test_a_policy_without_a_drafter_is_refused():
     with pytest.raises(SettingsError, match="of a target and its drafter, not None"):
         Policy.of(target(), None)
