@@ -32,6 +32,7 @@ EMBEDDED_ACCEPTANCE = 12.0  # as its model card says, over all categories
 
 
 def roofline(
+    given: typer.Context,
     model: options.Model = EMBEDDED,
     chip: Annotated[
         str | None, typer.Option(metavar="NAME", help="M1 to M5 Max. Default: this machine's chip.")
@@ -82,6 +83,8 @@ def roofline(
     else:
         file = config_folder(model, "target", hub) / "config.json"
         config = read_json(file)
+    if options.is_given("context", given):
+        _check_context(model, config, context)
     quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
     if machines > 1:
         asked = Asked(model, config, file, quantization, where, tokens, context)
@@ -115,6 +118,15 @@ def roofline(
     note(f"{tokens:g} tokens a round of 16 rows; the drafter's own time is not in it.")
     if where.generation == "M5":
         note("16-row tiles are those of the tensor units: our kernels do not use them, stock runs.")
+
+
+def _check_context(model: str, config: dict[str, Any], context: int) -> None:
+    """Raise `BadParameter` for more tokens than the model reads, where its config says that."""
+    text = config.get("text_config")
+    longest = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    if isinstance(longest, int) and context > longest:
+        told = f"{model} reads {longest:,} tokens at most"
+        raise typer.BadParameter(told, param_hint="--context")
 
 
 def _chip(name: str | None) -> Chip:

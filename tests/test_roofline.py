@@ -156,6 +156,8 @@ def test_the_command(tmp_path):
     assert "prediction, not a measurement" in shown.stderr and shown.stdout.count("\n") == 17
     shown = roofline(*command)
     assert shown.exit_code == 2 and "--acceptance" in shown.stderr
+    beyond = roofline(*command, "--acceptance", "4", "--context", "999999999")
+    assert beyond.exit_code == 2 and "--context" in beyond.stderr and not beyond.stdout
 
 
 def test_a_gguf_file_is_predicted_by_its_header(tmp_path):

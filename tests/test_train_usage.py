@@ -36,6 +36,7 @@ def target() -> Target:
         (["--hours", "nan"], "--hours"),
         (["--learning-rate", "0"], "above 0"),
         (["--learning-rate", "inf"], "above 0"),
+        (["--seed", str(2**64)], "below 2**32"),
         (["--loss", "0,0,0"], "one of them above 0"),
         (["--loss", "1,-1,0"], "one of them above 0"),
         (["--loss", "1,2"], "give three numbers"),

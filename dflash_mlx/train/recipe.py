@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError, SettingsError
 from ..reading import read_json
+from ..settings import SEED_BITS
 from ..target import Target
 from .losses import Mix
 from .shape import check_kind
@@ -102,6 +103,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < limit:
                 raise SettingsError(f"{name} is {value}: it is at least {limit}.")
+        if self.seed >= 2**SEED_BITS:
+            raise SettingsError(f"seed is {self.seed}: it is below 2**{SEED_BITS}.")
         for name in ("hours", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
