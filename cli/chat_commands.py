@@ -13,6 +13,7 @@ from dflash_mlx.machine.folders import cache_folder
 
 from .chat_loop import Chat
 from .chat_settings import NAMES, NONE, change, idle, shown
+from .options import say_idle
 from .screen import counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _set(chat: Chat, text: str) -> None:
         error_line(str(error))
         return
     if value and idle(settings, name):
-        note(f"At temperature 0 the most likely token is picked: {name} changes nothing.")
+        say_idle(name)
     for line in shown(settings):
         if not name or line.split()[0] == name:
             note(line)

@@ -61,7 +61,7 @@ class Chat:
         self.plain: float | None = None
 
     def run(self) -> None:
-        """Take turns until the person leaves. Raises `PromptError` in a pipe only."""
+        """Take turns until the person leaves. Raises `DFlashError` in a pipe only."""
         read: Callable[[], str | None] = self._read_piped
         if self.interactive:
             note(f"{self.dialogue.pair.title}\n{HINT}")

@@ -22,6 +22,7 @@ from dflash_mlx.loading.names import EMBEDDED
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.chips import find_chip
 from dflash_mlx.machine.facts import GB, computer, installed, memory_bytes
+from dflash_mlx.machine.folders import nearest_there
 
 from . import doctor_hosts, options
 from .doctor_checks import Check, table
@@ -140,7 +141,7 @@ def _memory() -> Check:
 def _disk() -> Check:
     """The room where downloads go."""
     folder = Hub().folder
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = nearest_there(folder)
     free = shutil.disk_usage(existing).free / GB
     detail = f"{free:.0f} GB free for downloads in {folder}"
     if free < LITTLE_DISK:

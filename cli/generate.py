@@ -13,7 +13,6 @@ import typer
 
 import dflash_mlx
 from dflash_mlx.errors import PromptError
-from dflash_mlx.loading.registry import NONE
 
 from . import generate_options, options
 from .counters import counter_lines, counters
@@ -21,7 +20,7 @@ from .generate_question import STANDARD, as_messages, read_prompt, read_schema
 from .generate_summary import as_json, event_as_json, summary
 from .machines import Machines, joined, shared, stdin_ends
 from .output import as_line, as_text, check_writable, write_whole
-from .pair import Pair, explain, open_pair
+from .pair import Pair, check_plain, explain, open_pair
 from .screen import note, panel, print_json, stderr, waiting
 
 if TYPE_CHECKING:
@@ -62,9 +61,7 @@ def generate(
         raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
     if json and json_lines:
         raise typer.BadParameter("goes without --json", param_hint="--json-lines")
-    if compare and (no_draft or names.draft == NONE):
-        hint = "--no-draft" if no_draft else f"--draft {NONE}"
-        raise typer.BadParameter("goes without --compare", param_hint=hint)
+    check_plain(no_draft, names, {"--compare": compare})
     text = read_prompt(prompt, files or [], stdin_ends(context))
     asked = text if raw else as_messages(text, system)
     schema = read_schema(json_schema)

@@ -220,8 +220,7 @@ class Sampling:
         settings = dict(vars(self))
         given = [name for name, value in settings.items() if value != getattr(Sampling, name)]
         if given and not self.temperature:
-            options = ", ".join(map(spelled, given))
-            note(f"At temperature 0 the most likely token is picked: {options} changes nothing.")
+            say_idle(", ".join(map(spelled, given)))
         if self.temperature > 0 and self.seed is None:
             # Drawn here, so that plain decoding can have the same.
             settings["seed"] = secrets.randbits(32)
@@ -269,6 +268,11 @@ def tree_rows(text: str) -> int | str | None:
 def bits_of(bits: Bits | None) -> int | None:
     """The number an option stands for."""
     return None if bits is None else int(bits.value)
+
+
+def say_idle(settings: str) -> None:
+    """Say that settings of sampling have no effect."""
+    note(f"At temperature 0 the most likely token is picked: {settings} changes nothing.")
 
 
 def spelled(parameter: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +107,13 @@ def open_pair(
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
-    if no_draft or names.draft == NONE:
-        _check_plain(no_draft, names, weights, rounds)
+    of_drafts = {
+        "--draft": no_draft and names.draft,
+        "--block-size": rounds.block_size,
+        "--no-policy": rounds.no_policy,
+        "--draft-bits": weights.draft_bits,
+    }
+    check_plain(no_draft, names, of_drafts)
     draft = _drafting(names, no_draft)
     budget = _tree_budget(rounds, no_draft, draft)
     check_name(names.model)  # before the seconds that MLX takes to start
@@ -155,18 +160,13 @@ def check_drafts(names: Names) -> None:
         raise typer.BadParameter(f"not {NONE}: name what drafts", param_hint="--draft")
 
 
-def _check_plain(no_draft: bool, names: Names, weights: Weights, rounds: Rounds) -> None:
-    """Raise `BadParameter` for options about drafts that are not made."""
-    others = {
-        "--draft": no_draft and names.draft,
-        "--block-size": rounds.block_size,
-        "--no-policy": rounds.no_policy,
-        "--draft-bits": weights.draft_bits,
-    }
-    for option, given in others.items():
-        if given:
-            hint = "--no-draft" if no_draft else f"--draft {NONE}"
-            raise typer.BadParameter(f"goes without {option}", param_hint=hint)
+def check_plain(no_draft: bool, names: Names, given: Mapping[str, Any]) -> None:
+    """Raise `BadParameter` for a given option about drafts where none are made."""
+    if not no_draft and names.draft != NONE:
+        return
+    for option in (option for option, value in given.items() if value):
+        hint = "--no-draft" if no_draft else f"--draft {NONE}"
+        raise typer.BadParameter(f"goes without {option}", param_hint=hint)
 
 
 def _drafting(names: Names, no_draft: bool) -> str | None:

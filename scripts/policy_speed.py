@@ -12,9 +12,9 @@ again to be timed. With `--kept 0` it starts from nothing at each prompt.
 
 Printed for each class of prompts: the policy's total time over the best fixed width's, and where 95
 of 100 draws of as many turns have it; what chance makes of nothing, the widest width over itself,
-which runs twice; rounds, the policy's and the widest width's; and the slowest
-prompt against plain decoding. Costs are measured anew at the start; what the rounds corrected of
-them is printed at the end.
+which runs twice; rounds, the policy's and the widest width's; and the slowest prompt against plain
+decoding. Costs are measured anew at the start; what the rounds corrected of them is printed at the
+end.
 """
 
 from __future__ import annotations

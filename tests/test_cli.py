@@ -153,7 +153,8 @@ def test_usage_errors(arguments):
 )
 def test_errors_before_mlx(arguments, stdin, message):
     done = in_process(*arguments, stdin=stdin)
-    assert done.exit_code == 1 + (arguments[0] == "generate") and not done.stdout
+    code = 2 if arguments[0] == "generate" else 1  # a wrong prompt; a file that is not there
+    assert done.exit_code == code and not done.stdout
     assert done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -1,7 +1,9 @@
 """`generate` among other programs: what is piped in, what is streamed out, how often it decodes."""
 
 import json
+from functools import partial
 from io import BytesIO, TextIOWrapper
+from itertools import count
 
 import pytest
 import tinymodels
@@ -123,10 +125,14 @@ def test_the_speedup_by_measured_costs_is_marked(loaded, monkeypatch):
     costs = Costs({64: {1: 250.0, 4: 250.0}}, {64: {1: 0.0, 4: 0.0}})  # a plain token as a round
     pair = Pair(loaded.target, loaded.drafter, None, loaded.blas, policy=Policy(costs, widest=4))
     monkeypatch.setattr(command, "open_pair", lambda *_: pair)
-    [plain, drafted] = [line for line in invoke(*ASKED).stderr.splitlines() if "tok/s" in line]
+    with monkeypatch.context() as patched:  # every look at the clock is a hundredth of a second on
+        patched.setattr("time.perf_counter", partial(next, count(0.0, 0.01)))
+        lines = invoke(*ASKED).stderr.splitlines()
+    [plain, drafted] = [line for line in lines if "tok/s" in line]
     assert "~plain" in plain and " 0 tok/s" not in plain
-    speedup = float(drafted.partition("tok/s ~")[2].partition("x")[0])
-    assert "DFlash" in drafted and 0.01 < speedup < 100  # no other unit, on the busiest machine
+    assert (
+        "DFlash" in drafted and 0.3 < float(drafted.partition("tok/s ~")[2].partition("x")[0]) < 9
+    )
     compared = invoke(*ASKED, "--compare").stderr
     assert "~" not in compared and "identical" in compared
 

@@ -38,6 +38,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
+from ..machine.folders import nearest_there
 from .names import meant
 from .registry import Pair, pairs
 from .weights import GB, check_safetensors
@@ -210,8 +211,7 @@ class Hub:
         ]
         needed = sum(sizes[file] for file in missing)
         folder = self.folder
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(existing).free
+        free = shutil.disk_usage(nearest_there(folder)).free
         if needed > free:
             raise DownloadError(
                 f"{name}: {needed / GB:.1f} GB are to be downloaded and {folder} has room for "

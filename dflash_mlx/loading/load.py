@@ -101,11 +101,12 @@ def load(
     name, draft = as_name(name), None if draft is None else as_name(draft)
     check_name(name)  # a mistyped name is not a target without a drafter
     ours = _kernels(exact, kernels)
-    asked, (draft, beside) = draft, _drafting(name, draft)
+    asked = draft
+    draft, beside = _drafting(name, draft)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
     hub = hub or Hub()
     folder = _folder(name, "target", hub)
-    if draft == LOOKUP != asked:  # of a target that is there
+    if draft == LOOKUP and asked != LOOKUP:  # of a target that is there
         warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=2)
     if draft in (LOOKUP, NONE):
         if draft_bits is not None:

@@ -1,4 +1,4 @@
-"""Where measurements of this machine are kept between runs."""
+"""Where measurements of this machine are kept between runs, and what is there of a folder."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def cache_folder(part: str) -> Path:
         return Path.home() / cache / "dflash-mlx" / part
     except RuntimeError:  # a user without a home
         return Path("/nonexistent")
+
+
+def nearest_there(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there: whose disk and permissions count."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

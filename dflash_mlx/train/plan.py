@@ -14,6 +14,7 @@ from ..drafter.config import DraftConfig
 from ..drafter.dspark import network_for
 from ..errors import NotEnoughMemoryError, OutputError
 from ..loading.weights import machine_memory
+from ..machine.folders import nearest_there
 from ..target import Target
 from .batches import bucket_length
 from .drafter import DrafterSettings
@@ -110,7 +111,7 @@ def check(found: Estimate, folder: Path, tokens: int, anchors: int) -> None:
             raise NotEnoughMemoryError(f"Training needs about {needed}: {advice}.")
         said = f"training needs about {needed}: close other programs, or {advice}."
         warnings.warn(f"dflash-mlx: {said}", stacklevel=1)
-    folder = next(place for place in (folder, *folder.parents) if place.exists())
+    folder = nearest_there(folder)
     if found.disk > (free := shutil.disk_usage(folder).free):
         cached = found.features > found.checkpoint
         advice = "leave out --cache-features" if cached else "make room, or choose another --out"

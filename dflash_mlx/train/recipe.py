@@ -28,8 +28,9 @@ OPTIONS = {  # of the command line, where they are not called as the fields are
     "turn_tokens": "turn_tokens",
 }
 # What prompts and answers depend on, and nothing that is made of them.
-OF_ANSWERS = {"data", "synthesize", "keep_answers", "max_tokens", "rows", "turn_tokens", "seed"}
-OF_ANSWERS |= {"target"}
+OF_ANSWERS = frozenset(
+    ("target", "data", "synthesize", "keep_answers", "max_tokens", "rows", "turn_tokens", "seed")
+)
 EPOCHS = 6  # where neither steps nor hours are given, as in arXiv 2602.06036
 
 
