@@ -91,9 +91,9 @@ def test_one_request_gets_what_its_own_policy_says(first, later, prices):
     table = {rows: 1 + row * (rows - 1) for rows in (1, 2, 4, 8, 16)}
     costs = Costs({64: table}, {64: {rows: draft for rows in (2, 4, 8, 16)} | {1: 0.0}})
     policy = Policy(costs, WIDEST)
-    for slot in range(WIDEST - 2):
-        policy.beliefs()._reached[slot], policy.beliefs()._right[slot] = 1e6, later * 1e6
-    policy.beliefs()._tried[-1], policy.beliefs()._hit[-1] = 1e6, first * 1e6
+    beliefs = policy.beliefs()
+    beliefs._reached[:], beliefs._right[:] = 1e6, later * 1e6
+    beliefs._tried[-1], beliefs._hit[-1] = 1e6, first * 1e6
     widths = policy.start()
     widths._account.book(0.0, 10.0)  # it can pay for what it wants
     own = widths.width(64, WIDEST)

@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 from test_policy import WIDEST, costs
 from tinymodels import random_drafter, target
@@ -10,7 +11,7 @@ from tinymodels import random_drafter, target
 from dflash_mlx.policy import costs as costs_module
 from dflash_mlx.policy.beliefs import FIRST, LEVELS, Beliefs, warmth
 from dflash_mlx.policy.costs import Costs
-from dflash_mlx.policy.kept import WEIGHT, beliefs_file, keep_beliefs, read_beliefs
+from dflash_mlx.policy.kept import FORMAT, WEIGHT, beliefs_file, keep_beliefs, read_beliefs
 from dflash_mlx.policy.widths import Policy
 
 SURE = len(LEVELS) - 1
@@ -69,7 +70,8 @@ def test_what_was_not_drafted_at_is_not_forgotten(started):
     for _ in range(5):
         taught(started(), drafts=1).keep()
     again = started().beliefs(0.8).evidence()
-    assert all(again[name] == pytest.approx(known[name]) for name in known)
+    for name in known:
+        np.testing.assert_allclose(again[name], known[name])
 
 
 def test_nothing_is_kept_where_nothing_was_drafted_or_costs_are_not(started, tmp_path):
@@ -101,7 +103,7 @@ def test_kept_beliefs_are_all_of_the_evidence(tmp_path):
 def counts(**changed):
     """A file's content, with some of its counts changed."""
     evidence = Beliefs(WIDEST - 1).evidence() | changed
-    return json.dumps({"format": 1, "beliefs": {"0": evidence}})
+    return json.dumps({"format": FORMAT, "beliefs": {"0": evidence}})
 
 
 @pytest.mark.parametrize(
@@ -110,10 +112,10 @@ def counts(**changed):
         "",
         "[]",
         "\x00\xff",
-        '{"format": 1}',
-        '{"format": 1, "beliefs": 3}',
-        '{"format": 1, "beliefs": {"0": {}}}',
-        '{"format": 1, "beliefs": {"warm": {}}}',
+        json.dumps({"format": FORMAT}),
+        json.dumps({"format": FORMAT, "beliefs": 3}),
+        json.dumps({"format": FORMAT, "beliefs": {"0": {}}}),
+        json.dumps({"format": FORMAT, "beliefs": {"warm": {}}}),
         counts().replace('"0"', '"-5"'),
         counts().replace('"0"', '"99"'),
         counts(tried=[1.0]),
@@ -123,8 +125,10 @@ def counts(**changed):
         counts(hit=[-1.0] * len(FIRST)),
         counts(tried=[10**400] * len(FIRST)),
         "[" * 10**5,
-        counts(reached=["1"] * (WIDEST - 2)),
-        counts(reached=[0.0] * WIDEST, right=[0.0] * WIDEST),
+        counts(reached=[["1"] * (WIDEST - 2)] * len(FIRST)),
+        counts(reached=[0.0] * (WIDEST - 2), right=[0.0] * (WIDEST - 2)),
+        counts(reached=[[0.0] * WIDEST] * len(FIRST), right=[[0.0] * WIDEST] * len(FIRST)),
+        counts(reached=[[0.0] * WIDEST, [0.0]]),
     ],
 )
 def test_a_damaged_file_is_said_and_learnt_anew(tmp_path, content):
@@ -142,8 +146,9 @@ def test_a_folder_in_the_files_place_is_said(tmp_path):
 
 def test_what_another_version_kept_is_left_aside(tmp_path, recwarn):
     file = tmp_path / "beliefs.json"
-    file.write_text('{"format": 2, "levels": 7}')
-    assert read_beliefs(file, WIDEST - 1) == {} and not recwarn.list
+    for other in (FORMAT - 1, FORMAT + 1):
+        file.write_text(json.dumps({"format": other, "levels": 7}))
+        assert read_beliefs(file, WIDEST - 1) == {} and not recwarn.list
 
 
 def test_a_drafter_that_is_known_is_given_its_width_from_the_first_round(started):

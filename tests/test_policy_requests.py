@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_policy import DRAFTERS, WIDEST, costs, run
 
 from dflash_mlx.policy.account import ALLOWANCE, CREDIT
-from dflash_mlx.policy.beliefs import LEVELS, RECENT, Beliefs, Certainty, Mood
+from dflash_mlx.policy.beliefs import LEVELS, RECENT, UNKNOWN, Beliefs, Certainty, Mood
 from dflash_mlx.policy.costs import Costs, read_costs
 from dflash_mlx.policy.watch import BELIEVED, SEEN
 from dflash_mlx.policy.widths import TRIAL_ROWS, Policy
@@ -316,3 +316,23 @@ def test_each_class_of_temperatures_has_beliefs_of_its_own():
     assert rates[0] > 0.95 and rates[2] == rates[3] < 0.1 and rates[4] > 0.95
     assert rates[1] == Beliefs(WIDEST - 1).rates(len(LEVELS) - 1)[0]
     assert sum("first drafts are" in line for line in policy.describe(64)) == 3
+
+
+def test_what_sure_places_say_of_later_slots_counts_less_the_less_sure_the_target_is():
+    """Fifty whole blocks were right in a text that the drafter knows: elsewhere they are tries."""
+    beliefs, new = Beliefs(WIDEST - 1), Beliefs(WIDEST - 1)
+    sure = len(LEVELS) - 1
+    for _ in range(50):
+        beliefs.learn(sure, WIDEST - 1, WIDEST - 1)
+    gained = [beliefs.rates(at)[1] - new.rates(at)[1] for at in range(len(LEVELS))]
+    left = [1 - new.rates(at)[1] for at in range(len(LEVELS))]
+    parts = [gain / rest for gain, rest in zip(gained, left, strict=True)]
+    assert parts == sorted(parts) and parts[0] < 0.05 and parts[sure] > 0.9, parts
+    assert beliefs.rates(UNKNOWN)[1] > 0.95
+
+
+def test_what_is_learnt_where_certainty_is_unknown_counts_everywhere():
+    beliefs = Beliefs(WIDEST - 1)
+    for _ in range(50):
+        beliefs.learn(UNKNOWN, WIDEST - 1, 1)
+    assert all(beliefs.rates(at)[1] < 0.1 for at in range(UNKNOWN + 1))

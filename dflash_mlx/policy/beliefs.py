@@ -5,14 +5,17 @@ token says little of that, the last few say much: a token without doubt may be t
 the middle of a text that the drafter knows nothing about. Their certainty is known when the next
 round begins, at no cost. So the belief about the first slot is one for each of a few levels of it.
 The slots after it are right or wrong together, so theirs are about slot j when the slots before it
-are right.
+are right, and a draft says something of them at every level, the less the farther it is away.
 """
 
 from __future__ import annotations
 
 from bisect import bisect, bisect_left
 from collections.abc import Mapping, Sequence
-from math import exp, inf
+from math import exp
+from typing import Any
+
+import numpy as np
 
 RECENT = 0.75  # a token's weight against the next one's in the target's certainty
 # The least certainty of each level; and before anything is known, how often slot 1 is right there,
@@ -32,10 +35,17 @@ LATER = (*(later for _, _, later in LEVELS), 0.9)
 HOPE = 0.7  # for slot 1 at any level, where it is asked what is worth a try
 PRIOR_WEIGHT = 2.0  # how many rounds all these count for
 NEIGHBOUR_WEIGHT = 4.0  # how many rounds the slot before counts for in the belief about a slot
+ELSEWHERE = 0.25  # what a draft counts for a level away, for the slots after the first
 MEMORY = 0.98  # a round's weight against the next one's: the last 50 or so count
 FADING = 0.998  # what a plain round leaves of the evidence, so that hope brings another try
 STEADY, CALM = 4.0, 0.94  # of a request's mood: what none weighs, what a token leaves of one
 WARMTHS = (0.0, 0.5, 1.0)  # the highest temperature of each class; the last class has no end
+
+# [levels, levels, 1]: what a draft at one level counts at each; in full where one is not known.
+_COUNTS = np.ones((len(FIRST), len(FIRST), 1))
+_COUNTS[:UNKNOWN, :UNKNOWN, 0] = [
+    [ELSEWHERE ** abs(at - other) for other in range(UNKNOWN)] for at in range(UNKNOWN)
+]
 
 
 class Certainty:
@@ -93,32 +103,35 @@ class Beliefs:
     """
 
     def __init__(
-        self, slots: int, evidence: Mapping[str, Sequence[float]] | None = None, weight: float = 1.0
+        self, slots: int, evidence: Mapping[str, Sequence[Any]] | None = None, weight: float = 1.0
     ) -> None:
         self.drafts = 0
         self._tried = [0.0] * len(FIRST)  # rounds that drafted at a level; old ones count less;
         self._hit = [0.0] * len(FIRST)  # and those whose first slot was right
-        self._reached = [0.0] * max(0, slots - 1)  # rounds in which slot j + 2 was looked at,
-        self._right = [0.0] * max(0, slots - 1)  # and was right
+        # By level, rounds in which slot j + 2 was looked at, and was right.
+        self._reached = np.zeros((len(FIRST), max(0, slots - 1)))
+        self._right = np.zeros_like(self._reached)
         if evidence is not None:
             pairs = evidence["tried"], evidence["hit"], evidence["reached"], evidence["right"]
-            self._tried, self._hit = _part(weight, *pairs[:2], len(FIRST))
-            self._reached, self._right = _part(weight, *pairs[2:], max(0, slots - 1))
+            tried, hit = _part(weight, *pairs[:2], (len(FIRST),))
+            self._tried, self._hit = tried.tolist(), hit.tolist()
+            self._reached, self._right = _part(weight, *pairs[2:], self._reached.shape)
 
-    def evidence(self, weight: float = 1.0) -> dict[str, list[float]]:
-        """All that it knows, so weighted: rounds at each level, and each slot after the first."""
+    def evidence(self, weight: float = 1.0) -> dict[str, list[Any]]:
+        """All that it knows, so weighted: rounds by level, and also by slot after the first."""
         counts = {
             "tried": self._tried,
             "hit": self._hit,
             "reached": self._reached,
             "right": self._right,
         }
-        return {name: [weight * count for count in of] for name, of in counts.items()}
+        return {name: (weight * np.array(of)).tolist() for name, of in counts.items()}
 
     def rates(self, at: int) -> list[float]:
         """How often slots 1, 2, ... are right at a level, when those before them are."""
         rates, belief, weight = [self._first(at, FIRST[at])], LATER[at], PRIOR_WEIGHT
-        for reached, right in zip(self._reached, self._right, strict=True):
+        counts = self._reached[at].tolist(), self._right[at].tolist()
+        for reached, right in zip(*counts, strict=True):
             belief = (right + weight * belief) / (reached + weight)
             weight = NEIGHBOUR_WEIGHT
             rates.append(belief)
@@ -142,11 +155,11 @@ class Beliefs:
         self._tried[at] = MEMORY * self._tried[at] + 1
         self._hit[at] = MEMORY * self._hit[at] + (accepted > 0)
         if accepted and drafted > 1:
-            self._reached = [MEMORY * rounds for rounds in self._reached]
-            self._right = [MEMORY * rounds for rounds in self._right]
-            for slot in range(min(accepted, drafted - 1)):
-                self._reached[slot] += 1
-                self._right[slot] += slot + 1 < accepted
+            counts = _COUNTS[at]
+            self._reached *= MEMORY**counts
+            self._right *= MEMORY**counts
+            self._reached[:, : min(accepted, drafted - 1)] += counts
+            self._right[:, : accepted - 1] += counts
 
     def pass_by(self, at: int) -> None:
         """Nothing was drafted at this level: what is known of it is a little older now."""
@@ -204,14 +217,15 @@ class Mood:
 
 
 def _part(
-    weight: float, tried: Sequence[float], right: Sequence[float], count: int
-) -> tuple[list[float], list[float]]:
-    """A part of so many counts, and of how many of them were right. Raises `ValueError`."""
-    if not (len(tried) == len(right) == count):
-        raise ValueError("another number of counts")
-    if not all(0 <= hit <= of < inf for hit, of in zip(right, tried, strict=True)):
+    weight: float, tried: Sequence[Any], right: Sequence[Any], shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A part of counts of this shape, and of how many of them were right. Raises `ValueError`."""
+    of, hit = np.array(tried), np.array(right)
+    if not (of.shape == hit.shape == shape and of.dtype.kind == hit.dtype.kind == "f"):
+        raise ValueError("other counts")
+    if not ((hit >= 0) & (hit <= of) & (of < np.inf)).all():
         raise ValueError("counts that cannot be")
-    return [weight * of for of in tried], [weight * hit for hit in right]
+    return weight * of, weight * hit
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from .beliefs import WARMTHS, Beliefs
 
-FORMAT = 1  # of the file of beliefs, and of the levels that they are about
+FORMAT = 2  # of the file of beliefs, and of the levels that they are about
 WEIGHT = 0.5  # of what another start has learnt: its texts may have been of another kind
 # What Python raises for a file's content that is not what was written.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
