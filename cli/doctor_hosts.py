@@ -21,10 +21,11 @@ from dflash_mlx.cluster.post import LOST
 from dflash_mlx.cluster.ranks import Ranks
 from dflash_mlx.cluster.reach import Reached, reach
 from dflash_mlx.drafter.config import read_json
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import ConfigError, DFlashError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import EMBEDDED
 from dflash_mlx.loading.registry import pair_of
+from dflash_mlx.reading import is_whole, shown, text_part
 
 from .doctor_checks import Check
 from .machines import Machines, Member, Place
@@ -62,10 +63,14 @@ class Looked:
 def look(path: Path | None, model: str, hub: Hub, context: typer.Context) -> Looked | None:
     """At all machines of a file; or, as a rank, at the link. None where another process reports.
 
-    Raises `SettingsError` for a file that is none, and the errors of `Hub.config`.
+    Raises `SettingsError` for a file that is none, `ConfigError` for a model's without a width, and
+    the errors of `Hub.config`.
     """
-    config = read_json(config_folder(model, "target", hub) / "config.json")
-    width = int((config.get("text_config") or config)["hidden_size"])
+    file = config_folder(model, "target", hub) / "config.json"
+    config = read_json(file)
+    width: Any = text_part(config).get("hidden_size")
+    if not is_whole(width):
+        raise ConfigError(f"{file}: hidden_size must be 1 or more, not {shown(width)}.")
     if path is None:
         times = _measure(width, context)
         return None if times is None else _report([], times, model, config, None)

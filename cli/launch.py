@@ -43,6 +43,12 @@ class Agent(StrEnum):
     opencode = "opencode"
 
 
+PACKAGES: Final = {  # of npm
+    Agent.claude: "@anthropic-ai/claude-code",
+    Agent.codex: "@openai/codex",
+    Agent.opencode: "opencode-ai",
+}
+
 ApiKey = Annotated[
     str, options.value("--api-key", group=SERVER, metavar="KEY", help="The running server's key.")
 ]
@@ -70,7 +76,7 @@ def launch(
     """Start a coding agent on the model of this machine, and a server if none runs."""
     program = shutil.which(agent.value)
     if program is None:
-        raise ServerError(f"{agent.value} is not installed: see docs/serve.md for where it is.")
+        raise ServerError(f"{agent.value} is not installed: npm install -g {PACKAGES[agent]}")
     url = f"http://127.0.0.1:{port}"
     with _server(url, port, names):
         model = _model(url, api_key)

@@ -59,6 +59,12 @@ def check_file(path: str | Path, kind: type[DFlashError] = ConfigError) -> int:
     return found.st_size
 
 
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """What a model's config says of its text: models that see as well have that apart."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and text else config
+
+
 def is_whole(value: Any, least: int = 1, most: float = MOST_WHOLE) -> bool:
     """Whether a value is a whole number (numpy's too, no bool, no 4.0) from `least` to `most`."""
     whole = isinstance(value, Integral) and type(value) is not bool

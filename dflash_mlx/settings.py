@@ -52,7 +52,7 @@ class Sampling:
         presence_penalty, frequency_penalty: what a token's logit loses once, or for each time it
             occurs in the recent history; 0 is off.
         repetition_context_size, presence_context_size, frequency_context_size: how many tokens
-            the recent history is.
+            the recent history is; nothing without the penalty it goes with.
         logits_processors: further processors, called in this order after the penalties.
     """
 

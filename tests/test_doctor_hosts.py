@@ -108,6 +108,14 @@ def test_the_ring_where_rdma_is_not_there(tmp_path, monkeypatch):
     assert "2 machines over ring: a sum of a row of 1000 takes 100 us" in found["link"]["detail"]
 
 
+def test_a_model_without_a_width_is_told(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    path = hosts_file(tmp_path / "hosts.json")
+    done = run("doctor", "--hosts", path, "--model", tmp_path, "--offline")
+    assert done.returncode == 1 and not done.stdout
+    assert "config.json: hidden_size must be 1 or more, not None." in done.stderr
+
+
 def test_a_round_by_hand():
     """3 sums of 2,000 bytes a row at 0.1 ms and 1 GB/s, and the message of 0.3 ms."""
     exchanges = Counter({Exchange(1000, 2): 3})

@@ -24,6 +24,7 @@ from ..kernels.shapes import Matrix, matrices
 from ..kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE
 from ..loading.quantization import Quantization
 from ..machine.chips import Chip
+from ..reading import text_part
 from ..target.internals import (
     attention_of,
     classes_of,
@@ -209,7 +210,7 @@ def model_of(config: dict[str, Any], file: Path, quantization: Quantization | No
         model = model_class(arguments.from_dict(config))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: mlx-lm cannot use it ({error}).") from error
-    text = config.get("text_config") or config
+    text = text_part(config)
     stored = text.get("torch_dtype") or text.get("dtype")
     model.set_dtype(_DTYPES.get(str(stored), mx.bfloat16))
     own = config.get("quantization")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import SettingsError
+from ..reading import text_part
 from ..target import Target
 
 ARCHITECTURES = {
@@ -46,7 +47,7 @@ def draft_shape(
             f"A drafter of {layers} layers is deeper than {target.name}, which has "
             f"{target.num_layers}: lower --layers."
         )
-    shape = target.config.get("text_config") or target.config
+    shape = text_part(target.config)
     hidden, heads = target.hidden_size, shape["num_attention_heads"]
     layers = layers or min(5, 1 + round(target.num_layers / 8))
     config: dict[str, Any] = {

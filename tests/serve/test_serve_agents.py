@@ -15,6 +15,8 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 from serving import Says, a_target, running
 
+from dflash_mlx.cli.launch import PACKAGES, Agent
+
 SECRET = "4711"
 SHELLS = {  # of each agent: its name, and what it is to run
     "Bash": {"command": f"echo {SECRET}"},
@@ -46,7 +48,7 @@ class CallsItsShell(Says):
 @pytest.mark.parametrize("agent", COMMANDS)
 def test_an_agent_calls_a_tool_and_ends_its_turn(agent, tmp_path):
     if shutil.which(agent) is None:
-        pytest.skip(f"{agent} is not installed: npm install -g it")
+        pytest.skip(f"{agent} is not installed: npm install -g {PACKAGES[Agent(agent)]}")
 
     async def turn():
         engine = CallsItsShell(a_target(json_tools))

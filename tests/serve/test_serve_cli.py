@@ -87,7 +87,7 @@ def test_opencode_is_told_by_its_environment():
 
 def test_an_agent_that_is_not_there():
     code, told = run("launch", "codex", PATH="/nowhere")
-    assert code == 1 and "codex is not installed" in told
+    assert code == 1 and "codex is not installed: npm install -g @openai/codex" in told
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
