@@ -146,8 +146,9 @@ def test_a_folder_in_the_files_place_is_said(tmp_path):
 
 def test_what_another_version_kept_is_left_aside(tmp_path, recwarn):
     file = tmp_path / "beliefs.json"
-    for other in (FORMAT - 1, FORMAT + 1):
-        file.write_text(json.dumps({"format": other, "levels": 7}))
+    first = {"tried": [1.0] * 7, "hit": [1.0] * 7, "reached": [1.0] * 14, "right": [1.0] * 14}
+    for kept in ({"format": 1, "beliefs": {"0": first}}, {"format": FORMAT + 1, "levels": 7}):
+        file.write_text(json.dumps(kept))
         assert read_beliefs(file, WIDEST - 1) == {} and not recwarn.list
 
 

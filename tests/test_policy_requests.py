@@ -318,16 +318,17 @@ def test_each_class_of_temperatures_has_beliefs_of_its_own():
     assert sum("first drafts are" in line for line in policy.describe(64)) == 3
 
 
-def test_what_sure_places_say_of_later_slots_counts_less_the_less_sure_the_target_is():
-    """Fifty whole blocks were right in a text that the drafter knows: elsewhere they are tries."""
+@pytest.mark.parametrize("at", range(len(LEVELS)))
+def test_what_a_level_says_of_later_slots_counts_less_the_farther_away(at):
+    """Whole blocks that were right in a text that the drafter knows say little of other texts."""
     beliefs, new = Beliefs(WIDEST - 1), Beliefs(WIDEST - 1)
-    sure = len(LEVELS) - 1
     for _ in range(50):
-        beliefs.learn(sure, WIDEST - 1, WIDEST - 1)
-    gained = [beliefs.rates(at)[1] - new.rates(at)[1] for at in range(len(LEVELS))]
-    left = [1 - new.rates(at)[1] for at in range(len(LEVELS))]
-    parts = [gain / rest for gain, rest in zip(gained, left, strict=True)]
-    assert parts == sorted(parts) and parts[0] < 0.05 and parts[sure] > 0.9, parts
+        beliefs.learn(at, WIDEST - 1, WIDEST - 1)
+    parts = [1 - (1 - beliefs.rates(n)[1]) / (1 - new.rates(n)[1]) for n in range(UNKNOWN)]
+    bounds = [(0.9, 1.0), (0.7, 0.9), (0.4, 0.7), (0.1, 0.3), (0.0, 0.1), (0.0, 0.05)]
+    for n, part in enumerate(parts):
+        least, most = bounds[abs(n - at)]
+        assert least < part < most, (n, part)
     assert beliefs.rates(UNKNOWN)[1] > 0.95
 
 

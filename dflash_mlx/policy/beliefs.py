@@ -221,7 +221,7 @@ def _part(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A part of counts of this shape, and of how many of them were right. Raises `ValueError`."""
     of, hit = np.array(tried), np.array(right)
-    if not (of.shape == hit.shape == shape and of.dtype.kind == hit.dtype.kind == "f"):
+    if not of.shape == hit.shape == shape:
         raise ValueError("other counts")
     if not ((hit >= 0) & (hit <= of) & (of < np.inf)).all():
         raise ValueError("counts that cannot be")
