@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -127,8 +128,23 @@ class Program(Flags, TyperGroup):
         """Run the command."""
         # Other libraries' advice is not for the person at the terminal.
         logging.disable(logging.WARNING)
-        with _told():
+        with _told(), self._as_options(ctx):
             return super().invoke(ctx)
+
+    @contextmanager
+    def _as_options(self, ctx: Any) -> Iterator[None]:
+        """What the library says of its arguments is told of the options that they are here."""
+        try:
+            yield
+        except SettingsError as error:
+            told = str(error)
+            for param in self.commands[ctx.invoked_subcommand].params:
+                if param.param_type_name == "option" and param.name:
+                    # A name without a line in it is a word like others, but where a message begins.
+                    begins = r"(?<![\w.-])" if "_" in param.name else "^"
+                    word = rf"{begins}{param.name}(?![\w.]*\w)"
+                    told = re.sub(word, max(param.opts, key=len), told)
+            raise SettingsError(told) from error
 
 
 @contextmanager
