@@ -264,7 +264,7 @@ def test_a_plain_token_that_is_begun_ahead_is_what_drafting_has_to_beat():
     # Two rows for one's time are at most twice as quick, which is what plain rounds are.
     requests = [of.start() for of in (alone, ahead)]
     assert [each.width(64, 2, SURE) for each in requests] == [2, 1]
-    assert [each.free([0.9], 2)[0] for each in requests] == [2, 1]
+    assert [each.free([0.9], 64, 2)[0] for each in requests] == [2, 1]
     corrected = replace(host, unread=0.25).corrected({1: 1.0, 2: 1.5}, 2)
     assert (corrected.ahead, corrected.unread) == (0.5, 0.25)
 
@@ -289,7 +289,7 @@ def test_rows_that_cost_nothing_may_not_lose_more_either():
     request, spent, tokens = Policy(pair, WIDEST).start(), 0.0, 600
     for _ in range(tokens):
         request.look(64, SURE)
-        rows, _ = request.free([0.9] * 15, WIDEST)
+        rows, _ = request.free([0.9] * 15, 64, WIDEST)
         if rows > 1:
             request.observe_free(rows, 0)
         else:

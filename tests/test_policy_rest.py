@@ -16,7 +16,7 @@ from dflash_mlx.policy.cuts import Cuts
 from dflash_mlx.policy.offer import Offer
 from dflash_mlx.policy.outcome import Outcome
 from dflash_mlx.policy.rest import LONGEST, PATIENCE, WELL, Rest
-from dflash_mlx.policy.rounds import ChainRounds
+from dflash_mlx.policy.rounds import ChainRounds, TreeRounds
 from dflash_mlx.policy.trees import TreePolicy
 from dflash_mlx.policy.widths import Policy, Widths
 from dflash_mlx.proposal import Proposal
@@ -222,6 +222,38 @@ def test_many_that_begin_a_rest_in_its_last_round_look_again():
         rounds.rest.begin()
     rounds.go_on(2)  # as others do that come to be together
     assert not rounds.rest.lasts and not rounds.rest.begin()
+
+
+class Finds:
+    """A session beside whose network a lookup finds a draft, or does not."""
+
+    only_foresees, found, network = False, (), None
+
+    def drafted(self, anchor, proposal):
+        raise AssertionError("nobody drafts")
+
+    def foresee(self, anchor, width):
+        return list(self.found)
+
+    def propose_foreseen(self, anchor, width):
+        return Proposal([anchor] * width)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_who_comes_to_many_at_rest_may_find_a_draft_before_it_ever_looked(trees):
+    """It was an error, for no costs had been looked up: the server's answer ended in it."""
+    session, policy = Finds(), Policy(PAIR, WIDEST)
+    if trees:
+        rounds = TreeRounds(TreePolicy(policy, PAIR), 0.0)
+    else:
+        cuts = Cuts(policy.confidence(0.0))
+        rounds = ChainRounds(policy.start(), policy.sharpness(0.0), cuts, False)
+    rounds.offer(session, 0, 64, WIDEST, rest=True)
+    rounds.go_on(session, 0, 64, WIDEST, shared=True)
+    assert rounds.plain_next
+    session.found = [0.9] * 7
+    rounds.go_on(session, 0, 65, WIDEST, shared=True)
+    assert not rounds.plain_next
 
 
 def test_drafts_that_are_right_say_how_sure_the_target_is_until_one_is_wrong():

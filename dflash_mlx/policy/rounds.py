@@ -111,7 +111,7 @@ class ChainRounds(Looking):
         if not self._can.foresees(session):
             return self._cut(chain(session, anchor, width), session)
         rates = session.foresee(anchor, limit)
-        rows, speed = widths.free(rates, limit)
+        rows, speed = widths.free(rates, context, limit)
         self.plain_next = self.plain_next and rows == 1
         if session.only_foresees or (rows > 1 and speed > widths.speed(width)):
             self._kind = "foreseen"
@@ -128,7 +128,7 @@ class ChainRounds(Looking):
         self._kind, self._draft, self._rows = "drafted", None, 1
         self._rests_on(shared, lambda: self._width(session, context, limit) > 1)
         if self._can.foresees(session):
-            rows, _ = self._widths.free(session.foresee(anchor, limit), limit)
+            rows, _ = self._widths.free(session.foresee(anchor, limit), context, limit)
             self.plain_next = self.plain_next and rows == 1
 
     def _width(self, session: Session, context: int, limit: int) -> int:
@@ -221,7 +221,8 @@ class TreeRounds(Looking):
         """The part of a tree, or the chain, that brings the most tokens per second."""
         self._rows = 1
         width = self._begin_chain(partial(self._width, context, limit))
-        self._is_tree, self._foreseen = self._rows > 1, self._foresee(session, anchor, limit)
+        self._is_tree = self._rows > 1
+        self._foreseen = self._foresee(session, anchor, context, limit)
         self.plain_next = self.plain_next and self._foreseen == 1
         if self._foreseen > 1:
             return cast(Both, session).propose_foreseen(anchor, self._foreseen)
@@ -237,18 +238,19 @@ class TreeRounds(Looking):
         width, self._rows = self._sizes.size(context, limit, self._certainty.mean)
         return max(width, self._rows)
 
-    def _foresee(self, session: Session, anchor: int, limit: int) -> int:
+    def _foresee(self, session: Session, anchor: int, context: int, limit: int) -> int:
         """Rows of a chain that costs nothing, and pays; 1 for none."""
         if not self._can.foresees(session):
             return 1
-        return self._sizes.free(session.foresee(anchor, limit), limit)
+        return self._sizes.free(session.foresee(anchor, limit), context, limit)
 
     def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
         """A draft that costs nothing is found here, and taken after the next token."""
         self._is_tree = False
         self._rests_on(shared, lambda: self._sizes.pays(context, limit, self._certainty.mean))
         self._foreseen = 1
-        self.plain_next = self.plain_next and self._foresee(session, anchor, limit) == 1
+        found = self._foresee(session, anchor, context, limit)
+        self.plain_next = self.plain_next and found == 1
 
     def offer(
         self, session: Session, anchor: int, context: int, limit: int, rest: bool = False

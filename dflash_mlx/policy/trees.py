@@ -184,14 +184,15 @@ class Sizes:
         """What a plain round that is begun ahead takes, over one on its own."""
         return self._chains.ahead
 
-    def free(self, rates: Sequence[float], limit: int) -> int:
-        """Rows of a chain that costs nothing to draft, after `size`; 1 where others pay better.
+    def free(self, rates: Sequence[float], context: int, limit: int) -> int:
+        """Rows of a chain that costs nothing to draft; 1 where others pay better.
 
-        rates are of its slots; `limit` is the most rows.
+        rates are of its slots; the others as of `size`, which need not have been asked.
         """
         if self._policy.pinned:
             return 1
-        rows, speed = self._chains.free(rates, limit)
+        rows, speed = self._chains.free(rates, context, limit)
+        self._table = self._policy.table(context)
         return rows if speed > max(self._policy.speeds(self._table)) else 1
 
     def hopes(self) -> list[float]:

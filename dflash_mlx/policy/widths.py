@@ -28,7 +28,7 @@ from ..errors import SettingsError
 from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
-from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, first_drafts, level, warmth
+from .beliefs import Beliefs, Mood, expected_tokens, first_drafts, level, warmth
 from .confidence import Confidence
 from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs
 from .kept import beliefs_file, keep_beliefs, read_beliefs
@@ -197,9 +197,8 @@ class Widths:
 
     def __init__(self, policy: Policy, beliefs: Beliefs, ahead: float = 1.0) -> None:
         self._policy, self._beliefs, self._account, self._mood = policy, beliefs, Account(), Mood()
-        self.ahead, self._at, self._context = ahead, UNKNOWN, 1
-        self._measured = self._seconds = [1.0]
-        self._of = (-1, -1)  # the depth and the watch's version that these are of
+        self.ahead, self._of = ahead, (-1, -1)  # the depth and the watch's version of its costs
+        self.look(1, None)
 
     def width(
         self, context: int, limit: int, certainty: float | None = None, hears: bool = False
@@ -233,12 +232,13 @@ class Widths:
         self._look_up(context)
         self._at = level(certainty)
 
-    def free(self, rates: Sequence[float], limit: int) -> tuple[int, float]:
-        """The best rows of a chain that costs nothing to draft, after `width` was asked.
+    def free(self, rates: Sequence[float], context: int, limit: int) -> tuple[int, float]:
+        """The best rows of a chain that costs nothing to draft; a round of rest asks no `width`.
 
-        rates are of its slots; `limit` is the most rows. Returns the rows, 1 if nothing beats
-        plain decoding, and their tokens per second.
+        rates are of its slots; `context` and `limit` as of `width`. Returns the rows, 1 if nothing
+        beats plain decoding, and their tokens per second.
         """
+        self._look_up(context)
         if not rates:
             return 1, 1 / self._seconds[0]
         rates, verify = rates[: limit - 1], self._verify()
