@@ -62,9 +62,14 @@ def serve(
         from dflash_mlx.serve.run import listen
     except ModuleNotFoundError as error:
         raise MissingDependencyError.of(f"{error.name} is not installed", "serve") from error
+    if load.cache_dir is not None and not load.prefix_cache:
+        raise typer.BadParameter("goes without --prefix-cache 0", param_hint="--cache-dir")
+    keys = _keys(reached)
+    if keys and reached.no_auth:
+        raise typer.BadParameter("goes without a key", param_hint="--no-auth")
     access = Access(
         reached.host,
-        _keys(reached),
+        keys,
         frozenset(name.lower() for name in reached.allow_host or ()),
         frozenset(origin.rstrip("/") for origin in reached.allow_origin or ()),
         reached.no_auth,
@@ -78,6 +83,7 @@ def serve(
         _serving(socket, access, load) as (server, metrics, over),
     ):
         pair = open_pair(names, weights, rounds, no_draft, member=joined(context))
+        _check(sampling, pair)
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
@@ -90,6 +96,13 @@ def serve(
             _close(engine)
         if pair.chains is not None:
             pair.chains.keep()
+
+
+def _check(sampling: options.Sampling, pair: Pair) -> None:
+    """Raise `SettingsError` for settings that no request could be answered with."""
+    from dflash_mlx.settings import Sampling
+
+    Sampling(**vars(sampling)).check_vocabulary(pair.target.vocab_size)
 
 
 def _close(engine: Engine) -> None:

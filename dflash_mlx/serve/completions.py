@@ -23,8 +23,8 @@ DEFAULT_TOKENS = 16  # of OpenAI's
 DONE = b"data: [DONE]\n\n"
 
 Ids = Annotated[Several[int], Field(min_length=1)]
-Texts = Annotated[Several[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-Lists = Annotated[Several[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+Texts = Annotated[Several[str], Field(min_length=1)]
+Lists = Annotated[Several[Ids], Field(min_length=1)]
 
 
 class CompletionsBody(Sampled):
@@ -45,6 +45,12 @@ class CompletionsBody(Sampled):
         """A request for each prompt. Raises `Refusal`."""
         if self.echo and self.logprobs is not None:
             raise Refusal("echo goes without logprobs: the prompt has none.", param="echo")
+        prompts = self._prompts()
+        if len(prompts) > MOST_PROMPTS:
+            told = (
+                f"{len(prompts)} prompts, and a request has at most {MOST_PROMPTS}: send several."
+            )
+            raise Refusal(told, param="prompt")
         most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         settings = self.settings(most)
         return [
@@ -56,7 +62,7 @@ class CompletionsBody(Sampled):
                 top_logprobs=self.logprobs,
                 origin="prompt",
             )
-            for prompt in self._prompts()
+            for prompt in prompts
         ]
 
     def _prompts(self) -> Sequence[str | list[int]]:

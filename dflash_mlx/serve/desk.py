@@ -7,6 +7,7 @@ the desk's work out templates and grammars and hand requests to the engine, whic
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,9 +33,12 @@ from .tools import Syntax
 if TYPE_CHECKING:
     from ..target import Target
 
+FAULT: Final = 500
 THREADS: Final = 4  # a grammar may take one of them for a second
 
 Reason = Literal["stop", "length", "tool_calls"]
+
+log = logging.getLogger("dflash_mlx.serve")
 
 
 class Job(Protocol):
@@ -128,7 +132,7 @@ class Answering:
                 async for step in self._follow(choice, one):
                     yield step
         except DFlashError as error:
-            raise of_library(error) from error
+            raise self._desk.refused(error) from error
         finally:
             self.leave()
 
@@ -259,7 +263,7 @@ class Desk:
             self._taken -= ask.n
             begun.add_done_callback(_cancel)  # where nobody waited for it any more
             if isinstance(error, DFlashError):
-                raise of_library(error) from error
+                raise self.refused(error) from error
             raise
         if idle:
             self._since = time.monotonic()
@@ -268,6 +272,14 @@ class Desk:
         if self._abandoned:
             answering.leave()
         return answering
+
+    def refused(self, error: DFlashError) -> Refusal:
+        """What is told to a client; a fault of our own is told in the log and counted, too."""
+        refusal = of_library(error)
+        if refusal.status == FAULT:
+            self.metrics.failed.inc()
+            log.error("an answer could not be finished", exc_info=error)
+        return refusal
 
     def close(self, answering: Answering, jobs: int) -> None:
         """An `Answering` is over."""
@@ -315,6 +327,8 @@ class Desk:
         """Room for so many answers more. Raises `Refusal` where there is none."""
         if self.draining:
             raise Refusal("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+        if jobs > self._room:
+            raise Refusal(f"This server works on {self._room} answers at most.", param="n")
         if self._taken + jobs > self._room:
             raise Refusal(
                 f"The queue is full ({self._room} answers): try again later.",

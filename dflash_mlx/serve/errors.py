@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from ..errors import DFlashError, SettingsError
+from ..errors import DFlashError, NotEnoughMemoryError, PromptError, SettingsError
 
 RETRY_SECONDS: Final = 2  # after which a client may find what it did not find now
 
@@ -31,6 +31,8 @@ _TYPES: Final = {
 }
 
 
+# What a client can mend by asking for something else, or for less
+_OF_CLIENTS: Final = (SettingsError, PromptError, NotEnoughMemoryError)
 # What begins a message of pydantic's, or is in it -> how it is said here
 _PLAIN: Final = (
     ("^Value error, ", ""),
@@ -142,6 +144,6 @@ def of_library(error: DFlashError) -> Refusal:
     """A request that the engine refuses, or one that it cannot finish."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, SettingsError):
+    if isinstance(error, _OF_CLIENTS):
         return Refusal(str(error))
     return Refusal(str(error), 500)

@@ -20,6 +20,7 @@ class Metrics:
         first_token: seconds from a request to its first round's end.
         gap: seconds between two rounds' ends of one answer.
         responses: by status.
+        failed: answers that could not be finished, by a fault that is not the client's.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class Metrics:
         self._finished = Counter(
             "dflash_request_success", "Answers by why they ended", ["reason"], registry=registry
         )
+        self.failed = self._counter("request_failure", "Answers that could not be finished")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts")
         self._cached = self._counter("cached_tokens", "Tokens of prompts read earlier")
         self._generated = self._counter("generation_tokens", "Tokens of answers")

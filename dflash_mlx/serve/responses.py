@@ -121,6 +121,7 @@ class ResponsesBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    draft: bool | None = None
     include: Several[str] | None = None
     tools: Several[ToolGiven] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolNamed | ToolsAllowed | None = None
@@ -161,7 +162,10 @@ class ResponsesBody(Body):
             self.model,
             self._messages(),
             given(
-                max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p
+                max_tokens=self.max_output_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                block_size=1 if self.draft is False else None,
             ),
             [tool for _, _, tool in self.functions()],
             choice,

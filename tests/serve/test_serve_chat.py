@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from serving import Says, a_target, client, frames
 
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.errors import DFlashError, NotEnoughMemoryError
 
 PATH = "/v1/chat/completions"
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
@@ -204,7 +204,7 @@ def test_opencode_is_answered(target, name):
         ),
     ],
 )
-def test_an_error_on_the_way(target, error, told):
+def test_an_error_on_the_way(target, error, told, caplog):
     engine = Says(target, ["Hello"], error=error)
     with client(engine) as server:
         answer = server.post(PATH, json=ask())
@@ -212,12 +212,26 @@ def test_an_error_on_the_way(target, error, told):
         metrics = server.get("/metrics").text
     assert answer.status_code == 500 and answer.json() == last
     assert last["error"]["message"] == told
-    assert "dflash_open_answers 0.0" in metrics
+    assert "dflash_open_answers 0.0" in metrics and "dflash_request_failure_total 2.0" in metrics
+    # With its cause, whatever is asked for; that a stream's status was 200 tells nobody.
+    logged = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert len(logged) == 2 and all(one.exc_info[1].args == (told,) for one in logged)
+
+
+def test_what_does_not_fit_the_memory_is_the_clients_to_change(target):
+    engine = Says(target, ["Hello"], error=NotEnoughMemoryError("Shorten the prompt."))
+    with client(engine) as server:
+        answer = server.post(PATH, json=ask())
+        metrics = server.get("/metrics").text
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert "dflash_request_failure_total 0.0" in metrics
 
 
 def test_the_queue_has_an_end(target):
     with client(Says(target), room=2) as server:
-        answer = server.post(PATH, json=ask(n=3))
+        answer = server.post("/v1/completions", json={"prompt": ["One", "Two", "Three"]})
         assert answer.status_code == 429 and answer.headers["retry-after"] == "2"
+        never = server.post(PATH, json=ask(n=3))  # however long it is waited for
+        assert never.status_code == 400 and never.json()["error"]["param"] == "n"
         assert server.post(PATH, json=ask(n=2)).status_code == 200
         assert server.post(PATH, json=ask(n=2)).status_code == 200  # the slots came back

@@ -41,6 +41,30 @@ def test_what_cannot_be_is_told_in_a_line(options, word, expected, tmp_path, mon
     assert code == expected and word in told and told.strip().count("\n") == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--cache-dir", "folder", "--prefix-cache", "0"], "--cache-dir: goes without --prefix"),
+        (["--api-key", "k", "--no-auth"], "--no-auth: goes without a key"),
+    ],
+)
+def test_options_that_contradict_each_other(options, told):
+    code, heard = run("serve", *options)
+    assert code == 2 and told in heard
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--top-p", "0"], "--top-p must be above 0"),
+        (["--top-k", "99999"], "--top-k 99999 is more"),
+    ],
+)
+def test_settings_that_no_request_could_be_answered_with(options, told):
+    code, heard = run("serve", "--port", "0", "--no-draft", *options)
+    assert code == 2 and told in heard
+
+
 def test_a_port_that_is_taken_is_told_before_the_weights_are_read():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -84,6 +84,8 @@ def test_a_prompt_that_is_refused_leaves_nothing_open(target):
         {"prompt": []},
         {"prompt": [["a"]]},
         {"prompt": [10**9]},
+        {"prompt": ["One"] * 33},
+        {"prompt": [[65]] * 33},
         {"logprobs": 6},
         {"echo": True, "logprobs": 1},
         {"response_format": {"type": "json_object"}},
@@ -94,3 +96,9 @@ def test_what_is_not_supported_is_refused(target, wrong):
     with client(engine) as server:
         answer = server.post(PATH, json=ask(**wrong))
     assert answer.status_code == 400 and not engine.asked
+
+
+def test_too_many_prompts_are_counted(target):
+    with client(Says(target)) as server:
+        told = server.post(PATH, json=ask(prompt=["One"] * 33)).json()["error"]
+    assert told["param"] == "prompt" and "33 prompts" in told["message"] and "32" in told["message"]

@@ -64,6 +64,15 @@ def test_reasoning_text_and_calls_whole_and_streamed(target):
     assert abs(details["reasoning_tokens"] - len(reasoning)) <= 1  # rounds cut words in pieces
 
 
+def test_no_drafting_is_asked_for_as_in_chat(target):
+    engine = Says(target)
+    with client(engine) as server:
+        server.post(PATH, json=ask(draft=False))
+        server.post(PATH, json=ask(draft=True))
+    (_, plain), (_, drafted) = engine.asked
+    assert plain["block_size"] == 1 and "block_size" not in drafted
+
+
 def test_an_answer_that_is_cut(target):
     with client(Says(target, ["x</think>cut"], reason="length")) as server:
         answer = server.post(PATH, json=ask()).json()
