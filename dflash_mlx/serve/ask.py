@@ -84,6 +84,11 @@ class Ask:
             )
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the answer is the rest of a text, spaces at its beginning included."""
+        return self.continues or self.origin == "prompt"
+
+    @property
     def callable(self) -> list[Tool]:
         """The tools that may be called."""
         if self.choice == "none":

@@ -26,7 +26,7 @@ from .harmony import HarmonySplitter
 from .length import LeastTokens
 from .logprobs import Recorder, TokenLogprob, Vocabulary
 from .metrics import Metrics
-from .parts import Part, Splitter
+from .parts import Part, Splitter, first_spaces
 from .template import Encoded, encode
 from .tools import Syntax
 
@@ -147,6 +147,7 @@ class Answering:
     async def _follow(self, choice: int, one: _Open) -> AsyncIterator[Step]:
         metrics, last = self._desk.metrics, self._asked
         tokens: list[int] = []
+        first = self.ask.goes_on  # whether its text is still to begin
         events = aiter(one.job)
         while (event := await self._next(events)) is not None:
             now = time.monotonic()
@@ -154,7 +155,10 @@ class Answering:
             last = now
             tokens += event.tokens
             metrics.count_round(event)
-            parts = one.splitter.feed(event.text)
+            text = event.text
+            if first and (text or event.finish_reason is not None):
+                text, first = first_spaces(self._desk.target.tokenizer, tokens, text), False
+            parts = one.splitter.feed(text)
             end = None
             if event.finish_reason is not None:
                 parts += one.splitter.finish(cut=event.finish_reason == "length")

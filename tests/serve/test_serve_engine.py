@@ -5,7 +5,7 @@ import json
 import threading
 
 import pytest
-from serving import a_desk, running
+from serving import a_desk, client, frames, running
 
 import dflash_mlx as dm
 from dflash_mlx.engine.together import Flat
@@ -57,6 +57,35 @@ async def said(server, question, **more):
     told, _, text = (await reader.read()).decode().partition("\r\n\r\n")
     writer.close()
     return int(told.split()[1]), text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [("Hello there", 3), ("Ones: 7 +", 1), ("Ones: 7 +", 2), ("Let us add 4", 4)],
+)
+def test_a_text_is_continued_with_the_space_it_goes_on_with(pair, prompt, tokens):
+    body = {"prompt": prompt, "max_tokens": tokens}
+    with engine_of(pair) as engine, client(engine) as server:
+        [told] = server.post("/v1/completions", json=body | {"logprobs": 0}).json()["choices"]
+        [echo] = server.post("/v1/completions", json=body | {"echo": True}).json()["choices"]
+        chunks = frames(server.post("/v1/completions", json=body | {"stream": True}).text)
+    offsets, parts = told["logprobs"]["text_offset"], told["logprobs"]["tokens"]
+    assert told["text"] == "".join(parts)
+    assert [told["text"][at:] for at in offsets] == ["".join(parts[n:]) for n in range(tokens)]
+    assert echo["text"] == prompt + told["text"]
+    assert "".join(one["choices"][0]["text"] for one in chunks if one["choices"]) == told["text"]
+
+
+def test_a_prefilled_answer_goes_on_where_it_ends(pair):
+    question, begun = "What is 47 plus 38?", "Let us add 47 and 38 digit"
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": begun}]
+    with engine_of(pair) as engine, client(engine) as server:
+        asked = {"model": "m", "max_tokens": 4, "messages": turns}
+        [told] = server.post("/v1/messages", json=asked).json()["content"]
+        whole = {"max_tokens": 60, "messages": turns[:1]}
+        answer = server.post("/v1/chat/completions", json=whole).json()["choices"][0]
+    assert (begun + told["text"]).startswith("Let us add 47 and 38 digit by digit")
+    assert answer["message"]["content"].startswith(begun + " by digit")
 
 
 def test_a_forward_that_fails_ends_one_answer_and_no_other(pair):
