@@ -91,7 +91,7 @@ def serve(
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
-        with signals_to(partial(_end, server, over)):
+        with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
             _close(engine)
         if pair.chains is not None:
@@ -179,10 +179,14 @@ def _give_up(engine: Engine, desk: Desk, server: Server, error: DFlashError) -> 
     last.start()
 
 
-def _end(server: Server, over: Future[None], number: int, frame: FrameType | None) -> None:
+def _end(
+    server: Server, over: Future[None], seconds: float, number: int, frame: FrameType | None
+) -> None:
     """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
     if over.done():  # nobody is answered any more, and the engine is not waited for
         os._exit(0)
+    if server.finishes:
+        note(f"Finishing what is being answered, {seconds:g} s at most; again to end at once.")
     server.tell()
 
 

@@ -154,6 +154,11 @@ class Server(uvicorn.Server):
         """Have the application answer, whose desk this is."""
         self._desk, self._app = desk, app
 
+    @property
+    def finishes(self) -> bool:
+        """Whether there are answers that it would finish, were it told to end now, once."""
+        return not self.should_exit and self._desk is not None and self._desk.busy
+
     def tell(self) -> None:
         """Have it end; told a second time it ends at once."""
         if self._loop is None:

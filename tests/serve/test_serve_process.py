@@ -51,7 +51,7 @@ class Process:
         return self.ended()
 
     def ended(self) -> int:
-        self.process.stderr.read()
+        self.last = self.process.stderr.read()
         return self.process.wait(60)
 
 
@@ -246,5 +246,6 @@ def test_told_to_end_it_finishes_its_answers(server, chat):
     *_, last = stream
     assert last.choices[0].finish_reason in ("stop", "length")
     assert server.ended() == 0
+    assert "Finishing what is being answered, 30 s at most; again to end at once." in server.last
     with pytest.raises(ConnectionError):
         server.connect()
