@@ -187,13 +187,14 @@ def _compare(chat: Chat, _: str) -> None:
         error_line(str(error))
         return
     ours, theirs = answer.stats, plain.stats
-    for name, stats in (("drafted", ours), ("plain", theirs)):
-        note(f"{name:8}{stats.decode_seconds:7.2f} s  {stats.tokens_per_second:7,.0f} tok/s")
-    speedup = theirs.decode_seconds / ours.decode_seconds
-    same = plain.tokens == answer.tokens
-    chat.plain = theirs.tokens_per_second  # of a whole answer: better than any estimate
-    verdict = "[green]identical[/]" if same else "[red]not identical[/]"
-    stderr().print(f"{speedup:.2f}x, the text is {verdict}", soft_wrap=True)
+    speedup = "nothing to time: one token, which the reading of the prompt has brought"
+    if ours.rounds and theirs.rounds:
+        for name, stats in (("drafted", ours), ("plain", theirs)):
+            note(f"{name:8}{stats.decode_seconds:7.2f} s  {stats.tokens_per_second:7,.0f} tok/s")
+        speedup = f"{theirs.decode_seconds / ours.decode_seconds:.2f}x"
+        chat.plain = theirs.tokens_per_second  # of a whole answer: better than any estimate
+    verdict = "[green]identical[/]" if plain.tokens == answer.tokens else "[red]not identical[/]"
+    stderr().print(f"{speedup}, the text is {verdict}", soft_wrap=True)
 
 
 class Command(NamedTuple):
