@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, Unpack
 
+from .checks import check_kind, check_pair, whole
 from .conversation import Conversation
 from .drafter.protocol import Drafter
 from .drafter.protocol import block_size as drafter_block_size
@@ -21,6 +22,7 @@ from .sampling import Sampler
 from .settings import History, Sampling
 from .stream import TextStream
 from .target import Target
+from .target.kv_bits import check_bits
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -102,6 +104,7 @@ def begin(
     if conversation is not None and (prefix is not None or salt):
         name = "salt" if prefix is None else "prefix"
         raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
+    check_bits(kv_bits)
     conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
     conversation.check(target, drafter, kv_bits)
     policy = policy if drafter is not None else None
@@ -132,16 +135,10 @@ def check_kinds(
     target: Any, drafter: Any, policy: Any, conversation: Any = None, prefix: Any = None
 ) -> None:
     """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
-    if not hasattr(target, "tokenizer"):
-        raise SettingsError(f"target must be such as dm.load_target(...), not {shown(target)}.")
-    for name, value, kind, how in (
-        ("drafter", drafter, Drafter, "dm.load_drafter(...)"),
-        ("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)"),
-        ("conversation", conversation, Conversation, "dm.Conversation(target, drafter)"),
-        ("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)"),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise SettingsError(f"{name} must be None or such as {how}, not {shown(value)}.")
+    check_pair(target, drafter)
+    check_kind("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)")
+    check_kind("conversation", conversation, Conversation, "dm.Conversation(target, drafter)")
+    check_kind("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -156,13 +153,9 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
     """The most rows of a round. Raises `SettingsError` for a size the drafter was not made for."""
-    if requested is not None and not is_whole(requested):
-        raise SettingsError(
-            f"block_size must be a whole number, 1 or more, not {shown(requested)}."
-        )
+    requested = None if requested is None else whole("block_size", requested)
     if drafter is None:
         return 1
-    requested = None if requested is None else int(requested)
     largest = drafter_block_size(drafter)
     if requested is None:
         return largest or DEFAULT_BLOCK_SIZE

@@ -19,12 +19,12 @@ NAT = 1e-4  # what certainties are rounded to
 def chosen(token: int) -> int:
     """The token that a row which is kept has chosen. (After a wrong draft anything may come.)
 
-    Raises `SettingsError` where processors or a bias leave no number to choose by.
+    Raises `SettingsError` where processors, penalties or a bias leave no number to choose by.
     """
     if token == NO_CHOICE:
         raise SettingsError(
-            "No token can be chosen: logits_processors and logit_bias leave NaN, or nothing but "
-            "-inf, in the logits."
+            "No token can be chosen: logits_processors, penalties or logit_bias leave NaN, an "
+            "infinite number, or nothing but -inf in the logits."
         )
     return token
 

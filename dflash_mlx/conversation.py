@@ -15,12 +15,15 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from .checks import check_kind, check_pair
 from .drafter.plain import NoDrafter
 from .drafter.protocol import Drafter, Gathers, ReadsText, Resumable, Session
 from .errors import SettingsError
 from .prefix.protocol import Prefix
+from .reading import shown
 from .sampling import Sampler
 from .target import Target, TargetSession
+from .target.kv_bits import check_bits
 from .target.taps import gathered
 from .target.target import LAST_STEP, PREFILL_STEP
 
@@ -47,7 +50,7 @@ class Conversation:
             kept for others; of the same pair.
         salt: who may share in it; conversations with other salts do not.
 
-    Raises `SettingsError` for a store of another pair.
+    Raises `SettingsError` for a store of another pair, and for what is none of these.
 
     Attributes:
         ids: the tokens in the caches.
@@ -67,6 +70,11 @@ class Conversation:
         prefix: Prefix | None = None,
         salt: str = "",
     ) -> None:
+        check_pair(target, drafter)
+        check_kind("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
+        check_bits(kv_bits)
+        if not isinstance(salt, str):
+            raise SettingsError(f"salt must be text, not {shown(salt)}.")
         if prefix is not None:
             prefix.check(target, drafter)
         self._pair, self._prefix, self._salt = (target, drafter, kv_bits), prefix, salt
@@ -97,9 +105,12 @@ class Conversation:
     def check(self, target: Target, drafter: Drafter | None, kv_bits: int | None) -> None:
         """Raise `SettingsError` unless the conversation is of this pair."""
         of, drafting, bits = self._pair
-        if of is not target or drafting is not drafter or bits != kv_bits:
+        if of is not target or drafting is not drafter:
+            what = "target" if of is not target else "drafter"
+            raise SettingsError(f"The conversation is of another {what}: begin a new one.")
+        if bits != kv_bits:
             raise SettingsError(
-                "The conversation is of another target, drafter or kv_bits: begin a new one."
+                f"The conversation is of kv_bits={bits}: say so in every turn, or begin a new one."
             )
 
     def open(self, request: Holder) -> None:
@@ -108,13 +119,16 @@ class Conversation:
         Raises `SettingsError` while the conversation belongs to another.
         """
         with self._opening:
-            last = None if self._request is None else self._request()
-            if last is not None and not last.ended:
-                raise SettingsError(
-                    "The conversation has a request that has not ended: read it to its end or "
-                    "close it first, or give each its own Conversation."
-                )
+            self._check_free()
             self._request = weakref.ref(request)
+
+    def _check_free(self) -> None:
+        last = None if self._request is None else self._request()
+        if last is not None and not last.ended:
+            raise SettingsError(
+                "The conversation has a request that has not ended: read it to its end or close "
+                "it first, or give each its own Conversation."
+            )
 
     def resume(self, prompt: Sequence[int], sampler: Sampler, ends: Sequence[int] = ()) -> int:
         """Get the caches ready for a request; the first tokens of its prompt that they hold.
@@ -142,7 +156,16 @@ class Conversation:
         return len(self.ids)
 
     def forget(self) -> None:
-        """Give the caches back; the next request reads its whole prompt."""
+        """Give the caches back; the next request reads its whole prompt.
+
+        Raises `SettingsError` while the conversation belongs to a request.
+        """
+        with self._opening:
+            self._check_free()
+            self.give_back()
+
+    def give_back(self) -> None:
+        """The same, by the request itself, which reads its text again before it goes on."""
         if self._started:
             del self.target, self.drafter
         self._started, self._marks, self.ids = False, [], []

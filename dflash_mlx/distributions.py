@@ -21,8 +21,9 @@ def keep_top_p(logits: mx.array, top_p: float) -> mx.array:
     """Set to -inf what lies outside of the most probable tokens that together have `top_p`."""
     ascending = mx.sort(logits, axis=-1)
     above = mx.cumsum(mx.softmax(ascending, axis=-1), axis=-1, reverse=True, inclusive=False)
-    # The most probable token has nothing above it, so at least one stays.
-    dropped = (above >= top_p).sum(axis=-1, keepdims=True)
+    # The most probable token has nothing above it, so at least one stays; also where f32 has no
+    # number as small as `top_p`.
+    dropped = (above[..., :-1] >= top_p).sum(axis=-1, keepdims=True)
     return mx.where(logits < mx.take_along_axis(ascending, dropped, axis=-1), -mx.inf, logits)
 
 

@@ -5,21 +5,25 @@ A chain is a tree whose node i has parent i - 1, so one loop serves both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 from .errors import ProposalError
+from .reading import MOST_WHOLE, is_whole, shown
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens to verify together. Raises `ProposalError` when they do not form a tree.
+    """Tokens to verify together. Raises `ProposalError` for what is none, or forms no tree.
 
     Attributes:
-        tokens: [N] token ids as a list, or an integer array that may still be on its way on the
-            device; tokens[0] is the anchor, the last committed token.
+        tokens: [N] token ids, kept as a list, or an integer array of MLX's that may still be on its
+            way on the device; tokens[0] is the anchor, the last committed token. An id that the
+            vocabulary does not have is a `ProposalError` once the round is read. Those of an array
+            nobody looks at before the target reads them: let them be an argmax of its logits.
         parents: the row of each node's parent, (-1, ...): -1 for the root, and every other node
             comes after its parent. Left out, the tokens form a chain.
         log_probs: optional [N] log-probabilities that the drafter gave its tokens.
@@ -32,15 +36,18 @@ class Proposal:
     is_chain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rows, parents = len(self.tokens), tuple(self.parents)
+        tokens, parents = self.tokens, self.parents
+        if not isinstance(tokens, mx.array):
+            object.__setattr__(self, "tokens", _ids(tokens))
+        elif tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
+            what = f"an array of {tokens.dtype} {list(tokens.shape)}"
+            raise ProposalError(f"A proposal's tokens must be token ids [N], not {what}.")
+        rows = len(self.tokens)
         if rows < 1:
             raise ProposalError("A proposal holds at least the anchor, the last committed token.")
         chain = tuple(range(-1, rows - 1))
-        if parents and parents != chain:
-            if len(parents) != rows:
-                raise ProposalError(f"A proposal of {rows} tokens names {len(parents)} parents.")
-            if parents[0] != -1 or any(not 0 <= p < row for row, p in enumerate(parents) if row):
-                raise ProposalError(f"The parents {parents} do not form a tree rooted at row 0.")
+        if not isinstance(parents, tuple) or parents:
+            parents = _tree(parents, rows)
         object.__setattr__(self, "parents", parents or chain)
         object.__setattr__(self, "is_chain", self.parents == chain)
 
@@ -69,6 +76,39 @@ class Proposal:
             paths.append([*paths[parent], row])
         return paths
 
-    def array(self) -> mx.array:
-        """The tokens [N] for the device."""
-        return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens))
+    def array(self, vocab_size: int) -> mx.array:
+        """The tokens [N] for the device.
+
+        Nothing there checks what is read and written by them: a wrong id would end the process. So
+        for those of a list that a vocabulary does not have its last one stands, until the round is
+        read and they are refused (`Request.absorb`).
+        """
+        if isinstance(self.tokens, mx.array):
+            return self.tokens
+        return mx.array([min(token, vocab_size - 1) for token in self.tokens])
+
+
+def _ids(tokens: Any) -> list[int]:
+    """Tokens [N] as a list. Raises `ProposalError`."""
+    if (ids := _whole(tokens, 0)) is None:
+        raise ProposalError(f"A proposal's tokens must be token ids [N], not {shown(tokens)}.")
+    return ids
+
+
+def _tree(parents: Any, rows: int) -> tuple[int, ...]:
+    """The parents of so many rows. Raises `ProposalError` where they form no tree."""
+    if (known := _whole(parents, -1)) is None:
+        raise ProposalError(f"A proposal's parents must be its rows, not {shown(parents)}.")
+    if known and len(known) != rows:
+        raise ProposalError(f"A proposal of {rows} tokens names {len(known)} parents.")
+    if known and (known[0] != -1 or any(not 0 <= p < row for row, p in enumerate(known) if row)):
+        raise ProposalError(f"The parents {tuple(known)} do not form a tree rooted at row 0.")
+    return tuple(known)
+
+
+def _whole(values: Any, least: int) -> list[int] | None:
+    """Values as Python's whole numbers; None if they are anything else. Each round asks this."""
+    given: list[Any] = list(values) if isinstance(values, Iterable) else [None]
+    if {*map(type, given)} <= {int}:
+        return given if all(least <= value <= MOST_WHOLE for value in given) else None
+    return [int(value) for value in given] if all(is_whole(v, least) for v in given) else None

@@ -18,6 +18,7 @@ from .errors import ConfigError, DFlashError
 
 MOST_JSON = 2**26  # bytes; the largest tokenizer.json that are published have half of it
 MOST_WHOLE = 2**31 - 1  # what MLX counts in, and more than any size of a model
+MOST_BYTES = 2**63 - 1  # what files and memories are counted in
 _SHOWN = 60  # characters of a value in a message
 
 

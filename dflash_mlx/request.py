@@ -35,6 +35,7 @@ class _Round:
         proposal: what the target read.
         decision: what is asked about it.
         taps: [1, N, K*D], the features of its rows.
+        vocab_size: V, of the target's logits.
         kept: whether the target has committed its one row, and the drafter knows of it, already.
         ahead: whether it was begun before the one before it was read.
     """
@@ -42,6 +43,7 @@ class _Round:
     proposal: Proposal
     decision: Decision
     taps: mx.array
+    vocab_size: int
     kept: bool = False
     ahead: bool = False
 
@@ -187,7 +189,7 @@ class Request:
         self._text_so_far = [*self._text_so_far, *self._further]
         self._further = []
         self._between_rounds = False  # nothing is held that a close could keep
-        self._conversation.forget()
+        self._conversation.give_back()
 
     def close(self) -> None:
         """The request has ended; its conversation is free for another."""
@@ -271,7 +273,7 @@ class Request:
         """Take the target's answer to the next round's row, as `decide` does; what is `asked`."""
         decision = self._sampler.decide(proposal, logits, self._rounds.looks_next, ahead=1)
         self.target.commit([0])
-        self._ahead = _Round(proposal, decision, taps, ahead=True)
+        self._ahead = _Round(proposal, decision, taps, logits.shape[-1], ahead=True)
         return decision.values, taps
 
     def _tell(self, plain: _Round, anchor: int) -> None:
@@ -288,7 +290,7 @@ class Request:
             taps: [1, N, K*D], their features.
         """
         decision = self._sampler.decide(proposal, logits, self._rounds.asks_certainty)
-        self._round = _Round(proposal, decision, taps)
+        self._round = _Round(proposal, decision, taps, logits.shape[-1])
 
     @property
     def asked(self) -> tuple[mx.array, mx.array]:
@@ -302,12 +304,16 @@ class Request:
     def absorb(self, values: list[int]) -> Event:
         """Take the numbers that were asked for: accept, commit, emit.
 
-        Raises `ProposalError` for a proposal that does not begin with the anchor.
+        Raises `ProposalError` for a proposal that does not begin with the anchor, or has a token
+        that is none of the vocabulary's.
         """
         proposal, anchor, taps = self._round.proposal, self._anchor, self._round.taps
         tokens, choices, sure = self._sampler.take(self._round.decision, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
+        size = self._round.vocab_size
+        if beyond := [token for token in tokens if not 0 <= token < size]:
+            raise ProposalError(f"A proposal: the vocabulary of {size} has no token {beyond[0]}.")
 
         # accept
         kept, token = accept(tokens, proposal.parents, choices)

@@ -105,14 +105,14 @@ class Sampler:
             chosen = scores + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
         if self._edits:
-            # The largest of NaN, and of nothing but -inf, is token 0, for ever: it is told from a
-            # choice by its sign.
-            none = mx.isnan(chosen).any(axis=-1) | (chosen.max(axis=-1) == -mx.inf)
+            # The largest of NaN, and of nothing but -inf, is token 0, for ever, and infinity less
+            # infinity is NaN where there is noise: it is told from a choice by its sign.
+            none = mx.isnan(chosen).any(axis=-1) | mx.isinf(chosen.max(axis=-1))
             choices = mx.where(none, NO_CHOICE, choices)
         nats = None
         if certainty:  # of the row it is asked for alone: a vocabulary's exponentials are dear
             one = proposal.is_chain and len(proposal) > 1
-            last = _last_kept(proposal.array(), choices)[None] if one else None
+            last = _last_kept(proposal.array(logits.shape[-1]), choices)[None] if one else None
             nats = _certainty(scores if last is None else scores[last])
         blocks, self._blocks = self._blocks, None
         return Decision.of(proposal.tokens, choices, nats, blocks)
@@ -202,7 +202,8 @@ class Sampler:
         """What the target chooses by but for the noise: `scores` [N, V] of edited logits."""
         logits = self._biased(logits)
         if self._processors or self._rules:
-            tokens, paths = proposal.array().astype(mx.int32), proposal.paths()
+            tokens = proposal.array(logits.shape[-1]).astype(mx.int32)
+            paths = proposal.paths()
             if self._history is not None:
                 logits = self._after_histories(self._history, logits, tokens, paths)
             if self._rules:

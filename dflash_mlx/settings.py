@@ -82,11 +82,13 @@ class Sampling:
         self._check("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
         if self.seed is not None:
             self._check("seed", lambda s: 0 <= s < 2**SEED_BITS, "from 0 to 2**32 - 1", whole=True)
-        self._check("repetition_penalty", lambda p: 0 < p <= MOST_F32, "above 0 (1 is off)")
+        self._check(  # as temperatures are
+            "repetition_penalty", lambda p: 1e-20 <= p <= 1e20, "from 1e-20 to 1e20 (1 is off)"
+        )
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, lambda p: abs(p) <= MOST_F32, "finite (0 is off)")
+            self._check(name, lambda p: abs(p) <= MOST_F32, "from -3e38 to 3e38 (0 is off)")
         for name in ("repetition", "presence", "frequency"):
-            self._check(f"{name}_context_size", is_whole, "1 or more", whole=True)
+            self._check(f"{name}_context_size", is_whole, "from 1 to 2**31 - 1", whole=True)
         if isinstance(self.logits_processors, str) or not all(
             callable(one) for one in _items("logits_processors", self.logits_processors)
         ):

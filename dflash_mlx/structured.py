@@ -11,6 +11,7 @@ once a round, and once for each draft that does not fit (`rules`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import MissingDependencyError, SettingsError
+from .reading import reason, shown
 
 if TYPE_CHECKING:
     from .target import Target
@@ -53,8 +55,19 @@ class GrammarTokens:
         self._matchers = LLMatcher
 
     def of_schema(self, schema: Mapping[str, Any]) -> str:
-        """The grammar of what fits a schema, `laid_out`."""
-        return str(self._matchers.grammar_from_json_schema(laid_out(schema)))
+        """The grammar of what fits a schema, `laid_out`.
+
+        Raises `SettingsError` for a schema that is no object of JSON.
+        """
+        if not isinstance(schema, Mapping):
+            raise SettingsError(
+                f"The JSON schema must be a dict, as json.loads makes one, not {shown(schema)}."
+            )
+        try:
+            text = json.dumps(laid_out(schema), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SettingsError(f"The JSON schema cannot be JSON: {reason(error)}.") from error
+        return str(self._matchers.grammar_from_json_schema(text))
 
     def of_lark(self, lark: str) -> str:
         """The grammar that a text in llguidance's dialect of Lark describes."""

@@ -55,6 +55,8 @@ class Session:
 class Target:
     """What the store asks of a target; `seed` is of its weights."""
 
+    tokenizer = None
+
     def __init__(self, can_be_cut=True, width=1, seed=0):
         self.can_be_cut, self.width, self.config = can_be_cut, width, {}
         self.model = nn.Linear(2, 2, bias=False)

@@ -187,9 +187,10 @@ print(dm.use_fast_blas(stock=True).name)
     assert stock == "stock"  # what is there is what is asked for
 
 
-def test_threads_are_checked():
-    with pytest.raises(SettingsError, match="threads is 0"):
-        blas.use_fast_blas(threads=0)
+@pytest.mark.parametrize("threads", [0, -1, "2", 1.5, True, None])
+def test_threads_are_checked(threads):
+    with pytest.raises(SettingsError, match=f"threads must be a whole number.*{threads!r}"):
+        blas.use_fast_blas(threads=threads)
 
 
 @pytest.mark.skipif(sys.platform != "darwin", reason="macOS only")

@@ -1,5 +1,6 @@
 """A conversation keeps its caches: every turn reads only what is new, and its text is the same."""
 
+import numpy as np
 import pytest
 from families import FAMILIES, random_model, random_prompt, target_of
 from oracle import Oracle, ResumingOracle
@@ -7,6 +8,7 @@ from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.plain import NoDrafter
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.target.target import LAST_STEP
 
@@ -138,5 +140,39 @@ def test_another_pair_is_refused():
     target, other = tiny_target(), tiny_target("llama")
     kept = dm.Conversation(target, None)
     for pair in ((other, None, None), (target, random_drafter(), None), (target, None, 8)):
-        with pytest.raises(SettingsError, match="another target, drafter or kv_bits"):
+        told = "of another target|of another drafter|kv_bits=None"
+        with pytest.raises(SettingsError, match=told):
             dm.generate(*pair[:2], [1, 2], conversation=kept, kv_bits=pair[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"target": "tiny"}, "^target must be such as"),
+        ({"drafter": NoDrafter}, "^drafter must be None or such as"),  # its class
+        ({"prefix": "folder"}, "^prefix must be None or such as"),
+        ({"kv_bits": 3}, "8 or 4 bits"),
+        ({"kv_bits": np.array([8, 4])}, "8 or 4 bits"),
+        ({"salt": b"me"}, "^salt must be text"),
+    ],
+    ids=str,
+)
+def test_what_no_conversation_can_be_of_is_refused_at_once(settings, told):
+    with pytest.raises(SettingsError, match=told):
+        dm.Conversation(**{"target": tiny_target(), "drafter": None} | settings)
+
+
+def test_a_conversation_is_not_forgotten_while_an_answer_is_read():
+    target, prompt = tiny_target(), small_prompt(10, seed=8)
+    kept = dm.Conversation(target, None)
+    kept.forget()
+    events = dm.stream_generate(target, None, prompt, max_tokens=ANSWER, conversation=kept)
+    tokens = list(next(events).tokens)
+    with pytest.raises(SettingsError, match="has not ended"):
+        kept.forget()
+    tokens += [token for event in events for token in event.tokens]
+    assert tokens == turn(target, None, prompt).tokens
+    kept.forget()
+    assert kept.ids == []
+    again = turn(target, None, prompt, kept)
+    assert again.tokens == tokens and again.stats.reused_tokens == 0

@@ -33,6 +33,7 @@ LEVELS = [
     {"accept", "sampling"},
     {"target"},
     {"drafter"},
+    {"checks"},
     {"prefix"},
     {"conversation", "policy", "prompt", "stream", "structured"},
     {"loading", "request"},

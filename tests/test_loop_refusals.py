@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from oracle import Oracle
 from tinymodels import greedy, random_drafter, target, tokenizer
@@ -39,7 +40,7 @@ class Proposes:
 
 
 @pytest.mark.parametrize("name", ["drafter", "policy", "conversation"])
-@pytest.mark.parametrize("value", [5, "tiny", object()])
+@pytest.mark.parametrize("value", [5, "tiny", object(), Oracle])
 def test_what_is_no_drafter_policy_or_conversation_is_refused(name, value):
     given = {"drafter": None, "policy": None, "conversation": None} | {name: value}
     with pytest.raises(SettingsError, match=f"^{name} must be None or such as"):
@@ -55,9 +56,19 @@ def test_what_is_no_target_is_refused():
             Engine(none, None)
 
 
-def test_a_policy_without_a_drafter_is_refused():
+def test_a_policy_of_what_is_no_pair_is_refused():
     with pytest.raises(SettingsError, match="of a target and its drafter, not None"):
         Policy.of(target(), None)
+    with pytest.raises(SettingsError, match="^target must be such as"):
+        Policy.of("tiny", random_drafter())
+    with pytest.raises(SettingsError, match="^drafter must be None or such as"):
+        Policy.of(target(), "lookup")
+
+
+@pytest.mark.parametrize("widest", [0, -1, None, 1.5, True, "8", 10**400], ids=repr)
+def test_a_policy_of_no_width_is_refused(widest):
+    with pytest.raises(SettingsError, match="^widest must be a whole number from 1 to"):
+        Policy.of(target(), random_drafter(), widest=widest)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +83,23 @@ def test_a_policy_without_a_drafter_is_refused():
 def test_what_is_no_draft_is_refused(proposal, message):
     with pytest.raises(ProposalError, match=message):
         generate(target(), Proposes(proposal), PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("token", "made"),
+    [(VOCABULARY, list), (10**6, list), (2**30, list), (-1, mx.array)],
+)
+def test_a_draft_that_no_vocabulary_has_is_refused(token, made):
+    """It would have the target read beyond its embedding, and a penalty beyond the logits."""
+    drafter = Proposes(lambda anchor, width: Proposal(made([anchor, token][:width])))
+    for settings in ({}, {"repetition_penalty": 1.2}):
+        with pytest.raises(ProposalError, match=f"of {VOCABULARY} has no token {token}"):
+            generate(target(), drafter, PROMPT, **settings)
+    with Engine(target(), drafter) as engine:
+        streams = [engine.submit(PROMPT) for _ in range(2)]
+        for stream in streams:
+            with pytest.raises(ProposalError, match=f"of {VOCABULARY} has no token {token}"):
+                list(stream)
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.int64], ids=str)
@@ -113,6 +141,9 @@ def test_a_drafter_that_is_falsy_is_a_drafter():
         ({"block_size": "3"}, "block_size"),
         ({"block_size": 3.0}, "block_size"),
         ({"block_size": True}, "block_size"),
+        ({"block_size": 10**400}, "block_size must be a whole number from 1 to 2,147,483,647"),
+        ({"kv_bits": np.array([8, 4])}, "8 or 4 bits"),
+        ({"tree_budget": np.array([8, 4])}, "tree_budget"),
         ({"stop": [""]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", 5]}, "stop"),

@@ -79,9 +79,13 @@ def interrupted_inside_a_round(model: Target) -> None:
 
 
 def refused_inside_a_forward(model: Target) -> None:
+    class Wrong(Proposal):
+        def array(self, vocab_size):
+            return mx.array([1.5])  # no embedding has such an index
+
     class Broken(Recorder):
         def propose(self, anchor, width):
-            return Proposal(mx.array([float(anchor), 1.5]))  # no embedding has such an index
+            return Wrong([anchor])
 
     with pytest.raises(ValueError):
         generate(model, Broken(random_drafter()), PROMPT)

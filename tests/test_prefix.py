@@ -272,5 +272,12 @@ def test_another_pair_and_wrong_numbers_are_refused():
         with pytest.raises(SettingsError, match="of another target or drafter"):
             dm.Conversation(*pair, prefix=here)
     for name in ("memory", "disk", "chunk", "stride"):
-        with pytest.raises(SettingsError, match=f"{name} must be a whole number"):
-            store(target, **{name: 0})
+        for wrong in (0, "10G", 2**63):
+            with pytest.raises(SettingsError, match=f"{name} must be a whole number"):
+                store(target, **{name: wrong})
+    for wrong in (-5, "10G", None, float("nan"), 1.5):
+        with pytest.raises(SettingsError, match="disk_left must be a whole number from 0"):
+            store(target, disk_left=wrong)
+    for pair in (("tiny", drafter), (Target(), Drafter), (Target(), "lookup")):
+        with pytest.raises(SettingsError, match="must be .*such as dm.load"):
+            dm.PrefixStore(*pair, memory=2**30)

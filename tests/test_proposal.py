@@ -1,6 +1,7 @@
 """Proposals: chains, trees, and what is neither."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from dflash_mlx.errors import DFlashError, ProposalError
@@ -20,6 +21,17 @@ def test_tokens_alone_form_a_chain():
 )
 def test_a_chain_is_a_tree_of_only_children(parents, chain):
     assert Proposal([5] * len(parents), parents).is_chain is chain
+
+
+@pytest.mark.parametrize(
+    "tokens", [(7, 8, 9), range(7, 10), np.arange(7, 10), [np.int64(7), np.uint8(8), 9]], ids=repr
+)
+def test_any_whole_numbers_are_tokens(tokens):
+    assert Proposal(tokens) == Proposal([7, 8, 9])
+
+
+def test_tokens_outside_of_the_vocabulary_do_not_reach_the_target():
+    assert Proposal([3, 5, 6, 2**31 - 1]).array(6).tolist() == [3, 5, 5, 5]
 
 
 def test_an_array_of_tokens_is_not_waited_for():
@@ -42,10 +54,28 @@ def test_an_array_of_tokens_is_not_waited_for():
         ([1, 2], (-1, 1)),  # its own parent
         ([1, 2, 3], (-1, 2, 0)),  # a child before its parent
         ([1, 2], (-1, -2)),
+        ([1, -1], ()),
+        ([1, 2**31], ()),
+        ([1, 2.0], ()),
+        ([1, True], ()),
+        ([1, "2"], ()),
+        ("12", ()),
+        (None, ()),
+        (7, ()),
+        ([[1, 2]], ()),
+        (np.array([[1, 2]]), ()),
+        (np.array([1.0, 2.0]), ()),
+        (mx.array([[1, 2]]), ()),
+        (mx.array([1.0, 2.0]), ()),
+        (mx.array([True]), ()),
+        (mx.array(1), ()),
+        ([1, 2], 5),
+        ([1, 2], (-1, 0.0)),
+        ([1, 2], (-1, None)),
     ],
     ids=str,
 )
-def test_what_is_no_tree_is_refused(tokens, parents):
+def test_what_is_no_draft_is_refused(tokens, parents):
     with pytest.raises(ProposalError) as caught:
         Proposal(tokens, parents)
     assert isinstance(caught.value, DFlashError) and "\n" not in str(caught.value)

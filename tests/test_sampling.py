@@ -245,6 +245,7 @@ def test_drafting_never_waits_for_the_device(settings):
         {"presence_penalty": math.nan},
         {"presence_penalty": 10**400},
         {"repetition_penalty": 1e39},
+        {"repetition_penalty": 1e-40},
         {"frequency_penalty": "some"},
         {"repetition_context_size": 0},
         {"repetition_context_size": 2**64},
@@ -269,6 +270,16 @@ def test_settings_are_never_ignored(settings):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-40, 1e-3])
+def test_of_the_smallest_top_p_the_likeliest_token_is_left(top_p):
+    """To f32 the first two are 0, of which the likeliest token, too, has more above it."""
+    table = np.random.default_rng(5).normal(size=(192, 192))
+    target, settings = BigramTarget(table), {"temperature": 1.0, "seed": 2, "max_tokens": 12}
+    greedy = dm.generate(target, None, [1], max_tokens=12).tokens
+    for drafter in (None, BigramDrafter(table)):
+        assert dm.generate(target, drafter, [1], top_p=top_p, **settings).tokens == greedy
+
+
 @pytest.mark.parametrize("temperature", [1e-20, 1e-10, 1e-4])
 def test_the_smallest_temperatures_are_greedy(temperature):
     mx.random.seed(3)
@@ -289,8 +300,9 @@ def test_the_smallest_temperatures_are_greedy(temperature):
         (lambda logits: logits * mx.nan, "No token can be chosen: logits_processors"),
         (lambda logits: mx.where(mx.arange(192) == 7, mx.nan, logits), "NaN"),
         (lambda logits: mx.full(logits.shape, -mx.inf), "nothing but -inf"),
+        (lambda logits: mx.where(mx.arange(192) == 7, mx.inf, logits), "infinite"),
     ],
-    ids=["nothing", "a list", "no rows", "fewer tokens", "NaN", "one NaN", "only -inf"],
+    ids=["nothing", "a list", "no rows", "fewer tokens", "NaN", "one NaN", "only -inf", "inf"],
 )
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_what_a_processor_may_not_return(result, message, temperature):

@@ -1,6 +1,7 @@
 """Structured output: answers fit their schema, and are the same with and without drafting."""
 
 import json
+import math
 
 import mlx.core as mx
 import numpy as np
@@ -186,6 +187,12 @@ def test_json_has_one_layout_unless_the_schema_says_so(target, layout, free):
     [
         ({"type": "no such type"}, "no such type"),
         ({"type": "string", "pattern": "(?<=a)b"}, "look"),
+        (json.dumps({"type": "object"}), "must be a dict"),
+        (None, "must be a dict"),
+        (True, "must be a dict"),
+        ([], "must be a dict"),
+        ({"enum": [{1, 2}]}, "set"),
+        ({"enum": [math.nan]}, "JSON compliant"),
     ],
 )
 def test_a_schema_that_is_none_is_refused_with_the_reason(target, schema, reason):

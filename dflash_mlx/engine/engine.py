@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 from ..begin import begin, check_kinds
+from ..checks import whole
 from ..drafter.plain import NoDrafter
 from ..drafter.protocol import Drafter
 from ..errors import EngineError, SettingsError
@@ -25,7 +26,7 @@ from ..policy.trees import TreePolicy
 from ..policy.widths import Policy
 from ..prefix.protocol import Prefix
 from ..prompt import Prompt
-from ..reading import is_positive, is_whole, shown
+from ..reading import MOST_BYTES, is_positive, shown
 from ..request import Request
 from ..sampling import Sampler
 from ..target import Target
@@ -78,14 +79,10 @@ class Engine(AbstractContextManager["Engine", None]):
         meanwhile: Meanwhile = nullcontext,
     ) -> None:
         check_kinds(target, drafter, policy, prefix=prefix)
-        if memory is not None and not is_whole(memory, 1, 2**63):
-            raise SettingsError(f"memory must be None or a number of bytes, not {shown(memory)}.")
+        memory = None if memory is None else whole("memory", memory, most=MOST_BYTES)
         if not is_positive(stall_ms):
-            raise SettingsError(f"stall_ms must be above 0, not {shown(stall_ms)}.")
-        if not is_whole(most_jobs):
-            raise SettingsError(
-                f"most_jobs must be a whole number, 1 or more, not {shown(most_jobs)}."
-            )
+            raise SettingsError(f"stall_ms must be above 0 and finite, not {shown(stall_ms)}.")
+        most_jobs = whole("most_jobs", most_jobs)
         self._pair, self._policy, self._prefix = (target, drafter), policy, prefix
         self._fits: set[int | None] = set()  # kv_bits that the caches were tried with
         self._check(None)

@@ -23,6 +23,7 @@ from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
 from ..foreign import Foreign
+from ..reading import shown
 from ..target import Target
 from ..threads import evaluate
 from .checkpoint import read_target, read_tokenizer
@@ -137,7 +138,9 @@ def _about_drafters() -> Iterator[None]:
 
 def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
     """What drafts for a target, and whether a lookup does beside it."""
-    if draft and draft != WITH_LOOKUP:
+    if draft in ("", WITH_LOOKUP):
+        raise SettingsError(f"draft {draft!r} names no drafter: leave it out to have one found.")
+    if draft:
         network, beside = draft.removesuffix(WITH_LOOKUP), draft.endswith(WITH_LOOKUP)
         if beside and network in (LOOKUP, NONE):
             raise SettingsError(f"draft {draft}: name a network before {WITH_LOOKUP}.")
@@ -204,6 +207,8 @@ def _quantizations(
 
 def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | None:
     """The kernels that can run here; None for MLX's own. Raises `SettingsError`."""
+    if not isinstance(kernels, bool) and not callable(kernels):
+        raise SettingsError(f"kernels must be True, False or what runs them, not {shown(kernels)}.")
     if callable(kernels) or (kernels and not _on_cpu() and mx.metal.is_available()):
         from ..kernels.modules import Kernels
 

@@ -67,10 +67,10 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
 
     Raises:
         SettingsError: MLX is already imported, with its own BLAS, and another one is wanted (Linux
-            only), or `threads` is less than 1.
+            only), or `threads` is not a whole number, 1 or more.
     """
-    if threads < 1:
-        raise SettingsError(f"threads is {threads}: a matrix product needs at least 1.")
+    if type(threads) is not int or threads < 1:
+        raise SettingsError(f"threads must be a whole number, 1 or more, not {threads!r}.")
     if sys.platform == "darwin":
         return BlasInfo("accelerate", None, "MLX uses Apple's Accelerate on macOS")
     if sys.platform != "linux":

@@ -315,7 +315,7 @@ def plan_rounds(
     `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
     """
     trees = drafter is not None and drafts_trees(drafter)
-    if tree_budget == "auto":
+    if isinstance(tree_budget, str) and tree_budget == "auto":
         if drafter is not None and trees and target.supports_trees:
             policy = policy if isinstance(policy, TreePolicy) else None
             policy = policy or tree_policy(target, drafter, kv_bits)

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..checks import check_pair, whole
 from ..drafter.protocol import Drafter, block_size
 from ..errors import SettingsError
-from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import Beliefs, Mood, expected_tokens, first_drafts, level, warmth
@@ -73,7 +73,7 @@ class Policy:
     def of(
         cls,
         target: Target,
-        drafter: Drafter,
+        drafter: Drafter | None,
         widest: int = 16,
         kv_bits: int | None = None,
         again: bool = False,
@@ -82,17 +82,20 @@ class Policy:
         """The policy of a pair whose costs are measured now, unless they are in the cache.
 
         Args:
-            target, drafter: the pair.
+            target, drafter: the pair, as `load` returns it.
             widest: the most rows a round may have; the drafter's block size limits it too.
             kv_bits: of the target's keys and values, as in `stream_generate`.
             again: measure even if the cache knows: the machine may have been busy then.
             meanwhile: given what is measured ("a round"), makes a context to be in while it is, to
                 say so, for it takes seconds. For costs that are known it is not called.
 
-        Raises `SettingsError` without a drafter: plain decoding has no widths.
+        Raises `SettingsError` for settings that make no sense, and without a drafter: plain
+        decoding has no widths.
         """
-        if not isinstance(drafter, Drafter):
-            raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
+        check_pair(target, drafter)
+        if drafter is None:
+            raise SettingsError("A policy is of a target and its drafter, not None.")
+        widest = whole("widest", widest)
         widest = min(widest, block_size(drafter) or widest)
         costs, file = pair_costs(target, drafter, widest, kv_bits, again, meanwhile=meanwhile)
         policy = cls(costs, widest, file)
@@ -157,7 +160,10 @@ class Policy:
 
         Args:
             context: tokens before the round that is spoken of.
+
+        Raises `SettingsError` for what is no number of tokens.
         """
+        context = whole("context", context, least=0)
         seconds = self.watch.corrected(self.seconds(context))
         expected = expected_tokens(self.beliefs().rates(level(1.0)))
         plain = 1e3 * self.plain_seconds(context)

@@ -10,7 +10,6 @@ it, and no count of users is kept.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,10 +17,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..checks import check_pair, whole
 from ..drafter.plain import NoDrafter
 from ..drafter.protocol import Drafter, ReadsText, Session, Storable
 from ..errors import SettingsError
-from ..reading import is_whole, shown
+from ..reading import MOST_BYTES
 from ..sampling import Sampler
 from ..target import Target, TargetSession
 from ..target.contents import Arrays
@@ -60,7 +60,7 @@ class PrefixStore:
         stride: tokens between marks of a long prompt.
 
     Raises:
-        SettingsError: a number that is not a positive whole one.
+        SettingsError: no pair, or a number that is not a positive whole one.
         OutputError: the folder cannot be made.
     """
 
@@ -76,15 +76,14 @@ class PrefixStore:
         chunk: int = CHUNK,
         stride: int = STRIDE,
     ) -> None:
-        sizes = dict(memory=memory, disk=disk, chunk=chunk, stride=stride)
-        for name, value in sizes.items():
-            if not is_whole(value, 1, sys.maxsize):
-                problem = f"{name} must be a whole number, 1 or more, not {shown(value)}."
-                raise SettingsError(problem)
+        check_pair(target, drafter)
+        memory = whole("memory", memory, most=MOST_BYTES)
+        disk = whole("disk", disk, most=MOST_BYTES)
+        disk_left = whole("disk_left", disk_left, least=0, most=MOST_BYTES)
         self.ledger = Ledger(memory)
         self._target, self._drafter = target, NoDrafter() if drafter is None else drafter
         self._of, self._pair = (target, drafter), fingerprint(target, drafter)
-        self._chunk, self._stride = chunk, stride
+        self._chunk, self._stride = whole("chunk", chunk), whole("stride", stride)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._folder = (
             None if folder is None else Folder(Path(folder).expanduser(), disk, disk_left)

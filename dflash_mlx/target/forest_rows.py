@@ -62,9 +62,7 @@ class Rows:
     @property
     def tokens(self) -> mx.array:
         """The rows' token ids [R]."""
-        return mx.concatenate(
-            [segment.proposal.array().astype(mx.int32) for segment in self.segments]
-        )
+        return mx.concatenate([segment.ids.astype(mx.int32) for segment in self.segments])
 
     @cached_property
     def positions(self) -> mx.array:

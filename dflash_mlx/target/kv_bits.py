@@ -32,12 +32,17 @@ def make_cache(
     cannot read quantized keys and values.
     """
     caches: list[Any] = make_prompt_cache(model)
+    check_bits(kv_bits)
     if kv_bits is None:
         return caches
-    if not is_whole(kv_bits) or kv_bits not in (8, 4):
-        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {shown(kv_bits)}.")
     bits = int(kv_bits)
     return [_quantized(cache, layer, bits) for cache, layer in zip(caches, layers, strict=False)]
+
+
+def check_bits(kv_bits: int | None) -> None:
+    """Raise `SettingsError` when they are not 8, 4 or None."""
+    if kv_bits is not None and not (is_whole(kv_bits) and kv_bits in (8, 4)):
+        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {shown(kv_bits)}.")
 
 
 def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+
 from ..proposal import Proposal
 from .overrides import Entry
 from .rows import Rollback
@@ -18,7 +20,8 @@ class Segment:
     """What a session brings along: its rows, and what stands ready for them.
 
     Attributes:
-        proposal: the rows.
+        proposal: the rows,
+        ids: their tokens [N],
         position: of the first of them.
         caches, rollbacks: one per layer, fewer where layers share them.
         entries: what the model's modules are while these rows alone go through them.
@@ -26,6 +29,7 @@ class Segment:
     """
 
     proposal: Proposal
+    ids: mx.array
     position: int
     caches: Sequence[Any]
     rollbacks: Sequence[Rollback]

@@ -292,14 +292,16 @@ class TargetSession:
         self.begin(proposal)
         of = self._verify
         with of.installed() if reader is None else reader.installed(proposal, of):
-            logits = self._model(proposal.array()[None], cache=self._cache)
+            ids = proposal.array(self._target.vocab_size)
+            logits = self._model(ids[None], cache=self._cache)
         return logits.squeeze(0), self._verify_taps.take(len(proposal))
 
     def segment(self, proposal: Proposal) -> Segment:
         """What a forward over the proposal needs of this request. Raises as `verify` does."""
         reader = self._reader_of(proposal)
         entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
-        return Segment(proposal, self.position, self._cache, self._rollback, entries, reader)
+        rows = proposal, proposal.array(self._target.vocab_size), self.position
+        return Segment(*rows, self._cache, self._rollback, entries, reader)
 
     def _reader_of(self, proposal: Proposal) -> TreeReader | None:
         """What reads the proposal, where that is a tree. Raises as `verify` does."""
