@@ -172,8 +172,8 @@ class Chat:
         elif answer.events[-1].finish_reason == "length":
             parts.append(pair.limit_reached(stats))
         if pair.drafter is not None and stats.rounds:
-            (rows, _), *_ = stats.widths.most_common(1)
-            shape = "a tree of" if stats.trees[rows] else "rows:"
+            rows = max(stats.widths, key=lambda rows: stats.widths[rows])
+            shape = "a tree of" if rows in stats.trees else "rows:"
             parts.append(f"mostly {shape} {rows}" if rows > 1 else "mostly not drafting")
         new = stats.prompt_tokens - stats.reused_tokens
         return [*parts, f"prompt: {new} new, {stats.reused_tokens} kept"]

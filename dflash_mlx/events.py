@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,12 +32,12 @@ class Stats:
     prefill_seconds: float = 0.0  # the choice of the first token included
     decode_seconds: float = 0.0  # of all rounds
     first_token_seconds: float = 0.0  # from the start to the first token
-    peak_bytes: int = 0  # the most memory that MLX has held in this process so far, see below
+    peak_bytes: int = 0  # the most memory that MLX has held in this process so far, see above
     block_size: int = 1  # the widest round allowed; 1 is plain decoding
     seed: int | None = None  # of the sampling noise; None for greedy decoding
     accepted_per_round: list[int] = field(default_factory=list)
-    widths: Counter[int] = field(default_factory=Counter)  # rows of a round -> such rounds
-    trees: Counter[int] = field(default_factory=Counter)  # the same of those that were no chains
+    widths: dict[int, int] = field(default_factory=dict)  # rows of a round -> such rounds
+    trees: dict[int, int] = field(default_factory=dict)  # the same of those that were no chains
 
     def __repr__(self) -> str:
         """A line of what matters most; every counter is an attribute."""
@@ -54,9 +53,10 @@ class Stats:
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         self.accepted_per_round.append(accepted)
-        self.widths[drafted + 1] += 1
+        rows = drafted + 1
+        self.widths[rows] = self.widths.get(rows, 0) + 1
         if tree:
-            self.trees[drafted + 1] += 1
+            self.trees[rows] = self.trees.get(rows, 0) + 1
         self.output_tokens += emitted
 
     @property

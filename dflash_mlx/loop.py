@@ -10,7 +10,7 @@ of the text and the first anchor: text already, like every anchor after it. So n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from inspect import signature
@@ -25,6 +25,7 @@ from .proposal import Proposal
 from .request import Request
 
 Settings = ParamSpec("Settings")
+Events = Generator[Event, None, None]
 
 
 class Attempt(AbstractContextManager["Attempt", bool]):
@@ -179,7 +180,7 @@ def _read(decided: mx.array, features: Sequence[mx.array]) -> list[int]:
     return values
 
 
-def _decode(request: Request) -> Generator[Event, None, None]:
+def _decode(request: Request) -> Events:
     """The prefill and the rounds of one request."""
     try:
         if request.finished:
@@ -194,18 +195,18 @@ def _decode(request: Request) -> Generator[Event, None, None]:
         request.close()
 
 
-def _by_steps(begin: Callable[Settings, Request]) -> Callable[Settings, Iterator[Event]]:
+def _by_steps(begin: Callable[Settings, Request]) -> Callable[Settings, Events]:
     """A function with the parameters of `begin` that yields its request's events."""
 
-    def stream_generate(*given: Settings.args, **settings: Settings.kwargs) -> Iterator[Event]:
+    def stream_generate(*given: Settings.args, **settings: Settings.kwargs) -> Events:
         request = begin(*given, **settings)
         request.resume()
         return _decode(request)
 
-    return _like(begin, stream_generate, "Iterator[Event]")
+    return _like(begin, stream_generate, "Generator[Event, None, None]")
 
 
-def _to_the_end(stream: Callable[Settings, Iterator[Event]]) -> Callable[Settings, Result]:
+def _to_the_end(stream: Callable[Settings, Events]) -> Callable[Settings, Result]:
     """A function with the parameters of `stream` that gathers its events in a result."""
 
     def generate(*given: Settings.args, **settings: Settings.kwargs) -> Result:

@@ -1,6 +1,8 @@
 """The names people and checks call, and that they stay what they are."""
 
+import dataclasses
 import inspect
+import json
 import subprocess
 import sys
 
@@ -85,6 +87,14 @@ def test_a_repr_is_a_line():
         assert "\n" not in shown and len(shown) < 250, shown
     assert repr(target).startswith("Target(") and "rounds=" in repr(result)
     assert repr(drafter).startswith("DFlash(")
+
+
+def test_a_result_can_be_written_down_as_it_is():
+    result = dm.generate(tinymodels.target(), tinymodels.random_drafter(), "x", max_tokens=20)
+    written = dataclasses.asdict(result)
+    assert written["stats"]["widths"] == result.stats.widths
+    assert sum(result.stats.widths.values()) == result.stats.rounds
+    assert json.loads(json.dumps(written))["tokens"] == result.tokens
 
 
 def test_every_error_is_one_of_ours():

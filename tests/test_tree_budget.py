@@ -97,7 +97,7 @@ def test_what_a_tree_has_cost_already_does_not_make_a_round_shorter():
     kept = TreePolicy(believing(of_chains), of_trees)
     stats = decode(temperature=1.0, policy=kept, tree_budget="auto").stats
     # Plain rounds are those at the start, for the target is unsure, and few later.
-    assert stats.trees and stats.widths[1] <= 0.2 * stats.rounds
+    assert stats.trees and stats.widths.get(1, 0) <= 0.2 * stats.rounds
 
 
 def test_a_tree_that_cannot_be_paid_for_is_not_drafted_for_nothing():
