@@ -10,16 +10,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from dataclasses import dataclass
 from typing import Final
 
 from starlette.datastructures import Headers
 
 from ..errors import SettingsError
+from ..reading import shown
 from .errors import Refusal
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})
+NAME: Final = re.compile(r"[^\s:/\[\]]+")
+ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+|null")  # "null": a file's page
 OPEN: Final = frozenset({"/", "/health", "/ready"})  # without a key: they tell nothing of anybody
 
 
@@ -34,7 +38,8 @@ class Access:
         origins: of pages of other sites that may ask.
         everybody: whether another host than this machine may go without a key.
 
-    Raises `SettingsError` for another host's access without a key.
+    Raises `SettingsError` for another host's access without a key, and for names and origins as no
+    request has them.
     """
 
     host: str = "127.0.0.1"
@@ -49,6 +54,18 @@ class Access:
                 f"--host {self.host} lets other machines in: give --api-key, or --no-auth if "
                 "everybody may use this server."
             )
+        for host in self.hosts:
+            if not NAME.fullmatch(host) and not _is_address(host):
+                raise SettingsError(
+                    "--allow-host is a name alone, as mybox.local, without http:// and a port, "
+                    f"not {shown(host)}."
+                )
+        for origin in self.origins:
+            if not ORIGIN.fullmatch(origin):
+                raise SettingsError(
+                    "--allow-origin is as https://chat.example:3000, with nothing behind it, "
+                    f"not {shown(origin)}."
+                )
 
     def check(self, path: str, headers: Headers) -> str:
         """Who asks, for the prefix store: the same for all but where several people have keys.

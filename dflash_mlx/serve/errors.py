@@ -101,9 +101,9 @@ class TooLong(Refusal):
     def __init__(self, tokens: int, most: int, param: str, counted: bool = True) -> None:
         self._or_more = "" if counted else f" ({tokens} or more: so long a prompt is not counted.)"
         super().__init__(
-            f"This model's maximum context length is {most + 1} tokens. However, your messages "
+            f"This model's maximum context length is {most + 1} tokens. However, your {param} "
             f"resulted in {tokens} tokens, and an answer needs one more. Please reduce the length "
-            f"of the messages.{self._or_more}",
+            f"of the {param}.{self._or_more}",
             code="context_length_exceeded",
             param=param,
         )

@@ -62,9 +62,10 @@ Refused = Annotated[Any, Only()]
 
 
 def support(model: type[Body]) -> Iterator[tuple[str, str]]:
-    """The fields of a body by name, each "yes", "ignored" or what is not refused of it."""
+    """The fields of a body by name: "yes" and its range, "ignored", or what is not refused."""
+    schemas = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
-        said = "yes"
+        said = "yes" + _range(schemas[field.alias or name])
         for mark in field.metadata:
             if isinstance(mark, _Ignored):
                 said = "ignored"
@@ -72,3 +73,16 @@ def support(model: type[Body]) -> Iterator[tuple[str, str]]:
                 values = ", ".join(f"`{value!r}`" for value in mark.neutral if value is not None)
                 said = f"only {values}" if values else "refused"
         yield field.alias or name, said
+
+
+def _range(schema: dict[str, Any]) -> str:
+    """The bounds of a field's values, or of how many there are, to stand behind a word."""
+    of = {key: value for one in schema.get("anyOf", [schema]) for key, value in one.items()}
+    said = ""
+    if (above := of.get("exclusiveMinimum")) is not None:
+        said = f"above {above}"
+    elif (least := of.get("minimum")) is not None:
+        said = f"{least} or more" if "maximum" not in of else f"{least}"
+    if (most := of.get("maximum", of.get("maxItems"))) is not None:
+        said += f" to {most}" if "minimum" in of else f"{', ' * bool(said)}{most} at most"
+    return f", {said}" if said else ""

@@ -8,6 +8,7 @@ the limit the connection that has been silent for longest goes, not the one that
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 from asyncio import AbstractEventLoop, Task, TimerHandle, Transport
@@ -240,7 +241,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         bound.close()
         reason = getattr(error, "strerror", None) or error
-        raise ServerError(
-            f"{host}:{port} cannot be used ({reason}): give another --port."
-        ) from error
+        elsewhere = getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        other = "a --host of this machine's" if elsewhere else "another --port"
+        raise ServerError(f"{host}:{port} cannot be used ({reason}): give {other}.") from error
     return bound

@@ -31,7 +31,7 @@ def test_another_host_needs_a_key():
         (["--api-key", ""], "empty", 2),
         (["--api-key-file", "no such file"], "cannot be read", 1),
         (["--api-key-file", "blank"], "no key", 2),
-        (["--host", "192.0.2.1", "--no-auth"], "--port", 1),
+        (["--host", "192.0.2.1", "--no-auth"], "give a --host of this machine's", 1),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(options, word, expected, tmp_path, monkeypatch):

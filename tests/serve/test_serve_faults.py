@@ -313,7 +313,7 @@ def test_a_port_that_is_taken_or_a_host_that_is_not_ours():
         taken.listen()
         with pytest.raises(ServerError, match="--port"):
             listen("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(ServerError, match="--port"):
+    with pytest.raises(ServerError, match="--host"):
         listen("192.0.2.1", 0)
     with pytest.raises(ServerError, match="--host"):
         listen("no such host", 0)

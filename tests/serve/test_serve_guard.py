@@ -63,6 +63,34 @@ def test_pages_of_others_are_refused(server, origin):
     assert server.post("/v1/messages", json=HI, headers=own).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "host", ["http://mybox", "mybox:8000", "mybox/", "", "my box", "[::2]", "*.local/x"]
+)
+def test_names_that_no_request_has_are_refused(host):
+    with pytest.raises(SettingsError, match="--allow-host is a name alone"):
+        Access(hosts=frozenset({host}))
+
+
+@pytest.mark.parametrize("host", ["mybox.local", "10.0.0.2", "::2"])
+def test_another_name_is_answered(target, host):
+    with client(Says(target), access=Access(hosts=frozenset({host}))) as server:
+        called = f"[{host}]:80" if ":" in host else host.upper()
+        assert server.get("/v1/models", headers={"host": called}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["nonsense", "http://", "http://a.example/chat", "a.example", ""]
+)
+def test_origins_that_no_page_has_are_refused(origin):
+    with pytest.raises(SettingsError, match="--allow-origin is as https://"):
+        Access(origins=frozenset({origin}))
+
+
+@pytest.mark.parametrize("origin", ["https://a.example:3000", "app://obsidian.md", "null"])
+def test_origins_that_pages_have(origin):
+    assert Access(origins=frozenset({origin}))
+
+
 def test_a_page_that_is_allowed_gets_what_its_browser_asks_for(target):
     access = Access(origins=frozenset({"http://web.example"}))
     asks = {"origin": "http://web.example", "access-control-request-method": "POST"}

@@ -133,6 +133,7 @@ def test_a_prompt_of_a_megabyte_is_refused_unread_in_each_dialects_words(server,
     else:
         assert error["code"] == "context_length_exceeded"
         assert "maximum context length is 4096 tokens" in error["message"]
+        assert f"your {error['param']} resulted in" in error["message"]
     assert "or more" in error["message"]
 
 
