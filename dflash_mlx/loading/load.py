@@ -138,9 +138,9 @@ def _about_drafters() -> Iterator[None]:
 
 def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
     """What drafts for a target, and whether a lookup does beside it."""
-    if draft in ("", WITH_LOOKUP):
-        raise SettingsError(f"draft {draft!r} names no drafter: leave it out to have one found.")
-    if draft:
+    if draft == "":
+        raise SettingsError("draft '' names no drafter: leave it out to have one found.")
+    if draft and draft != WITH_LOOKUP:
         network, beside = draft.removesuffix(WITH_LOOKUP), draft.endswith(WITH_LOOKUP)
         if beside and network in (LOOKUP, NONE):
             raise SettingsError(f"draft {draft}: name a network before {WITH_LOOKUP}.")
