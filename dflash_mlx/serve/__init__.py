@@ -6,7 +6,7 @@ whole or as a stream. What they share comes in the order of a request:
     guard      who may speak, and how much: hosts, origins, keys, sizes, times
     body       bytes -> JSON within bounds
     ask        the internal request; template: its messages -> token ids
-    desk       asks the engine, follows its jobs, counts them
+    desk       asks the engine, counts; answering: follows its jobs
     parts      text -> reasoning, tool calls, text; tools and grammar: their syntax
-    answer     pieces of all choices, usage
+    *_answers  pieces of all choices, usage, in each dialect
 """

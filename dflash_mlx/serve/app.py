@@ -21,11 +21,12 @@ from starlette.routing import Route
 
 from . import chat_answers, completions, messages_answers, responses_answers
 from .access import Access
+from .answering import Answering
 from .ask import Ask
 from .body import Bounds, read_json
 from .chat import ChatBody
 from .completions import CompletionsBody
-from .desk import Answering, Desk
+from .desk import Desk
 from .errors import Refusal, of_validation
 from .fields import Body
 from .front import guarded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .desk import Answering, End, Step
+from .answering import Answering, End, Step
 from .errors import Refusal
 from .logprobs import TokenLogprob
 from .openai_forms import drafting, logprob, new_id, of_round, usage

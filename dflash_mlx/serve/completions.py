@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from .answering import Answering, End, Step
 from .ask import Ask
 from .chat import Sampled, StreamOptions
-from .desk import Answering, End, Step
 from .errors import Refusal
 from .fields import Ignored, Only, Refused, Several
 from .logprobs import TokenLogprob

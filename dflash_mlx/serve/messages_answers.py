@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from .desk import Answering, End
+from .answering import Answering, End
 from .errors import Refusal
 from .openai_forms import drafting, new_id
 from .parts import Part, Reasoning, Text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..events import Stats
-    from .desk import End, Step
+    from .answering import End, Step
     from .logprobs import Likely, TokenLogprob
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .desk import Answering, End, Step
+from .answering import Answering, End, Step
 from .errors import Refusal
 from .openai_forms import drafting, logprob, new_id
 from .parts import Part, Text
