@@ -79,6 +79,7 @@ class Endpoints:
         """OpenAI's completions."""
         body = await self._read(request, CompletionsBody)
         asks = body.asks()
+        self._desk.check_room(asks)
         opened: list[Answering] = []
         with ExitStack() as leaving:  # what is open when another prompt is refused
             for ask in asks:

@@ -118,6 +118,7 @@ class Desk:
 
         Raises `Refusal`.
         """
+        self.check_room([ask])
         self._take_room(ask.n)
         if idle := not (self.busy or self._engine.busy):
             self._since = time.monotonic()
@@ -188,12 +189,17 @@ class Desk:
         found = [(text.find(stop), stop) for stop in stops if stop in text]
         return min(found)[1] if found else None
 
+    def check_room(self, asks: Sequence[Ask]) -> None:
+        """Raise `Refusal` for more answers than there is ever room for, however long one waits."""
+        wanted = sum(ask.n for ask in asks)
+        if wanted > self._room:
+            told = f"This server works on {self._room} answers at most, not on {wanted}."
+            raise Refusal(told, param="n" if len(asks) == 1 else asks[0].origin)
+
     def _take_room(self, jobs: int) -> None:
         """Room for so many answers more. Raises `Refusal` where there is none."""
         if self.draining:
             raise Refusal("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
-        if jobs > self._room:
-            raise Refusal(f"This server works on {self._room} answers at most.", param="n")
         if self._taken + jobs > self._room:
             raise Refusal(
                 f"The queue is full ({self._room} answers): try again later.",

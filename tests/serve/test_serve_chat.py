@@ -227,11 +227,12 @@ def test_what_does_not_fit_the_memory_is_the_clients_to_change(target):
     assert "dflash_request_failure_total 0.0" in metrics
 
 
-def test_the_queue_has_an_end(target):
+def test_more_than_there_is_ever_room_for_is_no_reason_to_wait(target):
+    three = {"prompt": ["One", "Two", "Three"]}
     with client(Says(target), room=2) as server:
-        answer = server.post("/v1/completions", json={"prompt": ["One", "Two", "Three"]})
-        assert answer.status_code == 429 and answer.headers["retry-after"] == "2"
-        never = server.post(PATH, json=ask(n=3))  # however long it is waited for
-        assert never.status_code == 400 and never.json()["error"]["param"] == "n"
+        for path, body, field in ((PATH, ask(n=3), "n"), ("/v1/completions", three, "prompt")):
+            never = server.post(path, json=body)
+            assert never.status_code == 400 and never.json()["error"]["param"] == field
+            assert "2 answers at most, not on 3" in never.json()["error"]["message"]
         assert server.post(PATH, json=ask(n=2)).status_code == 200
         assert server.post(PATH, json=ask(n=2)).status_code == 200  # the slots came back

@@ -258,6 +258,20 @@ def test_health_follows_rounds(target):
     asyncio.run(ask())
 
 
+def test_the_queue_has_an_end(target):
+    desk = a_desk(Says(target, ["Hello"], reason=None), room=2)
+
+    async def ask():
+        answering = await desk.ask(Ask("m", "Hi", n=2))
+        with pytest.raises(Refusal) as refused:
+            await desk.ask(Ask("m", "Hi"))
+        assert refused.value.status == 429 and refused.value.headers["Retry-After"] == "2"
+        answering.leave()
+        (await desk.ask(Ask("m", "Hi"))).leave()  # the slots came back
+
+    asyncio.run(ask())
+
+
 def test_who_comes_while_the_server_ends_is_sent_away(target):
     desk = a_desk(Says(target, ["Hello"], reason=None))
     ends = Endpoints(desk, Options("told", Access()))
