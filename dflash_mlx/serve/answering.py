@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ..errors import DFlashError
 from ..events import Event, Stats
 from ..foreign import Foreign
+from . import harmony
 from .ask import Ask
 from .errors import RETRY_SECONDS, Refusal
 from .harmony import HarmonySplitter
 from .logprobs import Recorder, TokenLogprob
+from .metrics import Metrics
 from .parts import Part, Splitter, first_spaces
 from .template import Encoded
+from .tools import Syntax
 
 if TYPE_CHECKING:
-    from .desk import Desk
+    from ..target import Target
 
 Reason = Literal["stop", "length", "tool_calls"]
 
@@ -31,6 +34,26 @@ class Job(Protocol):
 
     def cancel(self) -> None:
         """End it, if it has not ended."""
+
+
+class Keeper(Protocol):
+    """What of a desk its answers need.
+
+    Attributes:
+        target: whose answers they are.
+        syntax: of its calls.
+        metrics: counted here.
+    """
+
+    target: Target
+    syntax: Syntax
+    metrics: Metrics
+
+    def refused(self, error: DFlashError) -> Refusal:
+        """What a client is told of an error."""
+
+    def close(self, answering: Answering, jobs: int) -> None:
+        """These answers are over, of so many jobs."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +104,7 @@ class Answering:
         prompt_tokens: of its prompt.
     """
 
-    def __init__(self, desk: Desk, ask: Ask, encoded: Encoded, jobs: Sequence[Open]) -> None:
+    def __init__(self, desk: Keeper, ask: Ask, encoded: Encoded, jobs: Sequence[Open]) -> None:
         self.ask, self.prompt_tokens = ask, len(encoded.ids)
         self._desk, self._thinking, self._jobs = desk, encoded.thinking, jobs
         self._open = True
@@ -135,7 +158,7 @@ class Answering:
                 len(event.tokens),
                 event.accepted,
                 event.drafted,
-                self._desk.tell(one.recorder, event),
+                self._told(one.recorder, event),
                 end,
             )
             if end is not None:
@@ -155,5 +178,42 @@ class Answering:
         reason: Reason = "length" if event.finish_reason == "length" else "stop"
         if splitter.calls and reason == "stop":
             reason = "tool_calls"
-        stop = self._desk.stop_string(tokens, self.ask) if event.finish_reason == "stop" else None
-        return End(reason, event.stats, self._desk.reasoning(tokens, self._thinking), stop)
+        stop = self._stop_string(tokens) if event.finish_reason == "stop" else None
+        return End(reason, event.stats, self._reasoning(tokens), stop)
+
+    def _told(self, recorder: Recorder | None, event: Event) -> list[TokenLogprob] | None:
+        """The log-probabilities of a round's tokens, but for one that ends the text."""
+        if recorder is None:
+            return None
+        ends = self._desk.target.tokenizer.eos_token_ids
+        return [one for one in recorder.take(event.tokens) if one.chosen.token not in ends]
+
+    def _reasoning(self, tokens: Sequence[int]) -> int:
+        """How many tokens of an answer are the model's reasoning, its markers among them."""
+        tokenizer = self._desk.target.tokenizer
+        if self._desk.syntax.name == harmony.NAME:
+            return harmony.reasoning_tokens(tokens, tokenizer)
+        if not tokenizer.has_thinking:
+            return 0
+        start = 0 if self._thinking else _find(tokens, tokenizer.think_start_tokens)
+        if start is None:
+            return 0
+        end = _find(tokens, tokenizer.think_end_tokens)
+        return (len(tokens) if end is None else end + len(tokenizer.think_end_tokens)) - start
+
+    def _stop_string(self, tokens: Sequence[int]) -> str | None:
+        """The stop string that ended an answer; None if its last token did."""
+        tokenizer = self._desk.target.tokenizer
+        stops = self.ask.settings.get("stop") or ()
+        if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
+            return None
+        text = tokenizer.decode(list(tokens))
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        return min(found)[1] if found else None
+
+
+def _find(tokens: Sequence[int], marker: Sequence[int]) -> int | None:
+    """Where a marker begins among tokens."""
+    width = len(marker)
+    places = range(len(tokens) - width + 1)
+    return next((at for at in places if tuple(tokens[at : at + width]) == tuple(marker)), None)

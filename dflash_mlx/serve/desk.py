@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..errors import DFlashError
-from ..events import Event
 from ..threads import clean_up_at_end
 from . import harmony
 from .answering import Answering, Job, Open
@@ -23,7 +22,7 @@ from .errors import RETRY_SECONDS, Refusal, of_library
 from .grammar import Grammars
 from .harmony import HarmonySplitter
 from .length import LeastTokens
-from .logprobs import Recorder, TokenLogprob, Vocabulary
+from .logprobs import Recorder, Vocabulary
 from .metrics import Metrics
 from .parts import Splitter
 from .template import Encoded, encode
@@ -159,36 +158,6 @@ class Desk:
         for answering in list(self._answering):
             answering.leave()
 
-    def tell(self, recorder: Recorder | None, event: Event) -> list[TokenLogprob] | None:
-        """The log-probabilities of a round's tokens, but for one that ends the text."""
-        if recorder is None:
-            return None
-        ends = self.target.tokenizer.eos_token_ids
-        return [one for one in recorder.take(event.tokens) if one.chosen.token not in ends]
-
-    def reasoning(self, tokens: Sequence[int], thinking: bool) -> int:
-        """How many tokens of an answer are the model's reasoning, its markers among them."""
-        tokenizer = self.target.tokenizer
-        if self.syntax.name == harmony.NAME:
-            return harmony.reasoning_tokens(tokens, tokenizer)
-        if not tokenizer.has_thinking:
-            return 0
-        start = 0 if thinking else _find(tokens, tokenizer.think_start_tokens)
-        if start is None:
-            return 0
-        end = _find(tokens, tokenizer.think_end_tokens)
-        return (len(tokens) if end is None else end + len(tokenizer.think_end_tokens)) - start
-
-    def stop_string(self, tokens: Sequence[int], ask: Ask) -> str | None:
-        """The stop string that ended an answer; None if its last token did."""
-        tokenizer = self.target.tokenizer
-        stops = ask.settings.get("stop") or ()
-        if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
-            return None
-        text = tokenizer.decode(list(tokens))
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        return min(found)[1] if found else None
-
     def check_room(self, asks: Sequence[Ask]) -> None:
         """Raise `Refusal` for more answers than there is ever room for, however long one waits."""
         wanted = sum(ask.n for ask in asks)
@@ -256,10 +225,3 @@ def _cancel(begun: Future[tuple[Encoded, list[Open]]]) -> None:
     if not begun.cancelled() and begun.exception() is None:
         for one in begun.result()[1]:
             one.job.cancel()
-
-
-def _find(tokens: Sequence[int], marker: Sequence[int]) -> int | None:
-    """Where a marker begins among tokens."""
-    width = len(marker)
-    places = range(len(tokens) - width + 1)
-    return next((at for at in places if tuple(tokens[at : at + width]) == tuple(marker)), None)
