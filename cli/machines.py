@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Final
@@ -140,8 +141,8 @@ def shared(
     Args:
         listening: makes a server's socket.
     """
-    if not machines.stall_seconds > 0:
-        raise typer.BadParameter("must be above 0", param_hint="--stall-seconds")
+    if not 0 < machines.stall_seconds < inf:
+        raise typer.BadParameter("must be above 0 and finite", param_hint="--stall-seconds")
     if rank() is None and machines.hosts is None:
         given = {"--pipeline": machines.pipeline}
         given["--stall-seconds"] = is_given("stall_seconds", context)

@@ -9,6 +9,7 @@ from typing import Annotated
 from . import options
 
 SERVER = "Server"
+MOST = 1e6  # gigabytes, seconds: more than anybody has; an infinite number is none
 
 Host = Annotated[
     str, options.value("--host", group=SERVER, metavar="HOST", help="The address to listen on.")
@@ -81,12 +82,17 @@ class Load:
             metavar="GB",
             help="For the caches of all answers. Default: no limit.",
             min=0.001,
+            max=MOST,
         ),
     ] = None
     prefix_cache: Annotated[
         float,
         options.value(
-            group=SERVER, metavar="GB", help="For what prompts share; 0 reads all anew.", min=0
+            group=SERVER,
+            metavar="GB",
+            help="For what prompts share; 0 reads all anew.",
+            min=0,
+            max=MOST,
         ),
     ] = 4.0
     cache_dir: Annotated[
@@ -104,6 +110,7 @@ class Load:
             metavar="S",
             help="For answers to end after SIGTERM or Ctrl-C.",
             min=0,
+            max=MOST,
         ),
     ] = 30.0
 

@@ -102,6 +102,12 @@ def test_bench_times_no_leanest_round_over_machines():
     assert "one machine" in why_not(object.__new__(LeadingTarget), None)
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan"])
+def test_seconds_that_are_none(seconds):
+    done = run("generate", "hi", "--hosts", "hosts.json", "--stall-seconds", seconds)
+    assert done.returncode == 2 and "--stall-seconds: must be above 0" in done.stderr
+
+
 @pytest.mark.parametrize("given", ["--pipeline", "--stall-seconds=3"])
 @pytest.mark.parametrize("command", ["generate hi", "bench", "serve"])
 def test_what_is_about_other_machines_goes_with_hosts(command, given):

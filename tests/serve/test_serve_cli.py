@@ -65,6 +65,13 @@ def test_settings_that_no_request_could_be_answered_with(options, told):
     assert code == 2 and told in heard
 
 
+@pytest.mark.parametrize("option", ["--memory", "--prefix-cache", "--drain-seconds"])
+@pytest.mark.parametrize("number", ["inf", "nan", "-1", "1e300"])
+def test_numbers_that_are_none(option, number):
+    code, told = run("serve", "--port", "0", "--model", "no such model", option, number)
+    assert code == 2 and option in told and "Input should be" in told
+
+
 def test_a_port_that_is_taken_is_told_before_the_weights_are_read():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
