@@ -20,7 +20,7 @@ from .reading import is_whole, shown
 from .request import Request
 from .sampling import Sampler
 from .settings import History, Sampling
-from .stream import TextStream
+from .stream import TextStream, in_the_middle
 from .target import Target
 from .target.kv_bits import check_bits
 
@@ -43,6 +43,7 @@ def begin(
     tree_budget: int | Literal["auto"] | None = None,
     kv_bits: int | None = None,
     stop: str | Sequence[str] | None = None,
+    continues: bool = False,
     conversation: Conversation | None = None,
     prefix: Prefix | None = None,
     salt: str = "",
@@ -72,6 +73,8 @@ def begin(
             unless the policy is a `TreePolicy`.
         kv_bits: 8 or 4 quantizes the target's keys and values, drafting or not; None does not.
         stop: strings that end the text; they are not part of it.
+        continues: whether the text goes on where the prompt ends, so that a space that it begins
+            with is part of it. As in mlx-lm it is left out otherwise.
         conversation: keeps the caches for the next request, which reads only what is new to them.
         prefix: a `PrefixStore` of the pair, to begin in and to store what is read for any other
             request; a conversation has its own.
@@ -97,6 +100,8 @@ def begin(
     check_kinds(target, drafter, policy, conversation, prefix)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
+    if not isinstance(continues, bool):
+        raise SettingsError(f"continues must be True or False, not {shown(continues)}.")
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
     if not isinstance(salt, str):
@@ -113,7 +118,10 @@ def begin(
     sampler = Sampler(settings, ids, rounds.sharpness)
     tokens = min(int(max_tokens), target.context_length - len(ids))
     tokenizer = target.tokenizer
-    text = TextStream(tokenizer.detokenizer, tokenizer.eos_token_ids, strings, tokens)
+    detokenizer = tokenizer.detokenizer
+    if continues:
+        in_the_middle(detokenizer, tokenizer)
+    text = TextStream(detokenizer, tokenizer.eos_token_ids, strings, tokens)
     stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
     ends = parting_places(target, prompt, ids) if conversation.shares else ()
     request = Request(conversation, ids, sampler, rounds, text, stats, ends)

@@ -106,3 +106,25 @@ class TextStream:
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length
         return 0
+
+
+def in_the_middle(detokenizer: Any, tokenizer: Any) -> None:
+    """Have a fresh streaming detokenizer of mlx-lm's take its tokens for the rest of a text.
+
+    It leaves out a space that a text begins with; so it is shown some token before.
+    """
+    some = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    ids = some or range(len(tokenizer))  # bytes may have no letter of their own
+    detokenizer.add_token(next(token for token in ids if tokenizer.decode([token]).strip()))
+    detokenizer.last_segment  # noqa: B018 (what it says of that token is read, and dropped)
+
+
+def text_of(tokenizer: Any, tokens: Sequence[int], continues: bool = False) -> str:
+    """What a `TextStream` makes of all tokens of a text, without stop strings."""
+    detokenizer = tokenizer.detokenizer
+    if continues:
+        in_the_middle(detokenizer, tokenizer)
+    for token in tokens:
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    return str(detokenizer.last_segment)

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.stream import TextStream
+from dflash_mlx.stream import TextStream, in_the_middle
 
 EOS = "<|end|>"
 TORN = "\ufffd"
@@ -38,6 +38,7 @@ class Coded:
     detokenizer: Any
     ids: list[int]
     pieces: list[bytes]  # what each token stands for
+    continues: bool = False
 
     @property
     def eos(self) -> int:
@@ -47,11 +48,14 @@ class Coded:
         """The first tokens at once, without a character that they only begin."""
         text = b"".join(self.pieces[:tokens]).decode(errors="ignore")
         # As mlx-lm has it, the text starts without its first space.
-        spaced = not isinstance(self.detokenizer, NaiveStreamingDetokenizer)
-        return text.removeprefix(" ") if spaced else text
+        spaced = self.continues or isinstance(self.detokenizer, NaiveStreamingDetokenizer)
+        return text if spaced else text.removeprefix(" ")
 
     def stream(self, stop: tuple[str, ...], max_tokens: int) -> TextStream:
-        return TextStream(self.detokenizer, {self.eos}, stop, max_tokens)
+        detokenizer = self.detokenizer
+        if self.continues:
+            in_the_middle(detokenizer, self.tokenizer)
+        return TextStream(detokenizer, {self.eos}, stop, max_tokens)
 
 
 def code(names: list[str], pieces: list[bytes], basis: Any, decoder: Any, kind: Any) -> Coded:
@@ -127,7 +131,8 @@ def draw_stops(draw: Any, text: str) -> tuple[str, ...]:
 def test_any_tokens_in_any_rounds(kind, data):
     """The text is the search's, no character is torn, and the end is exact."""
     text, coded = draw_coded(data.draw, kind)
-    stop = draw_stops(data.draw, text)
+    coded.continues = data.draw(st.booleans(), label="continues")
+    stop = draw_stops(data.draw, f" {text}" if kind == "spm" else text)
     end = data.draw(st.integers(0, len(coded.ids)), label="tokens before the end")
     by_eos = data.draw(st.booleans(), label="ends by EOS")
 
@@ -165,9 +170,12 @@ def test_text_is_shown_as_soon_as_it_is_certain(data):
         assert shown == coded.text(number)
 
 
-def pieces_of(cut: list[str], stop: tuple[str, ...] = (), max_tokens: int = 99) -> list[str]:
+def pieces_of(
+    cut: list[str], stop: tuple[str, ...] = (), max_tokens: int = 99, continues: bool = False
+) -> list[str]:
     """What is shown after each token."""
     coded = byte_level([piece.encode() for piece in cut])
+    coded.continues = continues
     stream = coded.stream(stop, max_tokens)
     return [stream.add([token]).text for token in coded.ids]
 
@@ -190,6 +198,20 @@ def pieces_of(cut: list[str], stop: tuple[str, ...] = (), max_tokens: int = 99) 
 )
 def test_what_is_shown_when(cut, stop, shown):
     assert pieces_of(cut, stop) == shown
+
+
+@pytest.mark.parametrize(
+    ("cut", "stop", "shown"),
+    [
+        ([" 7", " +", " 1"], (), [" 7", " +", " 1"]),
+        ([" 7", " +", " 1"], (" 7",), ["", "", ""]),
+        (["  ", " ", "x"], (), ["  ", "", " x"]),  # as mlx-lm, which waits with a lone space
+        (["   ", " return", " x"], (" #",), ["  ", "  return", " x"]),
+        ([" "], (), [""]),
+    ],
+)
+def test_what_continues_a_text_has_its_first_spaces(cut, stop, shown):
+    assert pieces_of(cut, stop, continues=True) == shown
 
 
 def test_bytes_of_a_character_wait_for_the_others():

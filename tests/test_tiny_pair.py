@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -93,6 +94,18 @@ def test_it_loads_by_name_and_answers(bits):
     assert result.finish_reason == "stop"
     assert bits or "85" in result.text
     assert result.stats.acceptance_length > 3
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_text_is_continued_with_its_space_if_that_is_asked_for(drafted):
+    target, drafter = dm.load("tiny")
+    for prompt in ("Ones: 7 +", "Let us add 4", "Hello there"):
+        ask = partial(dm.generate, target, drafter if drafted else None, prompt, max_tokens=6)
+        whole = target.tokenizer.decode([*target.tokenizer.encode(prompt), *ask().tokens])
+        assert prompt + ask(continues=True).text == whole
+        assert ask().text == whole[len(prompt) :].removeprefix(" ")
+    with pytest.raises(dm.DFlashError, match="continues must be True or False"):
+        ask(continues=1)
 
 
 def test_its_second_drafter_accepts_more():

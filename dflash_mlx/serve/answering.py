@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ..errors import DFlashError
 from ..events import Event, Stats
 from ..foreign import Foreign
+from ..stream import text_of
 from . import harmony
 from .ask import Ask
 from .errors import RETRY_SECONDS, Refusal
 from .harmony import HarmonySplitter
 from .logprobs import Recorder, TokenLogprob
 from .metrics import Metrics
-from .parts import Part, Splitter, first_spaces
+from .parts import Part, Splitter
 from .template import Encoded
 from .tools import Syntax
 
@@ -135,7 +136,6 @@ class Answering:
     async def _follow(self, choice: int, one: Open) -> AsyncIterator[Step]:
         metrics, last = self._desk.metrics, self._asked
         tokens: list[int] = []
-        first = self.ask.goes_on  # whether its text is still to begin
         events = aiter(one.job)
         while (event := await self._next(events)) is not None:
             now = time.monotonic()
@@ -143,10 +143,7 @@ class Answering:
             last = now
             tokens += event.tokens
             metrics.count_round(event)
-            text = event.text
-            if first and (text or event.finish_reason is not None):
-                text, first = first_spaces(self._desk.target.tokenizer, tokens, text), False
-            parts = one.splitter.feed(text)
+            parts = one.splitter.feed(event.text)
             end = None
             if event.finish_reason is not None:
                 parts += one.splitter.finish(cut=event.finish_reason == "length")
@@ -207,7 +204,7 @@ class Answering:
         stops = self.ask.settings.get("stop") or ()
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
-        text = tokenizer.decode(list(tokens))
+        text = text_of(tokenizer, tokens, self.ask.goes_on)
         found = [(text.find(stop), stop) for stop in stops if stop in text]
         return min(found)[1] if found else None
 

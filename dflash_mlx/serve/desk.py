@@ -202,6 +202,8 @@ class Desk:
         settings = self._defaults | dict(ask.settings)
         if who:
             settings["salt"] = who
+        if ask.goes_on:
+            settings["continues"] = True
         if settings.get("seed") is not None:
             settings["seed"] = (settings["seed"] + choice) % 2**32
         recorder = None

@@ -157,16 +157,3 @@ def joined(parts: Sequence[Part]) -> list[Part]:
         else:
             joined.append(part)
     return joined
-
-
-def first_spaces(tokenizer: Any, tokens: Sequence[int], text: str) -> str:
-    """The beginning of an answer, with the spaces that it has: mlx-lm streams it without the first.
-
-    Args:
-        tokenizer: mlx-lm's.
-        tokens: of the answer so far.
-        text: what was streamed of them.
-    """
-    whole = str(tokenizer.decode(list(tokens)))
-    missing = len(whole) - len(whole.lstrip(" ")) - (len(text) - len(text.lstrip(" ")))
-    return " " * max(0, missing) + text

@@ -76,6 +76,25 @@ def test_a_text_is_continued_with_the_space_it_goes_on_with(pair, prompt, tokens
     assert "".join(one["choices"][0]["text"] for one in chunks if one["choices"]) == told["text"]
 
 
+@pytest.mark.parametrize(
+    ("stop", "told"), [([" 7"], ("", "stop")), (["7"], (" ", "stop")), (["x"], (" 7", "length"))]
+)
+def test_a_stop_string_may_begin_with_the_first_space(pair, stop, told):
+    body = {"prompt": "Ones: 7 +", "max_tokens": 2, "stop": stop}
+    with engine_of(pair) as engine, client(engine) as server:
+        [choice] = server.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == told
+
+
+def test_the_stop_sequence_that_is_named_is_not_in_the_text(pair):
+    turns = [{"role": "user", "content": "What is 47 plus 38?"}]
+    turns += [{"role": "assistant", "content": "Let us add 47 and 38 digit"}]
+    asked = {"model": "m", "max_tokens": 9, "messages": turns, "stop_sequences": [" by", "."]}
+    with engine_of(pair) as engine, client(engine) as server:
+        told = server.post("/v1/messages", json=asked).json()
+    assert told["content"] == [] and told["stop_sequence"] == " by"
+
+
 def test_a_prefilled_answer_goes_on_where_it_ends(pair):
     question, begun = "What is 47 plus 38?", "Let us add 47 and 38 digit"
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": begun}]

@@ -215,3 +215,22 @@ def test_a_template_that_takes_it_keeps_a_system_message_where_it_was(target):
     with client(engine) as server:
         server.post(PATH, json=ask(messages=turns))
     assert "user\nOne<|im_end|>\n<|im_start|>system\nTwo<|im_end|>" in engine.prompt()
+
+
+@pytest.mark.parametrize(
+    ("path", "last", "continues"),
+    [
+        ("/v1/messages", "assistant", True),
+        ("/v1/messages", "user", None),
+        ("/v1/chat/completions", "user", None),
+        ("/v1/completions", "prompt", True),
+    ],
+)
+def test_what_goes_on_with_a_text_is_told_to_the_engine(target, path, last, continues):
+    engine, turns = Says(target), [{"role": "user", "content": "Hi"}]
+    if last == "assistant":
+        turns.append({"role": "assistant", "content": "Well"})
+    body = {"prompt": "Once"} if last == "prompt" else {"messages": turns}
+    with client(engine) as server:
+        assert server.post(path, json={"model": "m", "max_tokens": 9, **body}).status_code == 200
+    assert engine.asked[0][1].get("continues") == continues
