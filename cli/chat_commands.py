@@ -187,14 +187,14 @@ def _compare(chat: Chat, _: str) -> None:
         error_line(str(error))
         return
     ours, theirs = answer.stats, plain.stats
-    speedup = "nothing to time: one token, which the reading of the prompt has brought"
+    told = "no round to time"  # the first token comes of reading the prompt
     if ours.rounds and theirs.rounds:
         for name, stats in (("drafted", ours), ("plain", theirs)):
             note(f"{name:8}{stats.decode_seconds:7.2f} s  {stats.tokens_per_second:7,.0f} tok/s")
-        speedup = f"{theirs.decode_seconds / ours.decode_seconds:.2f}x"
+        told = f"{theirs.decode_seconds / ours.decode_seconds:.2f}x"
         chat.plain = theirs.tokens_per_second  # of a whole answer: better than any estimate
     verdict = "[green]identical[/]" if plain.tokens == answer.tokens else "[red]not identical[/]"
-    stderr().print(f"{speedup}, the text is {verdict}", soft_wrap=True)
+    stderr().print(f"{told}, the text is {verdict}", soft_wrap=True)
 
 
 class Command(NamedTuple):

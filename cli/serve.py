@@ -28,7 +28,7 @@ from .screen import error_line, note
 from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:
-    from dflash_mlx import Engine, PrefixStore
+    from dflash_mlx import Engine, PrefixStore, Target
     from dflash_mlx.serve.access import Access
     from dflash_mlx.serve.desk import Desk
     from dflash_mlx.serve.metrics import Metrics
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 STUCK_SECONDS: Final = 30.0  # a chunk of a long prompt may take a large model as long
 STUCK_CODE: Final = 1
+LEAST_GB, MOST = 0.001, 1e6  # gigabytes or seconds; more is a mistake, and infinite no number
 LAST_SECONDS: Final = 2.0  # for clients to hear what is wrong
 
 
@@ -62,8 +63,7 @@ def serve(
         from dflash_mlx.serve.run import listen
     except ModuleNotFoundError as error:
         raise MissingDependencyError.of(f"{error.name} is not installed", "serve") from error
-    if load.cache_dir is not None and not load.prefix_cache:
-        raise typer.BadParameter("goes without --prefix-cache 0", param_hint="--cache-dir")
+    _check_load(load)
     keys = _keys(reached)
     if keys and reached.no_auth:
         raise typer.BadParameter("goes without a key", param_hint="--no-auth")
@@ -71,7 +71,7 @@ def serve(
         reached.host,
         keys,
         frozenset(name.lower() for name in reached.allow_host or ()),
-        frozenset(origin.rstrip("/") for origin in reached.allow_origin or ()),
+        frozenset(origin.lower().rstrip("/") for origin in reached.allow_origin or ()),
         reached.no_auth,
     )
     listening = partial(listen, reached.host, reached.port)
@@ -82,8 +82,8 @@ def serve(
         inherited(context) or listening() as socket,  # a taken port is told before all else
         _serving(socket, access, load) as (server, metrics, over),
     ):
-        pair = open_pair(names, weights, rounds, no_draft, member=joined(context))
-        _check(sampling, pair)
+        check = partial(_check_sampling, sampling)
+        pair = open_pair(names, weights, rounds, no_draft, member=joined(context), check=check)
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
@@ -98,11 +98,23 @@ def serve(
             pair.chains.keep()
 
 
-def _check(sampling: options.Sampling, pair: Pair) -> None:
+def _check_sampling(sampling: options.Sampling, target: Target) -> None:
     """Raise `SettingsError` for settings that no request could be answered with."""
     from dflash_mlx.settings import Sampling
 
-    Sampling(**vars(sampling)).check_vocabulary(pair.target.vocab_size)
+    Sampling(**vars(sampling)).check_vocabulary(target.vocab_size)
+
+
+def _check_load(load: Load) -> None:
+    """Refuse numbers that no machine has, before they are counted in bytes."""
+    for name in ("memory", "prefix_cache", "drain_seconds"):
+        number = getattr(load, name)
+        least = LEAST_GB if name == "prefix_cache" and number else 0
+        if number is not None and not least <= number <= MOST:
+            said = f"must be from {least:g} to {MOST:g}, not {number:g}"
+            raise typer.BadParameter(said, param_hint=options.spelled(name))
+    if load.cache_dir is not None and not load.prefix_cache:
+        raise typer.BadParameter("goes without --prefix-cache 0", param_hint="--cache-dir")
 
 
 def _close(engine: Engine) -> None:

@@ -9,7 +9,6 @@ from typing import Annotated
 from . import options
 
 SERVER = "Server"
-MOST = 1e6  # gigabytes, seconds: more than anybody has; an infinite number is none
 
 Host = Annotated[
     str, options.value("--host", group=SERVER, metavar="HOST", help="The address to listen on.")
@@ -82,7 +81,6 @@ class Load:
             metavar="GB",
             help="For the caches of all answers. Default: no limit.",
             min=0.001,
-            max=MOST,
         ),
     ] = None
     prefix_cache: Annotated[
@@ -92,7 +90,6 @@ class Load:
             metavar="GB",
             help="For what prompts share; 0 reads all anew.",
             min=0,
-            max=MOST,
         ),
     ] = 4.0
     cache_dir: Annotated[
@@ -110,7 +107,6 @@ class Load:
             metavar="S",
             help="For answers to end after SIGTERM or Ctrl-C.",
             min=0,
-            max=MOST,
         ),
     ] = 30.0
 

@@ -41,8 +41,9 @@ class Conversation:
     """The caches of a pair, for one request after another.
 
     Hand it to `stream_generate` with every turn's whole prompt, in any thread. One request at a
-    time: the one before has ended, was closed, or is forgotten. A drafter of your own is resumed if
-    its sessions are `Resumable` (`drafter.protocol`). Else every request reads its whole prompt.
+    time: the one before has ended, was closed, or nobody holds it any more. A drafter of your own
+    is resumed if its sessions are `Resumable` (`drafter.protocol`). Else every request reads its
+    whole prompt.
 
     Args:
         target, drafter, kv_bits: as in `stream_generate`, for all turns.
@@ -50,7 +51,7 @@ class Conversation:
             kept for others; of the same pair.
         salt: who may share in it; conversations with other salts do not.
 
-    Raises `SettingsError` for a store of another pair, and for what is none of these.
+    Raises `SettingsError` for a store of another pair, and for an argument of another kind.
 
     Attributes:
         ids: the tokens in the caches.
@@ -114,7 +115,7 @@ class Conversation:
             )
 
     def open(self, request: Holder) -> None:
-        """Belong to a request until it has ended or is forgotten.
+        """Belong to a request until it has ended, or nobody holds it any more.
 
         Raises `SettingsError` while the conversation belongs to another.
         """
@@ -165,7 +166,7 @@ class Conversation:
             self.give_back()
 
     def give_back(self) -> None:
-        """The same, by the request itself, which reads its text again before it goes on."""
+        """As `forget`, by the request it belongs to: that reads its text again to go on."""
         if self._started:
             del self.target, self.drafter
         self._started, self._marks, self.ids = False, [], []

@@ -5,11 +5,12 @@ A chain is a tree whose node i has parent i - 1, so one loop serves both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .errors import ProposalError
 from .reading import MOST_WHOLE, is_whole, shown
@@ -79,9 +80,8 @@ class Proposal:
     def array(self, vocab_size: int) -> mx.array:
         """The tokens [N] for the device.
 
-        Nothing there checks what is read and written by them: a wrong id would end the process. So
-        for those of a list that a vocabulary does not have its last one stands, until the round is
-        read and they are refused (`Request.absorb`).
+        In a list an id beyond the vocabulary is replaced by the last one, until `Request.absorb`
+        refuses it: reading it would end the process, for the device checks nothing.
         """
         if isinstance(self.tokens, mx.array):
             return self.tokens
@@ -108,7 +108,10 @@ def _tree(parents: Any, rows: int) -> tuple[int, ...]:
 
 def _whole(values: Any, least: int) -> list[int] | None:
     """Values as Python's whole numbers; None if they are anything else. Each round asks this."""
-    given: list[Any] = list(values) if isinstance(values, Iterable) else [None]
+    listed = isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray)
+    if not (listed or isinstance(values, np.ndarray) and values.ndim == 1):
+        return None
+    given: list[Any] = list(values)
     if {*map(type, given)} <= {int}:
         return given if all(least <= value <= MOST_WHOLE for value in given) else None
     return [int(value) for value in given] if all(is_whole(v, least) for v in given) else None

@@ -105,8 +105,8 @@ class Sampler:
             chosen = scores + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
         if self._edits:
-            # The largest of NaN, and of nothing but -inf, is token 0, for ever, and infinity less
-            # infinity is NaN where there is noise: it is told from a choice by its sign.
+            # Of NaN, or of -inf alone, the largest is token 0, for ever; and of +inf noise makes
+            # NaN. A choice that is none has a sign of its own.
             none = mx.isnan(chosen).any(axis=-1) | mx.isinf(chosen.max(axis=-1))
             choices = mx.where(none, NO_CHOICE, choices)
         nats = None
@@ -223,7 +223,9 @@ class Sampler:
         bias = self.settings.logit_bias
         if not bias:
             return logits
-        return logits.at[:, mx.array(list(bias))].add(mx.array(list(bias.values()), logits.dtype))
+        most = mx.finfo(logits.dtype).max / 2  # f16 ends at 65,504: what is more would be infinite
+        values = [max(-most, min(value, most)) for value in bias.values()]
+        return logits.at[:, mx.array(list(bias))].add(mx.array(values, logits.dtype))
 
     def _apply(self, history: mx.array, logits: mx.array) -> mx.array:
         for processor in self._processors:

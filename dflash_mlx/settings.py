@@ -21,6 +21,7 @@ from .reading import is_whole, shown
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 SEED_BITS = 32
+CONTEXT_SIZE = 20  # mlx-lm's
 MOST_F32 = 3e38  # what f32 holds, a little less
 
 
@@ -52,7 +53,7 @@ class Sampling:
         presence_penalty, frequency_penalty: what a token's logit loses once, or for each time it
             occurs in the recent history; 0 is off.
         repetition_context_size, presence_context_size, frequency_context_size: how many tokens
-            the recent history is; nothing without the penalty it goes with.
+            the recent history is; each goes with its penalty.
         logits_processors: further processors, called in this order after the penalties.
     """
 
@@ -63,11 +64,11 @@ class Sampling:
     seed: int | None = None
     logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float = 1.0
-    repetition_context_size: int = 20
+    repetition_context_size: int = CONTEXT_SIZE
     presence_penalty: float = 0.0
-    presence_context_size: int = 20
+    presence_context_size: int = CONTEXT_SIZE
     frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
+    frequency_context_size: int = CONTEXT_SIZE
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
@@ -82,13 +83,16 @@ class Sampling:
         self._check("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
         if self.seed is not None:
             self._check("seed", lambda s: 0 <= s < 2**SEED_BITS, "from 0 to 2**32 - 1", whole=True)
-        self._check(  # as temperatures are
+        self._check(  # so that logits times it, or over it, stay within what f32 holds
             "repetition_penalty", lambda p: 1e-20 <= p <= 1e20, "from 1e-20 to 1e20 (1 is off)"
         )
         for name in ("presence_penalty", "frequency_penalty"):
             self._check(name, lambda p: abs(p) <= MOST_F32, "from -3e38 to 3e38 (0 is off)")
         for name in ("repetition", "presence", "frequency"):
             self._check(f"{name}_context_size", is_whole, "from 1 to 2**31 - 1", whole=True)
+            size, off = getattr(self, f"{name}_context_size"), float(name == "repetition")
+            if size != CONTEXT_SIZE and getattr(self, f"{name}_penalty") == off:
+                raise SettingsError(f"{name}_context_size goes with a {name}_penalty: give that.")
         if isinstance(self.logits_processors, str) or not all(
             callable(one) for one in _items("logits_processors", self.logits_processors)
         ):

@@ -106,7 +106,7 @@ def _row(
             for width in widths:
                 over_width[width].append(speed / speeds[width])
             rounds += free.stats.rounds
-            drafted += free.stats.rounds - free.stats.widths[1]
+            drafted += free.stats.rounds - free.stats.widths.get(1, 0)
     medians = {1: median(over_plain), **{w: median(over_width[w]) for w in widths}}
     best = min(medians, key=lambda width: medians[width])
     return PolicyRow(

@@ -187,9 +187,9 @@ print(dm.use_fast_blas(stock=True).name)
     assert stock == "stock"  # what is there is what is asked for
 
 
-@pytest.mark.parametrize("threads", [0, -1, "2", 1.5, True, None])
+@pytest.mark.parametrize("threads", [0, -(10**5000), "2", 1.5, True, None], ids=type)
 def test_threads_are_checked(threads):
-    with pytest.raises(SettingsError, match=f"threads must be a whole number.*{threads!r}"):
+    with pytest.raises(SettingsError, match="threads must be a whole number, 1 or more"):
         blas.use_fast_blas(threads=threads)
 
 

@@ -198,7 +198,7 @@ def test_an_answer_of_one_token_has_no_speed(capsys):
     pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
     chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 1}), obey, reader)
     heard = told(chat, capsys, "hi", "/compare")
-    assert "nothing to time" in heard and "the text is identical" in heard
+    assert "no round to time" in heard and "the text is identical" in heard
 
 
 def test_without_a_drafter_there_is_nothing_to_compare(chat, capsys):

@@ -209,6 +209,19 @@ def test_penalties_and_bias_are_those_of_mlx_lm():
     assert mx.array_equal(spied[0], expected)
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+def test_a_bias_forces_and_bans_in_every_precision(dtype):
+    logits = mx.random.normal((1, 12), key=mx.random.key(1)).astype(dtype)
+    for temperature in (0.0, 0.8):
+        bias = {3: 1e5, 4: -1e5, 5: 1e4}
+        settings = Sampling(temperature=temperature, seed=1, logit_bias=bias)
+        assert Sampler(settings).choose(Proposal([1]), logits).choices == [3]
+        settings = Sampling(
+            temperature=temperature, seed=1, logit_bias=dict.fromkeys(range(11), -1e38)
+        )
+        assert Sampler(settings).choose(Proposal([1]), logits).choices == [11]
+
+
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2, "top_p": 0.9}], ids=str)
 def test_drafting_never_waits_for_the_device(settings):
     """Evaluating anything while a function is traced is an error, so tracing is the proof."""
@@ -249,6 +262,9 @@ def test_drafting_never_waits_for_the_device(settings):
         {"frequency_penalty": "some"},
         {"repetition_context_size": 0},
         {"repetition_context_size": 2**64},
+        {"repetition_context_size": 64},
+        {"presence_context_size": 64, "frequency_penalty": 0.5},
+        {"frequency_context_size": 64},
         {"logit_bias": {192: 1.0}},
         {"logit_bias": {"a": 1.0}},
         {"logit_bias": {1: math.inf}},

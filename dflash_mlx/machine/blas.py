@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
         SettingsError: MLX is already imported, with its own BLAS, and another one is wanted (Linux
             only), or `threads` is not a whole number, 1 or more.
     """
-    if type(threads) is not int or threads < 1:
-        raise SettingsError(f"threads must be a whole number, 1 or more, not {threads!r}.")
+    if not isinstance(threads, Integral) or isinstance(threads, bool) or threads < 1:
+        raise SettingsError("threads must be a whole number, 1 or more: give it, or leave it out.")
     if sys.platform == "darwin":
         return BlasInfo("accelerate", None, "MLX uses Apple's Accelerate on macOS")
     if sys.platform != "linux":

@@ -46,6 +46,7 @@ _COUNTS = np.ones((len(FIRST), len(FIRST), 1))
 _COUNTS[:UNKNOWN, :UNKNOWN, 0] = [
     [ELSEWHERE ** abs(at - other) for other in range(UNKNOWN)] for at in range(UNKNOWN)
 ]
+_COUNTS.setflags(write=False)
 
 
 class Certainty:

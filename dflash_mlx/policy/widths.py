@@ -26,6 +26,7 @@ import numpy as np
 from ..checks import check_pair, whole
 from ..drafter.protocol import Drafter, block_size
 from ..errors import SettingsError
+from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import Beliefs, Mood, expected_tokens, first_drafts, level, warmth
@@ -37,6 +38,7 @@ from .watch import Surcharge, Watch
 if TYPE_CHECKING:
     from ..target import Target
 
+MOST_ROWS = 1024  # of a round, beyond what any machine could want
 GAIN = 1.02  # what drafting has to promise over plain decoding
 FIRST_BRANCHING = 1.15  # what a tree is taken to cost over a chain, until rounds have shown it
 LEAST_RESCUE = 0.05  # tokens that a second branch has to promise beyond its cost
@@ -92,10 +94,10 @@ class Policy:
         Raises `SettingsError` for settings that make no sense, and without a drafter: plain
         decoding has no widths.
         """
-        check_pair(target, drafter)
-        if drafter is None:
-            raise SettingsError("A policy is of a target and its drafter, not None.")
-        widest = whole("widest", widest)
+        check_pair(target, None)
+        if not isinstance(drafter, Drafter) or isinstance(drafter, type):
+            raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
+        widest = whole("widest", widest, most=MOST_ROWS)
         widest = min(widest, block_size(drafter) or widest)
         costs, file = pair_costs(target, drafter, widest, kv_bits, again, meanwhile=meanwhile)
         policy = cls(costs, widest, file)

@@ -60,7 +60,7 @@ class PrefixStore:
         stride: tokens between marks of a long prompt.
 
     Raises:
-        SettingsError: no pair, or a number that is not a positive whole one.
+        SettingsError: no pair, or a number that is not a whole one of its range.
         OutputError: the folder cannot be made.
     """
 

@@ -22,8 +22,13 @@ from .errors import Refusal
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})
-NAME: Final = re.compile(r"[^\s:/\[\]]+")
-ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+|null")  # "null": a file's page
+NAME: Final = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
+# As browsers say it: without the port that the scheme has anyhow. A file's page is "null", and so
+# is any page in a frame that is kept apart.
+ORIGIN: Final = re.compile(
+    r"null|(?!http://[^:]*:80$|https://[^:]*:443$)"
+    r"[a-z][a-z0-9+.-]*://([a-z0-9_]([a-z0-9._-]*[a-z0-9_])?|\[[0-9a-f:.]+\])(:[0-9]{1,5})?"
+)
 OPEN: Final = frozenset({"/", "/health", "/ready"})  # without a key: they tell nothing of anybody
 
 
@@ -55,16 +60,16 @@ class Access:
                 "everybody may use this server."
             )
         for host in self.hosts:
-            if not NAME.fullmatch(host) and not _is_address(host):
+            if not NAME.fullmatch(host) and not _is_address(host, canonical=True):
                 raise SettingsError(
-                    "--allow-host is a name alone, as mybox.local, without http:// and a port, "
-                    f"not {shown(host)}."
+                    "--allow-host is a name alone, as mybox.local: no wildcard, no http://, no "
+                    f"port; not {shown(host)}."
                 )
         for origin in self.origins:
             if not ORIGIN.fullmatch(origin):
                 raise SettingsError(
-                    "--allow-origin is as https://chat.example:3000, with nothing behind it, "
-                    f"not {shown(origin)}."
+                    "--allow-origin is as a browser says it, https://chat.example or "
+                    f"http://chat.example:3000: no wildcard, no path; not {shown(origin)}."
                 )
 
     def check(self, path: str, headers: Headers) -> str:
@@ -123,9 +128,10 @@ def _name(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
-def _is_address(host: str) -> bool:
+def _is_address(host: str, canonical: bool = False) -> bool:
+    """Whether it is a number; `canonical`: written as clients write it."""
     try:
-        ipaddress.ip_address(host)
+        address = str(ipaddress.ip_address(host))
     except ValueError:
         return False
-    return True
+    return host == address or not canonical

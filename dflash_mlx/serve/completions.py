@@ -30,7 +30,9 @@ Lists = Annotated[Several[Ids], Field(min_length=1)]
 class CompletionsBody(Sampled):
     """POST /v1/completions"""
 
-    prompt: str | Texts | Ids | Lists
+    prompt: Annotated[
+        str | Texts | Ids | Lists, Field(json_schema_extra={"maxItems": MOST_PROMPTS})
+    ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None

@@ -2,7 +2,7 @@
 
 A field that would change the answer and is not supported is declared with `Only` and what it may
 be without changing anything; one that changes nothing is `Ignored`. A field that is not declared
-is one that no dialect knows. So docs/serve.md can be made of the models.
+is one that no dialect knows. So docs/fields.md is made of the models.
 """
 
 from __future__ import annotations
@@ -76,13 +76,15 @@ def support(model: type[Body]) -> Iterator[tuple[str, str]]:
 
 
 def _range(schema: dict[str, Any]) -> str:
-    """The bounds of a field's values, or of how many there are, to stand behind a word."""
-    of = {key: value for one in schema.get("anyOf", [schema]) for key, value in one.items()}
+    """The bounds of a field's values, or of how many they may be, as ", 0 to 2"; mostly none."""
+    of = {key: value for one in [*schema.get("anyOf", ()), schema] for key, value in one.items()}
     said = ""
     if (above := of.get("exclusiveMinimum")) is not None:
         said = f"above {above}"
     elif (least := of.get("minimum")) is not None:
         said = f"{least} or more" if "maximum" not in of else f"{least}"
-    if (most := of.get("maximum", of.get("maxItems"))) is not None:
+    if (items := of.get("maxItems")) is not None:
+        said = f"{items} at most in a list"
+    elif (most := of.get("maximum")) is not None:
         said += f" to {most}" if "minimum" in of else f"{', ' * bool(said)}{most} at most"
     return f", {said}" if said else ""

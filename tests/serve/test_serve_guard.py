@@ -64,7 +64,9 @@ def test_pages_of_others_are_refused(server, origin):
 
 
 @pytest.mark.parametrize(
-    "host", ["http://mybox", "mybox:8000", "mybox/", "", "my box", "[::2]", "*.local/x"]
+    "host",
+    ["http://mybox", "mybox:8000", "mybox/", "", "my box", "[::2]", "*", "*.local", "mybox.local."]
+    + ["user@mybox", "a?b", "m\u00fcller.local", "0:0:0:0:0:0:0:2", "MyBox"],
 )
 def test_names_that_no_request_has_are_refused(host):
     with pytest.raises(SettingsError, match="--allow-host is a name alone"):
@@ -79,14 +81,33 @@ def test_another_name_is_answered(target, host):
 
 
 @pytest.mark.parametrize(
-    "origin", ["nonsense", "http://", "http://a.example/chat", "a.example", ""]
+    "origin",
+    [
+        "nonsense",
+        "http://",
+        "http://a.example/chat",
+        "a.example",
+        "",
+        "https://*",
+        "https://*.a.com",
+    ]
+    + ["https://Chat.com", "https://a.com:443", "http://a.com:80", "https://u:p@a", "https://a:b"],
 )
 def test_origins_that_no_page_has_are_refused(origin):
-    with pytest.raises(SettingsError, match="--allow-origin is as https://"):
+    with pytest.raises(SettingsError, match="--allow-origin is as a browser says it"):
         Access(origins=frozenset({origin}))
 
 
-@pytest.mark.parametrize("origin", ["https://a.example:3000", "app://obsidian.md", "null"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://a.example:3000",
+        "http://a.example:443",
+        "http://[::2]:3000",
+        "app://obsidian.md",
+        "null",
+    ],
+)
 def test_origins_that_pages_have(origin):
     assert Access(origins=frozenset({origin}))
 
