@@ -118,6 +118,7 @@ def bench(
         drawn = compare_trees(opened(), chosen, sizes, max_tokens, repeats, json)
         if plot is not None:
             write_picture(plot, draw_trees(drawn))
+            note(f"Drawn in {plot}.")
     elif openai is not None and levels:
         compare_clients(comparison.server_at(openai, names.model), chosen, levels, setup, json)
     elif openai is not None:
@@ -166,6 +167,10 @@ def _check_trees(sizes: list[int], others: Mapping[str, Any], plot: Path | None)
         raise typer.BadParameter("goes with --trees", param_hint="--plot")
     if plot and not plot.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
+    if plot and plot.suffix.lower() != ".png":
+        raise typer.BadParameter(f"is a PNG: name it {plot.stem}.png", param_hint="--plot")
+    if plot and plot.exists() and not plot.is_file():
+        raise typer.BadParameter(f"{plot} is not a file", param_hint="--plot")
 
 
 def _check_protocol(prompts: Path | None, context: typer.Context) -> None:

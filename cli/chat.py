@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_mlx.errors import PromptError
+from dflash_mlx.errors import PromptError, ServerError
 from dflash_mlx.loading.registry import EMBEDDED
 
 from . import options
@@ -19,6 +19,7 @@ from .chat_settings import check
 from .generate_options import System
 from .generate_question import utf8
 from .pair import Pair, open_pair
+from .screen import note
 
 if TYPE_CHECKING:
     from dflash_mlx import Target
@@ -114,4 +115,17 @@ def _served(url: str, names: options.Names, key: str | None, settings: dict[str,
     from .chat_server import Served
 
     model = None if names.model == EMBEDDED else names.model
-    return Served(Server.find(url, model, key), settings)
+    server = Server.find(url, model, key)
+    if model is not None:
+        _say_if_unknown(server)
+    return Served(server, settings)
+
+
+def _say_if_unknown(server: Any) -> None:
+    """Say that a server does not name the model it is asked for: it may answer by another."""
+    try:
+        offered = server.offered()
+    except ServerError:  # not all say; the first question tells whether it is there at all
+        return
+    if offered and server.model not in offered:
+        note(f"{server.url} serves {', '.join(offered)}, which may be what answers.")

@@ -65,6 +65,8 @@ def reader() -> Line:
 
 def _help(chat: Chat, _: str) -> None:
     for name, command in COMMANDS.items():
+        if name == "/compare" and not chat.dialogue.compares:
+            continue
         note(f"{name:10}{command.help}")
 
 
@@ -101,7 +103,8 @@ def _system(chat: Chat, text: str) -> None:
 
 
 def _set(chat: Chat, text: str) -> None:
-    name, _, value = text.partition(" ")
+    name, _, value = text.replace("=", " ", 1).partition(" ")
+    name = name.removeprefix("--").replace("-", "_").lower()  # as on the command line
     settings = chat.dialogue.settings
     try:
         if value or name not in ("", *NAMES):
@@ -161,13 +164,16 @@ def _stats(chat: Chat, _: str) -> None:
     if not all_stats:
         note("There is no answer yet.")
         return
-    tokens, rounds = (sum(getattr(s, n) for s in all_stats) for n in ("output_tokens", "rounds"))
-    seconds = sum(stats.decode_seconds for stats in all_stats)
+    tokens = sum(stats.output_tokens for stats in all_stats)
+    timed = [stats for stats in all_stats if stats.decode_seconds]
+    of_rounds, rounds = (sum(getattr(s, n) for s in timed) for n in ("round_tokens", "rounds"))
+    seconds = sum(stats.decode_seconds for stats in timed)
     reused = sum(stats.reused_tokens for stats in all_stats)
     read = sum(stats.prompt_tokens for stats in all_stats) - reused
     note(f"answers    {len(all_stats)}, {counted(tokens, 'token')} in {seconds:.2f} s")
-    if rounds and seconds:
-        note(f"speed      {tokens / seconds:,.0f} tok/s, {tokens / rounds:.1f} tokens per round")
+    if rounds:
+        speed = f"{of_rounds / seconds:,.0f} tok/s, {of_rounds / rounds:.1f} tokens per round"
+        note(f"speed      {speed}")
     if chat.plain:
         note(f"plain      ~{chat.plain:,.0f} tok/s, measured now and then")
     note(f"prompts    {counted(read, 'token')} read, {reused} kept from earlier turns")

@@ -166,6 +166,8 @@ class Dialogue:
         others = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *others] if text else others
 
+    compares = True  # with plain decoding, where something drafts
+
     def save(self, path: Path) -> None:
         """Write the messages as JSON, all or nothing. Raises `OutputError`."""
         content = {"model": self.name, "messages": self.messages}

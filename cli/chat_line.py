@@ -112,14 +112,21 @@ class Line:
         if line.startswith('"""'):
             lines = [line[3:]]
             while not lines[-1].rstrip().endswith('"""'):
-                lines.append(self._session.prompt(MORE))
+                lines.append(self._more())
             lines[-1] = lines[-1].rstrip()[:-3]
             line = "\n".join(lines)
         else:
             while line.endswith("\\"):
-                line = f"{line[:-1]}\n{self._session.prompt(MORE)}"
+                line = f"{line[:-1]}\n{self._more()}"
         line.encode()  # bytes that are no text come as lone surrogates
         return line.strip("\n")
+
+    def _more(self) -> str:
+        """A further line of a message. Ctrl-D gives up that, as Ctrl-C does, and not the chat."""
+        try:
+            return self._session.prompt(MORE)
+        except EOFError as error:
+            raise KeyboardInterrupt from error
 
 
 def edited(draft: str) -> str:

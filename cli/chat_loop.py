@@ -162,7 +162,9 @@ class Chat:
     def _status(self, answer: Answer, stats: Stats) -> list[str]:
         """The parts of the line about an answer."""
         pair = self.dialogue.pair
-        parts = [counted(stats.output_tokens, "token"), f"{stats.tokens_per_second:,.0f} tok/s"]
+        parts = [counted(stats.output_tokens, "token")]
+        if stats.decode_seconds:
+            parts.append(f"{stats.tokens_per_second:,.0f} tok/s")
         if self.plain and stats.rounds >= FEW:
             parts.append(f"~{stats.tokens_per_second / self.plain:.1f}x plain")
         if pair.drafter is not None:

@@ -15,6 +15,7 @@ from dflash_mlx.events import Event, FinishReason, Stats
 from .chat_dialogue import Answer, Dialogue
 
 TAGS: Final = ("<think>", "</think>")  # around reasoning, which comes apart from the text
+INSTANT: Final = 1e-4  # seconds a round, in which no model writes any
 TOO_LONG: Final = "context_length_exceeded"
 # What other servers of OpenAI's dialect know; ours is told the rest where it is set.
 EVERYWHERE: Final = ("temperature", "top_p", "seed", "max_tokens", "stop")
@@ -74,9 +75,11 @@ class Served(Dialogue):
         """What is put around reasoning."""
         return TAGS, False
 
+    compares = False
+
     def compare(self, answer: Answer) -> NoReturn:
-        """Raises `SettingsError`: the page of a server of ours has a race instead."""
-        raise SettingsError("/compare is for a model in this process; a server's page has Race.")
+        """Raises `SettingsError`."""
+        raise SettingsError("/compare is for a model in this process, not for a server's.")
 
     def stream(self, answer: Answer) -> Generator[Event]:
         """Have the server answer; what it said is remembered as far as it came.
@@ -119,6 +122,8 @@ class Served(Dialogue):
                     answer.events.append(Event(text, [], 0, 0, None, stats))
                     yield answer.events[-1]
                 _take(stats, part.get("usage") or {})
+        if stats.decode_seconds < INSTANT * stats.rounds:
+            stats.decode_seconds = 0.0  # it came in one piece: nobody knows how fast it was written
         end: FinishReason = "length" if reason == "length" else "stop"
         answer.events.append(Event("", [], 0, 0, end, stats))
         yield answer.events[-1]

@@ -19,9 +19,10 @@ STANDARD = "-"  # a file of this name is stdin, or stdout
 def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = True) -> str:
     """The prompt given, the files' texts and what is piped in, in this order.
 
-    A blank line stands between them, as between an instruction and the letter it is about. "-" as
-    the prompt or a file is stdin, in its place; else stdin is read unless it is a terminal, or
-    one that never ends.
+    A blank line stands between them, as between an instruction and the letter it is about. The
+    newline that ends a file or what is piped in is none of the question's, as in a shell's $(...).
+    "-" as the prompt or a file is stdin, in its place; else stdin is read unless it is a terminal,
+    or one that never ends.
 
     Raises:
         typer.BadParameter: stdin is asked for twice or never ends, or there is no prompt at all.
@@ -35,18 +36,23 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
         raise typer.BadParameter("mlx.launch never ends stdin: give a text or a --file")
     parts = [] if prompt is None else [_stdin() if prompt == STANDARD else utf8(prompt)]
     for file in files:
-        parts.append(_stdin() if str(file) == STANDARD else utf8(_content(file), str(file)))
+        parts.append(_stdin() if str(file) == STANDARD else _lines(_content(file), str(file)))
     if not asked and stdin_ends and sys.stdin is not None and not sys.stdin.isatty():
         piped = sys.stdin.buffer.read()
         if piped.strip() or not parts:
-            parts.append(utf8(piped, "What is piped in"))
+            parts.append(_lines(piped, "What is piped in"))
     if not parts:
         raise typer.BadParameter("give some text, or pipe it in", param_hint="PROMPT")
     return parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
 
 
 def _stdin() -> str:
-    return utf8(b"" if sys.stdin is None else sys.stdin.buffer.read(), "What stdin holds")
+    return _lines(b"" if sys.stdin is None else sys.stdin.buffer.read(), "What stdin holds")
+
+
+def _lines(content: bytes, name: str) -> str:
+    """As `utf8`, without the newline that ends the last line."""
+    return utf8(content, name).removesuffix("\n").removesuffix("\r")
 
 
 def _content(file: Path) -> bytes:
@@ -79,10 +85,12 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
 def read_schema(file: Path | None) -> dict[str, Any] | None:
     """The JSON schema in a file, before any model is loaded.
 
-    Raises: `DataError` for a file that holds none, `MissingDependencyError`.
+    Raises: `DataError` for a file that holds none, `BadParameter`, `MissingDependencyError`.
     """
     if file is None:
         return None
+    if str(file) == STANDARD:
+        raise typer.BadParameter("is a file: stdin is for the prompt", param_hint="--json-schema")
     schema = read_json(file, DataError)
     if find_spec("llguidance") is None:
         raise MissingDependencyError.of("--json-schema needs llguidance", "structured")

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from urllib.request import Request, urlopen
 import typer
 
 from dflash_mlx.errors import ServerError
+from dflash_mlx.loading.registry import EMBEDDED
 
 from . import options
 from .screen import note, waiting
@@ -77,9 +79,12 @@ def launch(
     program = shutil.which(agent.value)
     if program is None:
         raise ServerError(f"{agent.value} is not installed: npm install -g {PACKAGES[agent]}")
+    port = port or _free_port()
     url = f"http://127.0.0.1:{port}"
-    with _server(url, port, names):
+    with _ended_in_order(), _server(url, port, names):
         model = _model(url, api_key)
+        if names.model not in (EMBEDDED, model):
+            note(f"{url} serves {model} already, and not {names.model}: another --port would.")
         start = how(agent, program, url, model, api_key)
         note(f"{agent.value}: {model} at {url}")
         with _left_to_the_agent():
@@ -182,6 +187,23 @@ def _model(url: str, key: str) -> str:
             raise ServerError(f"{url} refuses ({error.code}): give its --api-key.") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ServerError(f"{url} names no model ({error}): give another --port.") from error
+
+
+def _free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends the agent and the server that was started for it, too."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -41,10 +41,12 @@ def check_writable(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write the text beside `path` and move it there: a failure leaves what was there before.
 
-    A file that is replaced hands on its permissions. Raises `OutputError`, with nothing left
-    behind.
+    A file that is replaced hands on its permissions; what is none, as a device or a pipe, is not
+    replaced. Raises `OutputError`, with nothing left behind.
     """
     place = path.resolve()
+    if place.exists() and not place.is_file():
+        raise OutputError(f"{path} is not a file: choose another name.")
     partial = place.with_name(f".unfinished-{secrets.token_hex(8)}")
     try:
         with partial.open("xb") as file:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from .screen import note, stderr, stdout
 
@@ -104,7 +105,11 @@ class Live:
         if stage == "begun" or not (self._console.is_terminal or soon):
             self._said = time.monotonic()
             left = self._clock.left(done, all)
-            note(text if left is None or not left else f"{text}, {left / 60:.0f} min left")
+            text = text if left is None or not left else f"{text}, {left / 60:.0f} min left"
+            if self._console.is_terminal:
+                self._bar.console.print(Text(text, style="dim"))  # above the bar, not behind it
+            else:
+                note(text)
 
     def _words(self, event: Any, stage: str, done: float) -> str:
         if stage == "turns":

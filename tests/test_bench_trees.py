@@ -101,6 +101,8 @@ def test_the_command(tmp_path, pair):
         (["bench", "--trees", "many"], "numbers from 2 on"),
         (["bench", "--plot", "x.png"], "goes with"),
         (["bench", "--trees", "8", "--plot", "no/such/x.png"], "no folder"),
+        (["bench", "--trees", "8", "--plot", "x.svg"], "name it x.png"),
+        (["bench", "--trees", "8", "--plot", "x"], "name it x.png"),
         (["generate", "hi", "--tree-budget", "1"], "neither a number"),
         (["generate", "hi", "--tree-budget", "on"], "neither a number"),
         (["generate", "hi", "--tree-budget", "8", "--no-draft"], "goes without"),

@@ -52,7 +52,9 @@ def test_every_turn_sends_the_conversation(capsys):
     assert stats.accepted_tokens == 2 and stats.drafted_tokens == 7
     for command in ("/stats", "/compare", "/retry", "/set seed 9"):
         assert obey(chat, command)
-    assert "Race" in capsys.readouterr().err and server.asked[2][1]["seed"] == 8
+    told = capsys.readouterr().err
+    assert "not for a server's" in told and server.asked[2][1]["seed"] == 8
+    assert "tok/s" not in told, "all of it was there at once: that is no speed"
 
 
 def test_reasoning_is_shown_and_not_sent_back(capsys):
@@ -105,3 +107,9 @@ def test_limits_are_told(capsys):
     chat = chat_with(Told({"content": "a"}, reason="length"))
     chat.take_turn("hi")
     assert "cut off by --max-tokens" in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_has_no_command_that_only_refuses(capsys):
+    chat = chat_with(Told())
+    obey(chat, "/help")
+    assert "/compare" not in capsys.readouterr().err

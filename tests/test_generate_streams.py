@@ -55,6 +55,10 @@ def answer_to(loaded: Pair, text: str) -> str:
         (["-", "-f", "FILE"], "the notes", "the notes\n\nof a file"),
         (["-f", "FILE", "-f", "-", "-f", "FILE"], "notes", "of a file\n\nnotes\n\nof a file"),
         ([SUMMARIZE], " \n", SUMMARIZE),
+        ([], "the notes\n", "the notes"),
+        (["-"], "the notes\r\n", "the notes"),
+        (["-f", "FILE"], "", "of a file"),
+        ([], "\nthe notes\n\n", "\nthe notes\n"),
     ],
 )
 def test_what_is_piped_in_belongs_to_the_prompt(arguments, stdin, wanted, loaded, tmp_path):

@@ -49,7 +49,7 @@ def test_what_is_no_drafter_policy_or_conversation_is_refused(name, value):
 
 def test_what_is_no_target_is_refused():
     """A model's name, or all that `load` returned, is easily given for the target."""
-    for none in ("tiny", (target(), None), None):
+    for none in ("tiny", (target(), None), None, type(target())):
         with pytest.raises(SettingsError, match="^target must be such as"):
             generate(none, None, PROMPT)
         with pytest.raises(SettingsError, match="^target must be such as"):

@@ -155,6 +155,14 @@ def test_a_policy_of_one_row_is_plain_decoding():
     assert request.expected_tokens() == [1.0] and len(policy.describe(64)) == 1
 
 
+def test_what_a_free_draft_costs_is_looked_up_where_it_is_verified():
+    """Nobody else may have looked: rounds of rest ask for no width."""
+    near, far = {1: 1.0, 2: 1.05, 8: 1.4}, {1: 1.0, 2: 4.0, 8: 9.0}
+    request = Policy(Costs({64: near, 4096: far}, {64: {1: 0.0}, 4096: {1: 0.0}}), 8).start()
+    rows = [request.free([0.9] * 7, context, 8)[0] for context in (4096, 64, 4096)]
+    assert rows == [1, 8, 1]
+
+
 def test_costs_are_looked_up_again_when_the_context_has_doubled():
     asked = []
 

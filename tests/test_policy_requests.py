@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_policy import DRAFTERS, WIDEST, costs, run
 
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.policy.account import ALLOWANCE, CREDIT
 from dflash_mlx.policy.beliefs import LEVELS, RECENT, UNKNOWN, Beliefs, Certainty, Mood
 from dflash_mlx.policy.costs import Costs, read_costs
@@ -253,6 +254,12 @@ def test_a_plain_token_goes_by_the_pace_of_the_rounds():
         request.observe(width - 1, width - 1, 3 * truth[width - 1])
     assert policy.plain_seconds(64) == pytest.approx(3.0)
     assert "3000.00 ms" in policy.describe(64)[0]
+
+
+@pytest.mark.parametrize("context", [-1, 1.5, None])
+def test_a_policy_is_described_for_a_number_of_tokens(context):
+    with pytest.raises(SettingsError, match="context must be a whole number from 0"):
+        Policy(costs(1.0, 0.0), 2).describe(context)
 
 
 def test_a_plain_token_that_is_begun_ahead_is_what_drafting_has_to_beat():

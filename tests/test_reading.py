@@ -15,7 +15,15 @@ from dflash_mlx.bench.report import read_run
 from dflash_mlx.cli.chat_dialogue import read_talk
 from dflash_mlx.errors import ConfigError, DataError, DFlashError, WeightsError
 from dflash_mlx.foreign import Foreign
-from dflash_mlx.reading import is_finite, is_positive, is_whole, parse_json, read_json, shown
+from dflash_mlx.reading import (
+    is_finite,
+    is_positive,
+    is_whole,
+    parse_json,
+    read_json,
+    shown,
+    text_part,
+)
 from dflash_mlx.train.answers import whole_lines
 from dflash_mlx.train.data import parse_record
 
@@ -146,3 +154,10 @@ def test_whoever_reads_lines_and_files_of_people_says_it_in_one_line(tmp_path):
 def lines_in(path):
     path.write_text(DEEP + "\n")
     return path
+
+
+def test_the_part_of_a_config_that_is_about_text():
+    """Models that see have one; an empty one, or what is none, says nothing."""
+    assert text_part({"text_config": {"hidden_size": 8}, "hidden_size": 9}) == {"hidden_size": 8}
+    for none in ({}, {"text_config": {}}, {"text_config": None}, {"text_config": "qwen3"}):
+        assert text_part(none | {"hidden_size": 9})["hidden_size"] == 9

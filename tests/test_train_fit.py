@@ -242,6 +242,14 @@ def test_early_stop_returns_the_best_parameters(target: Target) -> None:
     assert np.isfinite(float(loss(drafter.parameters(), *arrays)[0]))
 
 
+def test_training_that_diverges_is_not_gone_on_with(target: Target) -> None:
+    progress = Recorder()
+    settings = replace(SETTINGS, steps=50, learning_rate=1e30)
+    with pytest.raises(SettingsError, match="loss of step [2-9] is nan. Lower --learning-rate"):
+        train_drafter(target, DRAFTER, sample_texts, settings, progress=progress)
+    assert progress.reports and all(np.isfinite(one.loss) for one in progress.reports)
+
+
 def test_anchors_start_with_the_first_token_of_an_answer() -> None:
     samples = [Sample(tuple(range(30)), ((10, 14), (20, 30))), Sample((1, 2, 3), ((2, 3),))]
     firsts = set()

@@ -83,7 +83,13 @@ def test_recipes_that_no_target_can_have(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [({"layers": 4}, "lower --layers"), ({"block_size": 5000}, "block_size")]
+    ("wrong", "said"),
+    [
+        ({"layers": 4}, "lower --layers"),
+        ({"block_size": 5000}, "block_size"),
+        ({"kind": "dspark", "draft_tokens": 192}, "without --draft-tokens"),
+        ({"kind": "dspark", "draft_tokens": 10**6}, "without --draft-tokens"),
+    ],
 )
 def test_shapes_are_judged_before_anything_is_answered(
     tmp_path: Path, target: Target, wrong: dict[str, Any], said: str

@@ -57,11 +57,18 @@ class Server:
         base = base if base.endswith("/v1") else f"{base}/v1"
         if model is not None:
             return cls(base, model, key)
-        with _open(f"{base}/models", key=key) as response:
+        offered = cls(base, "", key).offered()
+        if not offered:
+            raise ServerError(f"{base}/models names no model: give --model.")
+        return cls(base, offered[0], key)
+
+    def offered(self) -> list[str]:
+        """The models that it names; none where it does not say. Raises `ServerError`."""
+        with _open(f"{self.url}/models", key=self.key) as response:
             try:
-                return cls(base, str(json.load(response)["data"][0]["id"]), key)
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                raise ServerError(f"{base}/models names no model: give --model.") from error
+                return [str(one["id"]) for one in json.load(response)["data"]]
+            except (ValueError, LookupError, TypeError, RecursionError):
+                return []
 
     def ask(
         self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int

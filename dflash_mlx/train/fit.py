@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..errors import WeightsError
+from ..errors import SettingsError, WeightsError
 from ..machine.saving import save_arrays
 from .batches import BatchStream
 
@@ -98,7 +99,7 @@ def fit(
             returned), and the metric.
 
     Raises `WeightsError` for a checkpoint of other parameters, `OutputError` where none can be
-    written.
+    written, and `SettingsError` where the loss is no number any more.
     """
     optimizer.init(parameters)
     state, best = State(), parameters
@@ -120,6 +121,11 @@ def fit(
         if state.step < settings.steps:
             pending = [stream.next() for _ in lanes]  # while the step computes
         mx.eval(parameters, optimizer.state)
+        if not isfinite(float(mean)):
+            raise SettingsError(
+                f"Training diverged: the loss of step {state.step} is {float(mean)}. Lower "
+                "--learning-rate, and begin in another folder."
+            )
         held_out = apart = None
         if validate and settings.validate_every and state.step % settings.validate_every == 0:
             held_out, apart = validate(parameters)

@@ -47,6 +47,11 @@ def draft_shape(
             f"A drafter of {layers} layers is deeper than {target.name}, which has "
             f"{target.num_layers}: lower --layers."
         )
+    if draft_tokens is not None and draft_tokens >= target.vocab_size:
+        raise SettingsError(
+            f"A head of {draft_tokens} tokens: {target.name} has {target.vocab_size}, all of which "
+            "are drafted without --draft-tokens."
+        )
     shape = text_part(target.config)
     hidden, heads = target.hidden_size, shape["num_attention_heads"]
     layers = layers or min(5, 1 + round(target.num_layers / 8))
@@ -91,7 +96,7 @@ def draft_shape(
             "sample_from_anchor": True,
         }
     if draft_tokens is not None:
-        config["draft_vocab_size"] = min(draft_tokens, target.vocab_size)
+        config["draft_vocab_size"] = draft_tokens
     return config
 
 

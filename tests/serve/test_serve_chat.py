@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from serving import Says, a_target, client, frames
 
-from dflash_mlx.errors import DFlashError, NotEnoughMemoryError
+from dflash_mlx.errors import (
+    DFlashError,
+    EngineError,
+    NotEnoughMemoryError,
+    PromptError,
+    SettingsError,
+)
 
 PATH = "/v1/chat/completions"
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
@@ -224,6 +230,32 @@ def test_what_does_not_fit_the_memory_is_the_clients_to_change(target):
         answer = server.post(PATH, json=ask())
         metrics = server.get("/metrics").text
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert "dflash_request_failure_total 0.0" in metrics
+
+
+def test_a_fault_before_the_first_round_is_logged_and_counted_too(target, caplog):
+    class Stopped(Says):
+        def submit(self, prompt, **settings):
+            raise EngineError("The engine is closed.")
+
+    with client(Stopped(target)) as server:
+        answer = server.post(PATH, json=ask())
+        metrics = server.get("/metrics").text
+    assert answer.status_code == 500 and "The engine is closed." in answer.text
+    assert "dflash_request_failure_total 1.0" in metrics
+    assert [one.levelname for one in caplog.records].count("ERROR") == 1
+
+
+@pytest.mark.parametrize("error", [SettingsError("No."), PromptError("No.")], ids=type)
+def test_what_the_engine_refuses_is_the_clients_to_mend(target, error):
+    class Refuses(Says):
+        def submit(self, prompt, **settings):
+            raise error
+
+    with client(Refuses(target)) as server:
+        answer = server.post(PATH, json=ask())
+        metrics = server.get("/metrics").text
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "No."
     assert "dflash_request_failure_total 0.0" in metrics
 
 

@@ -1,17 +1,20 @@
 """`dflash-mlx serve` and `launch`: what is refused at once, and what agents are told."""
 
 import json
+import os
+import signal
 import socket
 import threading
 import tomllib
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.launch import Agent, how
-from dflash_mlx.errors import MissingDependencyError
+from dflash_mlx.cli.launch import Agent, _ended_in_order, how
+from dflash_mlx.errors import MissingDependencyError, ServerError
 
 
 def run(*arguments, **environment):
@@ -119,6 +122,32 @@ def test_opencode_is_told_by_its_environment():
     config = json.loads(start.environment["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == "dflash/m" and "m" in config["provider"]["dflash"]["models"]
     assert config["provider"]["dflash"]["options"]["baseURL"] == "http://127.0.0.1:8000/v1"
+
+
+def test_port_0_of_an_agents_server_is_a_free_one(tmp_path, monkeypatch):
+    agent = tmp_path / "codex"
+    agent.write_text("#!/bin/sh\nexit 7\n")
+    agent.chmod(0o755)
+    asked = []
+
+    @contextmanager
+    def server(url, port, names):
+        asked.append((url, port))
+        raise ServerError("no more is needed")
+        yield
+
+    monkeypatch.setattr("dflash_mlx.cli.launch._server", server)
+    code, told = run("launch", "codex", "--port", "0", PATH=str(tmp_path))
+    [(url, port)] = asked
+    assert code == 1 and "no more is needed" in told
+    assert port > 0 and url == f"http://127.0.0.1:{port}"
+
+
+def test_sigterm_ends_what_launch_has_started():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"), _ended_in_order():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_agent_that_is_not_there():

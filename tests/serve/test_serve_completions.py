@@ -102,3 +102,9 @@ def test_too_many_prompts_are_counted(target):
     with client(Says(target)) as server:
         told = server.post(PATH, json=ask(prompt=["One"] * 33)).json()["error"]
     assert told["param"] == "prompt" and "33 prompts" in told["message"] and "32" in told["message"]
+
+
+def test_as_many_prompts_as_there_may_be_are_answered(target):
+    with client(Says(target)) as server:
+        answer = server.post(PATH, json=ask(prompt=["One"] * 32))
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 32
