@@ -39,9 +39,10 @@ def tune(
     if sys.platform == "darwin":  # elsewhere there is no Metal, and the BLAS comes before MLX
         kernels = tune_kernels.time_kernels(names, weights, again)
     pair = open_pair(names, weights)  # with the kernels that have just won
-    costs, kept = _costs(pair, options.bits_of(kv_bits), again)
+    costs, kept, corrected = _costs(pair, options.bits_of(kv_bits), again)
     if json:
         content: dict[str, Any] = {"model": pair.target.name, "milliseconds": costs}
+        content["corrected_by_rounds"] = corrected
         rows = None if kernels is None else [tune_kernels.as_json(row) for row in kernels]
         print_json(content | {"kernels": rows})
         return
@@ -49,23 +50,31 @@ def tune(
         stdout().print(tune_kernels.table(kernels), "")
     stdout().print(_table(costs))
     note(f"{pair.title}; {kept}")
+    if corrected:
+        note(
+            "Rounds took other times, and have corrected what was measured: --again measures anew."
+        )
     if kernels is None:
         note("There is no Metal here, so only costs were measured: our kernels need it.")
 
 
-def _costs(pair: Pair, kv_bits: int | None, again: bool) -> tuple[dict[str, ByRows], str]:
-    """Milliseconds of a round, its draft included, by shape, context and rows; who has them."""
+def _costs(pair: Pair, kv_bits: int | None, again: bool) -> tuple[dict[str, ByRows], str, bool]:
+    """Milliseconds of a round, its draft included, by shape, context and rows.
+
+    And who has them, and whether rounds have corrected them.
+    """
     from dflash_mlx.policy.trees import TreePolicy, tree_policy
 
     assert pair.drafter is not None  # it was asked for
     policy = tree_policy(pair.target, pair.drafter, kv_bits, again, measuring)
     if not isinstance(policy, TreePolicy):
-        return {CHAINS: _chains(policy.costs)}, _kept(policy)
+        return {CHAINS: _chains(policy.costs)}, _kept(policy), policy.costs.by_rounds
     trees = {
         context: {rows: MILLISECONDS * seconds for rows, seconds in by_rows.items()}
         for context, by_rows in policy.costs.verify.items()  # whole rounds, see `measure_trees`
     }
-    return {CHAINS: _chains(policy.chains.costs), TREES: trees}, _kept(policy.chains)
+    chains = policy.chains
+    return {CHAINS: _chains(chains.costs), TREES: trees}, _kept(chains), chains.costs.by_rounds
 
 
 def _kept(chains: Policy) -> str:

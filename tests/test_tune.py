@@ -10,6 +10,7 @@ from dflash_mlx.bench.kernels import KernelRow
 from dflash_mlx.cli.tune import _table as costs_table
 from dflash_mlx.cli.tune_kernels import as_json, table
 from dflash_mlx.kernels.calibration import Timing
+from dflash_mlx.policy.costs import keep_costs, read_costs
 
 ROW = KernelRow("4096x4096 affine 4-bit g64", 36, Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4}))
 
@@ -37,7 +38,12 @@ def test_costs_are_kept_until_they_are_asked_for_again(pair, tmp_path, monkeypat
         assert all(f"{cost:.3g}" in shown.stdout for cost in told_of)
     if first["kernels"] is None:
         assert "no Metal here, so only costs were measured" in shown.stderr
-    assert json.loads(tuned("--again", "--json").stdout)["milliseconds"]["chains"] != chains
+    assert not first["corrected_by_rounds"] and "corrected" not in shown.stderr
+    [kept] = (tmp_path / ".cache" / "dflash-mlx" / "costs").glob("measure-*.json")
+    keep_costs(kept, read_costs(kept).corrected({1: 1.0, 16: 2.0}, 16))
+    assert "have corrected what was measured" in " ".join(tuned().stderr.split())
+    anew = json.loads(tuned("--again", "--json").stdout)
+    assert anew["milliseconds"]["chains"] != chains and not anew["corrected_by_rounds"]
 
 
 def test_costs_that_cannot_be_kept(pair, tmp_path, monkeypatch):

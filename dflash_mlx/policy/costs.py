@@ -55,12 +55,14 @@ class Costs:
         unread: that a draft takes longer for each further token whose features it reads first.
         ahead: what a plain round takes that the one before it has begun (`Request.begin_next`),
             over one on its own: a ratio of at most 1, measured on a GPU; on a CPU it is 1.
+        by_rounds: whether rounds that were run have corrected what was measured.
     """
 
     verify: Mapping[int, Mapping[int, float]]
     draft: Mapping[int, Mapping[int, float]]
     unread: float = 0.0
     ahead: float = 1.0
+    by_rounds: bool = False
 
     def rounds(self, context: int, widest: int) -> list[float]:
         """Seconds of a round of 1, 2, ... `widest` rows at this depth, never falling.
@@ -90,7 +92,7 @@ class Costs:
             of_draft = {row: min(drafts[row - 1], seconds[row] / 2) for row in known} | {1: 0.0}
             verify[depth] = {row: seconds[row] - of_draft[row] for row in known}
             draft[depth] = of_draft
-        return Costs(verify, draft, self.unread, self.ahead)
+        return Costs(verify, draft, self.unread, self.ahead, by_rounds=True)
 
 
 # (target, drafter, the most rows of a path, bits of keys and values) -> what rounds cost
@@ -241,7 +243,7 @@ def read_costs(path: Path) -> Costs:
         raise ValueError("a draft takes no less than none")
     if not 0 < ahead <= 1:
         raise ValueError("what is begun ahead takes no longer")
-    return Costs(verify, draft, unread, ahead)
+    return Costs(verify, draft, unread, ahead, content.get("by_rounds") is True)
 
 
 def _fingerprint(target: Target, identity: str, widest: int, kv_bits: int | None) -> str:
