@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from rich.text import Text
 
+from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.fits import WHETHER, YES, fits
-from dflash_mlx.loading.hub import Listing, listings
+from dflash_mlx.loading.hub import Hub, Listing, listings
 from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.registry import OTHERWISE, Pair
 
@@ -25,7 +26,7 @@ Inspect = Annotated[
     options.value(
         group=options.OUTPUT,
         metavar="PATH",
-        help="Show how a drafter's folder or config.json is read, field by field.",
+        help="Show how a drafter's config.json is read, field by field: its folder or name.",
     ),
 ]
 
@@ -95,6 +96,13 @@ def _as_json(row: Listing) -> dict[str, Any]:
 
 def show_decisions(path: Path, json: bool) -> None:
     """Print what every field of a drafter's config was resolved to, and where it was read."""
+    if not path.exists():  # what goes by a name, if it is here
+        from dflash_mlx.loading.load import drafter_folder
+
+        try:
+            path = drafter_folder(str(path), Hub(offline=True))
+        except DownloadError as error:
+            raise ModelNotFoundError(f"{path} is not here: dflash-mlx pull {path}") from error
     decisions = inspect_drafter(path)
     if json:
         print_json({"path": str(path), "decisions": [asdict(decision) for decision in decisions]})

@@ -197,6 +197,9 @@ def test_inspecting_a_drafter(pair):
     found = {decision["field"]: decision for decision in json.loads(printed)["decisions"]}
     assert found["target_layer_ids"]["value"] == [0, 2]
     assert found["target_layer_ids"]["source"].endswith("target_layer_ids")
+    assert "DFlash2" in run("models", "--inspect", "tiny-dflash2").stdout
+    elsewhere = run("models", "--inspect", "nobody/nothing")
+    assert elsewhere.returncode == 1 and "dflash-mlx pull nobody/nothing" in elsewhere.stderr
     missing = run("models", "--inspect", "/no/such/folder")
     assert missing.returncode == 1 and missing.stderr.count("\n") == 1
 
