@@ -50,6 +50,8 @@ def test_the_library_knows_the_same_names(folder):
     for draft in (None, "+lookup", "tiny+lookup", "tiny-dflash2+lookup"):
         assert isinstance(dm.load("tiny", draft=draft)[1], Beside)
     assert not isinstance(dm.load("tiny", draft="tiny")[1], Beside)
+    with pytest.raises(SettingsError, match="draft '' names no drafter"):
+        dm.load("tiny", draft="")
 
 
 def test_of_a_model_that_is_not_there_it_is_not_said_what_drafts(recwarn):

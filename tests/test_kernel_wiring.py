@@ -281,3 +281,10 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
     known, before = {row.key: row.timing for row in rows}, clock()
     assert list(kernel_rows(model, config, kernels, known, (1, 2), clock)) == rows
     assert clock() == before, "what is known was timed again"
+
+
+@pytest.mark.parametrize("loader", [dm.load, dm.load_target, dm.load_drafter])
+@pytest.mark.parametrize("kernels", [5, "yes", None])
+def test_what_runs_no_kernels_is_refused(loader, kernels):
+    with pytest.raises(SettingsError, match="kernels must be True, False"):
+        loader("tiny", kernels=kernels)

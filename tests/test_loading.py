@@ -188,17 +188,6 @@ def test_what_drafts_without_a_network_is_no_drafter_to_load(name):
     assert f"'{name}' is not a network" in message_of(SettingsError, load_drafter, name)
 
 
-def test_a_drafter_without_a_name_is_none(pair):
-    assert "names no drafter" in message_of(SettingsError, load, pair[0], "")
-
-
-@pytest.mark.parametrize("loader", [load, load_target, load_drafter])
-@pytest.mark.parametrize("kernels", [5, "yes", None])
-def test_what_runs_no_kernels_is_refused(loader, kernels, pair):
-    load_it = partial(loader, pair[0], kernels=kernels)
-    assert "kernels must be True, False" in message_of(SettingsError, load_it)
-
-
 def test_a_file_is_no_model(pair):
     path = pair[0] / "config.json"
     assert "is a file" in message_of(ModelNotFoundError, load_target, path)

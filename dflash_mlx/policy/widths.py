@@ -91,14 +91,12 @@ class Policy:
             meanwhile: given what is measured ("a round"), makes a context to be in while it is, to
                 say so, for it takes seconds. For costs that are known it is not called.
 
-        Raises `SettingsError` for settings that make no sense, and without a drafter: plain
-        decoding has no widths.
+        Raises `SettingsError`, also without a drafter: plain decoding has no widths.
         """
         check_pair(target, None)
         if not isinstance(drafter, Drafter) or isinstance(drafter, type):
             raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
-        widest = whole("widest", widest, most=MOST_ROWS)
-        widest = min(widest, block_size(drafter) or widest)
+        widest = min(whole("widest", widest, most=MOST_ROWS), block_size(drafter) or MOST_ROWS)
         costs, file = pair_costs(target, drafter, widest, kv_bits, again, meanwhile=meanwhile)
         policy = cls(costs, widest, file)
         if file is not None:
