@@ -16,12 +16,15 @@ from . import options
 from .pair import announce, announce_drafter, on_hub
 from .screen import Figures, note, print_json, sized, stdout
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        help="A Hugging Face repository (owner/name).", autocompletion=options.names_beginning
-    ),
-]
+
+def _copies_beginning(incomplete: str) -> list[str]:
+    """The models on this disk that a shell may complete a name to."""
+    return [name for name in Hub().copies() if name.startswith(incomplete)]
+
+
+REPOSITORY = "A Hugging Face repository (owner/name)."
+Name = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=options.targets_beginning)]
+Downloaded = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=_copies_beginning)]
 NoDrafter = Annotated[
     bool, options.flag("--no-draft", options.MODEL, "Leave the model's drafter where it is.")
 ]
@@ -66,7 +69,7 @@ def list_(*, json: options.Json = False) -> None:
     stdout().print(table)
 
 
-def rm(*, name: Name) -> None:
+def rm(*, name: Downloaded) -> None:
     """Delete a downloaded model from this disk."""
     freed = Hub().remove(name)
     note(f"{name}: {sized(freed)} are free again.")

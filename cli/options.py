@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import known_names
+from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, PACKAGED, pairs
 
 from .screen import note
 
@@ -52,9 +52,16 @@ def named(path: str) -> Path:
     return Path(path)
 
 
-def names_beginning(incomplete: str) -> list[str]:
+def targets_beginning(incomplete: str) -> list[str]:
     """The known models that a shell may complete a name to."""
-    return [name for name in known_names() if name.startswith(incomplete)]
+    names = (*PACKAGED, *(name for pair in pairs() for name in pair.targets))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def drafters_beginning(incomplete: str) -> list[str]:
+    """What drafts, likewise."""
+    names = (LOOKUP, NONE, f"{EMBEDDED}-dflash2", *(pair.drafter for pair in pairs()))
+    return [name for name in names if name.startswith(incomplete)]
 
 
 Model = Annotated[
@@ -65,7 +72,7 @@ Model = Annotated[
         group=MODEL,
         metavar="NAME",
         help="Folder, GGUF file, hub name or 'tiny'.",
-        autocompletion=names_beginning,
+        autocompletion=targets_beginning,
     ),
 ]
 NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]
@@ -119,6 +126,7 @@ class Names:
             metavar="NAME",
             help="The drafter; unless given, the known one and, beside it, 'lookup', which "
             "drafts from the text itself. NAME+lookup is such a pair, 'none' does not draft.",
+            autocompletion=drafters_beginning,
         ),
     ] = None
 

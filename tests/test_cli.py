@@ -107,16 +107,6 @@ def test_version():
     assert subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout == shown
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands_and_names(shell):
-    words = "dflash-mlx generate --model Qwen/Qwen3-8"
-    asked = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}[shell]
-    environment = {"_DFLASH_MLX_COMPLETE": asked, "COMP_WORDS": words, "COMP_CWORD": "3"}
-    environment |= {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    done = start(env=os.environ | environment)
-    assert "Qwen/Qwen3-8B" in done.stdout, done.stderr
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

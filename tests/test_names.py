@@ -1,8 +1,10 @@
 """Names of models: what is wrong with one, and what was meant."""
 
 import json
+import os
 
 import pytest
+from program import start
 from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
@@ -68,3 +70,22 @@ def test_the_command_line_says_so(command, name, message):
 def test_a_wrong_owner_is_told_without_a_network_too(tmp_path):
     with pytest.raises(DownloadError, match="Did you mean Qwen/Qwen3-8B"):
         Hub(cache=tmp_path, offline=True).fetch("Qwen3/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("shell", "option", "begun", "name"),
+    [
+        ("bash", "--model", "Qwen/Qwen3-8", "Qwen/Qwen3-8B"),
+        ("zsh", "--model", "smol", "smollm2"),
+        ("fish", "--draft", "z-lab/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("bash", "--draft", "tiny", "tiny-dflash2"),
+    ],
+)
+def test_shells_complete_commands_and_names(shell, option, begun, name):
+    words = f"dflash-mlx generate {option} {begun}"
+    asked = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}[shell]
+    environment = {"_DFLASH_MLX_COMPLETE": asked, "COMP_WORDS": words, "COMP_CWORD": "3"}
+    environment |= {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = start(env=os.environ | environment)
+    assert name in done.stdout, done.stderr
+    assert option == "--draft" or "DFlash" not in done.stdout, "a drafter is no model to ask"
