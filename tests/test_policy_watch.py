@@ -27,6 +27,19 @@ def test_a_machine_whose_pace_changes_while_widths_take_turns_says_nothing_of_th
     assert not watch.disagrees, watch.factors()
 
 
+def test_rounds_of_one_width_teach_nothing_new_and_are_fitted_once():
+    """A fit takes the time of a fifth of a plain round, where those are quick."""
+    watch, fitted = Watch(), list[int]()
+    for turn in range(20 * SEEN):
+        watch.saw(1, 1.0 + turn % 3 / 10, 1.0)
+        fitted.append(watch.version)
+    assert fitted[SEEN - 2 :: SEEN][:2] == [0, 1] and fitted[-1] == 1
+    assert watch.factor(1) == pytest.approx(1.1)
+    for _ in range(8 * SEEN):
+        watch.saw(8, 2.2, 1.0)
+    assert watch.version > 1 and watch.factor(8) == pytest.approx(2.2)
+
+
 def test_where_widths_disagree_the_pace_of_the_moment_counts():
     """It moves between two fits, too, and whoever begins then is to know."""
     watch = Watch()

@@ -47,7 +47,8 @@ class Watch:
         self._beside: dict[int, deque[float]] = {}  # multiples by the pace of the round before
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, log multiple
         self._rounds: Counter[int] = Counter()  # of each width,
-        self._since = 0  # and of all since the last fit
+        self._since = 0  # and of all since the last fit,
+        self._is_news = False  # which one of them may change
         self._found: dict[int, float] = {}  # logs of what they take, beside one another,
         self._surprise = np.zeros(0)  # and how unlikely that is, for `_off` to make beliefs of
         self._every: list[float] = []  # `multiples` of 1, 2, ... rows, since the last fit
@@ -59,9 +60,13 @@ class Watch:
             self._compare(rows, log(seconds / measured))
         self._rounds[rows] += 1
         self._since += 1
+        self._is_news |= self._rounds[rows] == SEEN  # it counts from now on
         if self._since >= min(SELDOM, max(SEEN, self._rounds.total() // 4)):
             self._since = 0
-            self._change_mind()
+            # A fit is dear where rounds are quick: none behind plain rounds alone, of which a step
+            # says nothing. Where widths disagree the machine's pace is in what is said of them.
+            if self._is_news or self.disagrees:
+                self._change_mind()
 
     def _compare(self, rows: int, multiple: float) -> None:
         """Take in the log of a round's multiple, beside the one of the round before."""
@@ -72,6 +77,7 @@ class Watch:
             if before != rows:
                 steps = self._steps.setdefault((before, rows), deque(maxlen=LATEST))
                 steps.append(multiple - of_before)
+                self._is_news = True
         self._beside.setdefault(rows, deque(maxlen=LATEST)).append(exp(multiple - pace))
         self._recent.append((rows, multiple))
 
@@ -84,7 +90,7 @@ class Watch:
         apart = np.abs(found[known, None] - found[known])
         left_open = DOUBT * np.hypot(errors[known, None], errors[known])
         self.disagrees = bool((apart > log(TOLERANCE) + left_open).any())
-        self._every = []
+        self._every, self._is_news = [], False
         self.version += 1
 
     def _fit(self, widths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
