@@ -117,6 +117,22 @@ def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Pat
         train(target, tmp_path / "out", recipe(data))
 
 
+def test_two_trainings_do_not_write_into_one_folder(
+    tmp_path: Path, target: Target, data: Path
+) -> None:
+    refused = list[str]()
+
+    def second(event: Any) -> None:
+        if isinstance(event, Begun):
+            with pytest.raises(SettingsError) as said:
+                train(target, tmp_path, recipe(data))
+            refused.append(str(said.value))
+
+    train(target, tmp_path, recipe(data), listen=second)
+    assert len(refused) == 1 and "another training is at work" in refused[0]
+    train(target, tmp_path, recipe(data))  # who has ended holds nothing
+
+
 def test_a_folder_where_nothing_was_made_is_free_for_another_recipe(
     tmp_path: Path, target: Target, data: Path
 ) -> None:

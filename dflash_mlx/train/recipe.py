@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -154,6 +159,28 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
         part.replace(path)
     except OSError as error:
         raise OutputError.because(path, error) from error
+
+
+@contextmanager
+def sole_use(work: Path) -> Iterator[None]:
+    """A folder that no other training works in meanwhile; the lock ends with whoever holds it.
+
+    Raises `SettingsError` where another one does. A file system without locks refuses nobody.
+    """
+    number = os.open(work, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(
+                f"{work}: another training is at work there: wait for it, or use another --out."
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise OutputError.because(work, error) from error
+        yield
+    finally:
+        os.close(number)
 
 
 def _identity(target: Target) -> str:

@@ -32,7 +32,7 @@ from .drafter import (
 from .fit import Report
 from .gather import Written, gather, split
 from .plan import Estimate, check, estimate
-from .recipe import EPOCHS, TARGET, Recipe, claim
+from .recipe import EPOCHS, TARGET, Recipe, claim, sole_use
 from .shape import draft_shape, mask_token
 from .slots import frequent
 from .store import Store, build_store
@@ -104,7 +104,8 @@ def train(
         listen: gets an event now and then, and a `Report` after every step.
 
     Raises:
-        SettingsError: a recipe that cannot be, or is not that of the unfinished run.
+        SettingsError: a recipe that cannot be, or is not that of the unfinished run; or another
+            process is at work in `out`.
         DataError: a broken line, a file without samples; PromptError: no chat template.
         NotEnoughMemoryError, OutputError: too little memory or disk; IncompatibleDrafterError.
     """
@@ -114,6 +115,19 @@ def train(
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError.because(work, error) from error
+    with sole_use(work):
+        return _train(target, out, work, recipe, warm, listen)
+
+
+def _train(
+    target: Target,
+    out: Path,
+    work: Path,
+    recipe: Recipe,
+    warm: tuple[DFlash, dict[str, Any]] | None,
+    listen: Listener,
+) -> Trained:
+    """The same, where all that can be judged is, and nobody else writes into the folder."""
     claim(work, target, recipe)
     begin = time.monotonic()
     samples = gather(target, work, recipe, listen)
