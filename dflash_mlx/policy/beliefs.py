@@ -52,13 +52,16 @@ _COUNTS.setflags(write=False)
 class Certainty:
     """How sure a target was of a text's last few tokens.
 
+    The text before an answer is given, so it counts as certain, and an answer's first tokens are
+    believed to be of a kind with it: openings are few, and a drafter knows them even where the
+    target hesitates between several.
+
     Attributes:
         mean: of the probabilities of its favourites, the last ones counting most; None as long as
             nothing is known.
     """
 
     def __init__(self) -> None:
-        self._sum = self._weight = 0.0
         self.mean: float | None = None
 
     @property
@@ -72,13 +75,8 @@ class Certainty:
         Drafts that were right count as certain. `last` is the log-probability of the target's
         favourite where it chose the last one; None where nobody asked for it.
         """
-        if last is None:
-            return
-        kept = RECENT**tokens
-        added = (1 - kept) / (1 - RECENT)
-        self._sum = kept * self._sum + added - 1 + exp(last)
-        self._weight = kept * self._weight + added
-        self.mean = self._sum / self._weight
+        if last is not None:
+            self.mean = 1 - RECENT**tokens * self.doubt - (1 - RECENT) * (1 - exp(last))
 
 
 def level(certainty: float | None) -> int:
