@@ -3,6 +3,7 @@
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tinymodels import random_drafter, target
 from dflash_mlx.engine.costs import MANY, SharedCosts, measure_shared
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.rows import FIRST, FLOOR, GAIN, SLACK, Share, Standing, share
-from dflash_mlx.policy import timing
+from dflash_mlx.policy import risk, timing
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.offer import Offer, paths
 from dflash_mlx.policy.watch import Watch
@@ -87,6 +88,7 @@ def test_no_other_rows_are_better(rates, prices):
 @settings(max_examples=40)
 @given(first=st.floats(0.05, 0.98), later=st.floats(0.3, 0.99), prices=PRICES)
 def test_one_request_gets_what_its_own_policy_says(first, later, prices):
+    """But for the caution of one alone: the luck of many evens out."""
     row, _, draft = prices
     table = {rows: 1 + row * (rows - 1) for rows in (1, 2, 4, 8, 16)}
     costs = Costs({64: table}, {64: {rows: draft for rows in (2, 4, 8, 16)} | {1: 0.0}})
@@ -96,7 +98,8 @@ def test_one_request_gets_what_its_own_policy_says(first, later, prices):
     beliefs._tried[-1], beliefs._hit[-1] = 1e6, first * 1e6
     widths = policy.start()
     widths._account.book(0.0, 10.0)  # it can pay for what it wants
-    own = widths.width(64, WIDEST)
+    with patch.object(risk, "CAUTION", 0.0):
+        own = widths.width(64, WIDEST)
     affordable = widths._account.affordable(widths.rates())
     standing = Standing()
     standing.book(0.0, 10)

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_policy import WIDEST, costs
 
-from dflash_mlx.policy.account import ALLOWANCE, CREDIT, FADING, FIRST, RISK, SHARE, Account
+from dflash_mlx.policy.account import (
+    ALLOWANCE,
+    CREDIT,
+    FADING,
+    FIRST,
+    RISK,
+    SHARE,
+    STAKE,
+    Account,
+)
 from dflash_mlx.policy.widths import Policy
 
 RATES = st.lists(st.floats(0, 0.999), min_size=1, max_size=15)
@@ -32,7 +41,9 @@ def test_the_dearest_round_is_expected_to_lose_what_there_is(rates, rounds):
     risk = min(RISK, FIRST + SHARE * (tokens + 1)) + felt
     cost = account.affordable(rates)
     assert 1 <= cost <= max(1, 1 + CREDIT + ahead)
-    if cost > 1 + RISK + felt and cost <= len(rates):  # further out the last rate goes on
+    stake = max(RISK, min(STAKE, SHARE * (tokens + 1) + min(0.0, ahead)))
+    assert account.stake == stake
+    if cost > 1 + stake + felt and cost <= len(rates):  # further out the last rate goes on
         assert expected_loss(cost, rates) <= max(0, risk) + 1e-9
         if 1 < cost < 1 + CREDIT + ahead:
             assert expected_loss(cost, rates) == pytest.approx(risk)
@@ -87,15 +98,19 @@ def test_the_first_block_is_whole_where_the_target_is_sure_and_rows_are_cheap():
     assert 1 <= widths[8.0, 0.9999] < WIDEST
 
 
-@pytest.mark.parametrize("draft, is_tried", [(0.2, True), (0.5, True), (0.7, False)])
-def test_what_can_lose_a_part_of_a_token_is_tried_at_once(draft, is_tried):
-    """Though the target is unsure, and again once most of the loss is forgotten."""
+@pytest.mark.parametrize("draft, first", [(0.2, 0), (0.4, 0), (0.7, 40)])
+def test_what_can_lose_a_part_of_a_token_is_tried_at_once(draft, first):
+    """Though the target is unsure, and again once most of the loss is forgotten.
+
+    What can lose more waits until that is a small part of the answer.
+    """
     pair = costs(1.8, draft)
     request, seconds = Policy(pair, WIDEST).start(), pair.rounds(64, WIDEST)
-    widths = spell(request, 24, 0.7)
-    assert (widths[0] > 1) == is_tried
+    widths = spell(request, 50, 0.7)
+    tried = [at for at, width in enumerate(widths) if width > 1]
+    assert first <= tried[0] <= first + 2 and (first or len(tried) > 1)
     assert max(seconds[width - 1] for width in widths[:8]) <= 1 + RISK
-    assert max(widths[1:]) > 1
+    assert max(seconds[width - 1] for width in widths) <= 1 + STAKE
 
 
 def spell(request, rounds, certainty):

@@ -140,8 +140,8 @@ def test_a_text_that_nothing_is_drafted_for_is_looked_at_seldom_until_that_chang
     assert looks[PATIENCE - 1] == PATIENCE and 4 <= looks[-1] - looks[-41] <= 16, looks
     for text in texts:
         text.sure = True
-    widths = [play() for _ in range(16)]
-    assert max(widths[:11]) > 1 and min(widths[-4:]) > 1, widths
+    widths = [play() for _ in range(20)]
+    assert max(widths[:16]) > 1 and min(widths[-4:]) > 1, widths
 
 
 def test_looks_of_a_rest_wait_for_nobody_and_its_end_costs_one_token():
@@ -149,12 +149,12 @@ def test_looks_of_a_rest_wait_for_nobody_and_its_end_costs_one_token():
     policy = Policy(PAIR, WIDEST)
     text = Text(policy)
     play = ahead([text])
-    for _ in range(60):
+    for _ in range(90):
         play()
     waits = text.waits
     for _ in range(60):
         assert play() == 1
-    assert text.waits == waits <= PATIENCE + 8, "the first looks, and tries of drafts"
+    assert text.waits == waits <= PATIENCE + 10, "the first looks, and tries of drafts"
     assert "LL".join(["." * (LONGEST - 1)] * 4) in text.looked, "each time two in a row"
     assert text.looked.startswith("LLLLLL..LL......LL")
     text.sure, rounds = True, 0

@@ -5,7 +5,8 @@ be drafted if what it is *expected* to lose is there: a share of the tokens so f
 drafting is ahead by. So where the target is sure, and drafts are mostly right, whole blocks are
 drafted from the first round on; where it is not, the same block has to wait until the answer is
 long enough to pay for it, or a narrower one is drafted first if that is cheaper. What cannot lose
-more than a part of a token, even if all of it is wrong, may always be tried where nothing is owed.
+more than a part of a token, even if all of it is wrong, may always be tried where nothing is owed;
+what can lose more, once that is a small part of the answer.
 
 What is really lost is booked twice. In full, and this limits the loss of the longest answer; and
 as a debt that fades with the tokens, and this decides about the next try. A bad start is a reason
@@ -18,7 +19,8 @@ from collections.abc import Sequence
 
 FIRST = 0.15  # plain tokens that the first round may be expected to lose,
 SHARE = 0.02  # the share of the tokens so far that may be lost besides,
-RISK = 0.6  # and both together at most; and what any round may lose, however likely it is to fail
+RISK = 0.5  # and both together at most; and what any round may lose, however likely it is to fail,
+STAKE = 1.25  # and where that is no larger a share of all the tokens so far
 FADING = 0.92  # what a token leaves of a debt, as the next try sees it
 CREDIT = 6.0  # tokens that a request may really lose,
 ALLOWANCE = 0.01  # and the share of all its tokens besides
@@ -51,8 +53,14 @@ class Account:
             cost, risk = cost + 1, risk - (1 - path)
         if risk > 0 and path < 1:
             cost += risk / (1 - path)
-        cost = max(cost, 1 + RISK + self._felt)
+        cost = max(cost, 1 + self.stake + self._felt)
         return max(1.0, min(cost, 1 + CREDIT + self._ahead))
+
+    @property
+    def stake(self) -> float:
+        """What a round may lose for the sake of what it teaches, however likely it is to fail."""
+        saved = SHARE * (self._tokens + 1) + min(0.0, self._ahead)
+        return max(RISK, min(STAKE, saved))
 
     @property
     def _risk(self) -> float:

@@ -5,9 +5,11 @@ the slots before it are (`beliefs`). The policy divides by what a round of w row
 machine and takes the best w, which may be plain decoding. As a_1 depends on how sure the target
 was lately, the way back to drafting is found within a few tokens of where it pays.
 
-What is worth a try is asked with hope, as far as nothing is known to the contrary: nobody learns
-from what he never tries. What it costs to be wrong is asked soberly: an account (`account`) pays
-for tries, and what a request cannot pay for is not drafted, however much it promises.
+What is worth a try is asked with hope where it is cheap, as far as nothing is known to the
+contrary: nobody learns from what he never tries. What it costs to be wrong is asked soberly: an
+account (`account`) pays for tries, and what a request cannot pay for is not drafted, however much
+it promises. Of two rounds that promise as much, the one that may lose less is drafted: what a short
+answer loses at once it cannot earn back.
 
 `Policy` is what is known about a pair; `Widths` is one request's account and choices. They
 change the speed and not the text.
@@ -33,6 +35,7 @@ from .beliefs import Beliefs, Mood, expected_tokens, first_drafts, level, warmth
 from .confidence import Confidence
 from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs
 from .kept import beliefs_file, keep_beliefs, read_beliefs
+from .risk import speeds, worth
 from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
@@ -187,13 +190,6 @@ class Policy:
         return lines
 
 
-def _speeds(expected: Sequence[float], seconds: Sequence[float], affordable: float) -> list[float]:
-    """Tokens per second of 1, 2, ... rows; 0 where drafts cost more than what is affordable."""
-    speeds = [tokens / took for tokens, took in zip(expected, seconds, strict=False)]
-    drafted = zip(speeds[1:], seconds[1:], strict=False)
-    return [speeds[0], *(speed if took <= affordable else 0.0 for speed, took in drafted)]
-
-
 class Widths:
     """The widths of one request's rounds.
 
@@ -225,12 +221,14 @@ class Widths:
         affordable = self._affordable(rates)
         if affordable < min(self._seconds[1:limit], default=inf):
             return 1  # most looks end here where drafts are wrong; the device waits for them
-        expected = expected_tokens(self._hopeful(rates) if is_early else rates)
-        speeds = _speeds(expected, self._seconds, affordable)
-        best = max(range(limit), key=speeds.__getitem__) + 1
-        if best > 1 and not self._pays(speeds[best - 1], speeds[0]):
+        hopes = self._hopeful(rates) if is_early else rates
+        plain = self.ahead * self._seconds[0]
+        costs = [seconds / plain for seconds in self._seconds[:limit]]
+        found = speeds(worth(rates, hopes, costs, self._account.stake), self._seconds, affordable)
+        best = max(range(limit), key=found.__getitem__) + 1
+        if best > 1 and not self._pays(found[best - 1], found[0]):
             best = 1
-        trial = self._trial(best, limit, expected, affordable, hears) if is_early else None
+        trial = self._trial(best, limit, hopes, affordable, hears) if is_early else None
         return trial or best
 
     def look(self, context: int, certainty: float | None) -> None:
@@ -249,11 +247,11 @@ class Widths:
             return 1, 1 / self._seconds[0]
         rates, verify = rates[: limit - 1], self._verify()
         expected, affordable = expected_tokens(rates), self._affordable(rates)
-        speeds = _speeds(expected, verify, affordable)
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        if best and self._pays(speeds[best], speeds[0]):
-            return best + 1, speeds[best]
-        return 1, speeds[0]
+        found = speeds(expected, verify, affordable)
+        best = max(range(len(found)), key=found.__getitem__)
+        if best and self._pays(found[best], found[0]):
+            return best + 1, found[best]
+        return 1, found[0]
 
     def _pays(self, speed: float, plain: float) -> bool:
         """Whether a drafted round has more tokens per second than plain ones, each begun ahead."""
@@ -381,14 +379,14 @@ class Widths:
             self._seconds = policy.watch.corrected(self._measured)
 
     def _trial(
-        self, best: int, limit: int, expected: list[float], affordable: float, hears: bool
+        self, best: int, limit: int, hopes: list[float], affordable: float, hears: bool
     ) -> int | None:
         """A width to be tried for its cost alone, for what was measured may be wrong; mostly None.
 
         Only one that would bring clearly more tokens, that deserves a try, and that the account can
         pay for.
         """
-        watch = self._policy.watch
+        watch, expected = self._policy.watch, expected_tokens(hopes)
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit

@@ -1,0 +1,60 @@
+"""What a round is worth, where one that fails costs an answer more than one that succeeds brings.
+
+Most answers are short. What one loses at once it hardly earns back, and whoever waits for it
+notices that it is slower than plain decoding sooner than that another one is quicker still. So of
+what a dear round is expected to bring, the square of what it may lose is taken off: it has to wait
+until drafts are surer, or a narrower block is drafted. What an answer can stake (`Account.stake`)
+is for learning, and there hope counts instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .beliefs import expected_tokens
+
+CAUTION = 1.0  # tokens that a round has to promise for each one that it may lose, squared
+
+
+def worth(
+    rates: Sequence[float], hopes: Sequence[float], costs: Sequence[float], stake: float
+) -> list[float]:
+    """Tokens that rounds of 1, 2, ... rows are worth.
+
+    Args:
+        rates: how often slots 1, 2, ... are right when those before them are.
+        hopes: the same, as far as nothing is known to the contrary.
+        costs: of the rounds, in units of a plain token's.
+        stake: what a round may lose in hope; of dearer ones only what is believed counts.
+    """
+    sober, hoped = expected_tokens(rates), expected_tokens(hopes)
+    found = [1.0]
+    for rows, cost in enumerate(costs[1:], start=2):
+        if cost <= 1 + stake:
+            found.append(hoped[rows - 1])
+        else:
+            found.append(sober[rows - 1] - CAUTION * shortfall(rates[: rows - 1], cost))
+    return found
+
+
+def shortfall(rates: Sequence[float], cost: float) -> float:
+    """What is expected of the square of the plain tokens that a round may lose.
+
+    Args:
+        rates: of all its drafted slots.
+        cost: of the round, in units of a plain token's.
+    """
+    square, path, tokens = 0.0, 1.0, 1
+    for rate in rates:
+        if tokens >= cost:
+            return square
+        square += path * (1 - rate) * (cost - tokens) ** 2
+        path, tokens = path * rate, tokens + 1
+    return square + path * max(0.0, cost - tokens) ** 2
+
+
+def speeds(tokens: Sequence[float], seconds: Sequence[float], affordable: float) -> list[float]:
+    """Tokens per second of 1, 2, ... rows; 0 where drafts cost more than what is affordable."""
+    found = [brought / took for brought, took in zip(tokens, seconds, strict=False)]
+    drafted = zip(found[1:], seconds[1:], strict=False)
+    return [found[0], *(speed if took <= affordable else 0.0 for speed, took in drafted)]
