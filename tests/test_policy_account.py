@@ -43,6 +43,7 @@ def test_the_dearest_round_is_expected_to_lose_what_there_is(rates, rounds):
     assert 1 <= cost <= max(1, 1 + CREDIT + ahead)
     stake = max(RISK, min(STAKE, SHARE * (tokens + 1) + min(0.0, ahead)))
     assert account.stake == stake
+    assert cost >= max(1, min(1 + stake + felt, 1 + CREDIT + ahead)) - 1e-9
     if cost > 1 + stake + felt and cost <= len(rates):  # further out the last rate goes on
         assert expected_loss(cost, rates) <= max(0, risk) + 1e-9
         if 1 < cost < 1 + CREDIT + ahead:
@@ -98,7 +99,7 @@ def test_the_first_block_is_whole_where_the_target_is_sure_and_rows_are_cheap():
     assert 1 <= widths[8.0, 0.9999] < WIDEST
 
 
-@pytest.mark.parametrize("draft, first", [(0.2, 0), (0.4, 0), (0.7, 40)])
+@pytest.mark.parametrize("draft, first", [(0.2, 0), (0.4, 0), (0.5, 26), (0.7, 40)])
 def test_what_can_lose_a_part_of_a_token_is_tried_at_once(draft, first):
     """Though the target is unsure, and again once most of the loss is forgotten.
 

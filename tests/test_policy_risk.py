@@ -1,5 +1,6 @@
 """What a round is worth: hope where a failure is cheap, caution where it is dear."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import log
 
@@ -10,7 +11,7 @@ from test_policy import WIDEST, costs
 
 from dflash_mlx.policy.beliefs import LEVELS, Certainty, expected_tokens, level
 from dflash_mlx.policy.risk import CAUTION, shortfall, speeds, worth
-from dflash_mlx.policy.widths import Policy
+from dflash_mlx.policy.widths import TRIAL_GAIN, Policy
 
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=15)
 
@@ -65,6 +66,50 @@ def test_a_gain_that_may_be_a_large_loss_is_not_worth_it(draft, drafts):
     pays = max(speeds(request.expected_tokens(), request._seconds, 9.0))
     width = request.width(64, WIDEST)
     assert pays > 1.15 and (width > 1) == drafts
+
+
+def test_a_risk_is_counted_in_plain_tokens_as_they_are_begun_ahead():
+    """A round of which they take three quarters loses more of them than a clock of its own says."""
+    widths = []
+    for ahead in (1.0, 0.75):
+        request = believing(replace(costs(1.8, 0.5), ahead=ahead), 0.5, 0.8).start()
+        request._account.book(0.0, 10)
+        speed = max(speeds(request.expected_tokens(), request._seconds, 9.0))
+        assert speed * ahead > 1.02  # as much as drafting has to promise
+        widths.append(request.width(64, WIDEST))
+    assert widths[0] > 4 and widths[1] == 1
+
+
+def test_no_width_is_tried_in_hope_for_what_it_costs():
+    """Plain rounds are known, others are not; and drafts that were tried here were all wrong."""
+    policy = Policy(costs(1.8, 0.7), WIDEST)
+    for _ in range(9):
+        policy.watch.saw(1, 1.0, 1.0)
+    request, beliefs = policy.start(), policy.beliefs()
+    request._account.book(0.0, 10)
+    assert request.width(64, WIDEST, 0.4) > 1
+    beliefs._tried[0] = 4.0
+    assert expected_tokens([beliefs.hope(0), *beliefs.rates(0)[1:]])[3] > TRIAL_GAIN
+    assert request.width(64, WIDEST, 0.4) == 1
+
+
+@pytest.mark.parametrize("draft, tried", [(1.0, True), (1.3, False)])
+def test_what_an_answer_can_stake_has_an_end(draft, tried):
+    """However long it is: 1.25 plain tokens. Drafts are right at 0.6, which is believed of none."""
+    pair = costs(1.2, draft)
+    request = believing(pair, 0.05, 0.9).start()
+    request._policy.beliefs().hope = lambda at: 0.9
+    for _ in range(400):
+        request.observe(0, 0)
+    assert (request.width(64, WIDEST) > 1) == tried
+
+
+def test_near_the_end_nothing_is_staked():
+    """What a try would teach comes too late: caution counts for cheap rounds, too."""
+    request = believing(costs(1.8, 0.3), 0.35, 0.5).start()
+    request._account.book(0.0, 10)
+    assert request.width(64, WIDEST) > 1
+    assert request.width(64, WIDEST - 1) == 1
 
 
 def test_an_opening_is_believed_to_be_known_until_more_of_it_is_seen():

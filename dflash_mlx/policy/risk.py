@@ -2,9 +2,9 @@
 
 Most answers are short. What one loses at once it hardly earns back, and whoever waits for it
 notices that it is slower than plain decoding sooner than that another one is quicker still. So of
-what a dear round is expected to bring, the square of what it may lose is taken off: it has to wait
-until drafts are surer, or a narrower block is drafted. What an answer can stake (`Account.stake`)
-is for learning, and there hope counts instead.
+what a dear round is expected to bring, the expected square of what it may lose is taken off: it has
+to wait until drafts are surer, or a narrower block is drafted. What an answer can stake
+(`Account.stake`) is for learning, and there hope counts instead.
 """
 
 from __future__ import annotations

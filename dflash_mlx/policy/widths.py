@@ -8,8 +8,8 @@ was lately, the way back to drafting is found within a few tokens of where it pa
 What is worth a try is asked with hope where it is cheap, as far as nothing is known to the
 contrary: nobody learns from what he never tries. What it costs to be wrong is asked soberly: an
 account (`account`) pays for tries, and what a request cannot pay for is not drafted, however much
-it promises. Of two rounds that promise as much, the one that may lose less is drafted: what a short
-answer loses at once it cannot earn back.
+it promises. Of two dear rounds that promise as much, the one that may lose less is drafted: what a
+short answer loses at once it cannot earn back (`risk`).
 
 `Policy` is what is known about a pair; `Widths` is one request's account and choices. They
 change the speed and not the text.
@@ -221,14 +221,14 @@ class Widths:
         affordable = self._affordable(rates)
         if affordable < min(self._seconds[1:limit], default=inf):
             return 1  # most looks end here where drafts are wrong; the device waits for them
-        hopes = self._hopeful(rates) if is_early else rates
+        hopes, stake = self._hopeful(rates), self._account.stake if is_early else 0.0
         plain = self.ahead * self._seconds[0]
         costs = [seconds / plain for seconds in self._seconds[:limit]]
-        found = speeds(worth(rates, hopes, costs, self._account.stake), self._seconds, affordable)
+        found = speeds(worth(rates, hopes, costs, stake), self._seconds, affordable)
         best = max(range(limit), key=found.__getitem__) + 1
         if best > 1 and not self._pays(found[best - 1], found[0]):
             best = 1
-        trial = self._trial(best, limit, hopes, affordable, hears) if is_early else None
+        trial = self._trial(best, limit, rates, affordable, hears) if is_early else None
         return trial or best
 
     def look(self, context: int, certainty: float | None) -> None:
@@ -379,14 +379,14 @@ class Widths:
             self._seconds = policy.watch.corrected(self._measured)
 
     def _trial(
-        self, best: int, limit: int, hopes: list[float], affordable: float, hears: bool
+        self, best: int, limit: int, rates: list[float], affordable: float, hears: bool
     ) -> int | None:
         """A width to be tried for its cost alone, for what was measured may be wrong; mostly None.
 
         Only one that would bring clearly more tokens, that deserves a try, and that the account can
         pay for.
         """
-        watch, expected = self._policy.watch, expected_tokens(hopes)
+        watch, expected = self._policy.watch, expected_tokens(rates)
         for rows in (TRIAL_ROWS, self._policy.widest):
             if (
                 best < rows <= limit
