@@ -95,7 +95,7 @@ def test_no_width_is_tried_in_hope_for_what_it_costs():
 
 @pytest.mark.parametrize("draft, tried", [(1.0, True), (1.3, False)])
 def test_what_an_answer_can_stake_has_an_end(draft, tried):
-    """However long it is: 1.25 plain tokens. Drafts are right at 0.6, which is believed of none."""
+    """However long it is: 1.25 plain tokens, though more is hoped for than is believed."""
     pair = costs(1.2, draft)
     request = believing(pair, 0.05, 0.9).start()
     request._policy.beliefs().hope = lambda at: 0.9

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 FIRST = 0.15  # plain tokens that the first round may be expected to lose,
 SHARE = 0.02  # the share of the tokens so far that may be lost besides,
 RISK = 0.5  # and both together at most; and what any round may lose, however likely it is to fail,
-STAKE = 1.25  # and where that is no larger a share of all the tokens so far
+STAKE = 1.25  # or so much, where `SHARE` of the tokens so far is as much
 FADING = 0.92  # what a token leaves of a debt, as the next try sees it
 CREDIT = 6.0  # tokens that a request may really lose,
 ALLOWANCE = 0.01  # and the share of all its tokens besides

@@ -217,17 +217,13 @@ class Widths:
         # What a try teaches is for later rounds: near the end only what is believed counts.
         is_early = limit >= self._policy.widest
         limit = min(limit, self._policy.widest)
-        rates = self.rates()
+        rates, plain = self.rates(), self._plain
         affordable = self._affordable(rates)
         if affordable < min(self._seconds[1:limit], default=inf):
             return 1  # most looks end here where drafts are wrong; the device waits for them
         hopes, stake = self._hopeful(rates), self._account.stake if is_early else 0.0
-        plain = self.ahead * self._seconds[0]
         costs = [seconds / plain for seconds in self._seconds[:limit]]
-        found = speeds(worth(rates, hopes, costs, stake), self._seconds, affordable)
-        best = max(range(limit), key=found.__getitem__) + 1
-        if best > 1 and not self._pays(found[best - 1], found[0]):
-            best = 1
+        best, _ = self._best(worth(rates, hopes, costs, stake), self._seconds, affordable)
         trial = self._trial(best, limit, rates, affordable, hears) if is_early else None
         return trial or best
 
@@ -246,16 +242,17 @@ class Widths:
         if not rates:
             return 1, 1 / self._seconds[0]
         rates, verify = rates[: limit - 1], self._verify()
-        expected, affordable = expected_tokens(rates), self._affordable(rates)
-        found = speeds(expected, verify, affordable)
-        best = max(range(len(found)), key=found.__getitem__)
-        if best and self._pays(found[best], found[0]):
-            return best + 1, found[best]
-        return 1, found[0]
+        return self._best(expected_tokens(rates), verify, self._affordable(rates))
 
-    def _pays(self, speed: float, plain: float) -> bool:
-        """Whether a drafted round has more tokens per second than plain ones, each begun ahead."""
-        return speed > GAIN * plain / self.ahead
+    def _best(
+        self, tokens: Sequence[float], seconds: Sequence[float], affordable: float
+    ) -> tuple[int, float]:
+        """The rows that bring the most tokens per second, and those; plain ones are begun ahead."""
+        found = speeds(tokens, seconds, affordable)
+        best = max(range(len(found)), key=found.__getitem__)
+        if best and found[best] <= GAIN * found[0] / self.ahead:
+            best = 0
+        return best + 1, found[best]
 
     def speed(self, rows: int) -> float:
         """Tokens per second that are expected of a drafted chain of so many rows."""
@@ -315,8 +312,13 @@ class Widths:
         """The seconds of the dearest round that the account can pay for."""
         return self._affordable(self.rates())
 
+    @property
+    def _plain(self) -> float:
+        """Seconds of a plain token of many, at this depth."""
+        return self.ahead * self._seconds[0]
+
     def _affordable(self, rates: Sequence[float]) -> float:
-        return self._account.affordable(rates) * self.ahead * self._seconds[0]
+        return self._account.affordable(rates) * self._plain
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
@@ -357,7 +359,7 @@ class Widths:
 
     def book(self, seconds: float, accepted: int) -> None:
         """Take in what a round cost and how many drafted tokens it brought."""
-        self._account.book(seconds / (self.ahead * self._seconds[0]), accepted + 1)
+        self._account.book(seconds / self._plain, accepted + 1)
         self._mood.pass_by(accepted + 1)
 
     def learn(self, at: int, drafted: int, accepted: int) -> None:
