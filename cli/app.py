@@ -64,15 +64,25 @@ class Command(Flags, TyperCommand):
     """One of them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Words that are too many are, as likely as not, of a text whose quotes were forgotten."""
-        *_, last = [None, *(p for p in self.params if p.param_type_name == "argument")]
-        ctx.allow_extra_args = last is not None
+        """Words that are too many are told what they were likely meant for."""
+        ctx.allow_extra_args = True
         with self._plainly(ctx):
             extra = super().parse_args(ctx, args)
-        if last is not None and extra and not ctx.resilient_parsing:
-            text = shlex.quote(" ".join([str(ctx.params[last.name]), *extra]))
-            ctx.fail(f"One {last.name} at a time. Text with spaces needs quotes: {text}")
+        if extra and not ctx.resilient_parsing:
+            ctx.fail(self._too_many(ctx, extra))
         return extra
+
+    def _too_many(self, ctx: Any, extra: list[str]) -> str:
+        """Of a text whose quotes were forgotten, or a model's name where only options are."""
+        *_, last = [None, *(p for p in self.params if p.param_type_name == "argument")]
+        words = " ".join(extra)
+        if last is not None:
+            text = shlex.quote(f"{ctx.params[last.name]} {words}")
+            return f"One {last.name} at a time. Text with spaces needs quotes: {text}"
+        told = f"'{self.name}' has options alone, and '{words}' is none."
+        if any(p.name == "model" for p in self.params) and len(words.split()) == 1:
+            told += f" If it is a model: {ctx.command_path} --model {shlex.quote(words)}"
+        return told
 
     @contextmanager
     def _plainly(self, ctx: Any) -> Iterator[None]:

@@ -17,6 +17,7 @@ from dflash_mlx.errors import DFlashError, PromptError
 from .chat_dialogue import Answer, Dialogue, measure_plain
 from .chat_wrap import BETWEEN, packed
 from .chat_writer import ASCII_BARS, BARS, ROUNDS, Writer, ribbon, terminal_size
+from .counters import drafting
 from .pair import explain
 from .screen import FEW, counted, error_line, note, stderr, waiting
 
@@ -174,9 +175,7 @@ class Chat:
         elif answer.events[-1].finish_reason == "length":
             parts.append(pair.limit_reached(stats))
         if pair.drafter is not None and stats.rounds:
-            rows = max(stats.widths, key=lambda rows: stats.widths[rows])
-            shape = "a tree of" if rows in stats.trees else "rows:"
-            parts.append(f"mostly {shape} {rows}" if rows > 1 else "mostly not drafting")
+            parts.append(drafting(stats))
         new = stats.prompt_tokens - stats.reused_tokens
         return [*parts, f"prompt: {new} new, {stats.reused_tokens} kept"]
 

@@ -54,3 +54,13 @@ def counter_lines(stats: Stats) -> list[str]:
 def rounds_by_rows(widths: Mapping[int, int]) -> str:
     """How many rounds had how many rows: "3 x 8, 1 x 16"."""
     return ", ".join(f"{count} x {rows}" for rows, count in sorted(widths.items())) or "none"
+
+
+def drafting(stats: Stats) -> str:
+    """How many rounds verified drafts: "drafts in 8 of 18 rounds, mostly 16 rows"."""
+    drafted = {rows: count for rows, count in stats.widths.items() if rows > 1}
+    if not drafted:
+        return "no drafts"
+    told = f"drafts in {sum(drafted.values())} of {counted(stats.rounds, 'round')}"
+    rows = max(drafted, key=lambda rows: drafted[rows])
+    return f"{told}, mostly {'trees of ' if rows in stats.trees else ''}{rows} rows"

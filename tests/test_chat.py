@@ -14,7 +14,9 @@ from dflash_mlx.cli.chat_commands import obey, reader
 from dflash_mlx.cli.chat_dialogue import Dialogue
 from dflash_mlx.cli.chat_loop import Chat
 from dflash_mlx.cli.chat_writer import DIM, NORMAL, Writer, ribbon
+from dflash_mlx.cli.counters import drafting
 from dflash_mlx.cli.pair import Pair
+from dflash_mlx.events import Stats
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.blas import BlasInfo
 
@@ -288,10 +290,28 @@ def test_a_conversation_with_another_model_is_said(chat, capsys, tmp_path, model
 def test_a_speed_of_few_rounds_is_not_compared(capsys):
     pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
     chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 3}), obey, reader)
-    assert "2 rounds" not in told(chat, capsys, "hi", "/set max_tokens 4")
+    assert "plain" not in told(chat, capsys, "hi", "/set max_tokens 4")
     chat.plain = 1.0
     assert "plain" not in told(chat, capsys, "/set max_tokens 3", "hi")
     assert "x plain" in told(chat, capsys, "/set max_tokens 4", "hi")
+
+
+@pytest.mark.parametrize(
+    ("widths", "trees", "said"),
+    [
+        ({1: 12, 16: 5, 2: 1}, {}, "drafts in 6 of 18 rounds, mostly 16 rows"),
+        ({31: 1}, {31: 1}, "drafts in 1 of 1 round, mostly trees of 31 rows"),
+        ({1: 3}, {}, "no drafts"),
+    ],
+)
+def test_an_answer_that_was_drafted_in_few_rounds_is_not_called_undrafted(widths, trees, said):
+    assert drafting(Stats(rounds=sum(widths.values()), widths=widths, trees=trees)) == said
+
+
+def test_the_line_about_an_answer_says_how_it_was_drafted(capsys):
+    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
+    chat = Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 8}), obey, reader)
+    assert re.search(r" · drafts in \d of \d rounds, mostly \d rows · ", told(chat, capsys, "hi"))
 
 
 def test_a_history_that_cannot_be_kept_is_said_once(tmp_path, capsys):

@@ -51,6 +51,21 @@ def test_so_it_is_for_every_command(arguments):
     assert done.exit_code == 2 and not done.stdout, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["chat", "qwen3-8b"], "If it is a model: dflash-mlx chat --model qwen3-8b"),
+        (["bench", "-n", 8, "tiny"], "If it is a model: dflash-mlx bench --model tiny"),
+        (["chat", "How are you?"], "'chat' has options alone, and 'How are you?' is none."),
+        (["models", "tiny"], "'models' has options alone, and 'tiny' is none."),
+    ],
+)
+def test_a_word_where_only_options_are_is_told_where_a_models_name_belongs(arguments, said):
+    done = invoke(*arguments)
+    assert done.exit_code == 2 and said in done.stderr and not done.stdout
+    assert ("model:" in said) == ("--model" in done.stderr)
+
+
 @pytest.mark.parametrize("option", ["--block-size", "--tree-budget"])
 def test_more_rows_than_there_can_be(option, pair):
     done = invoke("generate", "hi", "-n", "2", "--no-policy", option, 100_000, *pair)
