@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -47,6 +48,17 @@ COMMANDS = {  # name -> the module beside this one and the function in it
     "doctor": "doctor.doctor",
 }
 
+ELSEWHERE = {  # what other programs call it
+    "run": "chat --model NAME",
+    "prompt": "generate TEXT",
+    "complete": "generate TEXT",
+    "show": "models",
+    "ls": "list",
+    "version": "--version",
+    "completion": "--show-completion",
+}
+LIKE = 0.7  # of a name that may have been meant
+
 
 class Flags:
     """A command whose flags are shown without a value: Typer puts <bool> behind some."""
@@ -74,15 +86,18 @@ class Command(Flags, TyperCommand):
 
     def _too_many(self, ctx: Any, extra: list[str]) -> str:
         """Of a text whose quotes were forgotten, or a model's name where only options are."""
-        *_, last = [None, *(p for p in self.params if p.param_type_name == "argument")]
         words = " ".join(extra)
-        if last is not None:
-            text = shlex.quote(f"{ctx.params[last.name]} {words}")
-            return f"One {last.name} at a time. Text with spaces needs quotes: {text}"
-        told = f"'{self.name}' has options alone, and '{words}' is none."
+        if arguments := self._arguments():
+            text = shlex.quote(f"{ctx.params[arguments[-1]]} {words}")
+            return f"One {arguments[-1]} at a time. Text with spaces needs quotes: {text}"
+        told = f"'{self.name}' takes options alone, and '{words}' is none."
         if any(p.name == "model" for p in self.params) and len(words.split()) == 1:
             told += f" If it is a model: {ctx.command_path} --model {shlex.quote(words)}"
         return told
+
+    def _arguments(self) -> list[str]:
+        """Names of what needs no option."""
+        return [str(p.name) for p in self.params if p.param_type_name == "argument"]
 
     @contextmanager
     def _plainly(self, ctx: Any) -> Iterator[None]:
@@ -91,10 +106,14 @@ class Command(Flags, TyperCommand):
             yield
         except WRONG_OPTION as error:
             error.message = error.message.removeprefix("Value error, ")
-            if getattr(error, "possibilities", None) is not None:
+            wrong = getattr(error, "option_name", None)
+            if wrong is not None and getattr(error, "possibilities", None) is not None:
                 names = [name for one in self.get_params(ctx) for name in one.opts]
-                begun = [name for name in names if name.startswith(error.option_name)]
-                error.possibilities = begun or error.possibilities
+                begun = [name for name in names if name.startswith(wrong)]
+                error.possibilities = begun or get_close_matches(wrong, names, cutoff=LIKE)
+            if wrong in ("-p", "--prompt") and "prompt" in self._arguments():
+                error.message += f". A prompt needs none: {ctx.command_path} TEXT"
+                error.possibilities = None
             raise
 
 
@@ -134,6 +153,12 @@ class Program(Flags, TyperGroup):
         with _told():  # here --help and --version write
             return super().parse_args(ctx, args)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command; a word that is none is told what was likely meant."""
+        if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
+            ctx.fail(_no_command(args[0]))
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         # Other libraries' advice is not for the person at the terminal.
@@ -155,6 +180,20 @@ class Program(Flags, TyperGroup):
                     word = rf"{begins}{param.name}(?![\w.]*\w)"
                     told = re.sub(word, max(param.opts, key=len), told)
             raise SettingsError(told) from error
+
+
+def _no_command(word: str) -> str:
+    """What to say of a first word that is no command: a habit, a prompt, a model or a slip."""
+    from dflash_mlx.loading.names import EMBEDDED, PACKAGES
+
+    if len(word.split()) > 1:
+        return f"A text stands behind a command: dflash-mlx generate {shlex.quote(word)}"
+    if word in (EMBEDDED, *PACKAGES) or "/" in word:
+        return f"A model stands behind a command: dflash-mlx chat --model {shlex.quote(word)}"
+    near = get_close_matches(word, COMMANDS, n=1, cutoff=LIKE)
+    meant = ELSEWHERE.get(word) or next(iter(near), None)
+    hint = f"Did you mean '{meant}'?" if meant else "dflash-mlx -h lists them."
+    return f"No such command '{word}'. {hint}"
 
 
 @contextmanager

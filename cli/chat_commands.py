@@ -19,8 +19,11 @@ from .screen import counted, error_line, note, stderr, waiting
 if TYPE_CHECKING:
     from .chat_line import Line
 
-COMMAND = re.compile(r"(/[a-zA-Z]+)(?=\s|$)")  # "/usr/bin/env: what is it?" is a question
+COMMAND = re.compile(r"(/(?:[a-zA-Z]+|\?))(?=\s|$)")  # "/usr/bin/env: what is it?" is a question
 LEAVING = ("exit", "quit")  # as a message: what other programs at a prompt end on
+ELSEWHERE = {"/?": "/help", "/h": "/help", "/bye": "/quit", "/q": "/quit"}  # as other programs say
+QUOTES = '"""'  # `chat_line.Line` reads them
+LIKE = 0.7  # of a name that may have been meant
 FILE, SETTING, WORDS = "file", "setting", "words"  # kinds of arguments
 
 
@@ -34,7 +37,7 @@ def obey(chat: Chat, line: str) -> bool:
     found = COMMAND.match(line)
     if found is None:
         return False
-    name, rest = found[1], line[found.end() :]
+    name, rest = ELSEWHERE.get(found[1], found[1]), line[found.end() :]
     if "\n" in rest and name != "/system":  # something pasted
         return False
     if name in COMMANDS:
@@ -43,7 +46,10 @@ def obey(chat: Chat, line: str) -> bool:
         else:
             COMMANDS[name].run(chat, rest.strip())
         return True
-    near = get_close_matches(name, COMMANDS, n=1)
+    if name[1:] in NAMES:
+        near = [f"/set {name[1:]}"]
+    else:
+        near = get_close_matches(name, COMMANDS, n=1, cutoff=LIKE)
     hint = f"did you mean {near[0]}?" if near else "/help lists the commands."
     note(f"There is no {name}: {hint} (With a space before it, it is a message.)")
     return True
@@ -68,6 +74,7 @@ def _help(chat: Chat, _: str) -> None:
         if name == "/compare" and not chat.dialogue.compares:
             continue
         note(f"{name:10}{command.help}")
+    note(f"{QUOTES:10}around a message of several lines; or a \\ where each goes on")
 
 
 def _quit(chat: Chat, _: str) -> None:
@@ -80,6 +87,9 @@ def _clear(chat: Chat, _: str) -> None:
 
 
 def _undo(chat: Chat, _: str) -> None:
+    if chat.dialogue.unload():
+        note("Back in the conversation that was there before /load.")
+        return
     undone = chat.dialogue.undo()
     note("The last question and its answer are forgotten." if undone else "Nothing to undo.")
 
@@ -103,6 +113,7 @@ def _system(chat: Chat, text: str) -> None:
 
 
 def _set(chat: Chat, text: str) -> None:
+    text = text.removeprefix("parameter ")  # as other programs have it
     name, _, value = text.replace("=", " ", 1).partition(" ")
     name = name.removeprefix("--").replace("-", "_").lower()  # as on the command line
     settings = chat.dialogue.settings
@@ -145,12 +156,14 @@ def _load(chat: Chat, name: str) -> None:
     if not name:
         error_line("/load needs a file's name.")
         return
+    before = len(chat.dialogue.messages)
     try:
         chat.dialogue.load(Path(name).expanduser())
     except DataError as error:
         error_line(str(error))
         return
-    note(f"{counted(len(chat.dialogue.messages), 'message')} loaded.")
+    back = f" /undo goes back to the {before} before." if before else ""
+    note(f"{counted(len(chat.dialogue.messages), 'message')} loaded.{back}")
 
 
 def _ribbon(chat: Chat, _: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dflash_mlx
-from dflash_mlx.errors import DataError, SettingsError
+from dflash_mlx.errors import DataError, OutputError, SettingsError
 from dflash_mlx.reading import read_json
 
 from .output import write_whole
@@ -20,6 +20,7 @@ from .screen import note
 if TYPE_CHECKING:
     from dflash_mlx import Event, Stats
 
+Messages = list[dict[str, str]]
 ROLES = ("system", "user", "assistant")
 PLAIN_TEXTS, PLAIN_TOKENS = 2, 12  # of a measurement of plain decoding
 COMPARED, COMPARE_SECONDS = 3, 2.0  # runs of /compare, while they take no longer
@@ -67,9 +68,10 @@ class Dialogue:
 
     def __init__(self, pair: Pair, settings: dict[str, Any]) -> None:
         self.pair, self.settings = pair, settings
-        self.messages: list[dict[str, str]] = []
+        self.messages: Messages = []
         self.answers: list[Answer] = []  # of this session, undone ones too
         self.last: Answer | None = None  # the answer that the messages end with
+        self._before: tuple[Messages, Messages] = [], []  # a load, and what was loaded
         self._kept = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
 
     @property
@@ -176,22 +178,42 @@ class Dialogue:
     compares = True  # with plain decoding, where something drafts
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON, all or nothing. Raises `OutputError`."""
+        """Write the messages as JSON, all or nothing.
+
+        Raises `OutputError`, and does so where the file is something else than a conversation.
+        """
+        if path.is_file():
+            try:
+                read_talk(path)
+            except DataError as error:
+                raise OutputError(
+                    f"{path} is there and is no saved conversation: give another name."
+                ) from error
         content = {"model": self.name, "messages": self.messages}
         write_whole(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, path: Path) -> None:
         """Go on from a file that `save` wrote. Raises `DataError` and leaves all as it was."""
-        self.go_on(*read_talk(path))
+        messages, model = read_talk(path)
+        self._before = self.messages, messages
+        self.go_on([*messages], model)
 
-    def go_on(self, messages: list[dict[str, str]], model: str | None) -> None:
+    def unload(self) -> bool:
+        """Go back to what was there before `load`, unless more was said since; whether it did."""
+        before, loaded = self._before
+        if not before or self.messages != loaded:
+            return False
+        self.messages, self.last, self._before = before, None, ([], [])
+        return True
+
+    def go_on(self, messages: Messages, model: str | None) -> None:
         """Go on from messages of a conversation with a model, which may have been another one."""
         self.messages, self.last = messages, None
         if model not in (None, self.name):
             note(f"That conversation was with {model}; {self.name} goes on with it.")
 
 
-def read_talk(path: Path) -> tuple[list[dict[str, str]], str | None]:
+def read_talk(path: Path) -> tuple[Messages, str | None]:
     """The messages of a file that `Dialogue.save` wrote, and whose answers are in them.
 
     Raises `DataError`.

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
+from dflash_mlx.errors import ModelNotFoundError
 from dflash_mlx.loading.fits import WHETHER, fits, looks_quantized
-from dflash_mlx.loading.gguf.packages import gguf_file
+from dflash_mlx.loading.gguf.packages import PACKAGES, gguf_file
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import check_name
+from dflash_mlx.loading.names import EMBEDDED, check_name
 from dflash_mlx.loading.registry import OTHERWISE, pair_of
 
 from . import options
@@ -71,5 +72,10 @@ def list_(*, json: options.Json = False) -> None:
 
 def rm(*, name: Downloaded) -> None:
     """Delete a downloaded model from this disk."""
+    if name == EMBEDDED:
+        raise ModelNotFoundError(f"{name} is part of this program, and nothing to delete.")
+    if name in PACKAGES:
+        package, _ = PACKAGES[name]
+        raise ModelNotFoundError(f"{name} is a Python package: pip uninstall {package}")
     freed = Hub().remove(name)
     note(f"{name}: {sized(freed)} are free again.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import dflash_mlx
-from dflash_mlx.errors import PromptError
+from dflash_mlx.errors import PromptError, SettingsError
 
 from . import generate_options, options
 from .counters import counter_lines, counters
@@ -97,6 +97,8 @@ def generate(
         explain(pair, result.stats)
     if pair.chains is not None:
         pair.chains.keep()
+    if schema is not None and result.finish_reason == "length":
+        raise SettingsError(f"The JSON is not whole: {pair.limit_reached(result.stats)}.")
 
 
 def _write(

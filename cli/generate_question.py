@@ -13,6 +13,8 @@ import typer
 from dflash_mlx.errors import DataError, MissingDependencyError, PromptError
 from dflash_mlx.reading import read_json
 
+from .screen import counted, note
+
 STANDARD = "-"  # a file of this name is stdin, or stdout
 
 
@@ -22,7 +24,8 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
     A blank line stands between them, as between an instruction and the letter it is about. The
     newline that ends a file or what is piped in is none of the question's, as in a shell's $(...).
     "-" as the prompt or a file is stdin, in its place; else stdin is read unless it is a terminal,
-    or one that never ends.
+    or one that never ends. On a terminal it is said that it was added: in a loop over the lines
+    of a file, the first call takes them all.
 
     Raises:
         typer.BadParameter: stdin is asked for twice or never ends, or there is no prompt at all.
@@ -39,6 +42,8 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
         parts.append(_stdin() if str(file) == STANDARD else _lines(_content(file), str(file)))
     if not asked and stdin_ends and sys.stdin is not None and not sys.stdin.isatty():
         piped = sys.stdin.buffer.read()
+        if piped.strip() and parts and sys.stderr.isatty():
+            note(f"With {counted(len(piped.splitlines()), 'line')} of standard input.")
         if piped.strip() or not parts:
             parts.append(_lines(piped, "What is piped in"))
     if not parts:

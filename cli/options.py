@@ -71,7 +71,7 @@ Model = Annotated[
         "-m",
         group=MODEL,
         metavar="NAME",
-        help="Folder, GGUF file, hub name or 'tiny'.",
+        help="Folder, GGUF file, hub name, smollm2.",
         autocompletion=targets_beginning,
     ),
 ]
@@ -189,9 +189,7 @@ class Sampling:
         value(
             group=DECODING,
             metavar="P",
-            help="Likeliest tokens only, up to probability P.",
-            min=0,
-            max=1,
+            help="Likeliest tokens only, up to P in (0, 1].",
         ),
     ] = 1.0
     top_k: Annotated[

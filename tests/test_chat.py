@@ -107,6 +107,9 @@ def test_the_system_message_is_shown_set_and_removed(chat, capsys):
         ("/sytem be brief", "did you mean /system?"),
         ("/quitt", "did you mean /quit?"),
         ("/zzz", "/help lists the commands."),
+        ("/nope", "/help lists the commands."),
+        ("/temperature 0.5", "did you mean /set temperature?"),
+        ("/?", "/undo     forget the last question"),
         (" /sytem", None),
         ("/etc/hosts holds what?", None),
         ("/help\nis the first line of this file", None),
@@ -121,7 +124,14 @@ def test_what_is_almost_a_command_is_no_message(chat, capsys, line, said):
 
 @pytest.mark.parametrize(
     ("line", "leaves"),
-    [("exit", True), ("quit ", True), ("/exit", True), (" exit", False), ("exit code?", False)],
+    [
+        ("exit", True),
+        ("quit ", True),
+        ("/exit", True),
+        ("/bye", True),
+        (" exit", False),
+        ("exit code?", False),
+    ],
 )
 def test_a_word_alone_leaves_as_in_other_programs(chat, line, leaves):
     say(chat, line)
@@ -132,6 +142,7 @@ def test_settings_are_shown_and_set(chat, capsys):
     settings = chat.dialogue.settings
     shown = told(chat, capsys, "/set")
     assert shown.count("\n") == 6 and "temperature  0.0" in shown and "seed         none" in shown
+    assert told(chat, capsys, "/set parameter temperature 0.7") == "temperature  0.7\n"
     assert told(chat, capsys, "/set temperature 0.8") == "temperature  0.8\n"
     assert settings["temperature"] == 0.8 and settings["seed"] is not None, "/retry needs one"
     say(
@@ -243,6 +254,38 @@ def test_save_and_load(chat, tmp_path, capsys):
     assert json.loads(file.read_text())["messages"] == chat.dialogue.messages
     assert roles(chat) == ["user", "assistant"] and "2 messages loaded" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [file], "nothing half-written is left"
+
+
+def test_a_file_that_is_no_conversation_is_not_replaced(chat, tmp_path, capsys):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("precious")
+    assert "no saved conversation: give another name" in told(chat, capsys, "hi", f"/save {notes}")
+    assert notes.read_text() == "precious"
+    talk = tmp_path / "talk.json"
+    say(chat, f"/save {talk}", "ho", f"/save {talk}")  # an older state of it is
+    assert json.loads(talk.read_text())["messages"] == chat.dialogue.messages
+
+
+def test_undo_brings_back_what_a_load_replaced(chat, tmp_path, capsys):
+    file = tmp_path / "talk.json"
+    say(chat, "hi", f"/save {file}", "/clear", "ho", "hm")
+    replaced = chat.dialogue.messages
+    assert "2 messages loaded. /undo goes back to the 4 before." in told(
+        chat, capsys, f"/load {file}"
+    )
+    assert "before /load" in told(chat, capsys, "/undo") and chat.dialogue.messages == replaced
+    say(chat, "/undo")
+    assert chat.dialogue.messages == replaced[:2], "from here on it is the usual one"
+
+
+def test_undo_after_a_question_takes_that_back_first(chat, tmp_path, capsys):
+    file = tmp_path / "talk.json"
+    say(chat, "hi", f"/save {file}", "ho", f"/load {file}", "hm", "/undo")
+    assert roles(chat) == ["user", "assistant"] and chat.dialogue.messages[0]["content"] == "hi"
+    say(chat, "/undo")
+    assert chat.dialogue.messages[2]["content"] == "ho"
+    fresh = told(chat, capsys, "/clear", f"/load {file}")
+    assert "1 message" not in fresh and "/undo" not in fresh, "nothing was replaced"
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,16 @@ def test_a_terminal_is_not_waited_for(monkeypatch):
     assert read_prompt(SUMMARIZE, []) == SUMMARIZE
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_person_is_told_how_much_was_piped_in(watched, monkeypatch, capsys):
+    """In a loop over a file's lines the first call takes all that are left."""
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"two\nthree\n")))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: watched)
+    assert read_prompt("one", []) == "one\n\ntwo\nthree"
+    said = "With 2 lines of standard input." in capsys.readouterr().err
+    assert said == watched
+
+
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
     runs = []
     monkeypatch.setattr(command, "_compare", lambda untaught: runs.append(untaught.run_plain()))
@@ -208,6 +218,8 @@ def test_an_answer_fits_a_schema(monkeypatch, tmp_path):
     done = invoke("What is 12 plus 7?", "--json-schema", file, "--compare")
     assert done.exit_code == 0 and "identical to plain decoding: yes" in done.stderr
     assert 0 <= json.loads(done.stdout)["sum"] <= 99
+    cut = invoke("What is 12 plus 7?", "--json-schema", file, "-n", 2)
+    assert cut.exit_code == 2 and "The JSON is not whole: cut off by --max-tokens" in cut.stderr
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])

@@ -51,6 +51,10 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
         check_name(str(broken))
     with pytest.raises(ModelNotFoundError, match="No model 'tinny'.*Did you mean tiny"):
         check_name("tinny")
+    with pytest.raises(ModelNotFoundError, match="No model './tinny': there is no such folder"):
+        check_name("./tinny")
+    with pytest.raises(ModelNotFoundError, match="Did you mean Qwen/Qwen3-8B?"):
+        check_name("https://example.org/Qwen/Qwen3-8B/")
     (broken / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     check_name(str(broken))
 

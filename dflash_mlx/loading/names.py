@@ -81,8 +81,16 @@ def check_name(name: str) -> None:
         return
     if exists and name:
         raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name.startswith((".", "/", "~")):
+        raise ModelNotFoundError(f"No model {name!r}: there is no such folder.")
+    if "://" in name:
+        repository = "/".join(name.rstrip("/").split("/")[-2:])
+        raise ModelNotFoundError(
+            f"No model {name!r}: a hub repository is named owner/name. Did you mean {repository}?"
+        )
+    if name.count("/") != 1:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a GGUF file, a hub repository (owner/name), "
-            f"{EMBEDDED!r} or {', '.join(map(repr, PACKAGES))}." + meant(name)
+            f"{EMBEDDED!r} or {', '.join(map(repr, PACKAGES))}; 'dflash-mlx models' lists those "
+            "that have a drafter." + meant(name)
         )

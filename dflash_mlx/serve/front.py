@@ -26,6 +26,10 @@ from .metrics import Metrics
 from .sse import GoneError
 
 LOADING: Final = "The model is being loaded: try again in a moment."
+NOWHERE: Final = (
+    "There is nothing at this path. OpenAI's dialect is at /v1/chat/completions, /v1/completions, "
+    "/v1/responses and /v1/models, Anthropic's at /v1/messages."
+)
 GONE: Final = 499  # nobody reads it; the log does
 
 log = logging.getLogger("dflash_mlx.serve")
@@ -85,7 +89,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {404: "There is nothing at this path.", 405: "This path takes another method."}
+    words = {404: NOWHERE, 405: "This path takes another method."}
     status = error.status_code if error.status_code in words else 400
     refusal = Refusal(words.get(status, str(error.detail)), status)
     response = error_response(refusal, request.url.path, request.state.request_id)
