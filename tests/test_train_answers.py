@@ -2,6 +2,7 @@
 
 import json
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,34 @@ def test_an_answer_holds_the_token_that_ended_it(prompts: list[list[int]]) -> No
     assert answer.sample.answers == ((start, start + len(answer.answer)),)
 
 
+@pytest.mark.parametrize("settings", [SMALL, replace(SMALL, temperature=1.0, seed=4)])
 @pytest.mark.parametrize("cut", [0, 10, 0.5, 0.9, 1])
 def test_a_file_cut_anywhere_grows_to_the_same(
-    tmp_path: Path, target: Target, prompts: list[list[int]], cut: float
+    tmp_path: Path, target: Target, prompts: list[list[int]], cut: float, settings: Answering
 ) -> None:
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
-    answers = answer_all(target, prompts, whole, SMALL)
+    answers = answer_all(target, prompts, whole, settings)
     content = whole.read_bytes()
     part.write_bytes(content[: cut if cut == 10 else int(cut * len(content))])
-    assert answer_all(target, prompts, part, SMALL) == answers
+    assert answer_all(target, prompts, part, settings) == answers
     assert part.read_bytes() == content
+
+
+def test_sampled_answers_are_others_with_another_seed_and_in_every_chunk(
+    tmp_path: Path, target: Target, prompts: list[list[int]]
+) -> None:
+    same = [prompts[0]] * 4  # two chunks of two
+    drawn = [
+        [
+            one.answer
+            for one in answer_all(
+                target, same, tmp_path / f"{seed}.jsonl", replace(SMALL, temperature=1.0, seed=seed)
+            )
+        ]
+        for seed in (1, 2)
+    ]
+    assert len({*drawn[0], *drawn[1]}) == 8
+    assert {len(answer) for answer in drawn[0]} == {SMALL.max_tokens}
 
 
 def test_what_is_there_is_not_answered_again(

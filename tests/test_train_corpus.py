@@ -12,7 +12,14 @@ from policy_speed import FREE
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.tiny import recipe
 from dflash_mlx.tiny.recipe import corpus, passages, problems, strangers
-from dflash_mlx.tiny.recipe.pair import OWN_REQUESTS, SCORED, different_requests, learnable
+from dflash_mlx.tiny.recipe.own import (
+    BEGUN_TOKENS,
+    OWN_REQUESTS,
+    SCORED,
+    cut,
+    different_requests,
+    learnable,
+)
 from dflash_mlx.tiny.recipe.problems import Turn
 from dflash_mlx.train.answers import Answer
 
@@ -174,3 +181,15 @@ def test_what_drafters_are_scored_by_is_not_learnt_from_strangers() -> None:
     said = [greeting, *secrets, other]
     answers = [Answer((1,), (*tokenizer.encode(text), 2), True) for text in [*said, ""]]
     assert learnable(answers, tokenizer) == [answers[0].sample, answers[4].sample]
+
+
+def test_beginnings_are_of_every_length_and_hold_no_end() -> None:
+    """What is drawn may have ended at once, before most lengths, or not at all."""
+    ended = [Answer((1,), (*range(10, 10 + n), 2), True) for n in (0, 1, 2, 40) for _ in range(500)]
+    running = [Answer((1,), tuple(range(10, 10 + BEGUN_TOKENS)), False)] * 500
+    for answers, some in ((ended, 1500), (running, 500)):  # nothing has no beginning
+        beginnings = [*cut(answers)]
+        assert all(one.prompt == (1,) and not one.ended for one in beginnings)
+        assert all(one.answer == tuple(range(10, 10 + len(one.answer))) for one in beginnings)
+        assert len(beginnings) == some
+        assert {len(one.answer) for one in beginnings} == set(range(1, BEGUN_TOKENS + 1))

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
 
 from ..errors import DataError, OutputError
 from ..target import Target
@@ -34,11 +35,15 @@ class Answering:
         max_tokens: of one answer.
         rows: answers that are generated at once.
         chunk: prompts whose answers are written together.
+        temperature, seed: of sampled answers, each chunk with a seed of its own; at 0 an answer
+            is what the target would say.
     """
 
     max_tokens: int = 512
     rows: int = 24
     chunk: int = 96
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ def answer_all(
     settings: Answering,
     progress: Callable[[AnswersProgress], None] | None = None,
 ) -> list[Answer]:
-    """Answer every prompt greedily, or take the answer from `path`, which grows chunk by chunk.
+    """Answer every prompt, or take the answer from `path`, which grows chunk by chunk.
 
     Raises `DataError` where `path` answers other prompts, `OutputError` where it cannot grow.
     """
@@ -147,11 +152,19 @@ def answer_all(
     shown.chunk(len(answers))
     while len(answers) < len(prompts):
         chunk = prompts[len(answers) : len(answers) + settings.chunk]
-        new = complete(target, chunk, settings, on_token=shown.token)
+        new = complete(target, chunk, settings, _sampler(settings, len(answers)), shown.token)
         append(path, (asdict(answer) for answer in new))
         answers += new
         shown.chunk(len(answers))
     return answers
+
+
+def _sampler(settings: Answering, start: int) -> Sampler | None:
+    """How the chunk that begins at prompt `start` chooses tokens."""
+    if settings.temperature == 0:
+        return None
+    mx.random.seed(settings.seed + start)
+    return make_sampler(settings.temperature)
 
 
 def read_answers(path: Path) -> list[Answer]:

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.utils import load_tokenizer
@@ -28,16 +25,25 @@ from mlx_lm.utils import load_tokenizer
 from ...drafter.config import DraftConfig
 from ...drafter.network import DFlash
 from ...loading.load import load_drafter, load_target
-from ...prompt import encode_prompt
 from ...target import Target
-from ...train.answers import Answer, Answering, AnswersProgress, answer_all
 from ...train.batches import BatchStream
 from ...train.data import Sample, encode_chat
 from ...train.drafter import DrafterSettings, save_drafter, train_drafter
 from ...train.evaluate import evaluate, total
-from ...train.fit import FitSettings, Report, fit
+from ...train.fit import FitSettings, fit
 from ...train.optimizers import muon
-from . import corpus, strangers
+from . import corpus
+from .own import (
+    DRAFTER_SEED,
+    EPOCH,
+    OWN_REQUESTS,
+    OWN_SEED,
+    SCORED,
+    SUITE_SIZE,
+    different_requests,
+    own_answers,
+)
+from .progress import Printer, say
 from .target import collate, new_model, next_token_loss, save_model
 from .tokenizer import save_tokenizer, train_tokenizer
 
@@ -89,9 +95,6 @@ DFLASH2_CONFIG: dict[str, Any] = {
     # Both drafters fit into the package, and 6 bits accepted as much as 16 (docs/drafters.md).
     "quantization": {"group_size": 64, "bits": 6},
 }
-EPOCH = 4096  # conversations that are generated, tokenized and sorted at once
-SUITE_SIZE = 16  # held-out prompts per category in prompts.jsonl
-SCORED = 40  # held-out prompts per category behind the model card's scores
 
 TARGET_STEPS = 1500
 TARGET_TOKENS = 1536  # of a micro-batch; two make a step
@@ -99,12 +102,7 @@ TARGET_RATE = 0.02  # Muon's
 TARGET_SEED = 100_000
 
 DRAFTER_STEPS = 1150
-DRAFTER_SEED = 500_000
-
-OWN_STEPS = 1200
-OWN_SEED = 700_000
-OWN_REQUESTS = 16_000  # of strangers, no two the same
-OWN_TOKENS = 160  # of an answer
+OWN_STEPS = 2000
 OWN_SHARE = 0.65  # of the conversations of an epoch, half of the tokens; the rest is the corpus
 
 
@@ -157,47 +155,6 @@ def mixed(target: Target, own: list[Sample]) -> Callable[[int], list[Sample]]:
     return epoch
 
 
-def different_requests() -> list[str]:
-    """What strangers ask, none twice: OWN_REQUESTS to learn from, then SCORED to be scored by.
-
-    Two that differ by capitals or their last stop are the same.
-    """
-    different: dict[str, str] = {}
-    stream = strangers.requests(OWN_SEED)
-    while len(different) < OWN_REQUESTS + SCORED:
-        text = next(stream)
-        different.setdefault(strangers.bare(text), text)
-    return [*different.values()]
-
-
-def own_answers(target: Target, path: Path) -> list[Sample]:
-    """What the target says to strangers, kept in `path`, but for what drafters are scored by."""
-    prompts = [
-        encode_prompt(target, [{"role": "user", "content": text}])
-        for text in different_requests()[:OWN_REQUESTS]
-    ]
-    answering = Answering(OWN_TOKENS, rows=48)
-    answers = answer_all(target, prompts, path, answering, Counted(10 * answering.chunk))
-    return learnable(answers, target.tokenizer)
-
-
-def learnable(answers: Iterable[Answer], tokenizer: TokenizerWrapper) -> list[Sample]:
-    """Answers to learn from: none is empty, or what the target says to a held-out problem.
-
-    Some of those come up in training anyway, under other questions; they are no secret.
-    """
-    asked = [*corpus.held_out(SUITE_SIZE), *corpus.held_out(SCORED, seed=1)]
-    trained = islice(corpus.conversations(DRAFTER_SEED), EPOCH)
-    secret = answers_of(asked) - answers_of(trained)
-    said = ((one, tokenizer.decode(one.answer, skip_special_tokens=True)) for one in answers)
-    return [one.sample for one, text in said if len(one.answer) > 1 and text not in secret]
-
-
-def answers_of(conversations: Iterable[corpus.Conversation]) -> set[str]:
-    """Every answer of some conversations."""
-    return {turn.answer for conversation in conversations for turn in conversation.turns}
-
-
 def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> None:
     """Stage 3: a drafter, for the target as it was saved: of the corpus, then of strangers too."""
     target = load_target(str(out / "target"))
@@ -208,7 +165,7 @@ def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> Non
         checkpoint = work / f"{name}.safetensors"
         drafter = train_on(samples, target, shape, DRAFTER_STEPS, DRAFTER_SEED, checkpoint)
         save_drafter(drafter, unquantized, first)
-    samples = mixed(target, own_answers(target, work / "answers.jsonl"))
+    samples = mixed(target, own_answers(target, work))
     start, checkpoint = load_drafter(str(first), kernels=False), work / f"{name}_own.safetensors"
     drafter = train_on(samples, target, shape, OWN_STEPS, OWN_SEED, checkpoint, start)
     save_drafter(drafter, config, out / name)
@@ -286,45 +243,6 @@ def score(out: Path, name: str) -> str:
             f" {s.identical / s.prompts:.0%} |"
         )
     return "\n".join(rows)
-
-
-class Printer:
-    """Prints a line of progress to stderr every 25 steps, with the means since the last line."""
-
-    def __init__(self, title: str, metric: str) -> None:
-        self.title, self.metric, self.start = title, metric, time.monotonic()
-        self.reports: list[Report] = []
-
-    def __call__(self, report: Report) -> None:
-        self.reports.append(report)
-        if report.step % 25 and report.step < report.steps:
-            return
-        loss, value = (
-            fmean(getattr(r, field) for r in self.reports) for field in ("loss", "metric")
-        )
-        seconds = time.monotonic() - self.start
-        say(
-            f"{self.title} {report.step}/{report.steps}: loss {loss:.4f},"
-            f" {self.metric} {value:.4f}, {seconds:.0f} s"
-        )
-        self.reports.clear()
-
-
-class Counted:
-    """Prints a line to stderr whenever so many more answers are written."""
-
-    def __init__(self, every: int) -> None:
-        self.every, self.shown = every, 0
-
-    def __call__(self, progress: AnswersProgress) -> None:
-        if progress.done >= self.shown + self.every or progress.done == progress.prompts:
-            self.shown = progress.done
-            say(f"answers of its own {progress.done}/{progress.prompts}")
-
-
-def say(line: str) -> None:
-    """A line on stderr, at once."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def main() -> None:

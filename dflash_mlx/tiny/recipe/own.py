@@ -1,0 +1,101 @@
+"""What the target itself says, for a drafter to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from ...prompt import encode_prompt
+from ...target import Target
+from ...train.answers import Answer, Answering, Ids, answer_all
+from ...train.data import Sample
+from . import corpus, strangers
+from .progress import Counted
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+EPOCH = 4096  # conversations of the corpus that are made, tokenized and sorted at once
+DRAFTER_SEED = 500_000  # of the corpus that drafters learn
+SUITE_SIZE = 16  # held-out prompts per category in prompts.jsonl
+SCORED = 40  # held-out prompts per category behind the model card's scores
+
+OWN_SEED = 700_000
+OWN_REQUESTS = 16_000  # of strangers, no two the same
+OWN_TOKENS = 160  # of an answer
+BEGUN_TOKENS = 32  # that chance may write of one
+BEGUN_EVERY = 2  # requests one is asked so
+
+
+def different_requests() -> list[str]:
+    """What strangers ask, none twice: OWN_REQUESTS to learn from, then SCORED to be scored by.
+
+    Two that differ by capitals or their last stop are the same.
+    """
+    different: dict[str, str] = {}
+    stream = strangers.requests(OWN_SEED)
+    while len(different) < OWN_REQUESTS + SCORED:
+        text = next(stream)
+        different.setdefault(strangers.bare(text), text)
+    return [*different.values()]
+
+
+def own_answers(target: Target, work: Path) -> list[Sample]:
+    """What the target says to strangers, and how it goes on where chance has begun its answers.
+
+    To most strangers it says one of a few texts; a drafter that has learnt those alone knows them
+    by heart. Where an answer begins with up to BEGUN_TOKENS drawn at random, it says many more.
+    What drafters are scored by is left out. Kept in files of the folder `work`.
+    """
+    prompts = [
+        encode_prompt(target, [{"role": "user", "content": text}])
+        for text in different_requests()[:OWN_REQUESTS]
+    ]
+    greedy = answers_to(target, prompts, work / "answers.jsonl", Answering(OWN_TOKENS, rows=48))
+    drawn = Answering(BEGUN_TOKENS, rows=48, temperature=1.0, seed=OWN_SEED)
+    begun = [*cut(answers_to(target, prompts[::BEGUN_EVERY], work / "beginnings.jsonl", drawn))]
+    unfinished = [one.prompt + one.answer for one in begun]
+    ends = answers_to(target, unfinished, work / "begun.jsonl", Answering(OWN_TOKENS, rows=48))
+    whole = [
+        Answer(one.prompt, one.answer + end.answer, end.ended)
+        for one, end in zip(begun, ends, strict=True)
+    ]
+    both = learnable([*greedy, *whole], target.tokenizer)
+    Random(OWN_SEED).shuffle(both)
+    return both
+
+
+def answers_to(
+    target: Target, prompts: Sequence[Ids], path: Path, answering: Answering
+) -> list[Answer]:
+    """The target's answers, kept in a file; a line is printed now and then."""
+    return answer_all(target, prompts, path, answering, Counted(path.stem, 10 * answering.chunk))
+
+
+def cut(answers: Iterable[Answer]) -> Iterator[Answer]:
+    """A beginning of each answer, of a length drawn at random; none holds the end of its answer."""
+    rng = Random(OWN_SEED)
+    for one in answers:
+        length = min(rng.randint(1, BEGUN_TOKENS), len(one.answer) - one.ended)
+        if length:
+            yield Answer(one.prompt, one.answer[:length], False)
+
+
+def learnable(answers: Iterable[Answer], tokenizer: TokenizerWrapper) -> list[Sample]:
+    """Answers to learn from: none is empty, or what the target says to a held-out problem.
+
+    Some of those come up in training anyway, under other questions; they are no secret.
+    """
+    asked = [*corpus.held_out(SUITE_SIZE), *corpus.held_out(SCORED, seed=1)]
+    trained = islice(corpus.conversations(DRAFTER_SEED), EPOCH)
+    secret = answers_of(asked) - answers_of(trained)
+    said = ((one, tokenizer.decode(one.answer, skip_special_tokens=True)) for one in answers)
+    return [one.sample for one, text in said if len(one.answer) > 1 and text not in secret]
+
+
+def answers_of(conversations: Iterable[corpus.Conversation]) -> set[str]:
+    """Every answer of some conversations."""
+    return {turn.answer for conversation in conversations for turn in conversation.turns}

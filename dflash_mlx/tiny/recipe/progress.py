@@ -1,0 +1,49 @@
+"""What a stage of the recipe says on stderr while it runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from statistics import fmean
+
+from ...train.answers import AnswersProgress
+from ...train.fit import Report
+
+
+class Printer:
+    """Prints a line of progress to stderr every 25 steps, with the means since the last line."""
+
+    def __init__(self, title: str, metric: str) -> None:
+        self.title, self.metric, self.start = title, metric, time.monotonic()
+        self.reports: list[Report] = []
+
+    def __call__(self, report: Report) -> None:
+        self.reports.append(report)
+        if report.step % 25 and report.step < report.steps:
+            return
+        loss, value = (
+            fmean(getattr(r, field) for r in self.reports) for field in ("loss", "metric")
+        )
+        seconds = time.monotonic() - self.start
+        say(
+            f"{self.title} {report.step}/{report.steps}: loss {loss:.4f},"
+            f" {self.metric} {value:.4f}, {seconds:.0f} s"
+        )
+        self.reports.clear()
+
+
+class Counted:
+    """Prints a line to stderr whenever so many more answers are written."""
+
+    def __init__(self, title: str, every: int) -> None:
+        self.title, self.every, self.shown = title, every, 0
+
+    def __call__(self, progress: AnswersProgress) -> None:
+        if progress.done >= self.shown + self.every or progress.done == progress.prompts:
+            self.shown = progress.done
+            say(f"{self.title} {progress.done}/{progress.prompts}")
+
+
+def say(line: str) -> None:
+    """A line on stderr, at once."""
+    print(line, file=sys.stderr, flush=True)
