@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, NamedTuple
 
 from dflash_mlx.errors import DataError, OutputError, SettingsError
@@ -23,6 +24,7 @@ COMMAND = re.compile(r"(/(?:[a-zA-Z]+|\?))(?=\s|$)")  # "/usr/bin/env: what is i
 LEAVING = ("exit", "quit")  # as a message: what other programs at a prompt end on
 ELSEWHERE = {"/?": "/help", "/h": "/help", "/bye": "/quit", "/q": "/quit"}  # as other programs say
 QUOTES = '"""'  # `chat_line.Line` reads them
+LAST = 60  # characters that are shown of a conversation that is loaded
 LIKE = 0.7  # of a name that may have been meant
 FILE, SETTING, WORDS = "file", "setting", "words"  # kinds of arguments
 
@@ -162,8 +164,11 @@ def _load(chat: Chat, name: str) -> None:
     except DataError as error:
         error_line(str(error))
         return
+    loaded = chat.dialogue.messages
     back = f" /undo goes back to the {before} before." if before else ""
-    note(f"{counted(len(chat.dialogue.messages), 'message')} loaded.{back}")
+    note(f"{counted(len(loaded), 'message')} loaded.{back}")
+    if loaded:
+        note(f"The last one: {shorten(loaded[-1]['content'], LAST, placeholder=' ...')}")
 
 
 def _ribbon(chat: Chat, _: str) -> None:

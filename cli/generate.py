@@ -68,7 +68,7 @@ def generate(
     if output is not None and str(output) == STANDARD:
         output = None
     if output is not None:
-        check_writable(output)
+        check_writable(output, files or [])
     # Asked for before costs are measured, and again when they are: a long prompt is read once.
     encoded = cache(lambda target: _encoded(target, asked))
     pair = open_pair(names, weights, rounds, no_draft, compare, joined(context), encoded)

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,17 @@ def as_text(answer: str) -> str:
     return answer if not answer or answer.endswith("\n") else answer + "\n"
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a path that cannot become a file, before any work. Raises `OutputError`."""
+def check_writable(path: Path, read: Sequence[Path] = ()) -> None:
+    """Refuse a path that cannot become a file, or is one that is read, before any work.
+
+    Raises `OutputError`.
+    """
     try:
         if path.is_dir():
-            raise OutputError(f"{path} is a folder, as an empty name is: give --output a file.")
+            empty = ", as an empty name is" if path == Path() else ""
+            raise OutputError(f"{path} is a folder{empty}: give --output a file.")
+        if path.resolve() in [one.resolve() for one in read]:
+            raise OutputError(f"{path} is read, too: choose another --output.")
         if path.exists() and not path.is_file():
             raise OutputError(f"{path} is not a file: choose another --output.")
         # Permissions alone would not tell of a disk that is mounted for reading only.

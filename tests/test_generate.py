@@ -170,13 +170,20 @@ def test_an_answer_in_a_file(loaded, tmp_path):
 
 def test_outputs_that_cannot_work(tmp_path):
     nowhere, long = tmp_path / "no" / "a.txt", tmp_path / ("a" * 300)
-    for folder in (tmp_path, ""):
-        assert "is a folder, as an empty name is" in refused("hi", "--output", folder, code=1)
+    for folder, told in ((tmp_path, "is a folder:"), ("", "is a folder, as an empty name is:")):
+        assert told in refused("hi", "--output", folder, code=1)
     assert f"{nowhere}: cannot be written (No such file" in refused(
         "hi", "--output", nowhere, code=1
     )
     assert "cannot be written (File name too long)" in refused("hi", "--output", long, code=1)
     assert not os.listdir(tmp_path)
+
+
+def test_a_file_that_is_read_is_not_replaced(tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("precious")
+    assert "is read, too" in refused("hi", "-f", notes, "--output", notes, code=1)
+    assert notes.read_text() == "precious"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
