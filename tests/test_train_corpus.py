@@ -8,10 +8,13 @@ from random import Random
 import pytest
 from mlx_lm.utils import load_tokenizer
 from policy_speed import FREE
+from tinymodels import greedy
 
 from dflash_mlx.errors import SettingsError
+from dflash_mlx.loading.load import load_target
+from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.tiny import recipe
-from dflash_mlx.tiny.recipe import corpus, passages, problems, strangers
+from dflash_mlx.tiny.recipe import corpus, own, passages, problems, strangers
 from dflash_mlx.tiny.recipe.own import (
     BEGUN_TOKENS,
     OWN_REQUESTS,
@@ -21,7 +24,7 @@ from dflash_mlx.tiny.recipe.own import (
     learnable,
 )
 from dflash_mlx.tiny.recipe.problems import Turn
-from dflash_mlx.train.answers import Answer
+from dflash_mlx.train.answers import Answer, read_answers
 
 STREAM = 6000
 
@@ -193,3 +196,24 @@ def test_beginnings_are_of_every_length_and_hold_no_end() -> None:
         assert all(one.answer == tuple(range(10, 10 + len(one.answer))) for one in beginnings)
         assert len(beginnings) == some
         assert {len(one.answer) for one in beginnings} == set(range(1, BEGUN_TOKENS + 1))
+
+
+def test_where_chance_began_an_answer_the_target_goes_on_as_it_would(tmp_path, monkeypatch) -> None:
+    target = load_target("tiny")
+    requests = ["hi", "Tell me about dogs.", "Who was Homer?", "Write a poem."]
+    monkeypatch.setattr(own, "different_requests", lambda: requests)
+    monkeypatch.setattr(own, "OWN_TOKENS", 6)
+    prompts = [
+        tuple(encode_prompt(target, [{"role": "user", "content": text}])) for text in requests
+    ]
+    samples = [one.tokens for one in own.own_answers(target, tmp_path)]
+    for prompt in prompts:
+        assert (*prompt, *greedy(target, list(prompt), 6)) in samples
+    begun = read_answers(tmp_path / "begun.jsonl")
+    assert [one.prompt[: len(prompt)] for one, prompt in zip(begun, prompts[::2], strict=True)] == (
+        prompts[::2]
+    )
+    for one in begun:
+        assert list(one.answer) == greedy(target, list(one.prompt), len(one.answer))
+        assert one.prompt + one.answer in samples and one.prompt not in prompts
+    assert len(samples) == len(requests) + len(begun)

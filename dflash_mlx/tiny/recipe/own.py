@@ -27,7 +27,7 @@ OWN_SEED = 700_000
 OWN_REQUESTS = 16_000  # of strangers, no two the same
 OWN_TOKENS = 160  # of an answer
 BEGUN_TOKENS = 32  # that chance may write of one
-BEGUN_EVERY = 2  # requests one is asked so
+BEGUN_EVERY = 2  # one request in so many is answered so, too
 
 
 def different_requests() -> list[str]:
