@@ -278,6 +278,14 @@ def test_undo_brings_back_what_a_load_replaced(chat, tmp_path, capsys):
     assert chat.dialogue.messages == replaced[:2], "from here on it is the usual one"
 
 
+def test_undo_ends_after_a_load_of_the_very_conversation(chat, tmp_path):
+    file = tmp_path / "talk.json"
+    say(chat, "hi", f"/save {file}", f"/load {file}", "/undo")
+    assert len(chat.dialogue.messages) == 2, "as it was before the load"
+    say(chat, "/undo")
+    assert not chat.dialogue.messages
+
+
 def test_undo_after_a_question_takes_that_back_first(chat, tmp_path, capsys):
     file = tmp_path / "talk.json"
     say(chat, "hi", f"/save {file}", "ho", f"/load {file}", "hm", "/undo")

@@ -97,14 +97,16 @@ def test_a_terminal_is_not_waited_for(monkeypatch):
     assert read_prompt(SUMMARIZE, []) == SUMMARIZE
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_a_person_is_told_how_much_was_piped_in(watched, monkeypatch, capsys):
+@pytest.mark.parametrize(("watched", "prompt"), [(True, "one"), (False, "one"), (True, None)])
+def test_a_person_is_told_how_much_was_piped_in_beside_a_prompt(
+    watched, prompt, monkeypatch, capsys
+):
     """In a loop over a file's lines the first call takes all that are left."""
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"two\nthree\n")))
     monkeypatch.setattr("sys.stderr.isatty", lambda: watched)
-    assert read_prompt("one", []) == "one\n\ntwo\nthree"
+    assert read_prompt(prompt, []) == ("one\n\ntwo\nthree" if prompt else "two\nthree")
     said = "With 2 lines of standard input." in capsys.readouterr().err
-    assert said == watched
+    assert said == (watched and prompt is not None)
 
 
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
