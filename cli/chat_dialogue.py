@@ -68,11 +68,15 @@ class Dialogue:
 
     def __init__(self, pair: Pair, settings: dict[str, Any]) -> None:
         self.pair, self.settings = pair, settings
+        self._begin_empty()
+        self._kept = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
+
+    def _begin_empty(self) -> None:
+        """Nothing is said yet."""
         self.messages: Messages = []
         self.answers: list[Answer] = []  # of this session, undone ones too
         self.last: Answer | None = None  # the answer that the messages end with
         self._before: tuple[Messages, Messages] = [], []  # a load, and what was loaded
-        self._kept = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
 
     @property
     def name(self) -> str:

@@ -50,9 +50,7 @@ class Served(Dialogue):
     def __init__(self, server: Server, settings: dict[str, Any]) -> None:
         self.pair: Any = Remote(server)
         self.settings = settings
-        self.messages: list[dict[str, str]] = []
-        self.answers: list[Answer] = []
-        self.last: Answer | None = None
+        self._begin_empty()
 
     @property
     def name(self) -> str:

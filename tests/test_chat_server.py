@@ -57,6 +57,15 @@ def test_every_turn_sends_the_conversation(capsys):
     assert "tok/s" not in told, "all of it was there at once: that is no speed"
 
 
+def test_a_conversation_with_a_server_is_saved_loaded_and_taken_back(tmp_path):
+    chat = chat_with(Told({"content": "Hello"}))
+    chat.take_turn("one")
+    for command in (f"/save {tmp_path / 'talk.json'}", "/undo", f"/load {tmp_path / 'talk.json'}"):
+        assert obey(chat, command)
+    assert [one["content"] for one in chat.dialogue.messages] == ["one", "Hello"]
+    assert obey(chat, "/undo") and not chat.dialogue.messages
+
+
 def test_reasoning_is_shown_and_not_sent_back(capsys):
     deltas = [{"reasoning_content": "Hm"}, {"reasoning_content": "."}, {"content": "Yes"}]
     chat = chat_with(Told(*deltas))
