@@ -189,7 +189,9 @@ class Sampling:
         value(
             group=DECODING,
             metavar="P",
-            help="Likeliest tokens only, up to P in (0, 1].",
+            help="Likeliest tokens only, up to probability P.",
+            min=0,
+            max=1,
         ),
     ] = 1.0
     top_k: Annotated[
