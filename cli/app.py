@@ -23,7 +23,7 @@ from dflash_mlx.errors import DFlashError, PromptError, SettingsError, Unsupport
 from dflash_mlx.machine.facts import installed
 
 from .garbage import nothing_collected
-from .screen import error_line
+from .screen import LIKE, error_line
 from .spread import spread
 
 FAILED, USAGE = 1, 2
@@ -57,7 +57,6 @@ ELSEWHERE = {  # what other programs call it
     "version": "--version",
     "completion": "--show-completion",
 }
-LIKE = 0.7  # of a name that may have been meant
 
 
 class Flags:

@@ -15,7 +15,7 @@ from dflash_mlx.machine.folders import cache_folder
 from .chat_loop import Chat
 from .chat_settings import NAMES, NONE, change, idle, shown
 from .options import say_idle
-from .screen import counted, error_line, note, stderr, waiting
+from .screen import LIKE, counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
     from .chat_line import Line
@@ -25,7 +25,6 @@ LEAVING = ("exit", "quit")  # as a message: what other programs at a prompt end 
 ELSEWHERE = {"/?": "/help", "/h": "/help", "/bye": "/quit", "/q": "/quit"}  # as other programs say
 QUOTES = '"""'  # `chat_line.Line` reads them
 LAST = 60  # characters that are shown of a conversation that is loaded
-LIKE = 0.7  # of a name that may have been meant
 FILE, SETTING, WORDS = "file", "setting", "words"  # kinds of arguments
 
 

@@ -23,6 +23,7 @@ ASCII = str.maketrans({"·": "-", "…": "..."})  # what a terminal without thes
 NAME = 24  # columns that the names of a table's rows need, or it is no table
 NOTHING, INDENT = "-", "  "  # an empty cell, and what stands before the lines of a row
 FEW = 3  # rounds; how long fewer took says little of a speed
+LIKE = 0.7  # of a command or an option that may have been meant, see difflib
 BESIDE = 32  # columns that its row and the frame take besides
 
 

@@ -256,60 +256,6 @@ def test_save_and_load(chat, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [file], "nothing half-written is left"
 
 
-def test_a_file_that_is_no_conversation_is_not_replaced(chat, tmp_path, capsys):
-    notes = tmp_path / "notes.txt"
-    notes.write_text("precious")
-    assert "no saved conversation: give another name" in told(chat, capsys, "hi", f"/save {notes}")
-    assert notes.read_text() == "precious"
-    talk = tmp_path / "talk.json"
-    say(chat, f"/save {talk}", "ho", f"/save {talk}")  # an older state of it is
-    assert json.loads(talk.read_text())["messages"] == chat.dialogue.messages
-
-
-def test_undo_brings_back_what_a_load_replaced(chat, tmp_path, capsys):
-    file = tmp_path / "talk.json"
-    say(chat, "hi", f"/save {file}", "/clear", "ho", "hm")
-    replaced = chat.dialogue.messages
-    heard = told(chat, capsys, f"/load {file}")
-    assert "2 messages loaded. /undo goes back to the 4 before." in heard
-    assert f"The last one: {chat.dialogue.messages[-1]['content'].split()[0]}" in heard
-    assert "before /load" in told(chat, capsys, "/undo") and chat.dialogue.messages == replaced
-    say(chat, "/undo")
-    assert chat.dialogue.messages == replaced[:2], "from here on it is the usual one"
-
-
-def test_undo_ends_after_a_load_of_the_very_conversation(chat, tmp_path):
-    file = tmp_path / "talk.json"
-    say(chat, "hi", f"/save {file}", f"/load {file}", "/undo")
-    assert len(chat.dialogue.messages) == 2, "as it was before the load"
-    say(chat, "/undo")
-    assert not chat.dialogue.messages
-
-
-def test_undo_after_a_question_takes_that_back_first(chat, tmp_path, capsys):
-    file = tmp_path / "talk.json"
-    say(chat, "hi", f"/save {file}", "ho", f"/load {file}", "hm", "/undo")
-    assert roles(chat) == ["user", "assistant"] and chat.dialogue.messages[0]["content"] == "hi"
-    say(chat, "/undo")
-    assert chat.dialogue.messages[2]["content"] == "ho"
-    fresh = told(chat, capsys, "/clear", f"/load {file}")
-    assert "1 message" not in fresh and "/undo" not in fresh, "nothing was replaced"
-
-
-@pytest.mark.parametrize(
-    "content", [None, "{", "[]", '{"messages": [{"role": "cook", "content": "x"}]}', "\xff"]
-)
-def test_what_cannot_be_loaded_is_one_line_and_loses_nothing(chat, tmp_path, capsys, content):
-    file = tmp_path / "talk.json"
-    if content is not None:
-        file.write_text(content, encoding="latin-1")
-    say(chat, "hi")
-    capsys.readouterr()
-    say(chat, f"/load {file}")
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and len(roles(chat)) == 2
-
-
 def test_a_file_without_a_name_is_no_folder(chat, capsys):
     assert "needs a file's name" in told(chat, capsys, "/load")
 

@@ -54,11 +54,12 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
         encode_prompt(target, [{"role": "user", "content": text}])
         for text in different_requests()[:OWN_REQUESTS]
     ]
-    greedy = answers_to(target, prompts, work / "answers.jsonl", Answering(OWN_TOKENS, rows=48))
+    greedily = Answering(OWN_TOKENS, rows=48)
+    greedy = answers_to(target, prompts, work / "answers.jsonl", greedily)
     drawn = Answering(BEGUN_TOKENS, rows=48, temperature=1.0, seed=OWN_SEED)
     begun = [*cut(answers_to(target, prompts[::BEGUN_EVERY], work / "beginnings.jsonl", drawn))]
     unfinished = [one.prompt + one.answer for one in begun]
-    ends = answers_to(target, unfinished, work / "begun.jsonl", Answering(OWN_TOKENS, rows=48))
+    ends = answers_to(target, unfinished, work / "begun.jsonl", greedily)
     whole = [
         Answer(one.prompt, one.answer + end.answer, end.ended)
         for one, end in zip(begun, ends, strict=True)
