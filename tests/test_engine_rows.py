@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_policy import WIDEST, believing
 from tinymodels import random_drafter, target
 
 from dflash_mlx.engine.costs import MANY, SharedCosts, measure_shared
@@ -20,7 +21,6 @@ from dflash_mlx.policy.offer import Offer, paths
 from dflash_mlx.policy.watch import Watch
 from dflash_mlx.policy.widths import Policy
 
-WIDEST = 16
 RICH = 1e9  # an account that pays for everything
 
 
@@ -92,11 +92,7 @@ def test_one_request_gets_what_its_own_policy_says(first, later, prices):
     row, _, draft = prices
     table = {rows: 1 + row * (rows - 1) for rows in (1, 2, 4, 8, 16)}
     costs = Costs({64: table}, {64: {rows: draft for rows in (2, 4, 8, 16)} | {1: 0.0}})
-    policy = Policy(costs, WIDEST)
-    beliefs = policy.beliefs()
-    beliefs._reached[:], beliefs._right[:] = 1e6, later * 1e6
-    beliefs._tried[-1], beliefs._hit[-1] = 1e6, first * 1e6
-    widths = policy.start()
+    widths = believing(costs, first, later).start()
     widths._account.book(0.0, 10.0)  # it can pay for what it wants
     with patch.object(risk, "CAUTION", 0.0):
         own = widths.width(64, WIDEST)

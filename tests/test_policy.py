@@ -8,6 +8,7 @@ from bigrams import BigramDrafter, BigramTarget
 
 import dflash_mlx as dm
 from dflash_mlx.policy.account import ALLOWANCE, CREDIT
+from dflash_mlx.policy.beliefs import FIRST, Beliefs, warmth
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.widths import Policy
 
@@ -19,6 +20,20 @@ def costs(last_row, draft):
     rows = (1, 2, 4, 8, 12, 16)
     verify = {row: 1 + (last_row - 1) * (row - 1) / 15 for row in rows}
     return Costs({64: verify}, {64: dict.fromkeys(rows, draft) | {1: 0.0}})
+
+
+def believing(pair, first, later):
+    """A policy that has seen ever so many drafts, whose slots were right so often."""
+    levels, slots, many = len(FIRST), WIDEST - 2, 1e6
+    evidence = {
+        "tried": [many] * levels,
+        "hit": [first * many] * levels,
+        "reached": [[many] * slots] * levels,
+        "right": [[later * many] * slots] * levels,
+    }
+    policy = Policy(pair, WIDEST)
+    policy._beliefs[warmth(0.0)] = Beliefs(WIDEST - 1, evidence)
+    return policy
 
 
 class Fixed:

@@ -7,7 +7,7 @@ from math import log
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_policy import WIDEST, costs
+from test_policy import WIDEST, believing, costs
 
 from dflash_mlx.policy.beliefs import LEVELS, Certainty, expected_tokens, level
 from dflash_mlx.policy.risk import CAUTION, shortfall, speeds, worth
@@ -44,15 +44,6 @@ def test_hope_is_for_what_can_be_staked_and_caution_for_the_rest(rates, hopes, r
 def test_what_is_too_dear_has_no_speed_and_plain_decoding_always_has():
     assert speeds([1.0, 1.5, 2.0], [2.0, 2.5, 4.0], 3.0) == [0.5, 0.6, 0.0]
     assert speeds([1.0, 1.5], [2.0, 2.5], 0.0) == [0.5, 0.0]
-
-
-def believing(pair, first, later):
-    """A policy that has seen so many drafts, wherever the target was as sure as it is now."""
-    policy = Policy(pair, WIDEST)
-    beliefs = policy.beliefs()
-    beliefs._tried[-1], beliefs._hit[-1] = 1e6, first * 1e6
-    beliefs._reached[-1], beliefs._right[-1] = 1e6, later * 1e6
-    return policy
 
 
 @pytest.mark.parametrize("draft, drafts", [(0.1, True), (0.7, False)])

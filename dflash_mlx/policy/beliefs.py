@@ -41,12 +41,13 @@ FADING = 0.998  # what a plain round leaves of the evidence, so that hope brings
 STEADY, CALM = 4.0, 0.94  # of a request's mood: what none weighs, what a token leaves of one
 WARMTHS = (0.0, 0.5, 1.0)  # the highest temperature of each class; the last class has no end
 
-# [levels, levels, 1]: what a draft at one level counts at each; in full where one is not known.
-_COUNTS = np.ones((len(FIRST), len(FIRST), 1))
-_COUNTS[:UNKNOWN, :UNKNOWN, 0] = [
-    [ELSEWHERE ** abs(at - other) for other in range(UNKNOWN)] for at in range(UNKNOWN)
+# By level: what a draft at another one counts there, in full where one of them is not known; and
+# what it leaves there of those before it.
+_COUNTS = [
+    [1.0 if UNKNOWN in (at, other) else ELSEWHERE ** abs(at - other) for at in range(len(FIRST))]
+    for other in range(len(FIRST))
 ]
-_COUNTS.setflags(write=False)
+_FADES = [[MEMORY**count for count in of] for of in _COUNTS]
 
 
 class Certainty:
@@ -107,14 +108,16 @@ class Beliefs:
         self.drafts = 0
         self._tried = [0.0] * len(FIRST)  # rounds that drafted at a level; old ones count less;
         self._hit = [0.0] * len(FIRST)  # and those whose first slot was right
-        # By level, rounds in which slot j + 2 was looked at, and was right.
-        self._reached = np.zeros((len(FIRST), max(0, slots - 1)))
-        self._right = np.zeros_like(self._reached)
+        # By level, rounds in which slot j + 2 was looked at, and was right. Lists: behind a forward
+        # the caches are cold, and there an operation of NumPy's takes longer than these numbers.
+        shape = len(FIRST), max(0, slots - 1)
+        self._reached: list[list[float]] = np.zeros(shape).tolist()
+        self._right: list[list[float]] = np.zeros(shape).tolist()
+        self._later: dict[int, list[float]] = {}  # `_slots` by level, of what is counted now
         if evidence is not None:
             pairs = evidence["tried"], evidence["hit"], evidence["reached"], evidence["right"]
-            tried, hit = _part(weight, *pairs[:2], (len(FIRST),))
-            self._tried, self._hit = tried.tolist(), hit.tolist()
-            self._reached, self._right = _part(weight, *pairs[2:], self._reached.shape)
+            self._tried, self._hit = _part(weight, *pairs[:2], shape[:1])
+            self._reached, self._right = _part(weight, *pairs[2:], shape)
 
     def evidence(self, weight: float = 1.0) -> dict[str, list[Any]]:
         """All that it knows, so weighted: rounds by level, and also by slot after the first."""
@@ -128,13 +131,9 @@ class Beliefs:
 
     def rates(self, at: int) -> list[float]:
         """How often slots 1, 2, ... are right at a level, when those before them are."""
-        rates, belief, weight = [self._first(at, FIRST[at])], LATER[at], PRIOR_WEIGHT
-        counts = self._reached[at].tolist(), self._right[at].tolist()
-        for reached, right in zip(*counts, strict=True):
-            belief = (right + weight * belief) / (reached + weight)
-            weight = NEIGHBOUR_WEIGHT
-            rates.append(belief)
-        return rates
+        if at not in self._later:  # most rounds ask, and few change what is counted
+            self._later[at] = _slots(self._reached[at], self._right[at], LATER[at])
+        return [self._first(at, FIRST[at]), *self._later[at]]
 
     def hope(self, at: int) -> float:
         """How often slot 1 may be right at a level, for all that is known to the contrary."""
@@ -154,11 +153,10 @@ class Beliefs:
         self._tried[at] = MEMORY * self._tried[at] + 1
         self._hit[at] = MEMORY * self._hit[at] + (accepted > 0)
         if accepted and drafted > 1:
-            counts = _COUNTS[at]
-            self._reached *= MEMORY**counts
-            self._right *= MEMORY**counts
-            self._reached[:, : min(accepted, drafted - 1)] += counts
-            self._right[:, : accepted - 1] += counts
+            looked_at, right, self._later = min(accepted, drafted - 1), accepted - 1, {}
+            for other, (fade, more) in enumerate(zip(_FADES[at], _COUNTS[at], strict=True)):
+                self._reached[other] = _with(self._reached[other], fade, more, looked_at)
+                self._right[other] = _with(self._right[other], fade, more, right)
 
     def pass_by(self, at: int) -> None:
         """Nothing was drafted at this level: what is known of it is a little older now."""
@@ -215,16 +213,32 @@ class Mood:
         self._nats *= kept
 
 
+def _with(counts: list[float], fade: float, more: float, slots: int) -> list[float]:
+    """What is left of counts, and so much more of the first slots."""
+    first = [fade * count + more for count in counts[:slots]]
+    return first + [fade * count for count in counts[slots:]]
+
+
+def _slots(reached: list[float], right: list[float], belief: float) -> list[float]:
+    """How often slots 2, 3, ... are right, looked at and right so often; `belief` is the first."""
+    rates, weight = [], PRIOR_WEIGHT
+    for of, hit in zip(reached, right, strict=True):
+        belief = (hit + weight * belief) / (of + weight)
+        weight = NEIGHBOUR_WEIGHT
+        rates.append(belief)
+    return rates
+
+
 def _part(
     weight: float, tried: Sequence[Any], right: Sequence[Any], shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[list[Any], list[Any]]:
     """A part of counts of this shape, and of how many of them were right. Raises `ValueError`."""
     of, hit = np.array(tried), np.array(right)
     if not of.shape == hit.shape == shape:
         raise ValueError("other counts")
     if not ((hit >= 0) & (hit <= of) & (of < np.inf)).all():
         raise ValueError("counts that cannot be")
-    return weight * of, weight * hit
+    return (weight * of).tolist(), (weight * hit).tolist()
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:
