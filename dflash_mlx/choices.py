@@ -5,6 +5,7 @@ What is lazy can be read together with what other requests decide, so a round wa
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ import mlx.core as mx
 from .errors import SettingsError
 
 NO_CHOICE = -1  # in the place of a token, where there is no number to choose by
-NAT = 1e-4  # what certainties are rounded to
 
 
 def chosen(token: int) -> int:
@@ -35,7 +35,7 @@ class Choices(NamedTuple):
     Attributes:
         tokens: the proposal's.
         choices: the target's, after each of them.
-        certainty: if asked for, log-probability of the target's favourite after each of them; of a
+        certainty: if asked for, the probability of the target's favourite after each of them; of a
             chain, after the last one that is kept, alone.
     """
 
@@ -66,24 +66,24 @@ class Decision(NamedTuple):
         cls,
         tokens: Sequence[int] | mx.array,
         choices: mx.array,
-        nats: mx.array | None,
+        sure: mx.array | None,
         drafts: mx.array | None,
     ) -> Decision:
         """Of a proposal's tokens [N], and the choices [N] int32 after them.
 
-        `nats` [C] are the certainties; `drafts` [T, L] were not proposed, and are to be judged.
+        `sure` [C] f32 are the certainties; `drafts` [T, L] were not proposed, and are to be judged.
         """
         known, parts = None, [choices]
         if isinstance(tokens, mx.array):
             parts = [tokens.astype(mx.int32), choices]
         else:
             known = list(map(int, tokens))
-        if nats is not None:
-            parts.append((nats / NAT).astype(mx.int32))  # an array has one dtype
+        if sure is not None:
+            parts.append(sure.view(mx.int32))  # its bits: an array has one dtype
         if drafts is not None:
             parts.append(drafts.flatten().astype(mx.int32))
         slots = 0 if drafts is None else drafts.shape[1]
-        certain = 0 if nats is None else nats.shape[0]
+        certain = 0 if sure is None else sure.shape[0]
         values = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return cls(values, known, len(tokens), certain, slots)
 
@@ -100,6 +100,7 @@ class Decision(NamedTuple):
             tokens, values = values[: self.rows], values[self.rows :]
         choices, end = values[: self.rows], self.rows + self.certain
         if self.certain:
-            sure = [NAT * part for part in values[self.rows : end]]
+            bits = struct.pack(f"{self.certain}i", *values[self.rows : end])
+            sure = [*struct.unpack(f"{self.certain}f", bits)]
         drafts = [values[at : at + slots] for at in range(end, len(values), slots)] if slots else []
         return Choices(tokens, choices, sure), drafts

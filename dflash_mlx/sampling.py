@@ -109,13 +109,13 @@ class Sampler:
             # NaN. A choice that is none has a sign of its own.
             none = mx.isnan(chosen).any(axis=-1) | mx.isinf(chosen.max(axis=-1))
             choices = mx.where(none, NO_CHOICE, choices)
-        nats = None
+        sure = None
         if certainty:  # of the row it is asked for alone: a vocabulary's exponentials are dear
             one = proposal.is_chain and len(proposal) > 1
             last = _last_kept(proposal.array(logits.shape[-1]), choices)[None] if one else None
-            nats = _certainty(scores if last is None else scores[last])
+            sure = _certainty(scores if last is None else scores[last])
         blocks, self._blocks = self._blocks, None
-        return Decision.of(proposal.tokens, choices, nats, blocks)
+        return Decision.of(proposal.tokens, choices, sure, blocks)
 
     def take(self, decision: Decision, values: list[int]) -> Choices:
         """The choices in a decision's values, once they are read; see `chosen`."""
@@ -276,6 +276,5 @@ def _last_kept(tokens: mx.array, choices: mx.array) -> mx.array:
 
 
 def _certainty(scores: mx.array) -> mx.array:
-    """Log-probability [N] of the likeliest token, from logits or log-probabilities [N, V]."""
-    scores = scores.astype(mx.float32)
-    return scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)
+    """Probability [N] f32 of the likeliest token, from logits or log-probabilities [N, V]."""
+    return mx.softmax(scores.astype(mx.float32), axis=-1).max(axis=-1)

@@ -22,7 +22,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import exp, log
+from math import exp
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -129,7 +129,7 @@ def made_up(name: str, sure: bool, seed: int, widest: int, tokens: int = 200) ->
         while run < widest - 1 and luck.random() < rates[min(run, len(rates) - 1)]:
             run += 1
         right.append(run)
-        certainty.append(-1e-5 if sure else log(luck.choice((0.3, 0.6, 0.9, 0.97, 0.9999))))
+        certainty.append(0.99999 if sure else luck.choice((0.3, 0.6, 0.9, 0.97, 0.9999)))
     named = f"{name}, {'sure' if sure else 'unsure'}"
     trace = {"class": named, "text": named, "temperature": 0.0, "prompt": 30}
     return trace | {"certainty": certainty, "right": right}

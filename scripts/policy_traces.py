@@ -162,7 +162,7 @@ class Passage:
         self.drafting.extend(self._taps[:, : len(prompt)])
         self._logits, self._start = logits.astype(mx.float32), len(prompt)
         scores = self.sampler.scores(self._logits)
-        certainty: Any = (scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)).tolist()
+        certainty: Any = mx.softmax(scores, axis=-1).max(axis=-1).tolist()
         self.trace: dict[str, Any] = {"prompt": len(prompt), "certainty": certainty}
         self.trace |= {"right": [], "tree": [], "sure": []}
 

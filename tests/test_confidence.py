@@ -72,7 +72,7 @@ def run(says, last_row, seed, policy=None):
         cost = seconds[rows - 1] if not waited else pair.verify[64][rows] + 0.15 + WAIT
         cut += waited and rows < drafted
         tokens = list(range(done + 1, done + accepted + 2))
-        rounds.observe(Outcome(proposal, int(accepted), tokens, 0.0, cost))
+        rounds.observe(Outcome(proposal, int(accepted), tokens, 1.0, cost))
         done, spent = done + len(tokens), spent + cost
     return done / spent, cut
 
@@ -176,5 +176,5 @@ def test_a_draft_that_was_cut_is_judged_by_the_text_whatever_came_between():
     for brought, rows in (([1, 2, 3], 3), ([4], 1), ([5], 1)):
         proposal = rounds.propose(Session(), 0, 64, WIDEST)
         assert len(proposal) == rows
-        rounds.observe(Outcome(proposal, len(brought) - 1, brought, 0.0, 1.0))
+        rounds.observe(Outcome(proposal, len(brought) - 1, brought, 1.0, 1.0))
     assert known.seen == [4]

@@ -53,7 +53,7 @@ class Asking:
         right = int(sum(np.cumprod([t == self.anchor + at for at, t in enumerate(tokens)]))) - 1
         text = list(range(self.anchor + 1, self.anchor + right + 2))
         self.anchor += len(text)
-        self.rounds.observe(Outcome(proposal, right, text, 0.0, took, shared=True))
+        self.rounds.observe(Outcome(proposal, right, text, 1.0, took, shared=True))
         return SimpleNamespace(tokens=text)
 
 

@@ -1,7 +1,6 @@
 """Where looks find nothing worth drafting there are fewer of them, and the way back is found."""
 
 from dataclasses import replace
-from math import log
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,7 @@ from dflash_mlx.policy.trees import TreePolicy
 from dflash_mlx.policy.widths import Policy, Widths
 from dflash_mlx.proposal import Proposal
 
-SURE, UNSURE = log(0.9999), log(0.3)
+SURE, UNSURE = 0.9999, 0.3
 PAIR = costs(1.8, 0.4)
 AHEAD = 0.8  # what a plain round takes that is begun ahead, over one on its own
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from math import log
 
 import pytest
 from hypothesis import given
@@ -107,9 +106,9 @@ def test_an_opening_is_believed_to_be_known_until_more_of_it_is_seen():
     """A target hesitates how to begin. In the middle of a text that would say more."""
     certainty, levels = Certainty(), list[int]()
     for _ in range(12):
-        certainty.take(1, log(0.5))
+        certainty.take(1, 0.5)
         levels.append(level(certainty.mean))
     assert levels == sorted(levels, reverse=True) and levels[0] == 1 and levels[3] == 0
     sure = Certainty()
-    sure.take(1, log(0.9999))
+    sure.take(1, 0.9999)
     assert level(sure.mean) == len(LEVELS) - 1

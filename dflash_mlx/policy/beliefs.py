@@ -73,11 +73,11 @@ class Certainty:
     def take(self, tokens: int, last: float | None) -> None:
         """The text went on by so many tokens, all but the last of which were drafted.
 
-        Drafts that were right count as certain. `last` is the log-probability of the target's
-        favourite where it chose the last one; None where nobody asked for it.
+        Drafts that were right count as certain. `last` is the probability of the target's favourite
+        where it chose the last one; None where nobody asked for it.
         """
         if last is not None:
-            self.mean = 1 - RECENT**tokens * self.doubt - (1 - RECENT) * (1 - exp(last))
+            self.mean = 1 - RECENT**tokens * self.doubt - (1 - RECENT) * (1 - last)
 
 
 def level(certainty: float | None) -> int:

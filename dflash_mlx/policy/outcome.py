@@ -14,7 +14,7 @@ class Outcome(NamedTuple):
     Attributes:
         accepted: how many drafted nodes the target kept.
         tokens: what the text went on by.
-        certainty: log-probability of the target's favourite where it chose the last of them; None
+        certainty: probability of the target's favourite where it chose the last of them; None
             where nobody asked for it.
         seconds: that the round took.
         shared: whether it was a round of other requests as well, to which they belong.
