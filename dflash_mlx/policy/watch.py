@@ -16,7 +16,7 @@ third; so the fit has to differ from the measurement by more than they leave ope
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from math import exp, log, pi
 from statistics import median
@@ -38,13 +38,18 @@ PRIOR = 0.01  # steps that the measurement counts for in what each width is foun
 SHARED, OWN = 0.03, 0.02
 
 
+def _latest() -> deque[float]:
+    return deque(maxlen=LATEST)
+
+
 class Watch:
     """How long rounds of each width took, as multiples of what was measured."""
 
     def __init__(self) -> None:
         # From a round to the next one: the log of how much its multiple grew, by their widths.
-        self._steps: dict[tuple[int, int], deque[float]] = {}
-        self._beside: dict[int, deque[float]] = {}  # multiples by the pace of the round before
+        self._steps: dict[tuple[int, int], deque[float]] = defaultdict(_latest)
+        # Of drafted rounds: multiples by the pace of the round before.
+        self._beside: dict[int, deque[float]] = defaultdict(_latest)
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rounds: rows, log multiple
         self._rounds: Counter[int] = Counter()  # of each width,
         self._since = 0  # and of all since the last fit,
@@ -75,10 +80,10 @@ class Watch:
             before, of_before = self._recent[-1]
             pace = of_before - self._found.get(before, 0.0)
             if before != rows:
-                steps = self._steps.setdefault((before, rows), deque(maxlen=LATEST))
-                steps.append(multiple - of_before)
+                self._steps[before, rows].append(multiple - of_before)
                 self._is_news = True
-        self._beside.setdefault(rows, deque(maxlen=LATEST)).append(exp(multiple - pace))
+        if rows > 1:
+            self._beside[rows].append(exp(multiple - pace))
         self._recent.append((rows, multiple))
 
     def _change_mind(self) -> None:
@@ -134,7 +139,7 @@ class Watch:
         tries tell what that is worth.
         """
         dear = exp(self._found.get(beside, 0.0)) / TOLERANCE
-        tries = (ratios for of, ratios in self._beside.items() if of not in (1, beside))
+        tries = (ratios for of, ratios in self._beside.items() if of != beside)
         believed = sum(ratio >= dear for ratios in tries for ratio in ratios) >= BELIEVED
         return self.is_unknown(rows, beside) and (hears or not believed)
 
