@@ -25,19 +25,21 @@ def test_a_shortfall_is_what_is_expected_of_the_square_of_the_loss(rates, cost):
     assert shortfall(rates, cost) == pytest.approx(square, abs=1e-9)
 
 
-@given(RATES, RATES, st.floats(0, 2), st.floats(0.5, 2))
-def test_hope_is_for_what_can_be_staked_and_caution_for_the_rest(rates, hopes, row, stake):
+@given(RATES, RATES, st.floats(0, 2), st.floats(0.5, 2), st.sets(st.integers(2, 16)))
+def test_hope_is_for_what_can_be_staked_and_caution_for_the_rest(rates, hopes, row, stake, drafted):
     slots = min(len(rates), len(hopes))
     rates, hopes = rates[:slots], hopes[:slots]
     prices = [1.0, *(1.2 + row * slot for slot in range(slots))]
-    found = worth(rates, hopes, prices, stake)
-    assert found[0] == 1 and len(found) == slots + 1
-    for rows, cost in enumerate(prices[1:], start=2):
+    widths = [1, *(width for width in sorted(drafted) if width <= slots + 1)]
+    found = worth(widths, [prices[rows - 1] for rows in widths], rates, hopes, stake)
+    assert found[0] == 1 and len(found) == len(widths)
+    for rows, tokens in zip(widths[1:], found[1:], strict=True):
+        cost = prices[rows - 1]
         if cost <= 1 + stake:
-            assert found[rows - 1] == expected_tokens(hopes)[rows - 1]
+            assert tokens == expected_tokens(hopes)[rows - 1]
         else:
             sober = expected_tokens(rates)[rows - 1]
-            assert found[rows - 1] == sober - CAUTION * shortfall(rates[: rows - 1], cost)
+            assert tokens == pytest.approx(sober - CAUTION * shortfall(rates[: rows - 1], cost))
 
 
 def test_what_is_too_dear_has_no_speed_and_plain_decoding_always_has():

@@ -211,11 +211,16 @@ def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None =
 
         return play
 
-    rows = sorted({row for row in ROWS if row < widest} | {1, widest})
+    rows = rows_up_to(widest)
     verify, draft = time_rounds(target, rows, widest, begin)
     drafts = {depth: seconds | {1: 0.0} for depth, seconds in draft.items()}
     unread = seconds_of_unread(target, drafter, kv_bits)
     return Costs(verify, drafts, unread, time_ahead(target, drafter, kv_bits))
+
+
+def rows_up_to(most: int) -> list[int]:
+    """The widths that are measured, and drafted, where a round may have so many rows."""
+    return sorted({row for row in ROWS if row < most} | {1, most})
 
 
 def read_costs(path: Path) -> Costs:

@@ -17,23 +17,29 @@ CAUTION = 1.0  # tokens that a round has to promise for each one that it may los
 
 
 def worth(
-    rates: Sequence[float], hopes: Sequence[float], costs: Sequence[float], stake: float
+    rows: Sequence[int],
+    costs: Sequence[float],
+    rates: Sequence[float],
+    hopes: Sequence[float],
+    stake: float,
 ) -> list[float]:
-    """Tokens that rounds of 1, 2, ... rows are worth.
+    """Tokens that rounds of so many rows are worth.
 
     Args:
+        rows: rising, the first one of a plain round.
+        costs: of these rounds, in units of a plain token's.
         rates: how often slots 1, 2, ... are right when those before them are.
         hopes: the same, as far as nothing is known to the contrary.
-        costs: of the rounds, in units of a plain token's.
         stake: what a round may lose in hope; of dearer ones only what is believed counts.
     """
     sober, hoped = expected_tokens(rates), expected_tokens(hopes)
     found = [1.0]
-    for rows, cost in enumerate(costs[1:], start=2):
+    for width, cost in zip(rows[1:], costs[1:], strict=True):
         if cost <= 1 + stake:
-            found.append(hoped[rows - 1])
-        else:
-            found.append(sober[rows - 1] - CAUTION * shortfall(rates[: rows - 1], cost))
+            found.append(hoped[width - 1])
+        else:  # a round that brings as much as it costs loses nothing
+            loses = shortfall(rates[: min(width - 1, int(cost))], cost)
+            found.append(sober[width - 1] - CAUTION * loses)
     return found
 
 
@@ -54,7 +60,7 @@ def shortfall(rates: Sequence[float], cost: float) -> float:
 
 
 def speeds(tokens: Sequence[float], seconds: Sequence[float], affordable: float) -> list[float]:
-    """Tokens per second of 1, 2, ... rows; 0 where drafts cost more than what is affordable."""
+    """Tokens per second of 1 row and of others; 0 where drafts cost more than is affordable."""
     found = [brought / took for brought, took in zip(tokens, seconds, strict=False)]
     drafted = zip(found[1:], seconds[1:], strict=False)
     return [found[0], *(speed if took <= affordable else 0.0 for speed, took in drafted)]

@@ -33,7 +33,7 @@ from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import Beliefs, Mood, expected_tokens, first_drafts, level, warmth
 from .confidence import Confidence
-from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs
+from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs, rows_up_to
 from .kept import beliefs_file, keep_beliefs, read_beliefs
 from .risk import speeds, worth
 from .watch import Surcharge, Watch
@@ -222,8 +222,10 @@ class Widths:
         if affordable < min(self._seconds[1:limit], default=inf):
             return 1  # most looks end here where drafts are wrong; the device waits for them
         hopes, stake = self._hopeful(rates), self._account.stake if is_early else 0.0
-        costs = [seconds / plain for seconds in self._seconds[:limit]]
-        best, _ = self._best(worth(rates, hopes, costs, stake), self._seconds, affordable)
+        rows = rows_up_to(limit)
+        seconds = [self._seconds[each - 1] for each in rows]
+        tokens = worth(rows, [each / plain for each in seconds], rates, hopes, stake)
+        best = rows[self._best(tokens, seconds, affordable)[0]]
         trial = self._trial(best, limit, rates, affordable, hears) if is_early else None
         return trial or best
 
@@ -242,17 +244,18 @@ class Widths:
         if not rates:
             return 1, 1 / self._seconds[0]
         rates, verify = rates[: limit - 1], self._verify()
-        return self._best(expected_tokens(rates), verify, self._affordable(rates))
+        best, speed = self._best(expected_tokens(rates), verify, self._affordable(rates))
+        return best + 1, speed
 
     def _best(
         self, tokens: Sequence[float], seconds: Sequence[float], affordable: float
     ) -> tuple[int, float]:
-        """The rows that bring the most tokens per second, and those; plain ones are begun ahead."""
+        """The round, of these, that brings the most tokens per second, and those; 0 is plain."""
         found = speeds(tokens, seconds, affordable)
         best = max(range(len(found)), key=found.__getitem__)
         if best and found[best] <= GAIN * found[0] / self.ahead:
-            best = 0
-        return best + 1, found[best]
+            best = 0  # plain rounds are begun ahead
+        return best, found[best]
 
     def speed(self, rows: int) -> float:
         """Tokens per second that are expected of a drafted chain of so many rows."""
@@ -388,11 +391,13 @@ class Widths:
         Only one that would bring clearly more tokens, that deserves a try, and that the account can
         pay for.
         """
-        watch, expected = self._policy.watch, expected_tokens(rates)
+        watch, expected = self._policy.watch, list[float]()
         for rows in (TRIAL_ROWS, self._policy.widest):
+            if not best < rows <= limit:
+                continue
+            expected = expected or expected_tokens(rates)
             if (
-                best < rows <= limit
-                and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
+                expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
                 and watch.deserves_a_try(rows, best, hears)
             ):
