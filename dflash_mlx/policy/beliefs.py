@@ -202,7 +202,8 @@ class Mood:
     def learn(self, rates: Sequence[float], drafted: int, accepted: int) -> None:
         """Take in a draft of so many slots, whose rates were believed to be `rates`."""
         for slot, rate in enumerate(rates[: min(drafted, accepted + 1)]):
-            (now,) = self.moved([rate])
+            odds = exp(self._nats)
+            now = rate * odds / (1 - rate + rate * odds)
             self._weight += now * (1 - now)
             self._nats += ((slot < accepted) - now) / (self._weight + STEADY)
 
