@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_policy import WIDEST, costs
+from test_policy import WIDEST, believing, costs
 
 from dflash_mlx.policy.account import (
     ALLOWANCE,
@@ -13,6 +13,7 @@ from dflash_mlx.policy.account import (
     RISK,
     SHARE,
     STAKE,
+    SURE_FIRST,
     Account,
 )
 from dflash_mlx.policy.widths import Policy
@@ -30,16 +31,17 @@ def expected_loss(cost, rates):
     return loss + path * max(0.0, cost - len(rates) - 1)
 
 
-@given(RATES, ROUNDS)
-def test_the_dearest_round_is_expected_to_lose_what_there_is(rates, rounds):
+@given(RATES, ROUNDS, st.booleans())
+def test_the_dearest_round_is_expected_to_lose_what_there_is(rates, rounds, surest):
     account, tokens, ahead, felt = Account(), 0, 0.0, 0.0
     for cost, brought in rounds:
         account.book(cost, brought)
         gain, faded = (1 + ALLOWANCE) * brought - cost, min(felt, 0.0) * FADING**brought
         tokens, ahead = tokens + brought, min(10.0, ahead + gain)
         felt = min(10.0, faded + max(felt, 0.0) + gain)
-    risk = min(RISK, FIRST + SHARE * (tokens + 1)) + felt
-    cost = account.affordable(rates)
+    first = SURE_FIRST if surest else FIRST
+    risk = min(RISK, first + SHARE * (tokens + 1)) + felt
+    cost = account.affordable(rates, surest)
     assert 1 <= cost <= max(1, 1 + CREDIT + ahead)
     stake = max(RISK, min(STAKE, SHARE * (tokens + 1) + min(0.0, ahead)))
     assert account.stake == stake
@@ -97,6 +99,12 @@ def test_the_first_block_is_whole_where_the_target_is_sure_and_rows_are_cheap():
     assert widths[1.8, 0.7] == widths[8.0, 0.7] == 1
     # Where a wrong wide block is dear, the first one is narrower.
     assert 1 <= widths[8.0, 0.9999] < WIDEST
+
+
+def test_a_block_is_no_narrower_where_nine_of_ten_first_slots_are_right_and_the_target_is_sure():
+    """Seen on code of the embedded pair: one of twelve rows before those of sixteen."""
+    policy = believing(costs(1.95, 0.65), 0.89, 0.93)
+    assert [policy.start().width(64, WIDEST, at) for at in (0.9999, 0.99)] == [WIDEST, 12]
 
 
 @pytest.mark.parametrize("draft, first", [(0.2, 0), (0.4, 0), (0.5, 26), (0.7, 40)])

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FIRST = 0.15  # plain tokens that the first round may be expected to lose,
+SURE_FIRST = 0.3  # where the target has no doubt: what fails there is bad luck and no bad text;
 SHARE = 0.02  # the share of the tokens so far that may be lost besides,
 RISK = 0.5  # and both together at most; and what any round may lose, however likely it is to fail,
 STAKE = 1.25  # or so much, where `SHARE` of the tokens so far is as much
@@ -35,7 +36,7 @@ class Account:
         self._ahead = 0.0  # what drafting has gained by them, booked in full,
         self._felt = 0.0  # and as the next try sees it: debts fade
 
-    def affordable(self, rates: Sequence[float]) -> float:
+    def affordable(self, rates: Sequence[float], surest: bool = False) -> float:
         """The cost of the dearest round that may be drafted; 1, a plain one's, at least.
 
         A round of cost c is expected to lose the sum over k < c of P(it brings k tokens) (c - k).
@@ -44,8 +45,9 @@ class Account:
 
         Args:
             rates: a_1, a_2, ...: how often the slots are right when those before them are.
+            surest: whether the target has no doubt.
         """
-        risk, cost, path = self._risk, 1.0, 1.0
+        risk, cost, path = self._risk(SURE_FIRST if surest else FIRST), 1.0, 1.0
         for rate in rates:
             path *= rate
             if risk <= 1 - path:
@@ -62,10 +64,9 @@ class Account:
         saved = SHARE * (self._tokens + 1) + min(0.0, self._ahead)
         return max(RISK, min(STAKE, saved))
 
-    @property
-    def _risk(self) -> float:
+    def _risk(self, first: float = FIRST) -> float:
         """What the next round may be expected to lose."""
-        return min(RISK, FIRST + SHARE * (self._tokens + 1)) + self._felt
+        return min(RISK, first + SHARE * (self._tokens + 1)) + self._felt
 
     @property
     def affordable_together(self) -> float:
@@ -73,7 +74,7 @@ class Account:
 
         The luck of many evens out: so what counts is what was lost, not what might be.
         """
-        return 1 + CREDIT + self._ahead if self._risk > 0 else 1.0
+        return 1 + CREDIT + self._ahead if self._risk() > 0 else 1.0
 
     def book(self, cost: float, tokens: float) -> None:
         """Take in what a round cost and brought."""

@@ -31,7 +31,7 @@ from ..errors import SettingsError
 from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
-from .beliefs import Beliefs, Mood, expected_tokens, first_drafts, level, warmth
+from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, first_drafts, level, warmth
 from .confidence import Confidence
 from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs, rows_up_to
 from .kept import beliefs_file, keep_beliefs, read_beliefs
@@ -41,6 +41,7 @@ from .watch import Surcharge, Watch
 if TYPE_CHECKING:
     from ..target import Target
 
+SUREST = UNKNOWN - 1  # the level of a target without doubt
 MOST_ROWS = 1024  # of a round, beyond what any machine could want
 GAIN = 1.02  # what drafting has to promise over plain decoding
 FIRST_BRANCHING = 1.15  # what a tree is taken to cost over a chain, until rounds have shown it
@@ -321,7 +322,7 @@ class Widths:
         return self.ahead * self._seconds[0]
 
     def _affordable(self, rates: Sequence[float]) -> float:
-        return self._account.affordable(rates) * self._plain
+        return self._account.affordable(rates, self._at == SUREST) * self._plain
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
