@@ -29,7 +29,8 @@ LEVELS = (
     (0.998, 0.97, 0.95),
 )
 BORDERS = tuple(least for least, _, _ in LEVELS[1:])
-UNKNOWN = len(LEVELS)  # where the target's certainty is not known
+SUREST = len(LEVELS) - 1  # where the target has no doubt
+UNKNOWN = len(LEVELS)  # where its certainty is not known
 FIRST = (*(first for _, first, _ in LEVELS), 0.8)
 LATER = (*(later for _, _, later in LEVELS), 0.9)
 HOPE = 0.7  # for slot 1 at any level, where it is asked what is worth a try
@@ -131,9 +132,10 @@ class Beliefs:
 
     def rates(self, at: int) -> list[float]:
         """How often slots 1, 2, ... are right at a level, when those before them are."""
-        if at not in self._later:  # most rounds ask, and few change what is counted
-            self._later[at] = _slots(self._reached[at], self._right[at], LATER[at])
-        return [self._first(at, FIRST[at]), *self._later[at]]
+        later = self._later.get(at)  # most rounds ask, and few change what is counted
+        if later is None:
+            later = self._later[at] = _slots(self._reached[at], self._right[at], LATER[at])
+        return [self._first(at, FIRST[at]), *later]
 
     def hope(self, at: int) -> float:
         """How often slot 1 may be right at a level, for all that is known to the contrary."""
@@ -153,10 +155,11 @@ class Beliefs:
         self._tried[at] = MEMORY * self._tried[at] + 1
         self._hit[at] = MEMORY * self._hit[at] + (accepted > 0)
         if accepted and drafted > 1:
-            looked_at, right, self._later = min(accepted, drafted - 1), accepted - 1, {}
+            looked_at, right = min(accepted, drafted - 1), accepted - 1
             for other, (fade, more) in enumerate(zip(_FADES[at], _COUNTS[at], strict=True)):
                 self._reached[other] = _with(self._reached[other], fade, more, looked_at)
                 self._right[other] = _with(self._right[other], fade, more, right)
+            self._later = {}
 
     def pass_by(self, at: int) -> None:
         """Nothing was drafted at this level: what is known of it is a little older now."""

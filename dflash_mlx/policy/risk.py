@@ -59,6 +59,18 @@ def shortfall(rates: Sequence[float], cost: float) -> float:
     return square + path * max(0.0, cost - tokens) ** 2
 
 
+def fastest(
+    tokens: Sequence[float], seconds: Sequence[float], affordable: float, bar: float
+) -> tuple[int, float]:
+    """Which of these rounds brings the most tokens per second, and those.
+
+    It is the first one, a plain one, where no other has more than `bar` times its speed.
+    """
+    found = speeds(tokens, seconds, affordable)
+    best = max(range(len(found)), key=found.__getitem__)
+    return (best, found[best]) if found[best] > bar * found[0] else (0, found[0])
+
+
 def speeds(tokens: Sequence[float], seconds: Sequence[float], affordable: float) -> list[float]:
     """Tokens per second of 1 row and of others; 0 where drafts cost more than is affordable."""
     found = [brought / took for brought, took in zip(tokens, seconds, strict=False)]

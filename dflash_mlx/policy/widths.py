@@ -2,8 +2,8 @@
 
 A round of w rows brings 1 + a_1 + a_1 a_2 + ... tokens, where a_j is how often slot j is right when
 the slots before it are (`beliefs`). The policy divides by what a round of w rows costs on this
-machine and takes the best w, which may be plain decoding. As a_1 depends on how sure the target
-was lately, the way back to drafting is found within a few tokens of where it pays.
+machine and takes the best of the measured ones, which may be plain decoding. As a_1 depends on how
+sure the target was lately, the way back to drafting is found within a few tokens of where it pays.
 
 What is worth a try is asked with hope where it is cheap, as far as nothing is known to the
 contrary: nobody learns from what he never tries. What it costs to be wrong is asked soberly: an
@@ -31,17 +31,16 @@ from ..errors import SettingsError
 from ..reading import shown
 from ..sharpness import Sharpness
 from .account import Account
-from .beliefs import UNKNOWN, Beliefs, Mood, expected_tokens, first_drafts, level, warmth
+from .beliefs import SUREST, Beliefs, Mood, expected_tokens, first_drafts, level, warmth
 from .confidence import Confidence
 from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs, rows_up_to
 from .kept import beliefs_file, keep_beliefs, read_beliefs
-from .risk import speeds, worth
+from .risk import fastest, worth
 from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
     from ..target import Target
 
-SUREST = UNKNOWN - 1  # the level of a target without doubt
 MOST_ROWS = 1024  # of a round, beyond what any machine could want
 GAIN = 1.02  # what drafting has to promise over plain decoding
 FIRST_BRANCHING = 1.15  # what a tree is taken to cost over a chain, until rounds have shown it
@@ -206,7 +205,7 @@ class Widths:
     def width(
         self, context: int, limit: int, certainty: float | None = None, hears: bool = False
     ) -> int:
-        """Rows of the next round: 1 (plain) to `limit`.
+        """Rows of the next round: a measured width from 1 (plain) on, or `limit`.
 
         Args:
             context: tokens before it.
@@ -226,9 +225,10 @@ class Widths:
         rows = rows_up_to(limit)
         seconds = [self._seconds[each - 1] for each in rows]
         tokens = worth(rows, [each / plain for each in seconds], rates, hopes, stake)
-        best = rows[self._best(tokens, seconds, affordable)[0]]
-        trial = self._trial(best, limit, rates, affordable, hears) if is_early else None
-        return trial or best
+        best = rows[fastest(tokens, seconds, affordable, self._bar)[0]]
+        if is_early and best < limit:
+            return self._trial(best, limit, rates, affordable, hears) or best
+        return best
 
     def look(self, context: int, certainty: float | None) -> None:
         """Where the next round begins; `width` says what the two are."""
@@ -245,18 +245,9 @@ class Widths:
         if not rates:
             return 1, 1 / self._seconds[0]
         rates, verify = rates[: limit - 1], self._verify()
-        best, speed = self._best(expected_tokens(rates), verify, self._affordable(rates))
+        affordable = self._affordable(rates)
+        best, speed = fastest(expected_tokens(rates), verify, affordable, self._bar)
         return best + 1, speed
-
-    def _best(
-        self, tokens: Sequence[float], seconds: Sequence[float], affordable: float
-    ) -> tuple[int, float]:
-        """The round, of these, that brings the most tokens per second, and those; 0 is plain."""
-        found = speeds(tokens, seconds, affordable)
-        best = max(range(len(found)), key=found.__getitem__)
-        if best and found[best] <= GAIN * found[0] / self.ahead:
-            best = 0  # plain rounds are begun ahead
-        return best, found[best]
 
     def speed(self, rows: int) -> float:
         """Tokens per second that are expected of a drafted chain of so many rows."""
@@ -320,6 +311,11 @@ class Widths:
     def _plain(self) -> float:
         """Seconds of a plain token of many, at this depth."""
         return self.ahead * self._seconds[0]
+
+    @property
+    def _bar(self) -> float:
+        """What drafting has to promise over plain rounds, which are begun ahead."""
+        return GAIN / self.ahead
 
     def _affordable(self, rates: Sequence[float]) -> float:
         return self._account.affordable(rates, self._at == SUREST) * self._plain
@@ -392,13 +388,11 @@ class Widths:
         Only one that would bring clearly more tokens, that deserves a try, and that the account can
         pay for.
         """
-        watch, expected = self._policy.watch, list[float]()
+        watch, expected = self._policy.watch, expected_tokens(rates)
         for rows in (TRIAL_ROWS, self._policy.widest):
-            if not best < rows <= limit:
-                continue
-            expected = expected or expected_tokens(rates)
             if (
-                expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
+                best < rows <= limit
+                and expected[rows - 1] > TRIAL_GAIN * expected[best - 1]
                 and self._seconds[rows - 1] <= affordable
                 and watch.deserves_a_try(rows, best, hears)
             ):
