@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,16 @@ from test_policy import DRAFTERS, WIDEST, costs, run
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.policy.account import ALLOWANCE, CREDIT
-from dflash_mlx.policy.beliefs import LEVELS, RECENT, UNKNOWN, Beliefs, Certainty, Mood
+from dflash_mlx.policy.beliefs import (
+    ELSEWHERE,
+    LEVELS,
+    MEMORY,
+    RECENT,
+    UNKNOWN,
+    Beliefs,
+    Certainty,
+    Mood,
+)
 from dflash_mlx.policy.costs import Costs, read_costs
 from dflash_mlx.policy.watch import BELIEVED, SEEN
 from dflash_mlx.policy.widths import TRIAL_ROWS, Policy
@@ -344,3 +354,25 @@ def test_what_is_learnt_where_certainty_is_unknown_counts_everywhere():
     for _ in range(50):
         beliefs.learn(UNKNOWN, WIDEST - 1, 1)
     assert all(beliefs.rates(at)[1] < 0.1 for at in range(UNKNOWN + 1))
+
+
+DRAFTS = st.tuples(st.integers(0, UNKNOWN), st.integers(1, 15), st.integers(0, 15))
+
+
+@given(st.lists(DRAFTS, max_size=12))
+def test_what_is_known_of_later_slots_is_what_drafts_say_counted_anew(drafts):
+    """Each counts by how far away its level is, and less for each later one that says something."""
+    beliefs = Beliefs(WIDEST - 1)
+    shape = UNKNOWN + 1, WIDEST - 2
+    reached, right = np.zeros(shape), np.zeros(shape)
+    for at, drafted, kept in drafts:
+        accepted = min(drafted, kept)
+        beliefs.learn(at, drafted, accepted)
+        if accepted and drafted > 1:
+            for level in range(UNKNOWN + 1):
+                part = 1.0 if UNKNOWN in (at, level) else ELSEWHERE ** abs(at - level)
+                for counts, slots in ((reached, min(accepted, drafted - 1)), (right, accepted - 1)):
+                    more = part * (np.arange(WIDEST - 2) < slots)
+                    counts[level] = MEMORY**part * counts[level] + more
+    evidence = beliefs.evidence()
+    assert np.allclose(evidence["reached"], reached) and np.allclose(evidence["right"], right)
