@@ -5,8 +5,6 @@ import random
 import numpy as np
 import pytest
 from bigrams import BigramDrafter, BigramTarget
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dflash_mlx as dm
 from dflash_mlx.policy.account import ALLOWANCE, CREDIT
@@ -211,15 +209,15 @@ def test_the_loop_follows_the_policy_and_the_text_does_not(temperature):
     assert any("rows" in line for line in policy.describe(64))
 
 
-@given(
-    last_row=st.floats(1, 8),
-    draft=st.floats(0, 2),
-    first=st.floats(0.05, 0.99),
-    later=st.floats(0.05, 0.99),
-    limit=st.integers(1, 24),
+@pytest.mark.parametrize(
+    "last_row, draft, later, best, drafted",
+    [(2.0, 0.2, 0.9, 14, 12), (3.0, 0.2, 0.95, 15, 16), (2.0, 0.5, 0.8, 9, 8)],
 )
-def test_only_widths_that_are_measured_are_drafted(last_row, draft, first, later, limit):
-    """What those between them cost is a guess. A last block may be as long as the text is left."""
-    request = believing(costs(last_row, draft), first, later).start()
+def test_only_widths_that_are_measured_are_drafted(last_row, draft, later, best, drafted):
+    """What those between them cost is a guess. A last block is as long as the text may be."""
+    request = believing(costs(last_row, draft), 0.99, later).start()
     request._account.book(0.0, 10.0)  # it can pay for what it wants
-    assert request.width(64, limit) in {*range(1, 9), 12, 16, limit} - {*range(limit + 1, 17)}
+    pairs = zip(request.expected_tokens(), request._seconds, strict=True)
+    assert 1 + np.argmax([tokens / seconds for tokens, seconds in pairs]) == best
+    assert request.width(64, WIDEST) == drafted
+    assert request.width(64, best) == best

@@ -26,11 +26,11 @@ def test_a_shortfall_is_what_is_expected_of_the_square_of_the_loss(rates, cost):
 
 
 @given(RATES, RATES, st.floats(0, 2), st.floats(0.5, 2), st.sets(st.integers(2, 16)))
-def test_hope_is_for_what_can_be_staked_and_caution_for_the_rest(rates, hopes, row, stake, drafted):
+def test_hope_is_for_what_can_be_staked_and_caution_for_the_rest(rates, hopes, row, stake, but):
     slots = min(len(rates), len(hopes))
     rates, hopes = rates[:slots], hopes[:slots]
     prices = [1.0, *(1.2 + row * slot for slot in range(slots))]
-    widths = [1, *(width for width in sorted(drafted) if width <= slots + 1)]
+    widths = [1, *(width for width in range(2, slots + 2) if width not in but)]
     found = worth(widths, [prices[rows - 1] for rows in widths], rates, hopes, stake)
     assert found[0] == 1 and len(found) == len(widths)
     for rows, tokens in zip(widths[1:], found[1:], strict=True):
