@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_policy import WIDEST, believing, costs
 
@@ -26,6 +26,7 @@ def test_a_shortfall_is_what_is_expected_of_the_square_of_the_loss(rates, cost):
 
 
 @given(RATES, RATES, st.floats(0, 2), st.floats(0.5, 2), st.sets(st.integers(2, 16)))
+@example([0.9] * 4, [0.9] * 4, 2.0, 0.5, set())  # dearer than it may bring
 def test_hope_is_for_what_can_be_staked_and_caution_for_the_rest(rates, hopes, row, stake, but):
     slots = min(len(rates), len(hopes))
     rates, hopes = rates[:slots], hopes[:slots]
