@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_policy import WIDEST, believing, costs
 
 from dflash_mlx.policy.beliefs import LEVELS, Certainty, expected_tokens, level
-from dflash_mlx.policy.risk import CAUTION, shortfall, speeds, worth
+from dflash_mlx.policy.risk import CAUTION, fastest, shortfall, speeds, worth
 from dflash_mlx.policy.widths import TRIAL_GAIN, Policy
 
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=15)
@@ -46,6 +46,12 @@ def test_hope_is_for_what_can_be_staked_and_caution_for_the_rest(rates, hopes, r
 def test_what_is_too_dear_has_no_speed_and_plain_decoding_always_has():
     assert speeds([1.0, 1.5, 2.0], [2.0, 2.5, 4.0], 3.0) == [0.5, 0.6, 0.0]
     assert speeds([1.0, 1.5], [2.0, 2.5], 0.0) == [0.5, 0.0]
+
+
+def test_the_fastest_round_is_a_plain_one_unless_another_is_clearly_faster():
+    assert fastest([1.0, 2.1, 2.2], [1.0, 2.0, 2.0], 9.0, 1.02) == (2, 1.1)
+    assert fastest([1.0, 2.02], [1.0, 2.0], 9.0, 1.02) == (0, 1.0)
+    assert fastest([1.0, 2.2], [1.0, 2.0], 1.9, 1.02) == (0, 1.0), "what cannot be paid for"
 
 
 @pytest.mark.parametrize("draft, drafts", [(0.1, True), (0.7, False)])
