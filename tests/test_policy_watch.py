@@ -5,7 +5,7 @@ from math import exp, log
 
 import pytest
 
-from dflash_mlx.policy.watch import SEEN, Watch
+from dflash_mlx.policy.watch import BELIEVED, SEEN, Watch
 
 
 def test_a_machine_that_is_busier_now_changes_nothing():
@@ -14,6 +14,19 @@ def test_a_machine_that_is_busier_now_changes_nothing():
         for _ in range(2 * SEEN):
             watch.saw(rows, 3.0, 1.0)
     assert not watch.disagrees and watch.corrected([1.0, 2.0]) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("rows", [2, 4, 16])
+@pytest.mark.parametrize("took, deserves", [(1.0, False), (0.5, True)])
+def test_tries_of_any_width_say_whether_a_measurement_is_to_be_believed(rows, took, deserves):
+    """Two that were as dear as measured: then eight rows, too, cost what was said."""
+    watch = Watch()
+    for _ in range(SEEN):
+        watch.saw(1, 1.0, 1.0)
+    for _ in range(BELIEVED):
+        watch.saw(rows, took, 1.0)
+    assert watch.deserves_a_try(8, 1, hears=False) == deserves
+    assert watch.deserves_a_try(8, 1, hears=True)
 
 
 def test_a_machine_whose_pace_changes_while_widths_take_turns_says_nothing_of_them():
