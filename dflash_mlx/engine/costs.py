@@ -27,7 +27,7 @@ import numpy as np
 
 from ..drafter.forest import propose_together
 from ..drafter.protocol import Drafter
-from ..policy.costs import Costs, Meanwhile, curve, monotone, pair_costs
+from ..policy.costs import Costs, Meanwhile, curve, monotone, pair_costs, rows_up_to
 from ..policy.timing import DEPTHS, TOKEN, Round, started, time_rounds
 from ..proposal import Proposal
 from ..sampling import Sampler
@@ -156,7 +156,7 @@ def measure_shared(
 
         return play
 
-    rows = [row for row in ROWS if row < widest] + [widest]
+    rows = rows_up_to(widest, ROWS)
     verify, draft = time_rounds(target, rows, widest, begin, DEPTHS[:1])
     return Costs(_by_all(verify), _by_all(draft, least=2))
 

@@ -200,13 +200,12 @@ class Mood:
         if not self._nats:
             return list(rates)
         odds = exp(self._nats)
-        return [rate * odds / (1 - rate + rate * odds) for rate in rates]
+        return [_at_odds(rate, odds) for rate in rates]
 
     def learn(self, rates: Sequence[float], drafted: int, accepted: int) -> None:
         """Take in a draft of so many slots, whose rates were believed to be `rates`."""
         for slot, rate in enumerate(rates[: min(drafted, accepted + 1)]):
-            odds = exp(self._nats)
-            now = rate * odds / (1 - rate + rate * odds)
+            now = _at_odds(rate, exp(self._nats))
             self._weight += now * (1 - now)
             self._nats += ((slot < accepted) - now) / (self._weight + STEADY)
 
@@ -215,6 +214,11 @@ class Mood:
         kept = CALM**tokens
         self._weight *= kept
         self._nats *= kept
+
+
+def _at_odds(rate: float, odds: float) -> float:
+    """A rate whose odds are so many times as high."""
+    return rate * odds / (1 - rate + rate * odds)
 
 
 def _with(counts: list[float], fade: float, more: float, slots: int) -> list[float]:

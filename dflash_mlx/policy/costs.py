@@ -13,6 +13,7 @@ import json
 import platform
 import time
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -218,9 +219,9 @@ def measure(target: Target, drafter: Drafter, widest: int, kv_bits: int | None =
     return Costs(verify, drafts, unread, time_ahead(target, drafter, kv_bits))
 
 
-def rows_up_to(most: int) -> list[int]:
-    """The widths that are measured, and drafted, where a round may have so many rows."""
-    return sorted({row for row in ROWS if row < most} | {1, most})
+def rows_up_to(most: int, rows: Sequence[int] = ROWS) -> list[int]:
+    """The widths, of these, that are measured where a round may have `most` rows; and that."""
+    return [*rows[: bisect_left(rows, most)], most]
 
 
 def read_costs(path: Path) -> Costs:
