@@ -5,7 +5,7 @@
 
 Prompts of the embedded suite, or of the papers' suites, spread evenly over each, and free ones. A
 trace is all that a policy can see or cause, so `policy_simulation.py` runs any policy on it
-exactly, at any costs and with no clock. It has, for every token of an answer: the log-probability
+exactly, at any costs and with no clock. It has, for every token of an answer: the probability
 of the target's favourite where it was chosen; how many slots of a whole block after it would have
 been right; which rows of a tree of 64, best first; and how likely tree and chain said that their
 rows were. A narrower block is taken to draft the beginning of the whole one: where all rows see
