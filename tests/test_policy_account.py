@@ -44,7 +44,7 @@ def test_the_dearest_round_is_expected_to_lose_what_there_is(rates, rounds, sure
     cost = account.affordable(rates, surest)
     assert 1 <= cost <= max(1, 1 + CREDIT + ahead)
     stake = max(RISK, min(STAKE, SHARE * (tokens + 1) + min(0.0, ahead)))
-    assert account.stake == stake
+    assert account.stake == stake + min(0.0, felt)
     assert cost >= max(1, min(1 + stake + felt, 1 + CREDIT + ahead)) - 1e-9
     if cost > 1 + stake + felt and cost <= len(rates):  # further out the last rate goes on
         assert expected_loss(cost, rates) <= max(0, risk) + 1e-9

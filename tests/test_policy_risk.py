@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_policy import WIDEST, believing, costs
 
+from dflash_mlx.policy.account import ALLOWANCE
 from dflash_mlx.policy.beliefs import LEVELS, Certainty, expected_tokens, level
 from dflash_mlx.policy.risk import CAUTION, fastest, shortfall, speeds, worth
 from dflash_mlx.policy.widths import TRIAL_GAIN, Policy
@@ -100,6 +101,16 @@ def test_what_an_answer_can_stake_has_an_end(draft, tried):
     request._policy.beliefs().hope = lambda at: 0.9
     for _ in range(400):
         request.observe(0, 0)
+    assert (request.width(64, WIDEST) > 1) == tried
+
+
+@pytest.mark.parametrize("owed, tried", [(0.0, True), (0.1, False)])
+def test_what_is_owed_cannot_be_staked_again(owed, tried):
+    """Not even where the account would pay for it, by what is believed of the drafts."""
+    request = believing(costs(1.2, 0.44), 0.45, 0.3).start()
+    request._policy.beliefs().hope = lambda at: 0.9
+    request._account.book((1 + ALLOWANCE) * 10 + owed, 10)
+    assert request._affordable(request.rates()) > request._seconds[1]
     assert (request.width(64, WIDEST) > 1) == tried
 
 

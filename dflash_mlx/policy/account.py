@@ -55,12 +55,17 @@ class Account:
             cost, risk = cost + 1, risk - (1 - path)
         if risk > 0 and path < 1:
             cost += risk / (1 - path)
-        cost = max(cost, 1 + self.stake + self._felt)
+        cost = max(cost, 1 + self._stake + self._felt)
         return max(1.0, min(cost, 1 + CREDIT + self._ahead))
 
     @property
     def stake(self) -> float:
-        """What a round may lose for the sake of what it teaches, however likely it is to fail."""
+        """What a round may lose for the sake of what it teaches: what is owed is staked already."""
+        return self._stake + min(0.0, self._felt)
+
+    @property
+    def _stake(self) -> float:
+        """What a request may have at stake, however likely it is to fail."""
         saved = SHARE * (self._tokens + 1) + min(0.0, self._ahead)
         return max(RISK, min(STAKE, saved))
 
