@@ -155,7 +155,7 @@ def test_looks_of_a_rest_wait_for_nobody_and_its_end_costs_one_token():
         assert play() == 1
     assert text.waits == waits <= PATIENCE + 10, "the first looks, and tries of drafts"
     assert "LL".join(["." * (LONGEST - 1)] * 4) in text.looked, "each time two in a row"
-    assert text.looked.startswith("LLLLLL..LL......LL")
+    assert text.looked.startswith("LLLLLLLLLLLL..LL......LL")
     text.sure, rounds = True, 0
     while play() == 1:
         rounds += 1

@@ -10,7 +10,8 @@ what can lose more, once that is a small part of the answer.
 
 What is really lost is booked twice. In full, and this limits the loss of the longest answer; and
 as a debt that fades with the tokens, and this decides about the next try. A bad start is a reason
-to wait for a while, and not for as many tokens as would earn it back.
+to wait for a while, and not for as many tokens as would earn it back. While little is lost in all,
+debts go sooner: two cheap drafts that fail say nothing of the third.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ SURE_FIRST = 0.3  # where the target has no doubt: what fails there is bad luck 
 SHARE = 0.02  # the share of the tokens so far that may be lost besides,
 RISK = 0.5  # and both together at most; and what any round may lose, however likely it is to fail,
 STAKE = 1.25  # or so much, where `SHARE` of the tokens so far is as much
-FADING = 0.92  # what a token leaves of a debt, as the next try sees it
+FADING = 0.92  # what a token leaves of a debt, as the next try sees it,
+RELIEF = 0.08  # and what it takes off besides, in plain tokens,
+LITTLE = 0.04  # where no more was really lost than `RISK` and this share of the tokens
 CREDIT = 6.0  # tokens that a request may really lose,
 ALLOWANCE = 0.01  # and the share of all its tokens besides
 SAVINGS = 10.0  # plain tokens gained that the account remembers at most
@@ -85,7 +88,9 @@ class Account:
         """Take in what a round cost and brought."""
         self._tokens += tokens
         gain = (1 + ALLOWANCE) * tokens - cost
-        if self._felt < 0:
-            self._felt *= FADING**tokens
-        self._felt = min(SAVINGS, self._felt + gain)
         self._ahead = min(SAVINGS, self._ahead + gain)
+        if self._felt < 0:
+            is_little = self._ahead + RISK + LITTLE * self._tokens > 0
+            relief = RELIEF * tokens if is_little else 0.0
+            self._felt = min(0.0, self._felt * FADING**tokens + relief)
+        self._felt = min(SAVINGS, self._felt + gain)
