@@ -1,7 +1,7 @@
 """The account of a request: what a round is expected to lose, and what it can lose at most."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policy import WIDEST, believing, costs
 
@@ -21,7 +21,14 @@ from dflash_mlx.policy.account import (
 from dflash_mlx.policy.widths import Policy
 
 RATES = st.lists(st.floats(0, 0.999), min_size=1, max_size=15)
-ROUNDS = st.lists(st.tuples(st.floats(1, 8), st.integers(1, 16)), max_size=40)
+# Half of them lose little, so that debts of all sizes come together.
+ROUNDS = st.lists(
+    st.one_of(
+        st.tuples(st.floats(1, 8), st.integers(1, 16)),
+        st.tuples(st.floats(1, 3), st.integers(1, 2)),
+    ),
+    max_size=40,
+)
 
 
 def expected_loss(cost, rates):
@@ -33,6 +40,7 @@ def expected_loss(cost, rates):
     return loss + path * max(0.0, cost - len(rates) - 1)
 
 
+@settings(max_examples=150)
 @given(RATES, ROUNDS, st.booleans())
 def test_the_dearest_round_is_expected_to_lose_what_there_is(rates, rounds, surest):
     account, tokens, ahead, felt = Account(), 0, 0.0, 0.0
@@ -131,6 +139,20 @@ def test_two_cheap_drafts_that_fail_keep_a_drafter_waiting_for_one_token():
     request = believing(costs(1.2, 0.15), 0.5, 0.6).start()
     widths = spell(request, 12, 0.7)
     assert [at for at, width in enumerate(widths) if width > 1][:3] == [0, 1, 3]
+
+
+def test_what_little_is_grows_with_the_answer():
+    """Drafts in vain that are a large part of a short answer are a small one of a longer one."""
+    waits = []
+    for before in (0, 20):
+        account = Account()
+        for cost in (*[1.0] * before, *[1.4] * 4):
+            account.book(cost, 1)
+        waits.append(0)
+        while account.stake < 0.4:
+            account.book(1.0, 1)
+            waits[-1] += 1
+    assert waits[0] > 2 * waits[1]
 
 
 def spell(request, rounds, certainty):
