@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 
 def plain_by_cost(pair: Pair, stats: Stats) -> float | None:
-    """Tokens per second of plain decoding by measured costs; None where none were measured."""
+    """Tokens per second of plain decoding by measured costs; None where none were measured.
+
+    As many as there were rounds in a second at least: a plain one takes no longer than any other,
+    whatever the machine was busy with when costs were measured.
+    """
     if pair.chains is None:
         return None
     # The depth in the middle of the answer: attention makes later tokens dearer.
-    return 1 / pair.chains.plain_seconds(stats.prompt_tokens + stats.output_tokens // 2)
+    seconds = pair.chains.plain_seconds(stats.prompt_tokens + stats.output_tokens // 2)
+    return max(1 / seconds, stats.tokens_per_second / stats.acceptance_length)
 
 
 def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:

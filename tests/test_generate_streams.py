@@ -14,8 +14,10 @@ from dflash_mlx.cli import generate as command
 from dflash_mlx.cli import screen
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.generate_question import read_prompt
+from dflash_mlx.cli.generate_summary import plain_by_cost
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import PromptError
+from dflash_mlx.events import Stats
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.blas import BlasInfo
@@ -151,6 +153,15 @@ def test_the_speedup_by_measured_costs_is_marked(loaded, monkeypatch):
     )
     compared = invoke(*ASKED, "--compare").stderr
     assert "~" not in compared and "identical" in compared
+
+
+@pytest.mark.parametrize("seconds, speedup", [(0.25, 1.0), (0.4, 1.6), (9.0, 2.0)])
+def test_the_speedup_by_costs_is_no_more_than_the_tokens_of_a_round(loaded, seconds, speedup):
+    """Seen on a machine that had been busier when it measured: 1.15x by rounds of one token."""
+    costs = Costs({64: {1: seconds, 4: seconds}}, {64: {1: 0.0, 4: 0.0}})
+    pair = Pair(loaded.target, loaded.drafter, None, loaded.blas, policy=Policy(costs, widest=4))
+    stats = Stats(output_tokens=13, rounds=6, decode_seconds=3.0)
+    assert stats.tokens_per_second / plain_by_cost(pair, stats) == pytest.approx(speedup)
 
 
 def test_without_costs_no_speedup_is_claimed(loaded):
