@@ -11,7 +11,7 @@ what can lose more, once that is a small part of the answer.
 What is really lost is booked twice. In full, and this limits the loss of the longest answer; and
 as a debt that fades with the tokens, and this decides about the next try. A bad start is a reason
 to wait for a while, and not for as many tokens as would earn it back. While little is lost in all,
-debts go sooner: two cheap drafts that fail say nothing of the third.
+debts go sooner: two cheap drafts that fail say little of the third.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RISK = 0.5  # and both together at most; and what any round may lose, however li
 STAKE = 1.25  # or so much, where `SHARE` of the tokens so far is as much
 FADING = 0.92  # what a token leaves of a debt, as the next try sees it,
 RELIEF = 0.08  # and what it takes off besides, in plain tokens,
-LITTLE = 0.04  # where no more was really lost than `RISK` and this share of the tokens
+LITTLE = 0.04  # where no more is lost than `RISK` and this share of the tokens, beyond `ALLOWANCE`;
 CREDIT = 6.0  # tokens that a request may really lose,
 ALLOWANCE = 0.01  # and the share of all its tokens besides
 SAVINGS = 10.0  # plain tokens gained that the account remembers at most
