@@ -16,7 +16,7 @@ debts go sooner: two cheap drafts that fail say little of the third.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 FIRST = 0.15  # plain tokens that the first round may be expected to lose,
 SURE_FIRST = 0.3  # where the target has no doubt: what fails there is bad luck and no bad text;
@@ -39,7 +39,7 @@ class Account:
         self._ahead = 0.0  # what drafting has gained by them, booked in full,
         self._felt = 0.0  # and as the next try sees it: debts fade
 
-    def affordable(self, rates: Sequence[float], surest: bool = False) -> float:
+    def affordable(self, rates: Iterable[float], surest: bool = False) -> float:
         """The cost of the dearest round that may be drafted; 1, a plain one's, at least.
 
         A round of cost c is expected to lose the sum over k < c of P(it brings k tokens) (c - k).

@@ -11,7 +11,7 @@ are right, and a draft says something of them at every level, the less the farth
 from __future__ import annotations
 
 from bisect import bisect, bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp
 from typing import Any
 
@@ -195,12 +195,12 @@ class Mood:
     def __init__(self) -> None:
         self._nats, self._weight = 0.0, 0.0  # and the curvature of the slots so far
 
-    def moved(self, rates: Sequence[float]) -> list[float]:
-        """The rates in this mood."""
+    def moved(self, rates: Sequence[float]) -> Iterator[float]:
+        """The rates in this mood; most looks ask for one or two of them, so one after another."""
         if not self._nats:
-            return list(rates)
+            return iter(rates)
         odds = exp(self._nats)
-        return [_at_odds(rate, odds) for rate in rates]
+        return (_at_odds(rate, odds) for rate in rates)
 
     def learn(self, rates: Sequence[float], drafted: int, accepted: int) -> None:
         """Take in a draft of so many slots, whose rates were believed to be `rates`."""

@@ -17,7 +17,7 @@ change the speed and not the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from math import inf
 from pathlib import Path
@@ -217,10 +217,10 @@ class Widths:
         # What a try teaches is for later rounds: near the end only what is believed counts.
         is_early = limit >= self._policy.widest
         limit = min(limit, self._policy.widest)
-        rates, plain = self.rates(), self._plain
-        affordable = self._affordable(rates)
+        affordable = self.affordable
         if affordable < min(self._seconds[1:limit], default=inf):
             return 1  # most looks end here where drafts are wrong; the device waits for them
+        rates, plain = self.rates(), self._plain
         hopes, stake = self._hopeful(rates), self._account.stake if is_early else 0.0
         rows = rows_up_to(limit)
         seconds = [self._seconds[each - 1] for each in rows]
@@ -305,23 +305,21 @@ class Widths:
     @property
     def affordable(self) -> float:
         """The seconds of the dearest round that the account can pay for."""
-        return self._affordable(self.rates())
-
-    @property
-    def _plain(self) -> float:
-        """Seconds of a plain token of many, at this depth."""
-        return self.ahead * self._seconds[0]
+        return self._affordable(self._rates())
 
     @property
     def _bar(self) -> float:
         """What drafting has to promise over plain rounds, which are begun ahead."""
         return GAIN / self.ahead
 
-    def _affordable(self, rates: Sequence[float]) -> float:
+    def _affordable(self, rates: Iterable[float]) -> float:
         return self._account.affordable(rates, self._at == SUREST) * self._plain
 
     def rates(self) -> list[float]:
         """How often slots 1, 2, ... are right now, when those before them are."""
+        return [*self._rates()]
+
+    def _rates(self) -> Iterator[float]:
         return self._mood.moved(self._beliefs.rates(self._at)[: self._policy.widest - 1])
 
     def hopes(self) -> list[float]:
@@ -379,6 +377,7 @@ class Widths:
         if of != self._of:
             self._of, self._measured = of, policy.seconds(context)
             self._seconds = policy.watch.corrected(self._measured)
+            self._plain = self.ahead * self._seconds[0]  # of a plain token of many
 
     def _trial(
         self, best: int, limit: int, rates: list[float], affordable: float, hears: bool
