@@ -43,11 +43,12 @@ def test_whoever_drafts(temperature, way):
     settings = {"temperature": temperature, "seed": 11, "max_tokens": TOKENS, **WAYS[way]}
     plain = dm.generate(model, None, PROMPT, **settings)
     assert plain.stats.rounds == TOKENS - 1
-    for p in (1.0, 0.7, 0.0):
+    for p in (1.0, 0.7):
         oracle = Oracle(PROMPT, plain.tokens, model.vocab_size, p)
         drafted = dm.generate(model, oracle, PROMPT, **settings)
         assert drafted.tokens == plain.tokens
-        assert drafted.stats.rounds < TOKENS - 1 or p == 0
+        assert drafted.stats.rounds < TOKENS - 1
+    # Nearly all that this one drafts is wrong.
     assert dm.generate(model, random_drafter(), PROMPT, **settings).tokens == plain.tokens
 
 

@@ -79,7 +79,7 @@ def test_next_tokens_of_different_seeds_follow_it_too():
     assert surprise(np.bincount(chosen, minlength=16), seeds * processed(logits, 0.7)) < 3.09
 
 
-@pytest.mark.parametrize("vocabulary", [16, 64, 200])
+@pytest.mark.parametrize("vocabulary", [16, 200])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
     """Through the whole loop: what is drafted must not bend what is chosen.

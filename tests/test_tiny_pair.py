@@ -23,7 +23,7 @@ CATEGORIES = {"arithmetic", "counting", "units", "code", "story", "qa", "chat"}
 PROBLEMS = ["arithmetic", "counting", "units"]  # with one right answer
 FIRST_TOKENS = 20  # of each answer compared with mlx-lm: more than a block
 # Oracles, and how wide: no wider than they are right, or the test would mostly wait.
-FEWER = {None: PER_CATEGORY, 8: 2, 4: 4}  # prompts of a category, by bits
+FEWER = {None: PER_CATEGORY, 8: 2, 4: 2}  # prompts of a category, by bits
 ORACLES = {0.0: 3, 0.5: 4, 0.9: 10, 1.0: 16}
 
 pytestmark = pytest.mark.skipif(

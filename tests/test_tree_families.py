@@ -116,7 +116,7 @@ def test_drafted_text_is_plain_text(family, p):
     assert result.stats.rounds < TOKENS * (0.9 if p < 0.5 else 0.5), "paths were accepted"
 
 
-@pytest.mark.parametrize("temperature", [0.8, 1.3])
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(1.3, marks=pytest.mark.matrix)])
 @every_family
 def test_sampled_text_is_that_without_drafting(family, temperature):
     target, prompt, _ = truth(family, 1)
