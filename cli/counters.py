@@ -62,5 +62,8 @@ def drafting(stats: Stats) -> str:
     if not drafted:
         return "no drafts"
     told = f"drafts in {sum(drafted.values())} of {counted(stats.rounds, 'round')}"
-    rows = max(drafted, key=lambda rows: drafted[rows])
-    return f"{told}, mostly {'trees of ' if rows in stats.trees else ''}{rows} rows"
+    rows, count = max(drafted.items(), key=lambda each: each[1])
+    if 2 * count <= sum(drafted.values()):
+        return f"{told}, {min(drafted)} to {max(drafted)} rows"
+    mostly = "mostly " if len(drafted) > 1 else ""
+    return f"{told}, {mostly}{'trees of ' if rows in stats.trees else ''}{rows} rows"

@@ -120,6 +120,9 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(parts, str):
         _check_text(parts)
     if not isinstance(parts, list):
+        # None says it by calls of tools alone, and some templates write down what a tool returned.
+        if not isinstance(parts, str | Mapping | None):
+            raise PromptError(f"A message's content is text, or parts of text, not {shown(parts)}.")
         return message
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):

@@ -116,6 +116,7 @@ def test_no_network_and_no_copy(unreachable):
     with pytest.raises(DownloadError, match="cannot be asked") as caught:
         unreachable.remote_bytes(TARGET)
     assert TARGET in str(caught.value) and "broke off" not in str(caught.value)
+    assert "kept" not in str(caught.value)  # nothing is there yet
 
 
 def test_no_network_and_a_copy(hub, unreachable):

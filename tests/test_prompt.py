@@ -61,6 +61,7 @@ def test_parts_of_text_are_their_text():
             "not 'image_url'",
         ),
         ([{"role": "user", "content": ["text"]}], "parts of text, not 'text'"),
+        ([{"role": "user", "content": 5}], "parts of text, not 5"),
         ([1, "two"], "text, a list of token ids, or a list of messages"),
         ([1.0], "text, a list of token ids, or a list of messages"),
         ([{"role": "user"}], "'role' and 'content'"),

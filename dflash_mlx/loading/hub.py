@@ -159,7 +159,8 @@ class Hub:
         try:
             sizes = self._sizes(name)[0]
         except FAILURES as error:
-            raise self._explain(name, error, "cannot be asked") from error
+            then = "run this again where it can"
+            raise self._explain(name, error, "cannot be asked", then) from error
         return sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=list(wanted)))
 
     def remove(self, name: str) -> int:
@@ -219,9 +220,13 @@ class Hub:
             )
 
     def _explain(
-        self, name: str, error: Exception, failed: str = "does not give it"
+        self,
+        name: str,
+        error: Exception,
+        failed: str = "does not give it",
+        then: str = "run this again, what is there is kept",
     ) -> DFlashError:
-        """What a failed download means for a person, in one line; `failed` is what the hub did."""
+        """What a failed download means for a person, in a line: what the hub did, what to do."""
         hub = self.endpoint or "the hub"
         if isinstance(error, GatedRepoError):
             return DownloadError(
@@ -240,9 +245,7 @@ class Hub:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
-        return DownloadError(
-            f"{name}: {hub} {failed} ({reason}); run this again, what is there is kept."
-        )
+        return DownloadError(f"{name}: {hub} {failed} ({reason}); {then}.")
 
 
 @dataclass(frozen=True)

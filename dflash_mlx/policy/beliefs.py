@@ -181,7 +181,9 @@ def first_drafts(classes: Mapping[int, Beliefs]) -> list[str]:
 
 def _temperatures(at: int) -> str:
     """What a class of temperatures is called."""
-    return f"{WARMTHS[at]:g}" if at < len(WARMTHS) else f"above {WARMTHS[-1]:g}"
+    if at == len(WARMTHS):
+        return f"above {WARMTHS[-1]:g}"
+    return f"up to {WARMTHS[at]:g}" if at else f"{WARMTHS[at]:g}"
 
 
 class Mood:
