@@ -159,7 +159,7 @@ class Hub:
         try:
             sizes = self._sizes(name)[0]
         except FAILURES as error:
-            then = "run this again where it can"
+            then = "run this again when it answers"
             raise self._explain(name, error, "cannot be asked", then) from error
         return sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=list(wanted)))
 
