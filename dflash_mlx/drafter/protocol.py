@@ -280,27 +280,25 @@ class Abilities:
 
     def foresees(self, session: object) -> TypeGuard[Foresees]:
         """Whether it is a `Foresees`."""
-        if type(session) is not self._of:
-            self._ask(session)
+        self._ask(session)
         return self._foresees
 
     def unread(self, session: object) -> int:
         """How many tokens' features its next draft reads first, if it is a `ReadsLate`."""
-        if type(session) is not self._of:
-            self._ask(session)
+        self._ask(session)
         return cast(ReadsLate, session).unread if self._reads_late else 0
 
     def says_confidence(self, session: object) -> TypeGuard[SaysConfidence]:
         """Whether it `SaysConfidence`, and does."""
-        if type(session) is not self._of:
-            self._ask(session)
+        self._ask(session)
         return self._says_confidence
 
     def _ask(self, session: object) -> None:
-        self._of = type(session)
-        self._foresees = isinstance(session, Foresees)
-        self._reads_late = isinstance(session, ReadsLate)
-        self._says_confidence = isinstance(session, SaysConfidence) and session.says_confidence
+        if type(session) is not self._of:
+            self._of = type(session)
+            self._foresees = isinstance(session, Foresees)
+            self._reads_late = isinstance(session, ReadsLate)
+            self._says_confidence = isinstance(session, SaysConfidence) and session.says_confidence
 
 
 def label(drafter: Drafter) -> str:
