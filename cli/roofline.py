@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,41 +33,47 @@ WIDE = 70  # columns of the whole table
 EMBEDDED_ACCEPTANCE = 12.0  # as its model card says, over all categories
 
 
+ChipName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="M1 to M5 Max. Default: this machine's chip.")
+]
+Acceptance = Annotated[
+    float | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens per round of 16 rows, as 'bench' reports. Default: the published figure.",
+    ),
+]
+Context = Annotated[int, typer.Option(min=0, metavar="N", help="Tokens of context to attend to.")]
+MachineCount = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Machines of this chip that share the model.")
+]
+Link = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help=f"Between them: {', '.join(LINKS)}. Default: the first of these."
+    ),
+]
+FirstDrafter = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        "-d",
+        metavar="NAME",
+        help="With --machines, the drafter on the first. Default: the known one.",
+    ),
+]
+
+
 def roofline(
     given: typer.Context,
     model: options.Model = EMBEDDED,
-    chip: Annotated[
-        str | None, typer.Option(metavar="NAME", help="M1 to M5 Max. Default: this machine's chip.")
-    ] = None,
+    chip: ChipName = None,
     target_bits: options.TargetBits = None,
-    acceptance: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Tokens per round of 16 rows, as 'bench' reports. Default: the published figure.",
-        ),
-    ] = None,
-    context: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Tokens of context to attend to.")
-    ] = 1024,
-    machines: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Machines of this chip that share the model.")
-    ] = 1,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help=f"Between them: {', '.join(LINKS)}. Default: the first of these."
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            "-d",
-            metavar="NAME",
-            help="With --machines, the drafter on the first. Default: the known one.",
-        ),
-    ] = None,
+    acceptance: Acceptance = None,
+    context: Context = 1024,
+    machines: MachineCount = 1,
+    link: Link = None,
+    draft: FirstDrafter = None,
     offline: options.Offline = False,
     json: options.Json = False,
 ) -> None:
@@ -77,13 +84,7 @@ def roofline(
     where = _chip(chip)
     tokens = _acceptance(model, acceptance)
     hub = Hub(offline=offline)
-    if gguf := gguf_file(model):
-        from dflash_mlx.loading.gguf.convert import config_of
-
-        file, config = gguf, config_of(gguf)
-    else:
-        file = config_folder(model, "target", hub) / "config.json"
-        config = read_json(file)
+    config, file = _config(model, hub)
     if options.is_given("context", given):
         _check_context(model, config, context)
     quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
@@ -119,6 +120,16 @@ def roofline(
     note(f"{tokens:g} tokens a round of 16 rows; the drafter's own time is not in it.")
     if where.generation == "M5":
         note("16-row tiles are those of the tensor units: our kernels do not use them, stock runs.")
+
+
+def _config(model: str, hub: Hub) -> tuple[dict[str, Any], Path]:
+    """A model's config, and the file that it is from: a config.json or a GGUF."""
+    if gguf := gguf_file(model):
+        from dflash_mlx.loading.gguf.convert import config_of
+
+        return config_of(gguf), gguf
+    file = config_folder(model, "target", hub) / "config.json"
+    return read_json(file), file
 
 
 def _check_context(model: str, config: dict[str, Any], context: int) -> None:
