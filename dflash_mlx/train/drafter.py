@@ -34,7 +34,7 @@ from .fit import FitSettings, Loss, Parameters, Progress, Validation, fit
 from .levels import tap_levels
 from .losses import Mix
 from .optimizers import by_name
-from .slots import Kept, occurring, slot_loss, slot_weights
+from .slots import Kept, SlotLoss, occurring, slot_weights
 from .store import Collate, Store, Stored
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's, by block size
@@ -153,7 +153,7 @@ def draft_loss(
         after them the `Features` of these ids, which it computes itself where they are not given.
     """
     config = drafter.config
-    cost = slot_loss(drafter, target, mix, kept)
+    cost = SlotLoss(drafter, target, mix, kept)
 
     def loss(
         parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *known: mx.array

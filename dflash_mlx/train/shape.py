@@ -15,8 +15,19 @@ ARCHITECTURES = {
     "dspark": "DSparkDraftModel",
 }
 DEEP = 12  # target layers from which on five are tapped, and fewer than that three
-SELECTOR_RANK, SELECTOR_TOP_K, CONV_KERNEL, CONV_GROUP = 32, 8, 2, 16
-MARKOV_RANK = 64
+# What DFlash2 has in its `dflash_config` besides, and DSpark in its config.
+SELECTOR = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 32,
+    "selector_top_k": 8,
+}
+MARKOV = {
+    "markov_rank": 64,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+    "sample_from_anchor": True,
+}
 
 
 def draft_shape(
@@ -42,35 +53,12 @@ def draft_shape(
     Raises `SettingsError`.
     """
     check_kind(kind, block_size, draft_tokens)
-    if layers is not None and layers > target.num_layers:
-        raise SettingsError(
-            f"A drafter of {layers} layers is deeper than {target.name}, which has "
-            f"{target.num_layers}: lower --layers."
-        )
-    if draft_tokens is not None and draft_tokens >= target.vocab_size:
-        raise SettingsError(
-            f"A head of {draft_tokens} tokens: {target.name} has {target.vocab_size}, all of which "
-            "are drafted without --draft-tokens."
-        )
-    shape = text_part(target.config)
-    hidden, heads = target.hidden_size, shape["num_attention_heads"]
+    _check_size(target, layers, draft_tokens)
     layers = layers or min(5, 1 + round(target.num_layers / 8))
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
-        "hidden_size": hidden,
+        **_like(target),
         "num_hidden_layers": layers,
-        "intermediate_size": shape.get("intermediate_size") or 3 * hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": shape.get("num_key_value_heads") or heads,
-        "head_dim": shape.get("head_dim") or hidden // heads,
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": shape.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(
-            shape.get("rope_theta")
-            or (shape.get("rope_parameters") or {}).get("rope_theta")
-            or 10000.0
-        ),
-        "max_position_embeddings": shape.get("max_position_embeddings", 40960),
         "num_target_layers": target.num_layers,
         "block_size": block_size,
         "layer_types": ["full_attention"] * layers,
@@ -82,22 +70,44 @@ def draft_shape(
         },
     }
     if kind == "dflash2":
-        config["dflash_config"] |= {
-            "conv_kernel_size": CONV_KERNEL,
-            "conv_group_size": CONV_GROUP,
-            "selector_rank": SELECTOR_RANK,
-            "selector_top_k": SELECTOR_TOP_K,
-        }
+        config["dflash_config"] |= SELECTOR
     if kind == "dspark":
-        config |= {
-            "markov_rank": MARKOV_RANK,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": False,
-            "sample_from_anchor": True,
-        }
+        config |= MARKOV
     if draft_tokens is not None:
         config["draft_vocab_size"] = draft_tokens
     return config
+
+
+def _like(target: Target) -> dict[str, Any]:
+    """What a drafter has in common with its target."""
+    shape = text_part(target.config)
+    hidden, heads = target.hidden_size, shape["num_attention_heads"]
+    rope = shape.get("rope_theta") or (shape.get("rope_parameters") or {}).get("rope_theta")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": shape.get("intermediate_size") or 3 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shape.get("num_key_value_heads") or heads,
+        "head_dim": shape.get("head_dim") or hidden // heads,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": shape.get("rms_norm_eps", 1e-6),
+        "rope_theta": float(rope or 10000.0),
+        "max_position_embeddings": shape.get("max_position_embeddings", 40960),
+    }
+
+
+def _check_size(target: Target, layers: int | None, draft_tokens: int | None) -> None:
+    """Raise `SettingsError` for a drafter that is larger than its target."""
+    if layers is not None and layers > target.num_layers:
+        raise SettingsError(
+            f"A drafter of {layers} layers is deeper than {target.name}, which has "
+            f"{target.num_layers}: lower --layers."
+        )
+    if draft_tokens is not None and draft_tokens >= target.vocab_size:
+        raise SettingsError(
+            f"A head of {draft_tokens} tokens: {target.name} has {target.vocab_size}, all of which "
+            "are drafted without --draft-tokens."
+        )
 
 
 def check_kind(kind: str, block_size: int, draft_tokens: int | None) -> None:

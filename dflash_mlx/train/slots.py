@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..drafter.dflash2 import CandidateSelector, DFlash2
-from ..drafter.dspark import DSpark
+from ..drafter.dspark import DSpark, MarkovHead
 from ..drafter.network import DFlash
 from ..target import Target
 from .data import Sample
@@ -75,36 +75,42 @@ def _answered(samples: Iterable[Sample]) -> Iterator[int]:
     return (token for span in spans for token in span)
 
 
-def slot_loss(
-    drafter: DFlash, target: Target, mix: Mix, kept: Kept | None
-) -> Callable[..., tuple[mx.array, mx.array]]:
+class SlotLoss:
     """What slots cost together, and the token drafted in each.
 
-    Returns a function of hidden states [M, D], labels, tokens before, weights [M], and the target's
-    likeliest tokens with their probabilities [M, T].
+    Args:
+        drafter, target: the pair; the drafter's own head is trained, the target's is not.
+        mix: what a slot's loss is made of.
+        kept: the tokens that it runs over; None is the whole vocabulary.
     """
-    config = drafter.config
-    reduced = "d2t" in drafter  # its head has a row for each token that is kept
-    rows = None
-    if kept is not None:
-        rows = drafter.lm_head.weight if reduced else target.head_rows(kept.tokens)
-        rows = rows.astype(mx.float32)
-    width = config.vocab_size if kept is None else len(kept.tokens)
-    selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
-    markov = drafter.markov_head if isinstance(drafter, DSpark) and config.markov else None
-    head = selector or markov
 
-    def logits_of(hidden: mx.array) -> mx.array:
-        if rows is None:
-            # The head computes in the target's own precision.
-            hidden = hidden.astype(target.embed(mx.zeros((1, 1), mx.int32)).dtype)
-            return drafter.logits(hidden[None], target)[0].astype(mx.float32)
-        logits = (hidden @ rows.T) * config.output_multiplier
-        cap = config.final_logit_softcapping
-        logits = logits if cap is None else cap * mx.tanh(logits / cap)
-        return logits * config.logit_scale
+    def __init__(self, drafter: DFlash, target: Target, mix: Mix, kept: Kept | None) -> None:
+        self._drafter, self._target, self._mix, self._kept = drafter, target, mix, kept
+        self._reduced = "d2t" in drafter  # its head has a row for each token that is kept
+        self._rows: mx.array | None = None  # of the head, where some tokens are kept
+        self._width = drafter.config.vocab_size
+        if kept is not None:
+            rows = drafter.lm_head.weight if self._reduced else target.head_rows(kept.tokens)
+            self._rows, self._width = rows.astype(mx.float32), len(kept.tokens)
+        has_markov = isinstance(drafter, DSpark) and drafter.config.markov
+        self._markov = drafter.markov_head if has_markov else None
+        self._selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
 
-    def part(
+    def __call__(self, hidden: mx.array, *columns: mx.array) -> tuple[mx.array, mx.array]:
+        """The loss [] of slots and what was drafted in them [M].
+
+        Args:
+            hidden: of the slots, [M, D].
+            columns: labels, tokens before and weights [M], and the target's likeliest tokens with
+                their probabilities [M, T].
+        """
+        head = self._selector or self._markov
+        trained = {} if head is None else head.parameters()
+        count = max(1, BOUND // (4 * LOGITS_AT_ONCE * self._width))
+        return summed(self._part, trained, hidden, columns, count)
+
+    def _part(
+        self,
         trained: Any,
         hidden: mx.array,
         labels: mx.array,
@@ -113,35 +119,46 @@ def slot_loss(
         tops: mx.array,
         shares: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """As said above, with the head's trained weights where it is the drafter's own."""
+        """The same of some slots, with the head's trained weights where it is the drafter's own."""
+        kept, head = self._kept, self._selector or self._markov
         if head is not None:
             head.update(trained)
-        logits = logits_of(hidden)
-        if markov is not None:
-            inner, _ = markov.inner(hidden, before, mx.zeros((len(hidden), markov.rank)))
-            after = markov.markov_w2.weight
-            bias = inner @ (after if kept is None or reduced else after[kept.tokens]).T
-            logits = logits + config.logit_scale * bias
+        logits = self._logits(hidden)
+        if self._markov is not None:
+            logits = logits + self._after(self._markov, hidden, before)
         if kept is not None:
             weights = weights * kept.inside[labels]
             shares = shares * kept.inside[tops]
             labels, tops = kept.places[labels], kept.places[tops]
-        loss = mix.of(logits, labels, tops, shares)
+        loss = self._mix.of(logits, labels, tops, shares)
         chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
-        if selector is not None:
+        if self._selector is not None:
             ids = None if kept is None else kept.tokens
-            extra, chosen = selector_loss(selector, hidden, logits, before, labels, ids)
+            extra, chosen = selector_loss(self._selector, hidden, logits, before, labels, ids)
             loss = loss + extra
         if kept is not None:
             chosen = kept.tokens[chosen]
         return (loss * weights).sum(), chosen
 
-    def cost(hidden: mx.array, *columns: mx.array) -> tuple[mx.array, mx.array]:
-        trained = {} if head is None else head.parameters()
-        count = max(1, BOUND // (4 * LOGITS_AT_ONCE * width))
-        return summed(part, trained, hidden, columns, count)
+    def _logits(self, hidden: mx.array) -> mx.array:
+        """Of the tokens that are kept, [M, V'] in f32."""
+        config = self._drafter.config
+        if self._rows is None:
+            # The head computes in the target's own precision.
+            hidden = hidden.astype(self._target.embed(mx.zeros((1, 1), mx.int32)).dtype)
+            return self._drafter.logits(hidden[None], self._target)[0].astype(mx.float32)
+        logits = (hidden @ self._rows.T) * config.output_multiplier
+        cap = config.final_logit_softcapping
+        logits = logits if cap is None else cap * mx.tanh(logits / cap)
+        return logits * config.logit_scale
 
-    return cost
+    def _after(self, markov: MarkovHead, hidden: mx.array, before: mx.array) -> mx.array:
+        """What the tokens before the slots add to their logits, [M, V']."""
+        inner, _ = markov.inner(hidden, before, mx.zeros((len(hidden), markov.rank)))
+        after = markov.markov_w2.weight
+        if self._kept is not None and not self._reduced:
+            after = after[self._kept.tokens]
+        return self._drafter.config.logit_scale * (inner @ after.T)
 
 
 def selector_loss(
