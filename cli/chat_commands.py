@@ -96,13 +96,12 @@ def _undo(chat: Chat, _: str) -> None:
 
 
 def _retry(chat: Chat, _: str) -> None:
-    answer = chat.dialogue.retry()
-    if answer is None:
+    if not chat.dialogue.was_asked:
         note("There is no question yet.")
         return
     if not chat.dialogue.settings["temperature"]:
         note("At temperature 0 the same question has the same answer.")
-    chat.show(answer)
+    chat.answer(chat.dialogue.retry)
 
 
 def _system(chat: Chat, text: str) -> None:

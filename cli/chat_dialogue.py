@@ -77,6 +77,7 @@ class Dialogue:
         self.answers: list[Answer] = []  # of this session, undone ones too
         self.last: Answer | None = None  # the answer that the messages end with
         self._before: tuple[Messages, Messages] = [], []  # a load, and what was loaded
+        self._unasked: tuple[Messages, Answer | None] = [], None  # before the last turn began
 
     @property
     def name(self) -> str:
@@ -97,28 +98,37 @@ class Dialogue:
         return tags, tokenizer.decode(answer.prompt[-8:]).rstrip().endswith(tags[0])
 
     def ask(self, text: str) -> Answer:
-        """Begin a turn. Raises `PromptError` when it does not fit, and then forgets it."""
-        self.messages.append({"role": "user", "content": text})
-        try:
-            return self._begin()
-        except dflash_mlx.DFlashError:
-            self.messages.pop()
-            raise
+        """Begin a turn. Raises `PromptError` where it does not fit; then all is as it was."""
+        return self._begin([*self.messages, {"role": "user", "content": text}])
 
-    def retry(self) -> Answer | None:
-        """Begin the last turn anew, with another seed where there is one; None without a turn."""
-        if not any(message["role"] == "user" for message in self.messages):
-            return None
-        if self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
+    @property
+    def was_asked(self) -> bool:
+        """Whether there is a question."""
+        return any(message["role"] == "user" for message in self.messages)
+
+    def retry(self) -> Answer:
+        """Begin the last turn anew, with another seed where there is one. Raises as `ask` does."""
+        is_answered = self.messages[-1]["role"] == "assistant"
+        answer = self._begin(self.messages[:-1] if is_answered else [*self.messages])
         if self.settings["seed"] is not None:
             self.settings["seed"] = (self.settings["seed"] + 1) % 2**32
-        return self._begin()
+        return answer
 
-    def _begin(self) -> Answer:
+    def _begin(self, messages: Messages) -> Answer:
+        """The answer to these messages begins; until it is there, `take_back` forgets it."""
+        answer = Answer(self._encoded(messages))
+        self._unasked, self.messages = (self.messages, self.last), messages
+        return answer
+
+    def take_back(self) -> None:
+        """Forget the turn that began last: the messages are those before it."""
+        self.messages, self.last = self._unasked
+
+    def _encoded(self, messages: Messages) -> list[int]:
+        """Messages as token ids. Raises `PromptError` for more than the target reads."""
         from dflash_mlx.prompt import encode_prompt
 
-        return Answer(encode_prompt(self.pair.target, self.messages))
+        return encode_prompt(self.pair.target, messages)
 
     def stream(self, answer: Answer) -> Generator[Event]:
         """Generate a turn's answer, event by event; it is remembered as far as it came."""

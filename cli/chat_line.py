@@ -23,9 +23,9 @@ PROMPT, MORE = ">>> ", "... "
 
 
 class KeptHistory(FileHistory):
-    """The lines of this session and of those before, in a file that only its owner can read.
+    """The messages of this session and of those before, in a file that only its owner can read.
 
-    Where the file cannot be used, that is said once, and lines are kept until the chat ends.
+    Where the file cannot be used, that is said once, and they are kept until the chat ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class KeptHistory(FileHistory):
             self._give_up(error)
 
     def load_history_strings(self) -> Iterable[str]:
-        """The lines of earlier sessions, the last one first."""
+        """The messages of earlier sessions, the last one first."""
         if not self._kept:
             return []
         try:
@@ -47,8 +47,16 @@ class KeptHistory(FileHistory):
             self._give_up(error)
             return []
 
+    def append_string(self, string: str) -> None:
+        """Nothing: it is called for each line of a message, which `keep` keeps in one piece."""
+
+    def keep(self, message: str) -> None:
+        """Have the next prompts go back to a message, unless it is the last one's very text."""
+        if message.strip() and self.get_strings()[-1:] != [message]:
+            super().append_string(message)
+
     def store_string(self, string: str) -> None:
-        """Keep a line."""
+        """Write a message."""
         if self._kept:
             try:
                 super().store_string(string)
@@ -90,10 +98,11 @@ class Line:
     """
 
     def __init__(self, history: Path, commands: Mapping[str, Completer | None]) -> None:
+        self._history = KeptHistory(history)
         # A paste that the terminal marks as one goes into the buffer with its newlines: it is one
         # message. Completions are listed below the line, as a menu would not fit narrow terminals.
         self._session: PromptSession[str] = PromptSession(
-            history=KeptHistory(history),
+            history=self._history,
             completer=Completions(commands),
             complete_style=CompleteStyle.READLINE_LIKE,
             complete_while_typing=False,
@@ -108,18 +117,26 @@ class Line:
 
         Raises `EOFError` for Ctrl-D, `KeyboardInterrupt`, and `UnicodeError` for what is no text.
         """
-        line = self._session.prompt(PROMPT, default=draft)
-        if line.startswith('"""'):
-            lines = [line[3:]]
+        lines = [self._session.prompt(PROMPT, default=draft)]
+        try:
+            self._go_on(lines)
+        finally:  # what is given up halfway, too, can be gone back to
+            message = "\n".join(lines).strip("\n")
+            message.encode()  # bytes that are no text come as lone surrogates
+            self._history.keep(message)
+        return message
+
+    def _go_on(self, lines: list[str]) -> None:
+        """Read the further lines of a message, and take off what said that there are some."""
+        if lines[0].startswith('"""'):
+            lines[0] = lines[0][3:]
             while not lines[-1].rstrip().endswith('"""'):
                 lines.append(self._more())
             lines[-1] = lines[-1].rstrip()[:-3]
-            line = "\n".join(lines)
-        else:
-            while line.endswith("\\"):
-                line = f"{line[:-1]}\n{self._more()}"
-        line.encode()  # bytes that are no text come as lone surrogates
-        return line.strip("\n")
+            return
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._more())
 
     def _more(self) -> str:
         """A further line of a message. Ctrl-D gives up that, as Ctrl-C does, and not the chat."""

@@ -76,16 +76,20 @@ class Chat:
 
     def take_turn(self, line: str) -> None:
         """Answer a message."""
+        self.answer(partial(self.dialogue.ask, line))
+
+    def answer(self, begin: Callable[[], Answer]) -> None:
+        """Have a turn of the dialogue begin; where it does not fit, the conversation goes on."""
         try:
-            answer = self.dialogue.ask(line)
+            answer = begin()
         except PromptError as error:  # the conversation has outgrown the context
             if not self.interactive:
                 raise
             error_line(f"{error} /clear starts a new conversation.")
             return
-        self.show(answer)
+        self._show(answer)
 
-    def show(self, answer: Answer) -> None:
+    def _show(self, answer: Answer) -> None:
         """Write an answer as it comes, and a line about it; Ctrl-C stops it."""
         writer = self._writer(answer)
         events = self.dialogue.stream(answer)
@@ -98,7 +102,7 @@ class Chat:
         except DFlashError as error:
             if not self.interactive:
                 raise
-            self.dialogue.undo()
+            self.dialogue.take_back()
             further = " /clear starts a new conversation." * isinstance(error, PromptError)
             error_line(f"{error}{further}")
             return

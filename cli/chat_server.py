@@ -12,7 +12,7 @@ from dflash_mlx.bench.server import Server, piece_of
 from dflash_mlx.errors import PromptError, ServerError, SettingsError
 from dflash_mlx.events import Event, FinishReason, Stats
 
-from .chat_dialogue import Answer, Dialogue
+from .chat_dialogue import Answer, Dialogue, Messages
 
 TAGS: Final = ("<think>", "</think>")  # around reasoning, which comes apart from the text
 INSTANT: Final = 1e-4  # seconds a round, in which no model writes any
@@ -62,8 +62,9 @@ class Served(Dialogue):
         """The server knows it."""
         return None
 
-    def _begin(self) -> Answer:
-        return Answer([])
+    def _encoded(self, messages: Messages) -> list[int]:
+        """The server does that."""
+        return []
 
     def held(self, answer: Answer) -> int:
         """Nothing is known of it here."""

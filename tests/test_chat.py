@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.resources import files
+from itertools import islice
 
 import pytest
 import tinymodels
@@ -16,8 +17,9 @@ from dflash_mlx.cli.chat_loop import Chat
 from dflash_mlx.cli.chat_writer import DIM, NORMAL, Writer, ribbon
 from dflash_mlx.cli.counters import drafting
 from dflash_mlx.cli.pair import Pair
+from dflash_mlx.errors import WeightsError
 from dflash_mlx.events import Stats
-from dflash_mlx.loop import generate
+from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.machine.blas import BlasInfo
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
@@ -240,6 +242,30 @@ def test_plain_decoding_is_measured_again_every_few_answers(capsys, monkeypatch)
     assert "4 tokens" in told(chat, capsys, "hi"), "the line about the answer, with the old rate"
 
 
+def test_a_retry_that_does_not_fit_any_more_loses_nothing(chat, capsys):
+    say(chat, "hi", "/set seed 7", f"/system {'be nice ' * 40}")
+    before = [*chat.dialogue.messages]
+    heard = told(chat, capsys, "/retry")
+    assert "/clear starts a new conversation." in heard and heard.count("error: ") == 1
+    assert chat.dialogue.messages == before and chat.dialogue.settings["seed"] == 7
+    say(chat, "/system none", "/retry")
+    assert roles(chat) == ["user", "assistant"] and chat.dialogue.settings["seed"] == 8
+
+
+def test_an_answer_that_fails_midway_leaves_the_one_before_it(chat, capsys, monkeypatch):
+    say(chat, "hi", "ho")
+    before, last = [*chat.dialogue.messages], chat.dialogue.last
+
+    def fails(*arguments, **settings):
+        yield from islice(stream_generate(*arguments, **settings), 2)
+        raise WeightsError("The disk is gone.")
+
+    monkeypatch.setattr("dflash_mlx.stream_generate", fails)
+    for line in ("/retry", "hm"):
+        assert "error: The disk is gone.\n" in told(chat, capsys, line)
+        assert chat.dialogue.messages == before and chat.dialogue.last is last
+
+
 def test_retry_takes_another_seed(chat):
     chat.dialogue.settings |= {"temperature": 1.0, "seed": 5}
     say(chat, "hi", "/retry")
@@ -319,8 +345,8 @@ def test_a_history_that_cannot_be_kept_is_said_once(tmp_path, capsys):
 
     (tmp_path / "file").touch()
     kept = KeptHistory(tmp_path / "file" / "history")
-    kept.append_string("one")
-    kept.append_string("two")
+    kept.keep("one")
+    kept.keep("two")
     assert kept.get_strings() == ["one", "two"] and list(kept.load_history_strings()) == []
     heard = capsys.readouterr().err
     assert heard.count("\n") == 1 and heard.startswith("No history of what you type")
@@ -330,8 +356,8 @@ def test_a_history_is_its_persons_alone(tmp_path):
     from dflash_mlx.cli.chat_line import KeptHistory
 
     path = tmp_path / "chat" / "history"
-    KeptHistory(path).append_string("one\nmore")
-    KeptHistory(path).append_string("two")
+    KeptHistory(path).keep("one\nmore")
+    KeptHistory(path).keep("two")
     assert list(KeptHistory(path).load_history_strings()) == ["two", "one\nmore"]
     assert path.stat().st_mode & 0o077 == 0
 

@@ -11,7 +11,7 @@ from test_chat import roles, say, told
 from dflash_mlx.cli import options
 from dflash_mlx.cli.chat_commands import obey, reader
 from dflash_mlx.cli.chat_dialogue import Dialogue
-from dflash_mlx.cli.chat_line import Line
+from dflash_mlx.cli.chat_line import KeptHistory, Line
 from dflash_mlx.cli.chat_loop import Chat
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.machine.blas import BlasInfo
@@ -41,7 +41,7 @@ def test_a_setting_may_be_spelled_as_on_the_command_line(line, chat, capsys):
     assert chat.dialogue.settings["top_p"] == 0.5
 
 
-def typing(*texts):
+def typing(history, *texts):
     """A line of somebody who types these, and then Ctrl-D."""
     line, typed = Line.__new__(Line), iter(texts)
 
@@ -50,17 +50,28 @@ def typing(*texts):
             return text
         raise EOFError
 
-    line._session = SimpleNamespace(prompt=prompt)
+    line._session, line._history = SimpleNamespace(prompt=prompt), KeptHistory(history)
     return line
 
 
 @pytest.mark.parametrize("texts", [['"""a', "b"], ["a\\"], ["a\\", "b\\"]])
-def test_ctrl_d_in_a_message_gives_up_that_and_not_the_chat(texts):
-    line = typing(*texts)
+def test_ctrl_d_in_a_message_gives_up_that_and_not_the_chat(tmp_path, texts):
+    line = typing(tmp_path / "history", *texts)
     with pytest.raises(KeyboardInterrupt):
         line.read()
     with pytest.raises(EOFError):
         line.read()
+
+
+def test_a_message_of_several_lines_is_gone_back_to_in_one_piece(tmp_path):
+    history = tmp_path / "history"
+    line = typing(history, "a\\", "b", '"""c\\', 'd"""', "e", "e", "\udcff", '"""f', "g")
+    assert [line.read() for _ in range(4)] == ["a\nb", "c\\\nd", "e", "e"]
+    with pytest.raises(UnicodeError):
+        line.read()
+    with pytest.raises(KeyboardInterrupt):
+        line.read()
+    assert list(KeptHistory(history).load_history_strings()) == ["f\ng", "e", "c\\\nd", "a\nb"]
 
 
 def test_a_file_that_is_no_conversation_is_not_replaced(chat, tmp_path, capsys):

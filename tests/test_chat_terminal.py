@@ -89,9 +89,13 @@ def test_paste_completion_settings_editor_and_a_history_of_two_sessions(tmp_path
     second = Terminal(tmp_path, 80, *QUICK, "8", "--resume", str(talk))
     second.type(3 * "\x1b[A")  # over exit and /save to the message before them
     second.type("/load " + str(talk)[:-4] + "\t")
+    second.type("one \\")
+    second.type("more")
+    second.type("\x1b[A")  # both lines
     seen = second.leave()
     assert "5 messages so far." in seen and "5 messages loaded." in seen
     assert ">>> What is 6 plus ... 7? " in seen and "8 tokens" in seen
+    assert r">>> one \ ... more" in seen and ">>> one ... more" in seen
 
 
 def wrapped(text: str) -> list[tuple[str, str]]:
