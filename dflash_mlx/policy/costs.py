@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 # All of the narrow ones: a product of five rows may take longer than one of eight.
 ROWS = (*range(1, 9), 12, 16)
+DENT = 0.05  # by so much a wider round may be cheaper by chance; where it is by more, it is
 FORMAT = 9  # of the cached file
 
 
@@ -70,9 +71,11 @@ class Costs:
 
         A round of one row is plain decoding: it drafts nothing.
         """
-        verify = curve(self.verify, context, widest)
-        draft = curve(self.draft, context, widest)
-        return [verify[0], *(v + d for v, d in zip(verify[1:], draft[1:], strict=True))]
+        verify = _lines(self.verify, context, widest)
+        draft = _lines(self.draft, context, widest)
+        plain, *wider = verify
+        drafted = [max(plain, v + d) for v, d in zip(wider, draft[1:], strict=True)]
+        return [plain, *monotone(drafted)]
 
     def corrected(self, factors: Mapping[int, float], widest: int) -> Costs:
         """The same where rounds of so many rows take so many times as long as is said here.
@@ -103,10 +106,15 @@ Meanwhile = Callable[[str], AbstractContextManager[object]]
 
 
 def curve(points: Mapping[int, Mapping[int, float]], context: int, widest: int) -> list[float]:
-    """The cost of 1..`widest` rows at a depth, from what was measured at one or two depths.
+    """The cost of 1..`widest` rows at a depth, never falling; measured at one or two depths.
 
     A context shallower than these costs what the nearer one does.
     """
+    return monotone(_lines(points, context, widest))
+
+
+def _lines(points: Mapping[int, Mapping[int, float]], context: int, widest: int) -> list[float]:
+    """The same on the straight lines between what was measured, as it was."""
     depths = sorted(points)
     fitted = [_fit(points[depth], widest) for depth in depths]
     if len(depths) == 1:
@@ -115,13 +123,13 @@ def curve(points: Mapping[int, Mapping[int, float]], context: int, widest: int) 
     # A deeper context is never cheaper; where it was measured so, that was chance.
     slopes = [max(0.0, (b - a) / span) for a, b in zip(near, far, strict=True)]
     deeper = max(0, context - depths[0])
-    return monotone([a + s * deeper for a, s in zip(near, slopes, strict=True)])
+    return [a + s * deeper for a, s in zip(near, slopes, strict=True)]
 
 
 def _fit(points: Mapping[int, float], widest: int) -> list[float]:
     """Of 1..`widest` rows: the lines between what was measured, the last ones continued."""
     rows = sorted(points)
-    seconds = monotone([points[row] for row in rows])
+    seconds = [points[row] for row in rows]
     if len(rows) == 1:
         return seconds * widest
     xs, ys, wanted = np.array(rows), np.array(seconds), np.arange(1, widest + 1)
@@ -132,9 +140,19 @@ def _fit(points: Mapping[int, float], widest: int) -> list[float]:
 
 
 def monotone(values: Sequence[float]) -> list[float]:
-    """The closest sequence that never falls (least squares; pool adjacent violators)."""
+    """A sequence that never falls, for one that may.
+
+    Kernels are made for some numbers of rows, so four may take less than three. What is dearer than
+    a wider one by more than `DENT` costs what that does here: nobody would choose it. The falls
+    that are left are chance, and the closest sequence without is taken (least squares; pool
+    adjacent violators).
+    """
+    lowest, even = inf, list[float]()
+    for value in reversed(values):
+        lowest = min(lowest, value)
+        even.append(value if value <= (1 + DENT) * lowest else lowest)
     pools: list[tuple[float, int]] = []
-    for value in values:
+    for value in reversed(even):
         pool = (value, 1)
         while pools and pools[-1][0] > pool[0]:
             (mean, count), (last, size) = pools.pop(), pool
