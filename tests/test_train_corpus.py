@@ -210,9 +210,8 @@ def test_where_chance_began_an_answer_the_target_goes_on_as_it_would(tmp_path, m
     for prompt in prompts:
         assert (*prompt, *greedy(target, list(prompt), 6)) in samples
     begun = read_answers(tmp_path / "begun.jsonl")
-    assert [one.prompt[: len(prompt)] for one, prompt in zip(begun, prompts[::2], strict=True)] == (
-        prompts[::2]
-    )
+    beginnings = [one.prompt[: len(prompt)] for one, prompt in zip(begun, prompts, strict=True)]
+    assert beginnings == prompts
     for one in begun:
         assert list(one.answer) == greedy(target, list(one.prompt), len(one.answer))
         assert one.prompt + one.answer in samples and one.prompt not in prompts

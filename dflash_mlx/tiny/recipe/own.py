@@ -27,7 +27,6 @@ OWN_SEED = 700_000
 OWN_REQUESTS = 16_000  # of strangers, no two the same
 OWN_TOKENS = 160  # of an answer
 BEGUN_TOKENS = 32  # that chance may write of one
-BEGUN_EVERY = 2  # one request in so many is answered so, too
 
 
 def different_requests() -> list[str]:
@@ -47,7 +46,8 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
     """What the target says to strangers, and how it goes on where chance has begun its answers.
 
     To most strangers it says one of a few texts; a drafter that has learnt those alone knows them
-    by heart. Where an answer begins with up to BEGUN_TOKENS drawn at random, it says many more.
+    by heart. Where an answer begins with up to BEGUN_TOKENS drawn at random, it says many more; so
+    each request is answered once in either way.
     What drafters are scored by is left out. Kept in files of the folder `work`.
     """
     prompts = [
@@ -57,7 +57,7 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
     greedily = Answering(OWN_TOKENS, rows=48)
     greedy = answers_to(target, prompts, work / "answers.jsonl", greedily)
     drawn = Answering(BEGUN_TOKENS, rows=48, temperature=1.0, seed=OWN_SEED)
-    begun = [*cut(answers_to(target, prompts[::BEGUN_EVERY], work / "beginnings.jsonl", drawn))]
+    begun = [*cut(answers_to(target, prompts, work / "beginnings.jsonl", drawn))]
     unfinished = [one.prompt + one.answer for one in begun]
     ends = answers_to(target, unfinished, work / "begun.jsonl", greedily)
     whole = [

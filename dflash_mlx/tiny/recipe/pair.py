@@ -102,7 +102,7 @@ TARGET_RATE = 0.02  # Muon's
 TARGET_SEED = 100_000
 
 DRAFTER_STEPS = 1150
-OWN_STEPS = 2000
+OWN_STEPS = 3500
 OWN_SHARE = 0.65  # of the conversations of an epoch, half of the tokens; the rest is the corpus
 
 
