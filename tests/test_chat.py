@@ -3,7 +3,6 @@
 import json
 import re
 from importlib.resources import files
-from itertools import islice
 
 import pytest
 import tinymodels
@@ -17,9 +16,8 @@ from dflash_mlx.cli.chat_loop import Chat
 from dflash_mlx.cli.chat_writer import DIM, NORMAL, Writer, ribbon
 from dflash_mlx.cli.counters import drafting
 from dflash_mlx.cli.pair import Pair
-from dflash_mlx.errors import WeightsError
 from dflash_mlx.events import Stats
-from dflash_mlx.loop import generate, stream_generate
+from dflash_mlx.loop import generate
 from dflash_mlx.machine.blas import BlasInfo
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
@@ -54,14 +52,18 @@ def test_a_pipe_has_the_librarys_own_text(pair):
     assert "8 tokens · " in done.stderr and "cut off by --max-tokens" in done.stderr
 
 
-@pytest.fixture
-def chat() -> Chat:
+def small_chat() -> Chat:
     """A chat with a person, whose target answers eight tokens of nonsense."""
     pair = Pair(tinymodels.target(max_position_embeddings=128), None, None, BlasInfo("", None, ""))
     settings = options.Sampling().settings() | {"max_tokens": 8}
     chat = Chat(Dialogue(pair, settings), obey, reader)
     chat.interactive = True
     return chat
+
+
+@pytest.fixture
+def chat() -> Chat:
+    return small_chat()
 
 
 def say(chat, *lines):
@@ -240,30 +242,6 @@ def test_plain_decoding_is_measured_again_every_few_answers(capsys, monkeypatch)
     chat.interactive = True
     say(chat, "hi", "hi", "hi")
     assert "4 tokens" in told(chat, capsys, "hi"), "the line about the answer, with the old rate"
-
-
-def test_a_retry_that_does_not_fit_any_more_loses_nothing(chat, capsys):
-    say(chat, "hi", "/set seed 7", f"/system {'be nice ' * 40}")
-    before = [*chat.dialogue.messages]
-    heard = told(chat, capsys, "/retry")
-    assert "/clear starts a new conversation." in heard and heard.count("error: ") == 1
-    assert chat.dialogue.messages == before and chat.dialogue.settings["seed"] == 7
-    say(chat, "/system none", "/retry")
-    assert roles(chat) == ["user", "assistant"] and chat.dialogue.settings["seed"] == 8
-
-
-def test_an_answer_that_fails_midway_leaves_the_one_before_it(chat, capsys, monkeypatch):
-    say(chat, "hi", "ho")
-    before, last = [*chat.dialogue.messages], chat.dialogue.last
-
-    def fails(*arguments, **settings):
-        yield from islice(stream_generate(*arguments, **settings), 2)
-        raise WeightsError("The disk is gone.")
-
-    monkeypatch.setattr("dflash_mlx.stream_generate", fails)
-    for line in ("/retry", "hm"):
-        assert "error: The disk is gone.\n" in told(chat, capsys, line)
-        assert chat.dialogue.messages == before and chat.dialogue.last is last
 
 
 def test_retry_takes_another_seed(chat):

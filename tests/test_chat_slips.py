@@ -2,25 +2,22 @@
 
 import json
 import os
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
-import tinymodels
-from test_chat import roles, say, told
+from test_chat import roles, say, small_chat, told
 
-from dflash_mlx.cli import options
-from dflash_mlx.cli.chat_commands import obey, reader
-from dflash_mlx.cli.chat_dialogue import Dialogue
 from dflash_mlx.cli.chat_line import KeptHistory, Line
 from dflash_mlx.cli.chat_loop import Chat
-from dflash_mlx.cli.pair import Pair
-from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.errors import WeightsError
+from dflash_mlx.loop import stream_generate
 
 
 @pytest.fixture
 def chat() -> Chat:
-    pair = Pair(tinymodels.target(), None, None, BlasInfo("", None, ""))
-    return Chat(Dialogue(pair, options.Sampling().settings() | {"max_tokens": 8}), obey, reader)
+    """As `test_chat` has one."""
+    return small_chat()
 
 
 @pytest.mark.parametrize("name", ["pipe", "folder"])
@@ -72,6 +69,30 @@ def test_a_message_of_several_lines_is_gone_back_to_in_one_piece(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         line.read()
     assert list(KeptHistory(history).load_history_strings()) == ["f\ng", "e", "c\\\nd", "a\nb"]
+
+
+def test_a_retry_that_does_not_fit_any_more_loses_nothing(chat, capsys):
+    say(chat, "hi", "/set seed 7", f"/system {'be nice ' * 40}")
+    before = [*chat.dialogue.messages]
+    heard = told(chat, capsys, "/retry")
+    assert "/clear starts a new conversation." in heard and heard.count("error: ") == 1
+    assert chat.dialogue.messages == before and chat.dialogue.settings["seed"] == 7
+    say(chat, "/system none", "/retry")
+    assert roles(chat) == ["user", "assistant"] and chat.dialogue.settings["seed"] == 8
+
+
+def test_an_answer_that_fails_midway_leaves_the_one_before_it(chat, capsys, monkeypatch):
+    say(chat, "hi", "ho")
+    before, last = [*chat.dialogue.messages], chat.dialogue.last
+
+    def fails(*arguments, **settings):
+        yield from islice(stream_generate(*arguments, **settings), 2)
+        raise WeightsError("The disk is gone.")
+
+    monkeypatch.setattr("dflash_mlx.stream_generate", fails)
+    for line in ("/retry", "hm"):
+        assert "error: The disk is gone.\n" in told(chat, capsys, line)
+        assert chat.dialogue.messages == before and chat.dialogue.last is last
 
 
 def test_a_file_that_is_no_conversation_is_not_replaced(chat, tmp_path, capsys):
