@@ -51,6 +51,17 @@ def test_curves_are_linear_between_points_and_in_depth():
     assert curve({10: {1: 1.0, 2: 2.0}}, 10, 4) == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.parametrize("widest", [16, 64, 2048])
+def test_a_fall_at_the_end_is_not_continued(widest):
+    """16 rows were quicker than 12: nobody would believe that 64 take next to nothing."""
+    points = {64: {1: 1.0, 12: 1.6, 16: 1.5}}
+    assert curve(points, 64, widest)[15:] == pytest.approx([1.5] * (widest - 15), rel=0.05)
+    rounds = Costs(points, {64: {1: 0.0, 12: 0.3, 16: 0.2}}).rounds(64, widest)
+    assert rounds[0] == 1.0 and rounds[-1] == pytest.approx(1.7, rel=0.05)
+    falls_first = curve({64: {8: 1.5, 16: 1.0, 32: 2.0}}, 64, 32)
+    assert falls_first[:15] == pytest.approx([1.0] * 15, rel=0.07)
+
+
 def test_a_plain_round_drafts_nothing():
     points = {64: {1: 1.0, 4: 1.3}}
     assert Costs(points, {64: {1: 0.0, 4: 0.5}}).rounds(64, 4)[0] == 1.0

@@ -127,15 +127,19 @@ def _lines(points: Mapping[int, Mapping[int, float]], context: int, widest: int)
 
 
 def _fit(points: Mapping[int, float], widest: int) -> list[float]:
-    """Of 1..`widest` rows: the lines between what was measured, the last ones continued."""
+    """Of 1..`widest` rows: the lines between what was measured, the outer ones continued.
+
+    Those that fall are not: what a few rows save says nothing of many.
+    """
     rows = sorted(points)
     seconds = [points[row] for row in rows]
     if len(rows) == 1:
         return seconds * widest
     xs, ys, wanted = np.array(rows), np.array(seconds), np.arange(1, widest + 1)
-    right = np.clip(np.searchsorted(xs, wanted), 1, len(xs) - 1)
-    slopes = np.diff(ys) / np.diff(xs)
-    fitted: list[float] = (ys[right - 1] + slopes[right - 1] * (wanted - xs[right - 1])).tolist()
+    slopes = np.maximum(0.0, np.diff(ys) / np.diff(xs))
+    before = slopes[0] * np.maximum(0, xs[0] - wanted)
+    beyond = slopes[-1] * np.maximum(0, wanted - xs[-1])
+    fitted: list[float] = (np.interp(wanted, xs, ys) - before + beyond).tolist()
     return fitted
 
 
