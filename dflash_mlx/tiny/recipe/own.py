@@ -47,8 +47,8 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
 
     To most strangers it says one of a few texts; a drafter that has learnt those alone knows them
     by heart. Where an answer begins with up to BEGUN_TOKENS drawn at random, it says many more; so
-    each request is answered once in either way.
-    What drafters are scored by is left out. Kept in files of the folder `work`.
+    each request is answered once in either way. What drafters are scored by is left out. Kept in
+    files of the folder `work`.
     """
     prompts = [
         encode_prompt(target, [{"role": "user", "content": text}])
