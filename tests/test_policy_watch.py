@@ -5,7 +5,9 @@ from math import exp, log
 
 import pytest
 
+from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.watch import BELIEVED, SEEN, Watch
+from dflash_mlx.policy.widths import Policy
 
 
 def test_a_machine_that_is_busier_now_changes_nothing():
@@ -163,3 +165,20 @@ def test_one_step_to_another_width_is_no_evidence(slow):
     for _ in range(60):
         watch.saw(8, 2.0, 2.0)
         assert not watch.disagrees and max(watch.corrected([1.0] * 8)) < 1.05
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_of_a_width_that_kernels_are_not_made_for_take_what_was_measured(seed):
+    """SmolLM2 on a CPU: four rows take less than three, which end a text that is cut off."""
+    verify = {1: 1.0, 2: 1.04, 3: 1.31, 4: 0.99, 5: 1.25, 6: 1.29, 7: 1.55, 8: 1.2}
+    draft = {1: 0.0, 2: 0.12, 3: 0.13, 4: 0.15, 5: 0.13, 6: 0.16, 7: 0.17, 8: 0.2}
+    policy, luck = Policy(Costs({64: verify}, {64: draft}), 8), random.Random(seed)
+    request = policy.start()
+    for _ in range(200):
+        rows = luck.choice((1, 3, 4, 4, 7, 8))
+        request.look(64, 0.9)
+        request.observe(rows - 1, 0, (verify[rows] + draft[rows]) * exp(luck.gauss(0, 0.02)))
+    assert not policy.watch.disagrees, policy.watch.factors()
+    assert policy.watch.corrected(policy.seconds(64)) == pytest.approx(
+        [verify[rows] + draft[rows] for rows in verify], rel=0.03
+    )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ class Costs:
     by_rounds: bool = False
 
     def rounds(self, context: int, widest: int) -> list[float]:
-        """Seconds of a round of 1, 2, ... `widest` rows at this depth, never falling.
+        """Seconds of a round of 1, 2, ... `widest` rows at this depth, `evened`.
 
         A round of one row is plain decoding: it drafts nothing.
         """
@@ -75,7 +76,13 @@ class Costs:
         draft = _lines(self.draft, context, widest)
         plain, *wider = verify
         drafted = [max(plain, v + d) for v, d in zip(wider, draft[1:], strict=True)]
-        return [plain, *monotone(drafted)]
+        return [plain, *evened(drafted)]
+
+    def forwards(self, context: int, widest: int) -> list[float]:
+        """The target's part of these, `evened`, and never more than the whole."""
+        verify = evened(_lines(self.verify, context, widest))
+        rounds = self.rounds(context, widest)
+        return [min(v, r) for v, r in zip(verify, rounds, strict=True)]
 
     def corrected(self, factors: Mapping[int, float], widest: int) -> Costs:
         """The same where rounds of so many rows take so many times as long as is said here.
@@ -143,26 +150,36 @@ def _fit(points: Mapping[int, float], widest: int) -> list[float]:
     return fitted
 
 
-def monotone(values: Sequence[float]) -> list[float]:
-    """A sequence that never falls, for one that may.
+def evened(values: Sequence[float]) -> list[float]:
+    """What 1, 2, ... rows take, where wider ones are not cheaper by chance.
 
     Kernels are made for some numbers of rows, so four may take less than three. What is dearer than
-    a wider one by more than `DENT` costs what that does here: nobody would choose it. The falls
-    that are left are chance, and the closest sequence without is taken (least squares; pool
-    adjacent violators).
+    a wider one by more than `DENT` is that: it stays as it was measured, and nobody chooses it. The
+    falls among the others are chance, and the closest sequence without is taken (least squares;
+    pool adjacent violators).
     """
-    lowest, even = inf, list[float]()
-    for value in reversed(values):
-        lowest = min(lowest, value)
-        even.append(value if value <= (1 + DENT) * lowest else lowest)
+    least = _least_from(values)
+    even = [at for at, value in enumerate(values) if value <= (1 + DENT) * least[at]]
     pools: list[tuple[float, int]] = []
-    for value in reversed(even):
-        pool = (value, 1)
+    for at in even:
+        pool = (values[at], 1)
         while pools and pools[-1][0] > pool[0]:
             (mean, count), (last, size) = pools.pop(), pool
             pool = ((mean * count + last * size) / (count + size), count + size)
         pools.append(pool)
-    return [mean for mean, count in pools for _ in range(count)]
+    means = [mean for mean, count in pools for _ in range(count)]
+    chance = dict(zip(even, means, strict=True))
+    return [chance.get(at, value) for at, value in enumerate(values)]
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """The same, and never falling: what a wider one does better costs what that does."""
+    return _least_from(evened(values))
+
+
+def _least_from(values: Sequence[float]) -> list[float]:
+    """The least of each value and all those behind it."""
+    return [*accumulate(reversed(values), min)][::-1]
 
 
 def pair_costs(

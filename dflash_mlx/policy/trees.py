@@ -110,7 +110,7 @@ class TreePolicy:
         depth = 1 << max(context, 1).bit_length() - 1
         if depth not in self._tables:  # each request passes the same depths
             costs, widest = self.chains.costs, self.chains.widest
-            rounds, verify = costs.rounds(depth, widest), curve(costs.verify, depth, widest)
+            rounds, verify = costs.rounds(depth, widest), costs.forwards(depth, widest)
             # A chain cut from a tree pays for the tree, however short it is.
             whole = max(curve(self.costs.draft, depth, 1)[0], rounds[-1])
             chains = np.array(verify) + (whole - verify[-1])

@@ -33,7 +33,7 @@ from ..sharpness import Sharpness
 from .account import Account
 from .beliefs import SUREST, Beliefs, Mood, expected_tokens, first_drafts, level, warmth
 from .confidence import Confidence
-from .costs import Costs, Meanwhile, curve, keep_costs, pair_costs, rows_up_to
+from .costs import Costs, Meanwhile, keep_costs, pair_costs, rows_up_to
 from .kept import beliefs_file, keep_beliefs, read_beliefs
 from .risk import fastest, worth
 from .watch import Surcharge, Watch
@@ -152,10 +152,7 @@ class Policy:
         """Seconds of the target's forwards over 1, 2, ... rows, as measured."""
         depth = 1 << max(context, 1).bit_length() - 1
         if depth not in self._forwards:
-            forwards = curve(self.costs.verify, depth, self.widest)
-            # Never more than the whole round, whose curve is smoothed on its own.
-            rounds = self.seconds(context)
-            self._forwards[depth] = [min(v, r) for v, r in zip(forwards, rounds, strict=True)]
+            self._forwards[depth] = self.costs.forwards(depth, self.widest)
         return self._forwards[depth]
 
     def describe(self, context: int) -> list[str]:
