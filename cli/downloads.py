@@ -11,7 +11,7 @@ from dflash_mlx.loading.fits import WHETHER, fits, looks_quantized
 from dflash_mlx.loading.gguf.packages import PACKAGES, gguf_file
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import EMBEDDED, check_name
-from dflash_mlx.loading.registry import OTHERWISE, pair_of
+from dflash_mlx.loading.registry import OTHERWISE, known_drafter
 
 from . import options
 from .pair import announce, announce_drafter, on_hub
@@ -39,14 +39,14 @@ def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = 
     if not on_hub(name):
         note(f"{name} is on this disk already.")
         return
-    pair, hub = pair_of(name), Hub(offline=offline)
+    drafter, hub = known_drafter(name), Hub(offline=offline)
     announce(name, hub)
     names = [name]
-    if pair is not None and not no_draft:
-        names.append(pair.drafter)
-        announce_drafter(pair.drafter, hub)
-    elif not no_draft:
+    if drafter is None and not no_draft:
         note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
+    elif drafter is not None and on_hub(drafter) and not no_draft:
+        names.append(drafter)
+        announce_drafter(drafter, hub)
     for one in names:
         print(f"{one}  {hub.fetch(one)}", flush=True)
 

@@ -59,6 +59,14 @@ def test_a_pair_comes_and_goes(server):
     )
 
 
+def test_a_drafter_that_comes_with_the_package_is_not_downloaded(server, tmp_path):
+    name = "mlx-community/SmolLM2-135M-Instruct-4bit"
+    server.repositories[name] = tmp_path / "target"
+    pulled = program("pull", name)
+    assert pulled.exit_code == 0 and "drafter" not in pulled.stderr, pulled.stderr
+    assert [line.split()[0] for line in pulled.stdout.splitlines()] == [name] == downloaded()
+
+
 def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
     hub = downloads.Hub()
     announce(TARGET, hub)

@@ -84,6 +84,8 @@ def test_a_drafter_is_found_by_repository_and_by_folder(name):
         ("mlx-community/MiniMax-M2.7-nvfp4", "z-lab/MiniMax-M2.7-DFlash"),
         ("zai-org/GLM-5.1-FP8", "z-lab/GLM-5.1-FP8-DFlash"),
         ("mlx-community/Qwen3.8-27B-4bit", "z-lab/Qwen3.8-27B-DFlash2"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2"),
+        ("mlx-community/SmolLM2-135M-Instruct-4bit", "smollm2"),
     ],
 )
 def test_conversions_are_known_by_their_name(name, drafter):
@@ -91,7 +93,25 @@ def test_conversions_are_known_by_their_name(name, drafter):
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B-Thinking-4bit", "x/Qwen3-8B-4bit-lora"]
+    "kind", ["", "-Q4_K_M", ".Q8_0", "-IQ4_XS", "-UD-Q2_K_XL", "-imat-Q6_K", "-f16", "-BF16"]
+)
+def test_gguf_files_are_known_by_their_name(kind):
+    assert known_drafter(f"/models/Qwen3-8B{kind}.gguf") == "z-lab/Qwen3-8B-DFlash-b16"
+    assert known_drafter(f"SmolLM2-135M-Instruct{kind}.GGUF") == "smollm2"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen3-4B-Instruct-2507",
+        "Qwen/Qwen3-4B-Thinking-4bit",
+        "x/Qwen3-8B-4bit-lora",
+        "x/Qwen3-8B-GGUF",
+        "Qwen3-8B-Base-Q4_K_M.gguf",
+        "Qwen3-8B-Q4_K_M",
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        "HuggingFaceTB/SmolLM2-135M",
+    ],
 )
 def test_another_model_of_a_similar_name_is_not_taken_for_it(name):
     assert known_drafter(name) is None

@@ -10,7 +10,8 @@ from importlib.resources import files
 from .quantization import Quantization
 
 EMBEDDED = "tiny"  # the pair that comes with the package
-PACKAGED = (EMBEDDED, "smollm2")  # targets whose drafter comes with it, under the same name
+# Targets whose drafter comes with it, under the same name, and where their weights are from.
+PACKAGED = {EMBEDDED: (), "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct",)}
 # What may be named instead of a drafter's repository, and behind it.
 LOOKUP, NONE, WITH_LOOKUP = "lookup", "none", "+lookup"
 # What any message about drafters ends with, on the command line and in the library.
@@ -20,9 +21,11 @@ OTHERWISE = (
 )
 
 # How conversions are named: Qwen3-8B-4bit, Qwen3-8B-MLX-8bit, Qwen3-8B-4bit-DWQ,
-# gpt-oss-20b-MXFP4-Q8.
+# gpt-oss-20b-MXFP4-Q8; and files, by llama.cpp's names of their types: Qwen3-8B-Q4_K_M.gguf,
+# SmolLM2-135M-Instruct.Q4_1.gguf, Qwen3-8B-UD-IQ2_M.gguf.
 _CONVERSION = re.compile(
     r"(-(mlx|bf16|fp16|\d(\.\d+)?[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq(-\d{6})?|optiq|gs\d+))*"
+    r"|([-.](ud|imat|i?q\d\w*|bf16|fp?16|fp?32|mxfp4))*\.gguf"
 )
 
 
@@ -66,15 +69,11 @@ class Pair:
         return Quantization(bits, 64).bytes_of(1) * self.billions
 
     def matches(self, name: str) -> bool:
-        """Whether a repository or folder of this name is the target, or a conversion of it.
+        """Whether a repository, folder or file of this name is the target, or a conversion of it.
 
         The owner does not matter: mlx-community and others keep the name of what they convert.
         """
-        last = _last(name)
-        for target in map(_last, self.targets):
-            if last.startswith(target) and _CONVERSION.fullmatch(last, len(target)):
-                return True
-        return False
+        return any(_is_of(name, target) for target in self.targets)
 
 
 def pairs() -> list[Pair]:
@@ -108,8 +107,9 @@ def refusal(drafter: str) -> str | None:
 
 def known_drafter(name: str) -> str | None:
     """The name of a target's own drafter; None where none is known."""
-    if name in PACKAGED:
-        return name
+    for own, targets in PACKAGED.items():
+        if name == own or any(_is_of(name, target) for target in targets):
+            return own
     pair = pair_of(name)
     return None if pair is None else pair.drafter
 
@@ -117,6 +117,12 @@ def known_drafter(name: str) -> str | None:
 def pair_of(name: str) -> Pair | None:
     """The pair of a target, found by its repository or by the name of its local folder."""
     return next((pair for pair in pairs() if pair.matches(name)), None)
+
+
+def _is_of(name: str, target: str) -> bool:
+    """Whether a repository, folder or file of this name is a target, or a conversion of it."""
+    last, original = _last(name), _last(target)
+    return last.startswith(original) and bool(_CONVERSION.fullmatch(last, len(original)))
 
 
 def _last(name: str) -> str:
