@@ -19,7 +19,7 @@ from .counters import counter_lines, counters
 from .generate_question import STANDARD, as_messages, read_prompt, read_schema
 from .generate_summary import as_json, event_as_json, summary
 from .machines import Machines, joined, shared, stdin_ends
-from .output import as_line, as_text, check_writable, write_whole
+from .output import as_line, as_text, check_writable, write
 from .pair import Pair, check_plain, explain, open_pair
 from .screen import note, panel, print_json, stderr, waiting
 
@@ -106,10 +106,10 @@ def _write(
 ) -> None:
     """What is to come at the end: a whole file, or the last line of JSON."""
     if output is not None and content is None:
-        write_whole(output, as_text(result.text))
+        write(output, as_text(result.text))
     elif output is not None:
         lines = [*starmap(event_as_json, enumerate(events)), content]
-        write_whole(output, "".join(as_line(line) for line in lines if line is not None))
+        write(output, "".join(as_line(line) for line in lines if line is not None))
     elif content is not None:
         print_json(content)
 

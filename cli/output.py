@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -26,7 +27,7 @@ def as_text(answer: str) -> str:
 
 
 def check_writable(path: Path, read: Sequence[Path] = ()) -> None:
-    """Refuse a path that cannot become a file, or is one that is read, before any work.
+    """Refuse a path that cannot be written to, or is one that is read, before any work.
 
     Raises `OutputError`.
     """
@@ -36,11 +37,31 @@ def check_writable(path: Path, read: Sequence[Path] = ()) -> None:
             raise OutputError(f"{path} is a folder{empty}: give --output a file.")
         if path.resolve() in [one.resolve() for one in read]:
             raise OutputError(f"{path} is read, too: choose another --output.")
+        if _is_stream(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
         if path.exists() and not path.is_file():
             raise OutputError(f"{path} is not a file: choose another --output.")
         # Permissions alone would not tell of a disk that is mounted for reading only.
         with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
+    except OSError as error:
+        raise OutputError.because(path, error) from error
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path is a device or a pipe, as /dev/null and a shell's >(...) are."""
+    return path.is_char_device() or path.is_fifo()
+
+
+def write(path: Path, text: str) -> None:
+    """Write the text to a device or a pipe, or else as `write_whole`. Raises `OutputError`."""
+    if not _is_stream(path):
+        write_whole(path, text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError.because(path, error) from error
 

@@ -179,6 +179,23 @@ def test_outputs_that_cannot_work(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def test_devices_and_pipes_are_written_to_and_not_replaced(loaded, tmp_path):
+    """`-o /dev/null`, and a shell's `-o >(less)`."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    shown = invoke(QUESTION, "-n", "12").stdout
+    for place in (pipe, "/dev/null"):
+        done = invoke(QUESTION, "-n", "12", "--output", place)
+        assert done.exit_code == 0 and not done.stdout, done.stderr
+    assert os.read(reader, 10_000).decode() == shown
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    os.close(reader)
+    pipe.chmod(0)
+    if os.geteuid():
+        assert "Permission denied" in refused("hi", "--output", pipe, code=1)
+
+
 def test_a_file_that_is_read_is_not_replaced(tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("precious")
