@@ -61,6 +61,24 @@ def test_rows_that_kernels_are_made_for_cost_what_they_do():
     assert curve({64: verify}, 64, 8)[2:4] == pytest.approx([0.99] * 2, rel=0.05), "never falls"
 
 
+def test_a_round_that_is_cheaper_by_chance_is_evened_out():
+    costs = Costs({64: {1: 1.0, 2: 1.2, 3: 1.16}}, {64: {1: 0.0, 2: 0.1, 3: 0.1}})
+    assert costs.rounds(64, 3) == pytest.approx([1.0, 1.28, 1.28])
+    assert costs.forwards(64, 3) == pytest.approx([1.0, 1.18, 1.18])
+
+
+def test_a_forward_takes_no_more_than_its_round():
+    """Three rows were drafted in no time: their round took what it did, and so did its forward."""
+    costs = Costs({64: {1: 1.0, 2: 1.2, 3: 1.16}}, {64: {1: 0.0, 2: 0.2, 3: 0.0}})
+    assert costs.rounds(64, 3) == pytest.approx([1.0, 1.4, 1.16])
+    assert costs.forwards(64, 3) == pytest.approx([1.0, 1.18, 1.16])
+
+
+def test_a_forward_of_rows_that_kernels_are_not_made_for_takes_what_was_measured():
+    costs = Costs({64: {1: 1.0, 2: 1.04, 3: 1.31, 4: 1.05}}, {64: {1: 0.0, 2: 0.1, 4: 0.1}})
+    assert costs.forwards(64, 4) == pytest.approx([1.0, 1.04, 1.31, 1.05])
+
+
 def test_curves_are_linear_between_points_and_in_depth():
     points = {100: {1: 1.0, 2: 2.0, 8: 5.0}, 1100: {1: 2.0, 2: 3.0, 8: 8.0}}
     assert curve(points, 100, 8) == pytest.approx([1, 2, 2.5, 3, 3.5, 4, 4.5, 5])
@@ -69,6 +87,7 @@ def test_curves_are_linear_between_points_and_in_depth():
     # Deeper and cheaper is chance; wider than measured goes on as the last two points do.
     assert curve({10: {1: 2.0}, 20: {1: 1.0}}, 1000, 3) == [2.0, 2.0, 2.0]
     assert curve({10: {1: 1.0, 2: 2.0}}, 10, 4) == [1.0, 2.0, 3.0, 4.0]
+    assert curve({10: {2: 2.0, 4: 4.0}}, 10, 4) == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("widest", [16, 64, 2048])

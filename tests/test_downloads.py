@@ -67,6 +67,13 @@ def test_a_drafter_that_comes_with_the_package_is_not_downloaded(server, tmp_pat
     assert [line.split()[0] for line in pulled.stdout.splitlines()] == [name] == downloaded()
 
 
+@pytest.mark.parametrize("options, told", [([], 1), (["--no-draft"], 0)])
+def test_an_unknown_drafter_is_told_to_whoever_wants_one(server, tmp_path, options, told):
+    server.repositories["somebody/model"] = tmp_path / "target"
+    pulled = program("pull", "somebody/model", *options)
+    assert pulled.exit_code == 0 and pulled.stderr.count("No drafter is known") == told
+
+
 def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
     hub = downloads.Hub()
     announce(TARGET, hub)

@@ -226,3 +226,12 @@ def test_a_target_that_reads_no_trees_refuses_them_or_is_given_chains():
     assert isinstance(tree_policy(target, DRAFTER), Policy)
     free = generate(target, DRAFTER, PROMPT, tree_budget="auto", **settings)
     assert free.tokens == decode(None, max_tokens=20).tokens and not free.stats.trees
+
+
+def test_a_chain_cut_from_a_tree_takes_what_its_rows_do():
+    """Kernels are made for four rows here: three take longer, and so does a chain of three."""
+    chains = {1: 1.0, 2: 1.04, 3: 1.31, 4: 1.05, BLOCK: 1.4}
+    draft = {row: 0.1 for row in range(1, BLOCK + 1)}
+    trees = Costs({64: {1: 1.0, 64: 2.0}}, {64: {BLOCK: 1.5}})
+    table = TreePolicy(Policy(Costs({64: chains}, {64: draft}), BLOCK), trees).table(64)
+    assert table.chains[[0, 1, 2, 3]] - table.chains[0] == pytest.approx([0, 0.04, 0.31, 0.05])
