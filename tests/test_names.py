@@ -17,6 +17,8 @@ from dflash_mlx.loading.names import check_name, known_names, nearest
     "name, first",
     [
         ("tinny", "tiny"),
+        ("smolm2", "smollm2"),
+        ("SmolLM2", "smollm2"),
         ("qwen3-8b", "Qwen/Qwen3-8B"),
         ("Qwen3/Qwen3-8B", "Qwen/Qwen3-8B"),
         ("meta/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
@@ -57,6 +59,18 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
         check_name("https://example.org/Qwen/Qwen3-8B/")
     (broken / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     check_name(str(broken))
+
+
+@pytest.mark.parametrize("place", ["nope.gguf", "./nope.gguf", "folder/nope.GGUF", "~/nope.gguf"])
+def test_a_gguf_file_that_is_not_there_is_no_repository(place):
+    with pytest.raises(ModelNotFoundError, match="nope.gguf: there is no such file|nope.GGUF: "):
+        check_name(place)
+
+
+def test_a_file_without_the_ending_is_told_it(tmp_path):
+    (tmp_path / "model").touch()
+    with pytest.raises(ModelNotFoundError, match="a file whose name ends in .gguf"):
+        check_name(str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("command", ["generate", "roofline"])

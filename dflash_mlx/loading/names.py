@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import ModelNotFoundError, SettingsError
 from ..foreign import Foreign
 from ..reading import read_json, shown
-from .gguf.packages import PACKAGES
+from .gguf.packages import PACKAGES, gguf_file
 from .registry import EMBEDDED, pairs
 
 Name = str | PathLike[str]
@@ -19,9 +19,9 @@ MOST = 3  # names that are suggested
 
 
 def known_names() -> list[str]:
-    """The embedded pair, and every target and drafter of the registry."""
+    """What comes with the package or by pip, and every target and drafter of the registry."""
     names = [name for pair in pairs() for name in (*pair.targets, pair.drafter)]
-    return [EMBEDDED, *dict.fromkeys(names)]
+    return [*dict.fromkeys((EMBEDDED, *PACKAGES, *names))]
 
 
 def nearest(name: str) -> list[str]:
@@ -70,7 +70,7 @@ def check_name(name: str) -> None:
         folder = Path(name).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
         described = is_folder and (folder / "config.json").exists()
-    if name == EMBEDDED or name in PACKAGES or name.lower().endswith(".gguf"):
+    if name == EMBEDDED or name in PACKAGES:
         return
     if is_folder and name:
         if not described:
@@ -79,8 +79,13 @@ def check_name(name: str) -> None:
             )
         read_json(folder / "config.json")
         return
+    if gguf_file(name) is not None:
+        return
     if exists and name:
-        raise ModelNotFoundError(f"{name} is a file: give the folder that holds config.json.")
+        raise ModelNotFoundError(
+            f"{name} is a file: give the folder that holds config.json, or a file whose name ends "
+            "in .gguf."
+        )
     if name.startswith((".", "/", "~")):
         raise ModelNotFoundError(f"No model {name!r}: there is no such folder.")
     if "://" in name:

@@ -260,7 +260,7 @@ class ChatBody(Sampled):
             [one.function.tool() for one in self.tools or ()],
             choice,
             allowed,
-            self.parallel_tool_calls is not False,
+            self.parallel_tool_calls is not False and not isinstance(self.tool_choice, ToolNamed),
             None if self.response_format is None else self.response_format.schema_of_answer(),
             self.n or 1,
             (self.top_logprobs or 0) if self.logprobs else None,

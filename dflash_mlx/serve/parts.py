@@ -139,6 +139,8 @@ class Splitter:
             calls = self._syntax.read(body, self._tools) if readable else []
         except NotACallError:
             calls = []
+        if not calls and not readable and self.calls:
+            return []  # the limit cut a further call off: nobody can use it
         if not calls:
             return [Text(self._syntax.start + body + end)]
         if not self._parallel:

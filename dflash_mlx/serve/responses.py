@@ -170,7 +170,7 @@ class ResponsesBody(Body):
             [tool for _, _, tool in self.functions()],
             choice,
             allowed,
-            self.parallel_tool_calls is not False,
+            self.parallel_tool_calls is not False and not isinstance(self.tool_choice, ToolNamed),
             self._schema(),
             top_logprobs=(self.top_logprobs or 0) if self.tells_logprobs else None,
             template=effort_settings(self.reasoning.effort if self.reasoning else None),

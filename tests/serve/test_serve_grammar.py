@@ -11,9 +11,11 @@ from serving import a_target
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.serve.ask import Ask, Tool
+from dflash_mlx.serve.chat import ChatBody
 from dflash_mlx.serve.errors import Refusal
 from dflash_mlx.serve.grammar import MOST_CALLS, Grammars
 from dflash_mlx.serve.parts import Splitter, Text
+from dflash_mlx.serve.responses import ResponsesBody
 from dflash_mlx.serve.tools import Call, Syntax
 
 SCHEMA = {
@@ -103,6 +105,34 @@ def test_which_calls_may_be_made(target):
     assert takes(CALL) and not takes(f"{CALL}\n{CALL}")
     named = ask(tools=TOOLS, choice="required", allowed=frozenset({"get_weather"}))
     assert not follows(target, named)(CALL)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_function_that_is_named_is_called_once(named):
+    given = {"name": "now", "parameters": {"type": "object"}}
+    function = {"type": "function", "function": {"name": "now"}}
+    hi = [{"role": "user", "content": "Hi"}]
+    bodies = [
+        ChatBody.model_validate(
+            {
+                "model": "m",
+                "messages": hi,
+                "tools": [{"type": "function", "function": given}],
+                "tool_choice": function if named else "required",
+            }
+        ),
+        ResponsesBody.model_validate(
+            {
+                "model": "m",
+                "input": "Hi",
+                "tools": [{"type": "function", **given}],
+                "tool_choice": {"type": "function", "name": "now"} if named else "required",
+            }
+        ),
+    ]
+    assert [(body.ask().choice, body.ask().parallel) for body in bodies] == [
+        ("required", not named)
+    ] * 2
 
 
 def test_the_model_may_think_first(target):

@@ -128,6 +128,14 @@ def test_a_call_that_is_cut_is_text():
     assert parts_of(splitter(), [text]) == [("now", {})]  # the end of the text ends it, too
 
 
+def test_a_further_call_that_is_cut_is_nothing():
+    """A client has its call, and would show what is left of the next as the model's words."""
+    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"na'
+    for width in (1, len(text)):
+        rounds = [text[at : at + width] for at in range(0, len(text), width)]
+        assert parts_of(splitter(), rounds, cut=True) == [("now", {})]
+
+
 def test_without_tools_nothing_is_a_call():
     text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     assert parts_of(splitter(tools=()), [text]) == [Text(text)]
