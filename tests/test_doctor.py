@@ -20,7 +20,7 @@ from dflash_mlx.errors import DownloadError, WeightsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 
-NAMES = "Python mlx mlx-lm packages memory disk hub chip Metal kernels g++ BLAS".split()
+NAMES = "Python mlx mlx-lm packages memory disk cache hub chip Metal kernels g++ BLAS".split()
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -92,6 +92,17 @@ def test_little_memory_and_disk(checks, monkeypatch):
     code, said = checks("--offline")
     assert code == 0 and said["memory"]["status"] == said["disk"]["status"] == "warn"
     assert said["memory"]["detail"] == "4 GB" and said["disk"]["detail"].startswith("1 GB free")
+
+
+def test_what_is_kept_beside_downloads(checks, monkeypatch, tmp_path):
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(doctor, "cache_folder", lambda part: folder / part)
+    assert checks("--offline")[1]["cache"]["detail"].startswith(f"0.0 MB in {folder}, made again")
+    (folder / "gguf" / "model").mkdir(parents=True)
+    for name in ("a", "gguf/b", "gguf/model/c"):
+        (folder / name).write_bytes(bytes(10**6))
+    (folder / "gguf" / "gone").symlink_to(folder / "nowhere")
+    assert checks("--offline")[1]["cache"]["detail"].startswith("3.0 MB in ")
 
 
 def refuse_one(server: socket.socket) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import ConfigError, DownloadError, ModelNotFoundError
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import check_name, known_names, nearest
+from dflash_mlx.loading.names import check_name, known_names, nearest, short
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,27 @@ def test_a_file_without_the_ending_is_told_it(tmp_path):
     (tmp_path / "model").touch()
     with pytest.raises(ModelNotFoundError, match="a file whose name ends in .gguf"):
         check_name(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("tiny", "tiny"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("/models/Qwen3-8B/", "Qwen3-8B"),
+        ("./models/a.gguf", "a.gguf"),
+        ("models/of/mine", "mine"),
+        ("model.gguf", "model.gguf"),
+    ],
+)
+def test_a_title_has_the_last_part_of_a_path(name, shown):
+    assert short(name) == shown
+
+
+def test_a_folder_here_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    assert short("models/mine") == "mine"
 
 
 @pytest.mark.parametrize("command", ["generate", "roofline"])

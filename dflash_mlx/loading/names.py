@@ -58,6 +58,12 @@ def as_name(name: Name) -> str:
     return text
 
 
+def short(name: str) -> str:
+    """A repository's name as it is, and a path's last part."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
+    return Path(name).name or name if is_path else name
+
+
 def check_name(name: str) -> None:
     """Judge a name by itself and by this disk.
 

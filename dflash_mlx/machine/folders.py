@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,6 +14,15 @@ def cache_folder(part: str) -> Path:
         return Path.home() / cache / "dflash-mlx" / part
     except RuntimeError:  # a user without a home
         return Path("/nonexistent")
+
+
+def bytes_in(folder: Path) -> int:
+    """What the files in a folder take, and in those below it; 0 if it is not there."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another program may have deleted it meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def nearest_there(folder: Path) -> Path:
