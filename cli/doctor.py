@@ -152,10 +152,10 @@ def _disk() -> Check:
 
 
 def _cache() -> Check:
-    """What this program keeps beside downloads, unpacked GGUF files above all."""
+    """What this program keeps beside downloads."""
     folder = cache_folder("")
-    detail = f"{sized(bytes_in(folder))} in {folder}, made again where it is deleted"
-    return Check("cache", "ok", detail)
+    what = "unpacked GGUF files, measurements, what was typed in chats"
+    return Check("cache", "ok", f"{sized(bytes_in(folder))} in {folder}: {what}")
 
 
 def _hub(offline: bool) -> Check:

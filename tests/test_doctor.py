@@ -97,7 +97,7 @@ def test_little_memory_and_disk(checks, monkeypatch):
 def test_what_is_kept_beside_downloads(checks, monkeypatch, tmp_path):
     folder = tmp_path / "cache"
     monkeypatch.setattr(doctor, "cache_folder", lambda part: folder / part)
-    assert checks("--offline")[1]["cache"]["detail"].startswith(f"0.0 MB in {folder}, made again")
+    assert checks("--offline")[1]["cache"]["detail"].startswith(f"0.0 MB in {folder}: unpacked")
     (folder / "gguf" / "model").mkdir(parents=True)
     for name in ("a", "gguf/b", "gguf/model/c"):
         (folder / name).write_bytes(bytes(10**6))
