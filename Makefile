@@ -12,7 +12,7 @@ BIN := .venv/bin
 # setuptools warns of every editable install.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(BIN)/pip install --quiet --editable
 PROMPT ?= What is 47 plus 38?
-REAL_PROMPT ?= A train travels 60 miles in 1.5 hours. What is its average speed?
+REAL_PROMPT ?= What are the benefits of regular exercise?
 
 .PHONY: demo real test check clean
 
