@@ -163,7 +163,8 @@ def _load(chat: Chat, name: str) -> None:
         error_line(str(error))
         return
     loaded = chat.dialogue.messages
-    back = f" /undo goes back to the {before} before." if before else ""
+    there = counted(before, "message")
+    back = f" /undo goes back to the {there} from before." if before else ""
     note(f"{counted(len(loaded), 'message')} loaded.{back}")
     if loaded:
         note(f"The last one: {shorten(loaded[-1]['content'], LAST, placeholder=' ...')}")

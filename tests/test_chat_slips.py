@@ -110,7 +110,7 @@ def test_undo_brings_back_what_a_load_replaced(chat, tmp_path, capsys):
     say(chat, "hi", f"/save {file}", "/clear", "ho", "hm")
     replaced = chat.dialogue.messages
     heard = told(chat, capsys, f"/load {file}")
-    assert "2 messages loaded. /undo goes back to the 4 before." in heard
+    assert "2 messages loaded. /undo goes back to the 4 messages from before." in heard
     assert f"The last one: {chat.dialogue.messages[-1]['content'].split()[0]}" in heard
     assert "before /load" in told(chat, capsys, "/undo") and chat.dialogue.messages == replaced
     say(chat, "/undo")
