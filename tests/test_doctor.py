@@ -19,6 +19,7 @@ from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DownloadError, WeightsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.machine.folders import bytes_in
 
 NAMES = "Python mlx mlx-lm packages memory disk cache hub chip Metal kernels g++ BLAS".split()
 Usage = namedtuple("Usage", "total used free")
@@ -103,6 +104,7 @@ def test_what_is_kept_beside_downloads(checks, monkeypatch, tmp_path):
         (folder / name).write_bytes(bytes(10**6))
     (folder / "gguf" / "gone").symlink_to(folder / "nowhere")
     assert checks("--offline")[1]["cache"]["detail"].startswith("3.0 MB in ")
+    assert bytes_in(folder) == 3 * 10**6, "folders and links are nothing"
 
 
 def refuse_one(server: socket.socket) -> None:

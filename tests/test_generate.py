@@ -168,6 +168,11 @@ def test_an_answer_in_a_file(loaded, tmp_path):
     assert stat.S_IMODE(answer.stat().st_mode) == 0o600
 
 
+def test_a_title_has_a_models_folder_and_not_its_whole_path(loaded):
+    assert os.path.isabs(loaded.target.name)
+    assert loaded.title.startswith(os.path.basename(loaded.target.name) + " · block size 4 · ")
+
+
 def test_outputs_that_cannot_work(tmp_path):
     nowhere, long = tmp_path / "no" / "a.txt", tmp_path / ("a" * 300)
     for folder, told in ((tmp_path, "is a folder:"), ("", "is a folder, as an empty name is:")):

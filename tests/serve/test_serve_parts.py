@@ -128,6 +128,14 @@ def test_a_call_that_is_cut_is_text():
     assert parts_of(splitter(), [text]) == [("now", {})]  # the end of the text ends it, too
 
 
+def test_a_further_call_that_is_none_is_text():
+    call, none = (
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+        "<tool_call>Hm</tool_call>",
+    )
+    assert parts_of(splitter(), [call + none], cut=True) == [("now", {}), Text(none)]
+
+
 def test_a_further_call_that_is_cut_is_nothing():
     """A client has its call, and would show what is left of the next as the model's words."""
     text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"na'
