@@ -49,6 +49,7 @@ WRITTEN = {
     "muse_spark": '<atem:invoke name="get_weather"><atem:parameter name="city">New York'
     '</atem:parameter><atem:parameter name="days">3</atem:parameter></atem:invoke>',
 }
+CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 
 def splitter(parser=json_tools, thinking=None, tools=TOOLS, parallel=True):
@@ -98,8 +99,7 @@ def test_several_calls_have_ids_of_their_own():
 
 
 def test_only_one_call_where_one_is_allowed():
-    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    assert parts_of(splitter(parallel=False), [call, call]) == [("now", {})]
+    assert parts_of(splitter(parallel=False), [CALL, CALL]) == [("now", {})]
 
 
 @pytest.mark.parametrize(
@@ -129,24 +129,20 @@ def test_a_call_that_is_cut_is_text():
 
 
 def test_a_further_call_that_is_none_is_text():
-    call, none = (
-        '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
-        "<tool_call>Hm</tool_call>",
-    )
-    assert parts_of(splitter(), [call + none], cut=True) == [("now", {}), Text(none)]
+    none = "<tool_call>Hm</tool_call>"
+    assert parts_of(splitter(), [CALL + none], cut=True) == [("now", {}), Text(none)]
 
 
 def test_a_further_call_that_is_cut_is_nothing():
     """A client has its call, and would show what is left of the next as the model's words."""
-    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"na'
+    text = f'{CALL}\n<tool_call>{{"na'
     for width in (1, len(text)):
         rounds = [text[at : at + width] for at in range(0, len(text), width)]
         assert parts_of(splitter(), rounds, cut=True) == [("now", {})]
 
 
 def test_without_tools_nothing_is_a_call():
-    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    assert parts_of(splitter(tools=()), [text]) == [Text(text)]
+    assert parts_of(splitter(tools=()), [CALL]) == [Text(CALL)]
 
 
 def test_reasoning_is_apart_from_text():
