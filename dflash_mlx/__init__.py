@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .policy.widths import Policy
     from .prefix.store import PrefixStore
     from .proposal import Proposal
-    from .target import Target
+    from .targets import Target
 
 __version__ = "0.1.0"
 

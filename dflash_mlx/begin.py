@@ -21,8 +21,8 @@ from .request import Request
 from .sampling import Sampler
 from .settings import History, Sampling
 from .stream import TextStream, in_the_middle
-from .target import Target
-from .target.kv_bits import check_bits
+from .targets import Target
+from .targets.kv_bits import check_bits
 
 DEFAULT_BLOCK_SIZE = 16
 

@@ -22,10 +22,10 @@ from .errors import SettingsError
 from .prefix.protocol import Prefix
 from .reading import shown
 from .sampling import Sampler
-from .target import Target, TargetSession
-from .target.kv_bits import check_bits
-from .target.taps import gathered
-from .target.target import LAST_STEP, PREFILL_STEP
+from .targets import Target, TargetSession
+from .targets.kv_bits import check_bits
+from .targets.taps import gathered
+from .targets.target import LAST_STEP, PREFILL_STEP
 
 MOST_HELD = 2 * PREFILL_STEP  # tokens whose features wait for the first token, but in a store
 MOST_MARKS = 8  # each holds the windows and the states of the target and the drafter

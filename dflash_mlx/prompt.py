@@ -13,7 +13,7 @@ from .reading import shown
 from .sharpness import matching
 
 if TYPE_CHECKING:
-    from .target import Target
+    from .targets import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 

@@ -23,8 +23,8 @@ from .policy.rounds import Rounds
 from .proposal import Proposal
 from .sampling import Sampler
 from .stream import TextStream
-from .target import TargetSession
-from .target.target import PREFILL_STEP
+from .targets import TargetSession
+from .targets.target import PREFILL_STEP
 
 
 @dataclass

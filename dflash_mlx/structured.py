@@ -22,7 +22,7 @@ from .errors import MissingDependencyError, SettingsError
 from .reading import reason, shown
 
 if TYPE_CHECKING:
-    from .target import Target
+    from .targets import Target
 
 
 # Between the parts of an object stands one space and no more: small models would fill an answer

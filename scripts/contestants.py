@@ -12,7 +12,7 @@ from dflash_mlx.drafter.protocol import Drafter
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.sharpness import Sharpness
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 
 class Oracle:

@@ -19,7 +19,7 @@ import mlx.core as mx  # noqa: E402  after the BLAS
 
 from dflash_mlx.drafter.config import DraftConfig  # noqa: E402
 from dflash_mlx.drafter.network import DFlash  # noqa: E402
-from dflash_mlx.target.target import PREFILL_STEP  # noqa: E402
+from dflash_mlx.targets.target import PREFILL_STEP  # noqa: E402
 
 
 def peak_bytes(drafter: DFlash, tokens: int) -> int:

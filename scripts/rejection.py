@@ -15,7 +15,7 @@ import numpy as np
 from dflash_mlx.drafter.protocol import Drafter
 from dflash_mlx.sampling import Sampler, Trials
 from dflash_mlx.settings import Sampling
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 
 class _Drawing(Sampler):

@@ -27,8 +27,8 @@ from dflash_mlx.cluster.wire import Kind
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import Turn
-from dflash_mlx.target import TargetSession, internals
-from dflash_mlx.target.taps import EMBEDDING
+from dflash_mlx.targets import TargetSession, internals
+from dflash_mlx.targets.taps import EMBEDDING
 
 WINDOWED = 40  # tokens of a prompt, more than the windows of the families
 TOKENS = 8

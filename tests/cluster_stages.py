@@ -19,7 +19,7 @@ import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
 from dflash_mlx.cluster.store import LeadingStore
 from dflash_mlx.drafter.lookup import Lookup
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 FAMILY = "qwen3_next"
 OF = Letters(), CONFIGS[FAMILY], FAMILY

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 CONFIGS: dict[str, dict[str, Any]] = {
     row["family"].partition("(")[0]: row["config"]

@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten
 from trees import random_tree
 
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.target import Target, TargetSession
-from dflash_mlx.target.forest import Forest
+from dflash_mlx.targets import Target, TargetSession
+from dflash_mlx.targets.forest import Forest
 
 # MLX's reference BLAS sums every row alike; others choose how by the number of rows.
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)

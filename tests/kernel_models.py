@@ -8,7 +8,7 @@ from kernel_check import kernel_factory
 
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
 

@@ -25,7 +25,7 @@ from dflash_mlx.policy.watch import Watch
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.request import Request
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.target import TargetSession
+from dflash_mlx.targets import TargetSession
 
 ANSWER = 24
 PROMPT = [token % 192 for token in random_prompt(12, 3)]

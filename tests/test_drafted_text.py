@@ -7,7 +7,7 @@ from tinymodels import greedy, random_drafter, random_model, target, tokenizer, 
 
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.loop import generate
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 DFLASH2 = {
     "architectures": ["DFlash2DraftModel"],

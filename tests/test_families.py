@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten
 from oracle import Oracle
 
 import dflash_mlx as dm
-from dflash_mlx.target.overrides import Overrides
-from dflash_mlx.target.taps import EMBEDDING
+from dflash_mlx.targets.overrides import Overrides
+from dflash_mlx.targets.taps import EMBEDDING
 
 pytestmark = pytest.mark.by_family
 

@@ -11,13 +11,13 @@ from dflash_mlx.accept import accept
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import Sampling
-from dflash_mlx.target import (
+from dflash_mlx.targets import (
     forest_compressed,
     forest_layers,
     forest_recurrent,
     forest_rows,
 )
-from dflash_mlx.target.forest import Forest
+from dflash_mlx.targets.forest import Forest
 
 pytestmark = pytest.mark.by_family
 

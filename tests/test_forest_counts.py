@@ -16,11 +16,11 @@ from trees import random_tree
 
 from dflash_mlx.errors import UnsupportedTreeError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.target import Target
-from dflash_mlx.target.forest import Forest
-from dflash_mlx.target.forest_rows import Rows
-from dflash_mlx.target.overrides import Overrides
-from dflash_mlx.target.tree import Tree
+from dflash_mlx.targets import Target
+from dflash_mlx.targets.forest import Forest
+from dflash_mlx.targets.forest_rows import Rows
+from dflash_mlx.targets.overrides import Overrides
+from dflash_mlx.targets.tree import Tree
 
 # Requests with an indexer part before it, and the attention of V4.1 is each one's own.
 PART_EARLIER = (*ONE_BY_ONE, "glm_moe_dsa", "deepseek_v32")

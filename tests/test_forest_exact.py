@@ -16,7 +16,7 @@ from kernel_trees import random_parents
 from metal_host import EmulatedKernel
 
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.target.forest import Forest
+from dflash_mlx.targets.forest import Forest
 
 pytestmark = on_gpu_or_emulator
 

@@ -31,7 +31,7 @@ LEVELS = [
     {"events", "foreign", "kernels", "settings"},
     {"proposal"},
     {"accept", "sampling"},
-    {"target"},
+    {"targets"},
     {"drafter"},
     {"checks"},
     {"prefix"},

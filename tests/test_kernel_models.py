@@ -18,7 +18,7 @@ from trees import TreeOracle
 
 import dflash_mlx as dm
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 pytestmark = on_gpu_or_emulator
 

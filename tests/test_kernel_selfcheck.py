@@ -20,7 +20,7 @@ from dflash_mlx.kernels.selfcheck import attention_checks, faults
 from dflash_mlx.kernels.shapes import AttentionShape, matrices
 from dflash_mlx.loading import wiring
 from dflash_mlx.machine.chips import chip_named
-from dflash_mlx.target.selfcheck import check_rows, model_checks, weight_checks
+from dflash_mlx.targets.selfcheck import check_rows, model_checks, weight_checks
 
 pytestmark = on_gpu_or_emulator
 

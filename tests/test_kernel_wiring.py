@@ -35,7 +35,7 @@ from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.chips import chip_named
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 pytestmark = on_gpu_or_emulator
 

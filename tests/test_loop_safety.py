@@ -16,7 +16,7 @@ from tinymodels import greedy, random_drafter, target, tokenizer
 from dflash_mlx.events import Event
 from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
 

@@ -7,9 +7,9 @@ import pytest
 from families import random_model, random_prompt
 from mlx_lm.models.cache import make_prompt_cache
 
-from dflash_mlx.target.internals import is_mla
-from dflash_mlx.target.mla import absorb
-from dflash_mlx.target.overrides import Overrides
+from dflash_mlx.targets.internals import is_mla
+from dflash_mlx.targets.mla import absorb
+from dflash_mlx.targets.overrides import Overrides
 
 MLA = ["kimi_k25", "deepseek_v3", "glm_moe_dsa", "deepseek_v32"]
 

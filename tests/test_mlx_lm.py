@@ -1,7 +1,7 @@
 """The drift alarm: what we build on in mlx-lm, which promises none of it.
 
 When one of these fails after an update of mlx-lm, nothing is wrong with the test: look at what it
-names in dflash_mlx/target/internals.py, and then at the pinned range in pyproject.toml.
+names in dflash_mlx/targets/internals.py, and then at the pinned range in pyproject.toml.
 """
 
 import ast
@@ -19,7 +19,7 @@ from mlx_lm.models.activations import swiglu
 from tinymodels import END, SUPPORTED, model_config, random_model, save_target, tokenizer, wrapped
 
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.target import internals
+from dflash_mlx.targets import internals
 
 PACKAGE = Path(__file__).parents[1] / "dflash_mlx"
 HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")

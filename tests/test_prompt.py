@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.load import load_target
 from dflash_mlx.prompt import encode_prompt
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 MESSAGES = [{"role": "user", "content": "what is 37?"}]
 

@@ -19,8 +19,8 @@ from mlx_lm.models.cache import (
 
 import dflash_mlx as dm
 from dflash_mlx.errors import UnsupportedCacheError
-from dflash_mlx.target.overrides import Overrides
-from dflash_mlx.target.rollback import rollback_for
+from dflash_mlx.targets.overrides import Overrides
+from dflash_mlx.targets.rollback import rollback_for
 
 
 def rows(start, count):

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.rules import Rules
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 pytest.importorskip("llguidance")
 from dflash_mlx.structured import GrammarTokens, JsonSchema  # noqa: E402

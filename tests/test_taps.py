@@ -10,8 +10,8 @@ from tinymodels import SUPPORTED, model_config, random_model, target
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.target.overrides import Overrides
-from dflash_mlx.target.taps import Taps
+from dflash_mlx.targets.overrides import Overrides
+from dflash_mlx.targets.taps import Taps
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
 

@@ -13,7 +13,7 @@ import tinymodels
 from tinymodels import END, LINES
 
 from dflash_mlx.errors import DataError, OutputError, PromptError
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 from dflash_mlx.train.answers import Answering, answer_all, append, complete, read_answers
 from dflash_mlx.train.synthesize import Novelty, Sampling, user_header, write_turns
 

@@ -20,7 +20,7 @@ from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import IncompatibleDrafterError, SettingsError, WeightsError
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 from dflash_mlx.tiny.recipe.target import collate, new_model, next_token_loss
 from dflash_mlx.tiny.recipe.tokenizer import save_tokenizer, train_tokenizer
 from dflash_mlx.train.batches import BatchStream

@@ -11,7 +11,7 @@ import tinymodels
 from tinymodels import LINES
 
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 from dflash_mlx.train.data import Sample
 from dflash_mlx.train.drafter import (
     Anchors,

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import SettingsError, WeightsError
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 from dflash_mlx.train import slots
 from dflash_mlx.train.data import Sample
 from dflash_mlx.train.drafter import Anchors, draft_loss, new_drafter

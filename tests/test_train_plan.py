@@ -12,7 +12,7 @@ from tinymodels import LINES
 
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import NotEnoughMemoryError, OutputError, SettingsError
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 from dflash_mlx.train import answers, plan
 from dflash_mlx.train.drafter import DrafterSettings
 from dflash_mlx.train.recipe import Recipe

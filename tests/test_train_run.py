@@ -24,7 +24,7 @@ from dflash_mlx.errors import (
 )
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 from dflash_mlx.train.drafter import new_drafter
 from dflash_mlx.train.fit import Report
 from dflash_mlx.train.recipe import TARGET, Recipe

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DFlashError, IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load_drafter
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 from dflash_mlx.train.losses import Mix
 from dflash_mlx.train.recipe import Recipe, claim, option_of
 from dflash_mlx.train.run import train

@@ -12,9 +12,9 @@ from trees import TreeOracle
 
 import dflash_mlx as dm
 from dflash_mlx.errors import UnsupportedTreeError
-from dflash_mlx.target import Target
-from dflash_mlx.target.tree import Tree
-from dflash_mlx.target.tree_attention import write_rows
+from dflash_mlx.targets import Target
+from dflash_mlx.targets.tree import Tree
+from dflash_mlx.targets.tree_attention import write_rows
 
 #     0
 #    / \

@@ -16,7 +16,7 @@ from families import (
 from trees import TreeOracle, random_tree, separate_paths
 
 import dflash_mlx as dm
-from dflash_mlx.target import tree_attention
+from dflash_mlx.targets import tree_attention
 
 pytestmark = pytest.mark.by_family
 

@@ -20,7 +20,7 @@ from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dspark import network_for
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.loading.load import load_target
-from dflash_mlx.target import Target
+from dflash_mlx.targets import Target
 
 END = "<|end|>"
 CHAT_TEMPLATE = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import SettingsError
-from ..target import Target
+from ..targets import Target
 from .datasets import BenchPrompt
 from .measure import encoded
 

@@ -25,7 +25,7 @@ from ..begin import begin
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
 from ..loop import play_alone
-from ..target import Target
+from ..targets import Target
 from .leanest import Leanest
 
 # What reads its input where it lies; a reshaped array may have to be copied all the same.

@@ -16,8 +16,8 @@ import mlx.nn as nn
 from ..kernels.calibration import Timing
 from ..kernels.modules import Kernels, can_swap, verifying
 from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
-from ..target.attention import attention_shape
-from ..target.kv_bits import make_cache
+from ..targets.attention import attention_shape
+from ..targets.kv_bits import make_cache
 
 ROWS = (1, 2, 4, 6, 8, 12, 16)
 CONTEXT = 4096  # tokens that attention is timed over

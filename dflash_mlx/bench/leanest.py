@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..accept import accept
 from ..cluster.sessions import LeadingTarget
 from ..drafter.network import DFlash, DraftLayer
-from ..target import Target
+from ..targets import Target
 
 
 def why_not(target: Target, drafter: Any) -> str | None:

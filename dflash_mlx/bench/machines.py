@@ -29,7 +29,7 @@ from ..kernels.shapes import Matrix, dtype_of, matrices
 from ..machine.chips import Chip
 from ..machine.links import Link
 from ..reading import text_part
-from ..target.internals import own_head, text_model
+from ..targets.internals import own_head, text_model
 from .roofline import WIDEST, Shapes, chance, shapes_of
 
 MESSAGE_BYTES = 4 * WORDS  # int32

@@ -25,7 +25,7 @@ from ..events import FinishReason, Result, Stats
 from ..loop import generate
 from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
-from ..target import Target
+from ..targets import Target
 from .datasets import BenchPrompt
 from .overhead import overhead
 from .summary import DDTREE, MLX_LM, PLAIN, Difference, Measured

@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from ..events import Result
-from ..target import Target
-from ..target.target import PREFILL_STEP
+from ..targets import Target
+from ..targets.target import PREFILL_STEP
 from .leanest import Leanest, why_not
 
 

@@ -25,7 +25,7 @@ from ..kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE
 from ..loading.quantization import Quantization
 from ..machine.chips import Chip
 from ..reading import text_part
-from ..target.internals import (
+from ..targets.internals import (
     attention_of,
     classes_of,
     has_key_projection,

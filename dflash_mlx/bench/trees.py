@@ -23,7 +23,7 @@ from ..policy.fixed import FixedWidth
 from ..policy.rounds import AnyPolicy
 from ..policy.trees import TreePolicy, tree_policy
 from ..sampling import Sampler
-from ..target import Target
+from ..targets import Target
 from .summary import Spread
 
 PLAIN, CHAIN, AUTO = "plain", "chain", "auto"

@@ -14,7 +14,7 @@ from ..errors import ClusterError, SettingsError
 from ..foreign import Foreign
 from ..loading.load import load_target
 from ..loading.soundness import check_runs
-from ..target import Target
+from ..targets import Target
 from .leader import LOST, Leader
 from .pipeline import LeadingStage, Limits, Stage, carried, limits
 from .post import LOADED, MET

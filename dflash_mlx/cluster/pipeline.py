@@ -15,10 +15,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..target import Target, internals
-from ..target.forest import Forest
-from ..target.overrides import Overrides
-from ..target.taps import Taps
+from ..targets import Target, internals
+from ..targets.forest import Forest
+from ..targets.overrides import Overrides
+from ..targets.taps import Taps
 from .sessions import LeadingTarget
 
 

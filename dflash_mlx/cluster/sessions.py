@@ -12,10 +12,10 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..proposal import Proposal
-from ..target import Target, TargetSession
-from ..target.contents import Arrays
-from ..target.marks import Mark
-from ..target.target import PREFILL_STEP
+from ..targets import Target, TargetSession
+from ..targets.contents import Arrays
+from ..targets.marks import Mark
+from ..targets.target import PREFILL_STEP
 from .leader import Leader
 from .wire import Kind, optional
 

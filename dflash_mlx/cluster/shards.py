@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..foreign import Foreign
-from ..target import internals
-from ..target.kv_bits import make_cache
+from ..targets import internals
+from ..targets.kv_bits import make_cache
 
 
 def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Module | None:

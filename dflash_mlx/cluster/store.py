@@ -10,7 +10,7 @@ from typing import Any
 from ..drafter.protocol import Drafter
 from ..errors import SettingsError
 from ..prefix.store import PrefixStore
-from ..target.contents import inside
+from ..targets.contents import inside
 from .sessions import PIECE, LeadingTarget, number_of
 from .wire import Kind
 

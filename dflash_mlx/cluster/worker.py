@@ -15,10 +15,10 @@ import mlx.core as mx
 from ..errors import ClusterError
 from ..foreign import Foreign
 from ..proposal import Proposal
-from ..target import Target, TargetSession
-from ..target.contents import Arrays
-from ..target.forest import Forest
-from ..target.marks import Mark
+from ..targets import Target, TargetSession
+from ..targets.contents import Arrays
+from ..targets.forest import Forest
+from ..targets.marks import Mark
 from .leader import LOST, REST_SECONDS
 from .watchdog import Watch
 from .wire import Kind, Told, Wire, given

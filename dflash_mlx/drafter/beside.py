@@ -22,8 +22,8 @@ from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..sampling import Sampler
-    from ..target import Target
-    from ..target.contents import Arrays
+    from ..targets import Target
+    from ..targets.contents import Arrays
     from .calibration import Calibration
     from .network import DFlash
     from .session import DraftSession

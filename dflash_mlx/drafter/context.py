@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..target import contents
-from ..target.contents import Arrays
+from ..targets import contents
+from ..targets.contents import Arrays
 
 ContextMark = tuple[int, tuple[mx.array, mx.array] | None]
 

@@ -27,7 +27,7 @@ from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..sampling import Trials
-    from ..target import Target
+    from ..targets import Target
     from .calibration import Calibration
 
 Guard = AbstractContextManager[Any]

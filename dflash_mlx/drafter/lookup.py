@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from ..sampling import Sampler
-    from ..target import Target
-    from ..target.contents import Arrays
+    from ..targets import Target
+    from ..targets.contents import Arrays
 
 LENGTHS = (2, 3, 4, 8, 16)  # of the n-grams that are indexed, the shortest first: see `find`
 MOST = 32  # tokens before a place that are compared with those before the end

@@ -31,7 +31,7 @@ from .rope import make_rope
 from .session import DraftSession
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
     from .calibration import Calibration
 
 

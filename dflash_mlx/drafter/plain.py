@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from ..sampling import Sampler
-    from ..target import Target
-    from ..target.contents import Arrays
+    from ..targets import Target
+    from ..targets.contents import Arrays
 
 
 class NoDrafter:

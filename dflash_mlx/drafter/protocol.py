@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from ..sampling import Sampler
-    from ..target import Target
-    from ..target.contents import Arrays
+    from ..targets import Target
+    from ..targets.contents import Arrays
     from .calibration import Calibration
     from .tree import DraftTree
 

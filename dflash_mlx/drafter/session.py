@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import mlx.core as mx
 
 from ..proposal import Proposal
-from ..target.contents import Arrays, inside
-from ..target.taps import gathered
+from ..targets.contents import Arrays, inside
+from ..targets.taps import gathered
 from .context import ContextCache, ContextMark
 from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..sampling import Sampler
-    from ..target import Target
+    from ..targets import Target
     from .calibration import Calibration
     from .candidates import Candidates
     from .config import DraftConfig

@@ -31,10 +31,10 @@ from ..policy.costs import Costs, Meanwhile, curve, monotone, pair_costs, rows_u
 from ..policy.timing import DEPTHS, TOKEN, Round, started, time_rounds
 from ..proposal import Proposal
 from ..sampling import Sampler
-from ..target.forest import Forest
+from ..targets.forest import Forest
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 MANY = 8  # requests that are measured together
 ROWS = (1, 2, 4, 8, 16)  # of each

@@ -29,7 +29,7 @@ from ..prompt import Prompt
 from ..reading import MOST_BYTES, is_positive, shown
 from ..request import Request
 from ..sampling import Sampler
-from ..target import Target
+from ..targets import Target
 from ..threads import clean_up_at_end
 from .costs import SharedCosts
 from .job import Job

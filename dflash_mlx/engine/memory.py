@@ -13,7 +13,7 @@ from ..drafter.protocol import Drafter, Weighed
 from ..errors import NotEnoughMemoryError
 from ..prefix.protocol import Prefix
 from ..request import Request
-from ..target import Target
+from ..targets import Target
 
 AHEAD = 1024  # tokens
 STEP = 256  # tokens by which mlx-lm's caches grow

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ..events import Event
 from ..loop import Attempt, Together, play_round
 from ..request import Request
-from ..target.target import LAST_STEP, PREFILL_STEP
+from ..targets.target import LAST_STEP, PREFILL_STEP
 from .job import Job
 from .memory import Memory
 

@@ -14,8 +14,8 @@ from ..loop import Turn
 from ..policy.cuts import Draft, read_together
 from ..policy.offer import Offer, Planting, checked
 from ..proposal import Proposal
-from ..target import Target
-from ..target.forest import Forest
+from ..targets import Target
+from ..targets.forest import Forest
 from .rows import SharedRounds, everything
 
 

@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..foreign import Foreign
-from ..target.internals import classes_of
+from ..targets.internals import classes_of
 from .soundness import check_types
 
 

@@ -14,7 +14,7 @@ from ..drafter.dspark import CONFIDENCE_ALONE, network_for
 from ..drafter.network import DFlash
 from ..drafter.packagings import CONFIDENCE, PACKAGINGS, our_name
 from ..errors import ConfigError, WeightsError
-from ..target import Target
+from ..targets import Target
 from .checkpoint import load_file
 from .inspect import settle
 from .weights import check_safetensors

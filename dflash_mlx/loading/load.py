@@ -24,7 +24,7 @@ from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
 from ..foreign import Foreign
 from ..reading import shown
-from ..target import Target
+from ..targets import Target
 from ..threads import evaluate
 from .checkpoint import read_target, read_tokenizer
 from .drafter_checkpoint import drop_copies, read_drafter

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from ..errors import ConfigError, WeightsError
 from ..foreign import Foreign
 from ..proposal import Proposal
-from ..target import Target
+from ..targets import Target
 
 
 def check_types(name: str, model: nn.Module, integers: Collection[str] = ()) -> None:

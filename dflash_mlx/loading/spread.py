@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import mlx.nn as nn
 
-from ..target import Target
+from ..targets import Target
 
 
 class Spread(Protocol):

@@ -18,9 +18,9 @@ from ..kernels.calibration import choices, read_timings
 from ..kernels.modules import Kernels, Wiring, will_be_exact, wire
 from ..kernels.selfcheck import Check, faults
 from ..machine.chips import find_chip
-from ..target import Target
-from ..target.attention import attends_exactly
-from ..target.selfcheck import check_rows, model_checks, weight_checks
+from ..targets import Target
+from ..targets.attention import attends_exactly
+from ..targets.selfcheck import check_rows, model_checks, weight_checks
 
 
 def wire_target(

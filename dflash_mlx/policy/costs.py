@@ -40,7 +40,7 @@ from .timing import (
 )
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 # All of the narrow ones: a product of five rows may take longer than one of eight.
 ROWS = (*range(1, 9), 12, 16)

@@ -31,7 +31,7 @@ from .widths import Policy, Widths
 
 if TYPE_CHECKING:
     from ..drafter.tree import DraftTree
-    from ..target import Target
+    from ..targets import Target
 
 
 class Rounds(Protocol):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from ..drafter.protocol import Drafter
-    from ..target import Target, TargetSession
+    from ..targets import Target, TargetSession
 
 DEPTHS = (64, 1024)  # tokens of context; attention is linear in between and beyond
 PASSES = 4  # over all widths

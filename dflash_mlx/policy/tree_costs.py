@@ -13,7 +13,7 @@ from .costs import Costs
 from .timing import TOKEN, Round, started, time_rounds
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 MOST_ROWS = 64
 ROWS = (4, 8, 16, 32, 48, MOST_ROWS)

@@ -36,7 +36,7 @@ from .tree_costs import MOST_ROWS, measure_trees
 from .widths import Policy
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 MEMORY = 0.98  # a tree's weight against the next one's: the last 50 or so count
 DOUBT = 20.0  # tokens for which expectations count as right before anything is known

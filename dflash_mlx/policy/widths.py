@@ -39,7 +39,7 @@ from .risk import fastest, worth
 from .watch import Surcharge, Watch
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 MOST_ROWS = 1024  # of a round, beyond what any machine could want
 GAIN = 1.02  # what drafting has to promise over plain decoding

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..drafter.protocol import Storable
-from ..target import TargetSession
-from ..target.contents import Arrays, inside
+from ..targets import TargetSession
+from ..targets.contents import Arrays, inside
 
 
 @dataclass

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 
 from ..drafter.beside import Beside
 from ..drafter.protocol import Drafter
-from ..target import Target
+from ..targets import Target
 
 VERSION = 1  # of what is stored and of how it is named
 SAMPLE = 1024  # numbers of an array that its fingerprint looks at

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from ..drafter.protocol import Drafter, Session
     from ..sampling import Sampler
-    from ..target import Target, TargetSession
+    from ..targets import Target, TargetSession
 
 
 @runtime_checkable

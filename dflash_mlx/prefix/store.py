@@ -23,8 +23,8 @@ from ..drafter.protocol import Drafter, ReadsText, Session, Storable
 from ..errors import SettingsError
 from ..reading import MOST_BYTES
 from ..sampling import Sampler
-from ..target import Target, TargetSession
-from ..target.contents import Arrays
+from ..targets import Target, TargetSession
+from ..targets.contents import Arrays
 from .disk import Folder
 from .entries import Entry, Place, Places, can_be_cut, restore, rows_of, state_of
 from .keys import chunk_keys, fingerprint, mark_key, root_key

@@ -22,7 +22,7 @@ from .template import Encoded
 from .tools import Syntax
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 Reason = Literal["stop", "length", "tool_calls"]
 

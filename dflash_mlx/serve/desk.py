@@ -29,7 +29,7 @@ from .template import Encoded, encode
 from .tools import Syntax
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 FAULT: Final = 500
 THREADS: Final = 4  # a grammar may take one of them for a second

@@ -18,7 +18,7 @@ from .errors import Refusal
 from .tools import Syntax
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 _ANYTHING: Final = "/(?s:.*)/"
 MOST_CALLS: Final = 16  # that are forced at once; small models would go on for ever

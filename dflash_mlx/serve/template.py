@@ -24,7 +24,7 @@ from .length import LeastTokens
 from .tools import Syntax, described, in_words
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from ..targets import Target
 
 COUNTED: Final = 2**18  # characters; the tokens of less are soon told exactly
 

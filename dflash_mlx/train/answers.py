@@ -20,7 +20,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
 from ..errors import DataError, OutputError
-from ..target import Target
+from ..targets import Target
 from .data import Sample
 
 Sampler = Callable[[mx.array], mx.array]

@@ -25,7 +25,7 @@ from ..drafter.config import DraftConfig
 from ..drafter.dspark import network_for
 from ..drafter.network import DFlash
 from ..errors import SettingsError
-from ..target import Target
+from ..targets import Target
 from .batches import Arrays, BatchStream, bucket_length, group
 from .blocks import draft_hidden
 from .data import Sample

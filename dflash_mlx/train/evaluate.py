@@ -8,7 +8,7 @@ from typing import Any
 
 from ..drafter.network import DFlash
 from ..loop import generate
-from ..target import Target
+from ..targets import Target
 
 
 @dataclass

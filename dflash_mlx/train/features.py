@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..target import Target
+from ..targets import Target
 
 TOP = 16  # tokens of each distribution
 BOUND = 256 * 2**20  # bytes of logits that exist at once

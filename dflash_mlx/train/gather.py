@@ -9,7 +9,7 @@ from random import Random
 
 from ..errors import DataError, PromptError
 from ..prompt import encode_prompt
-from ..target import Target
+from ..targets import Target
 from .answers import Answering, AnswersProgress, answer_all
 from .data import Sample, encode_chat, encode_text, read_records
 from .recipe import Recipe

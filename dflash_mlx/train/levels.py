@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..target import Target
+from ..targets import Target
 from .data import Sample
 from .features import features
 from .store import Store

@@ -15,7 +15,7 @@ from ..drafter.dspark import network_for
 from ..errors import NotEnoughMemoryError, OutputError
 from ..loading.weights import machine_memory
 from ..machine.folders import nearest_there
-from ..target import Target
+from ..targets import Target
 from .batches import bucket_length
 from .drafter import DrafterSettings
 from .features import BOUND

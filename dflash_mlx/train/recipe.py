@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import ConfigError, DataError, OutputError, SettingsError
 from ..reading import read_json
 from ..settings import SEED_BITS
-from ..target import Target
+from ..targets import Target
 from .losses import Mix
 from .shape import check_kind
 

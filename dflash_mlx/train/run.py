@@ -17,7 +17,7 @@ from typing import Any
 from ..drafter.config import DraftConfig
 from ..drafter.network import DFlash
 from ..errors import OutputError
-from ..target import Target
+from ..targets import Target
 from .answers import AnswersProgress
 from .batches import bucket_length
 from .data import Sample

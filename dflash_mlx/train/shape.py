@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import SettingsError
 from ..reading import text_part
-from ..target import Target
+from ..targets import Target
 
 ARCHITECTURES = {
     "dflash": "DFlashDraftModel",

@@ -12,7 +12,7 @@ import numpy as np
 from ..drafter.dflash2 import CandidateSelector, DFlash2
 from ..drafter.dspark import DSpark, MarkovHead
 from ..drafter.network import DFlash
-from ..target import Target
+from ..targets import Target
 from .data import Sample
 from .features import BOUND
 from .losses import Mix, summed

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..errors import WeightsError
 from ..machine.saving import save_arrays
-from ..target import Target
+from ..targets import Target
 from .batches import Arrays, bucket_length
 from .data import Sample
 from .features import TOP, Features, features

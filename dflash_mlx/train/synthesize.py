@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from mlx_lm.sample_utils import apply_top_p
 
 from ..errors import DataError, PromptError
-from ..target import Target
+from ..targets import Target
 from .answers import Answering, append, complete, whole_lines
 
 TEMPERATURE, TOP_P = 1.0, 0.95

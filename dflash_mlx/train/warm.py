@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..drafter.network import DFlash
-from ..target import Target
+from ..targets import Target
 
 
 def start_from_target(drafter: DFlash, target: Target) -> list[str]:

@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ...prompt import encode_prompt
-from ...target import Target
+from ...targets import Target
 from ...train.answers import Answer, Answering, Ids, answer_all
 from ...train.data import Sample
 from . import corpus, strangers

@@ -25,7 +25,7 @@ from mlx_lm.utils import load_tokenizer
 from ...drafter.config import DraftConfig
 from ...drafter.network import DFlash
 from ...loading.load import load_drafter, load_target
-from ...target import Target
+from ...targets import Target
 from ...train.batches import BatchStream
 from ...train.data import Sample, encode_chat
 from ...train.drafter import DrafterSettings, save_drafter, train_drafter
