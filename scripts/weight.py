@@ -1,0 +1,120 @@
+"""How heavy the project is: lines by room, and the Python that one short answer runs.
+
+    python scripts/weight.py            # everything
+    python scripts/weight.py --lines    # the lines alone, without loading a model
+
+The answer is the embedded pair's to "What is 47 plus 38?", with the default policy. The functions
+are counted by a profiler while it is generated again, after a first answer has warmed it up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from types import CodeType, FrameType
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "dflash_mlx"
+ROOMS = {
+    "root files": "dflash_mlx/*.py",
+    "policy": "dflash_mlx/policy",
+    "drafter": "dflash_mlx/drafter",
+    "targets": "dflash_mlx/targets",
+    "engine, prefix": "dflash_mlx/engine dflash_mlx/prefix",
+    "loading": "dflash_mlx/loading",
+    "serve": "dflash_mlx/serve",
+    "kernels": "dflash_mlx/kernels",
+    "cluster": "dflash_mlx/cluster",
+    "train, tiny": "dflash_mlx/train dflash_mlx/tiny dflash_mlx/smollm2",
+    "bench, machine": "dflash_mlx/bench dflash_mlx/machine",
+    "cli": "cli",
+}
+PROMPT = "What is 47 plus 38?"
+MAX_TOKENS = 77
+
+
+def python_files(places: str) -> list[Path]:
+    """The Python files of a room: folders with all they hold, or a pattern."""
+    found = [
+        file
+        for place in places.split()
+        for file in (ROOT.glob(place) if "*" in place else (ROOT / place).rglob("*.py"))
+    ]
+    return sorted(found)
+
+
+def lines(files: list[Path]) -> int:
+    """Lines of all files together."""
+    return sum(file.read_text().count("\n") for file in files)
+
+
+def public_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Public functions and public methods of public classes, nested functions left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if not node.name.startswith("_"):
+                yield node
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node)
+
+
+def print_lines() -> None:
+    """Print the table of lines."""
+    rooms = {room: python_files(places) for room, places in ROOMS.items()}
+    for room, files in rooms.items():
+        print(f"{room:18} {lines(files):6,}")
+    package = [file for files in rooms.values() for file in files]
+    print(f"{'package and cli':18} {lines(package):6,} in {len(package)} files")
+    print(f"{'metal':18} {lines([*(ROOT / 'metal').glob('*.[mh]*')]):6,}")
+    print(f"{'tests':18} {lines(python_files('tests')):6,}")
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"]
+    print(f"{'docs, CHANGELOG':18} {lines(pages):6,}")
+    scripts = [file for file in (ROOT / "scripts").iterdir() if file.is_file()]
+    print(f"{'scripts':18} {lines(scripts):6,} in {len(scripts)} files")
+
+    texts = [line for file in package for line in file.read_text().splitlines() if line.strip()]
+    public = [f for file in package for f in public_functions(ast.parse(file.read_text()))]
+    told = sum(ast.get_docstring(function) is not None for function in public)
+    print(f"median line {median(map(len, texts)):.0f} characters, {len(public)} public functions,")
+    print(f"{told / len(public):.1%} of them with a docstring")
+
+
+def print_calls() -> None:
+    """Print how many functions one answer runs, and how many calls a step makes."""
+    import dflash_mlx as dm
+
+    target, drafter = dm.load("tiny")
+    policy = dm.Policy.of(target, drafter)
+    messages = [{"role": "user", "content": PROMPT}]
+
+    def answer() -> dm.Result:
+        return dm.generate(target, drafter, messages, max_tokens=MAX_TOKENS, policy=policy)
+
+    answer()
+    codes: dict[CodeType, int] = {}
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            codes[frame.f_code] = codes.get(frame.f_code, 0) + 1
+
+    sys.setprofile(count)
+    result = answer()
+    sys.setprofile(None)
+    ours = {code: n for code, n in codes.items() if code.co_filename.startswith(str(PACKAGE))}
+    files = {code.co_filename for code in ours}
+    calls, steps = sum(codes.values()), max(1, result.stats.rounds)
+    print(f"an answer of {len(result.tokens)} tokens in {steps} steps:")
+    print(f"{len(ours)} functions of ours in {len(files)} files ({len(codes)} with libraries')")
+    print(f"{sum(ours.values()) / steps:.0f} calls of ours per step ({calls / steps:.0f} of all)")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lines", action="store_true", help="count lines, load no model")
+    print_lines()
+    if not parser.parse_args().lines:
+        print_calls()
