@@ -79,7 +79,7 @@ _HOME = {
     "Proposal": ".proposal",
     "Result": ".events",
     "Stats": ".events",
-    "Target": ".target",
+    "Target": ".targets",
     "generate": ".loop",
     "load": ".loading.load",
     "load_drafter": ".loading.load",
