@@ -25,7 +25,7 @@ SUM = "What is 47 plus 38?"
 
 embedded = pytest.mark.skipif(
     not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
-    reason="THE EMBEDDED PAIR IS MISSING: train it with scripts/train_tiny.sh",
+    reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
 )
 
 

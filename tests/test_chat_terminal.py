@@ -16,7 +16,7 @@ QUICK = ("--no-draft", "--stock-blas", "-n")
 
 pytestmark = pytest.mark.skipif(
     not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
-    reason="THE EMBEDDED PAIR IS MISSING: train it with scripts/train_tiny.sh",
+    reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
 )
 
 

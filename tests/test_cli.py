@@ -28,7 +28,7 @@ QUESTION = "what is 37 + 48?"
 
 embedded = pytest.mark.skipif(
     not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
-    reason="THE EMBEDDED PAIR IS MISSING: train it with scripts/train_tiny.sh",
+    reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
 )
 linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate elsewhere")
 

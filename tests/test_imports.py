@@ -42,7 +42,6 @@ LEVELS = [
     {"cluster", "engine"},
     {"dflash_mlx"},  # the public names, which come from all of the above
     {"bench", "serve", "train"},
-    {"tiny.recipe"},
     {"cli"},
     {"__main__"},
 ]

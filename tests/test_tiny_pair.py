@@ -28,7 +28,7 @@ ORACLES = {0.0: 3, 0.5: 4, 0.9: 10, 1.0: 16}
 
 pytestmark = pytest.mark.skipif(
     not (TINY / "drafter" / "model.safetensors").is_file(),
-    reason="THE EMBEDDED PAIR IS MISSING: train it with scripts/train_tiny.sh",
+    reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
 )
 
 

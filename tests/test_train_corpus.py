@@ -8,14 +8,8 @@ from random import Random
 import pytest
 from mlx_lm.utils import load_tokenizer
 from policy_speed import FREE
-from tinymodels import greedy
-
-from dflash_mlx.errors import SettingsError
-from dflash_mlx.loading.load import load_target
-from dflash_mlx.prompt import encode_prompt
-from dflash_mlx.tiny import recipe
-from dflash_mlx.tiny.recipe import corpus, own, passages, problems, strangers
-from dflash_mlx.tiny.recipe.own import (
+from tiny_pair import corpus, own, passages, problems, strangers
+from tiny_pair.own import (
     BEGUN_TOKENS,
     OWN_REQUESTS,
     SCORED,
@@ -23,7 +17,13 @@ from dflash_mlx.tiny.recipe.own import (
     different_requests,
     learnable,
 )
-from dflash_mlx.tiny.recipe.problems import Turn
+from tiny_pair.problems import Turn
+from tinymodels import greedy
+
+from dflash_mlx import tiny
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.loading.load import load_target
+from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.train.answers import Answer, read_answers
 
 STREAM = 6000
@@ -177,7 +177,7 @@ def test_what_strangers_are_scored_by_was_not_learnt() -> None:
 
 
 def test_what_drafters_are_scored_by_is_not_learnt_from_strangers() -> None:
-    tokenizer = load_tokenizer(Path(recipe.__file__).parents[1] / "target")
+    tokenizer = load_tokenizer(Path(tiny.__file__).parent / "target")
     greeting, other = "Hello! How can I help you today?", "Cats are a kind of tea."
     by_category = {c.category: c.turns[-1].answer for c in corpus.held_out(SCORED, seed=1)}
     secrets = [by_category[name] for name in ("arithmetic", "units", "story")]

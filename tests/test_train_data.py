@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
+from tiny_pair.tokenizer import save_tokenizer, train_tokenizer
 
 from dflash_mlx.errors import DataError
-from dflash_mlx.tiny.recipe.tokenizer import save_tokenizer, train_tokenizer
 from dflash_mlx.train.batches import BatchStream, group
 from dflash_mlx.train.data import Sample, encode_chat, read_samples
 

@@ -15,14 +15,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
+from tiny_pair.target import collate, new_model, next_token_loss
+from tiny_pair.tokenizer import save_tokenizer, train_tokenizer
 
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import IncompatibleDrafterError, SettingsError, WeightsError
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
-from dflash_mlx.tiny.recipe.target import collate, new_model, next_token_loss
-from dflash_mlx.tiny.recipe.tokenizer import save_tokenizer, train_tokenizer
 from dflash_mlx.train.batches import BatchStream
 from dflash_mlx.train.data import Sample, read_samples
 from dflash_mlx.train.drafter import (

@@ -5,9 +5,8 @@ from importlib.resources import files
 from itertools import islice
 
 import pytest
-
-from dflash_mlx.tiny.recipe import corpus
-from dflash_mlx.tiny.recipe.pair import (
+from tiny_pair import corpus
+from tiny_pair.pair import (
     DFLASH2_CONFIG,
     DRAFTER_CONFIG,
     SUITE_SIZE,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
-from ...errors import SettingsError
+from dflash_mlx.errors import SettingsError
+
 from . import passages, problems
 from .problems import Turn
 

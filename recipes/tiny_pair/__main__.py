@@ -2,7 +2,7 @@
 
 import sys
 
-from ...machine.blas import use_fast_blas
+from dflash_mlx.machine.blas import use_fast_blas
 
 if __name__ == "__main__":
     blas = use_fast_blas(flush_denormals=True)

@@ -4,7 +4,7 @@ scores.
 A drafter learns the corpus first, then that and what the target says to requests it knows nothing
 about: with the corpus alone it was wrong about most of what the target says to people.
 
-    python -m dflash_mlx.tiny.recipe OUT --work FOLDER
+    cd recipes && python -m tiny_pair OUT --work FOLDER
 
 Every stage leaves its result on disk and is skipped when it is there already; a stage that was
 interrupted resumes from its checkpoint in the work folder. For another target or recipe, take other
@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_lm.utils import load_tokenizer
 
-from ...drafter.config import DraftConfig
-from ...drafter.network import DFlash
-from ...loading.load import load_drafter, load_target
-from ...targets import Target
-from ...train.batches import BatchStream
-from ...train.data import Sample, encode_chat
-from ...train.drafter import DrafterSettings, save_drafter, train_drafter
-from ...train.evaluate import evaluate, total
-from ...train.fit import FitSettings, fit
-from ...train.optimizers import muon
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.loading.load import load_drafter, load_target
+from dflash_mlx.targets import Target
+from dflash_mlx.train.batches import BatchStream
+from dflash_mlx.train.data import Sample, encode_chat
+from dflash_mlx.train.drafter import DrafterSettings, save_drafter, train_drafter
+from dflash_mlx.train.evaluate import evaluate, total
+from dflash_mlx.train.fit import FitSettings, fit
+from dflash_mlx.train.optimizers import muon
+
 from . import corpus
 from .own import (
     DRAFTER_SEED,

@@ -8,10 +8,11 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from ...prompt import encode_prompt
-from ...targets import Target
-from ...train.answers import Answer, Answering, Ids, answer_all
-from ...train.data import Sample
+from dflash_mlx.prompt import encode_prompt
+from dflash_mlx.targets import Target
+from dflash_mlx.train.answers import Answer, Answering, Ids, answer_all
+from dflash_mlx.train.data import Sample
+
 from . import corpus, strangers
 from .progress import Counted
 

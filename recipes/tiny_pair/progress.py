@@ -6,8 +6,8 @@ import sys
 import time
 from statistics import fmean
 
-from ...train.answers import AnswersProgress
-from ...train.fit import Report
+from dflash_mlx.train.answers import AnswersProgress
+from dflash_mlx.train.fit import Report
 
 
 class Printer:
