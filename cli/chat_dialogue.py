@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import dflash_mlx
 from dflash_mlx.errors import DataError, OutputError, SettingsError
-from dflash_mlx.reading import read_json
+from dflash_mlx.validation import read_json
 
 from .output import write_whole
 from .pair import Pair

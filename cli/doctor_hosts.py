@@ -25,7 +25,7 @@ from dflash_mlx.errors import ConfigError, DFlashError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.names import EMBEDDED
 from dflash_mlx.loading.registry import pair_of
-from dflash_mlx.reading import is_whole, shown, text_part
+from dflash_mlx.validation import brief, is_integer, text_config
 
 from .doctor_checks import Check
 from .machines import Machines, Member, Place
@@ -68,9 +68,9 @@ def look(path: Path | None, model: str, hub: Hub, context: typer.Context) -> Loo
     """
     file = config_folder(model, "target", hub) / "config.json"
     config = read_json(file)
-    width: Any = text_part(config).get("hidden_size")
-    if not is_whole(width):
-        raise ConfigError(f"{file}: hidden_size must be 1 or more, not {shown(width)}.")
+    width: Any = text_config(config).get("hidden_size")
+    if not is_integer(width):
+        raise ConfigError(f"{file}: hidden_size must be 1 or more, not {brief(width)}.")
     if path is None:
         times = _measure(width, context)
         return None if times is None else _report([], times, model, config, None)

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from dflash_mlx.errors import DataError, MissingDependencyError, PromptError
-from dflash_mlx.reading import read_json
+from dflash_mlx.validation import read_json
 
 from .screen import counted, note
 

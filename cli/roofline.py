@@ -19,7 +19,7 @@ from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pair_of
 from dflash_mlx.machine.chips import Chip, chip_named, chips, find_chip
 from dflash_mlx.machine.links import links
-from dflash_mlx.reading import text_part
+from dflash_mlx.validation import text_config
 
 from . import options
 from .roofline_machines import Asked, config_folder, over_machines
@@ -134,7 +134,7 @@ def _config(model: str, hub: Hub) -> tuple[dict[str, Any], Path]:
 
 def _check_context(model: str, config: dict[str, Any], context: int) -> None:
     """Raise `BadParameter` for more tokens than the model reads, where its config says that."""
-    longest = text_part(config).get("max_position_embeddings")
+    longest = text_config(config).get("max_position_embeddings")
     if isinstance(longest, int) and context > longest:
         told = f"{model} reads {longest:,} tokens at most"
         raise typer.BadParameter(told, param_hint="--context")

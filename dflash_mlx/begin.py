@@ -7,22 +7,21 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, Unpack
 
-from .checks import check_kind, check_pair, whole
 from .conversation import Conversation
-from .drafter.protocol import Drafter
+from .drafter.protocol import Drafter, check_pair
 from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Stats
 from .policy.rounds import AnyPolicy, plan_rounds
 from .prefix.protocol import Prefix
 from .prompt import Prompt, encode_prompt, parting_places
-from .reading import is_whole, shown
 from .request import Request
 from .sampling import Sampler
 from .settings import History, Sampling
 from .stream import TextStream, in_the_middle
 from .targets import Target
 from .targets.kv_bits import check_bits
+from .validation import brief, check_integer, check_type, is_integer
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -93,19 +92,19 @@ def begin(
     settings = Sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, **history
     )
-    if not is_whole(max_tokens, 0, math.inf):
+    if not is_integer(max_tokens, 0, math.inf):
         raise SettingsError(
-            f"max_tokens must be a whole number, 0 or more, not {shown(max_tokens)}."
+            f"max_tokens must be a whole number, 0 or more, not {brief(max_tokens)}."
         )
     check_kinds(target, drafter, policy, conversation, prefix)
     widest = widest_block(drafter, block_size)
     strings = _stop_strings(stop)
     if not isinstance(continues, bool):
-        raise SettingsError(f"continues must be True or False, not {shown(continues)}.")
+        raise SettingsError(f"continues must be True or False, not {brief(continues)}.")
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
     if not isinstance(salt, str):
-        raise SettingsError(f"salt must be text, not {shown(salt)}.")
+        raise SettingsError(f"salt must be text, not {brief(salt)}.")
     if conversation is not None and (prefix is not None or salt):
         name = "salt" if prefix is None else "prefix"
         raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
@@ -144,15 +143,15 @@ def check_kinds(
 ) -> None:
     """Raise `SettingsError` for an object that is not of the kind that its place asks for."""
     check_pair(target, drafter)
-    check_kind("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)")
-    check_kind("conversation", conversation, Conversation, "dm.Conversation(target, drafter)")
-    check_kind("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
+    check_type("policy", policy, AnyPolicy, "dm.Policy.of(target, drafter)")
+    check_type("conversation", conversation, Conversation, "dm.Conversation(target, drafter)")
+    check_type("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """None, one string or several as a tuple. Raises `SettingsError`."""
     if stop is not None and not isinstance(stop, Iterable):
-        raise SettingsError(f"stop must be one or more strings, not {shown(stop)}.")
+        raise SettingsError(f"stop must be one or more strings, not {brief(stop)}.")
     strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
     if any(not isinstance(text, str) or not text for text in strings):
         raise SettingsError("stop must be one or more strings that are not empty.")
@@ -161,7 +160,7 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def widest_block(drafter: Drafter | None, requested: int | None = None) -> int:
     """The most rows of a round. Raises `SettingsError` for a size the drafter was not made for."""
-    requested = None if requested is None else whole("block_size", requested)
+    requested = None if requested is None else check_integer("block_size", requested)
     if drafter is None:
         return 1
     largest = drafter_block_size(drafter)

@@ -15,17 +15,16 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from .checks import check_kind, check_pair
 from .drafter.plain import NoDrafter
-from .drafter.protocol import Drafter, Gathers, ReadsText, Resumable, Session
+from .drafter.protocol import Drafter, Gathers, ReadsText, Resumable, Session, check_pair
 from .errors import SettingsError
 from .prefix.protocol import Prefix
-from .reading import shown
 from .sampling import Sampler
 from .targets import Target, TargetSession
 from .targets.kv_bits import check_bits
 from .targets.taps import gathered
 from .targets.target import LAST_STEP, PREFILL_STEP
+from .validation import brief, check_type
 
 MOST_HELD = 2 * PREFILL_STEP  # tokens whose features wait for the first token, but in a store
 MOST_MARKS = 8  # each holds the windows and the states of the target and the drafter
@@ -72,10 +71,10 @@ class Conversation:
         salt: str = "",
     ) -> None:
         check_pair(target, drafter)
-        check_kind("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
+        check_type("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
         check_bits(kv_bits)
         if not isinstance(salt, str):
-            raise SettingsError(f"salt must be text, not {shown(salt)}.")
+            raise SettingsError(f"salt must be text, not {brief(salt)}.")
         if prefix is not None:
             prefix.check(target, drafter)
         self._pair, self._prefix, self._salt = (target, drafter, kv_bits), prefix, salt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .reading import shown
+from .validation import brief
 
 FinishReason = Literal["stop", "length", "cancelled"]  # the last by `Job.cancel` alone
 
@@ -108,4 +108,4 @@ class Result:
     def __repr__(self) -> str:
         """A line: how the text begins, why it ended, and what it took."""
         reason = f"finish_reason={self.finish_reason!r}"
-        return f"Result(text={shown(self.text)}, {reason}, stats={self.stats!r})"
+        return f"Result(text={brief(self.text)}, {reason}, stats={self.stats!r})"

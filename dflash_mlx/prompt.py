@@ -8,9 +8,8 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from .errors import PromptError
-from .foreign import Foreign
-from .reading import shown
 from .sharpness import matching
+from .validation import ErrorWrapper, brief
 
 if TYPE_CHECKING:
     from .targets import Target
@@ -43,7 +42,7 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     outside = next((i for i in ids if not 0 <= i < target.vocab_size), None)
     if outside is not None:
         raise PromptError(
-            f"Token id {shown(outside)} is outside the target's vocabulary of {target.vocab_size}."
+            f"Token id {brief(outside)} is outside the target's vocabulary of {target.vocab_size}."
         )
     if len(ids) >= target.context_length:
         raise PromptError(
@@ -61,7 +60,7 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
         bos = tokenizer.bos_token
         special = bos is None or not prompt.startswith(bos)
         _check_text(prompt)
-        with Foreign(PromptError, "The tokenizer cannot encode this prompt"):
+        with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
             return list(tokenizer.encode(prompt, add_special_tokens=special))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise PromptError(_FORMS + (_LIST if hasattr(prompt, "tolist") else ""))
@@ -106,7 +105,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Any], asks: bool = True) -> lis
     Raises `PromptError`.
     """
     whole = [_with_text(message) for message in messages]
-    with Foreign(PromptError, "The chat template refuses these messages"):
+    with ErrorWrapper(PromptError, "The chat template refuses these messages"):
         return list(tokenizer.apply_chat_template(whole, add_generation_prompt=asks))
 
 
@@ -122,12 +121,12 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parts, list):
         # None says it by calls of tools alone, and some templates write down what a tool returned.
         if not isinstance(parts, str | Mapping | None):
-            raise PromptError(f"A message's content is text, or parts of text, not {shown(parts)}.")
+            raise PromptError(f"A message's content is text, or parts of text, not {brief(parts)}.")
         return message
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise PromptError(f"A message's content is text, or parts of text, not {shown(kind)}.")
+            raise PromptError(f"A message's content is text, or parts of text, not {brief(kind)}.")
     return _with_text({**message, "content": "".join(part["text"] for part in parts)})
 
 
@@ -136,7 +135,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = shown(text[error.start])
+        half = brief(text[error.start])
         raise PromptError(
             f"The prompt is not text: its character {error.start + 1} is {half}, a surrogate "
             "without its other half."

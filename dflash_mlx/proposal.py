@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import ProposalError
-from .reading import MOST_WHOLE, is_whole, shown
+from .validation import MAX_INT32, brief, is_integer
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class Proposal:
 def _ids(tokens: Any) -> list[int]:
     """Tokens [N] as a list. Raises `ProposalError`."""
     if (ids := _whole(tokens, 0)) is None:
-        raise ProposalError(f"A proposal's tokens must be token ids [N], not {shown(tokens)}.")
+        raise ProposalError(f"A proposal's tokens must be token ids [N], not {brief(tokens)}.")
     return ids
 
 
 def _tree(parents: Any, rows: int) -> tuple[int, ...]:
     """The parents of so many rows. Raises `ProposalError` where they form no tree."""
     if (known := _whole(parents, -1)) is None:
-        raise ProposalError(f"A proposal's parents must be its rows, not {shown(parents)}.")
+        raise ProposalError(f"A proposal's parents must be its rows, not {brief(parents)}.")
     if known and len(known) != rows:
         raise ProposalError(f"A proposal of {rows} tokens names {len(known)} parents.")
     if known and (known[0] != -1 or any(not 0 <= p < row for row, p in enumerate(known) if row)):
@@ -113,5 +113,5 @@ def _whole(values: Any, least: int) -> list[int] | None:
         return None
     given: list[Any] = list(values)
     if {*map(type, given)} <= {int}:
-        return given if all(least <= value <= MOST_WHOLE for value in given) else None
-    return [int(value) for value in given] if all(is_whole(v, least) for v in given) else None
+        return given if all(least <= value <= MAX_INT32 for value in given) else None
+    return [int(value) for value in given] if all(is_integer(v, least) for v in given) else None

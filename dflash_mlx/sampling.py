@@ -27,10 +27,10 @@ from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .hindsight import Hindsight
 from .proposal import Proposal
-from .reading import shown
 from .rules import Rule, Rules
 from .settings import SEED_BITS, Sampling
 from .sharpness import Sharpness, matching
+from .validation import brief
 
 # Scores [L, V] of several trials, and the weight of one unit of logit in each.
 Trials = tuple[list[mx.array], list[float]]
@@ -231,7 +231,7 @@ class Sampler:
         for processor in self._processors:
             found = processor(history, logits)
             if not isinstance(found, mx.array) or found.shape != logits.shape:
-                what = found.shape if isinstance(found, mx.array) else shown(found)
+                what = found.shape if isinstance(found, mx.array) else brief(found)
                 raise SettingsError(
                     f"A logits processor must return logits of shape {logits.shape}, not {what}."
                 )

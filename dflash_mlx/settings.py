@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from .errors import SettingsError
-from .reading import is_whole, shown
+from .validation import brief, is_integer
 
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
 # these two: histories that will be rejected are seen as well, and one may be seen again.
@@ -89,7 +89,7 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             self._check(name, lambda p: abs(p) <= MOST_F32, "from -3e38 to 3e38 (0 is off)")
         for name in ("repetition", "presence", "frequency"):
-            self._check(f"{name}_context_size", is_whole, "from 1 to 2**31 - 1", whole=True)
+            self._check(f"{name}_context_size", is_integer, "from 1 to 2**31 - 1", whole=True)
             size, off = getattr(self, f"{name}_context_size"), float(name == "repetition")
             if size != CONTEXT_SIZE and getattr(self, f"{name}_penalty") == off:
                 raise SettingsError(f"{name}_context_size goes with a {name}_penalty: give that.")
@@ -98,7 +98,7 @@ class Sampling:
         ):
             raise SettingsError(
                 "logits_processors must be functions of (tokens, logits), "
-                f"not {shown(self.logits_processors)}."
+                f"not {brief(self.logits_processors)}."
             )
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -109,19 +109,19 @@ class Sampling:
         value = getattr(self, name)
         number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
         if not number or not allowed(value):
-            raise SettingsError(f"{name} must be {range_}, not {shown(value)}.")
+            raise SettingsError(f"{name} must be {range_}, not {brief(value)}.")
         object.__setattr__(self, name, int(value) if whole else float(value))  # of numpy's
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `SettingsError` for a token that a vocabulary of this size does not have."""
         if self.top_k > size:
             raise SettingsError(
-                f"top_k {shown(self.top_k)} is more than the vocabulary's {size} tokens."
+                f"top_k {brief(self.top_k)} is more than the vocabulary's {size} tokens."
             )
         for token in self.logit_bias or ():
             if not 0 <= token < size:
                 raise SettingsError(
-                    f"logit_bias: the vocabulary of {size} has no token {shown(token)}."
+                    f"logit_bias: the vocabulary of {size} has no token {brief(token)}."
                 )
 
     @property
@@ -146,7 +146,7 @@ class Sampling:
 
 def _items(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, Sequence):
-        raise SettingsError(f"{name} must be a list, not {shown(value)}.")
+        raise SettingsError(f"{name} must be a list, not {brief(value)}.")
     return value
 
 
@@ -158,5 +158,5 @@ def _bias(bias: Any) -> dict[int, float]:
     values: list[Any] = list(bias.values()) if whole else []
     numbers = all(isinstance(value, Real) for value in values)
     if not whole or not numbers or not all(abs(value) <= MOST_F32 for value in values):
-        raise SettingsError(f"logit_bias must map token ids to finite numbers, not {shown(bias)}.")
+        raise SettingsError(f"logit_bias must map token ids to finite numbers, not {brief(bias)}.")
     return {int(token): float(value) for token, value in bias.items()}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .events import FinishReason
-from .foreign import Foreign
+from .validation import ErrorWrapper
 
 
 class Piece(NamedTuple):
@@ -43,7 +43,7 @@ class TextStream:
         self.remaining = max_tokens
         self.finish_reason: FinishReason | None = None if max_tokens > 0 else "length"
         self._held = ""
-        self._detokenizing = Foreign(
+        self._detokenizing = ErrorWrapper(
             ConfigError, "The target's tokenizer cannot make text of its tokens"
         )
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import MissingDependencyError, SettingsError
-from .reading import reason, shown
+from .validation import brief, error_text
 
 if TYPE_CHECKING:
     from .targets import Target
@@ -61,12 +61,12 @@ class GrammarTokens:
         """
         if not isinstance(schema, Mapping):
             raise SettingsError(
-                f"The JSON schema must be a dict, as json.loads makes one, not {shown(schema)}."
+                f"The JSON schema must be a dict, as json.loads makes one, not {brief(schema)}."
             )
         try:
             text = json.dumps(laid_out(schema), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise SettingsError(f"The JSON schema cannot be JSON: {reason(error)}.") from error
+            raise SettingsError(f"The JSON schema cannot be JSON: {error_text(error)}.") from error
         return str(self._matchers.grammar_from_json_schema(text))
 
     def of_lark(self, lark: str) -> str:

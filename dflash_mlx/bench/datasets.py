@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..reading import parse_json
+from ..validation import parse_json
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from ..kernels.choose import stock_seconds
 from ..kernels.shapes import Matrix, dtype_of, matrices
 from ..machine.chips import Chip
 from ..machine.links import Link
-from ..reading import text_part
 from ..targets.internals import own_head, text_model
+from ..validation import text_config
 from .roofline import WIDEST, Shapes, chance, shapes_of
 
 MESSAGE_BYTES = 4 * WORDS  # int32
@@ -181,7 +181,7 @@ def exchanges(model: nn.Module, config: dict[str, Any]) -> Iterator[Exchange]:
     mlx-lm shards in three ways: linear layers that end in a sum, modules that were given the group
     and end in one (experts, recurrences) or gather the slices of their head, and norms over heads.
     """
-    hidden = text_part(config)["hidden_size"]
+    hidden = text_config(config)["hidden_size"]
     size = _activation_bytes(model)
     for _, module in model.named_modules():
         if isinstance(module, nn.ShardedToAllLinear | nn.QuantizedShardedToAllLinear):

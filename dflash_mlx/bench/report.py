@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, OutputError
-from ..reading import read_json
+from ..validation import read_json
 from . import protocol
 from .summary import Measured, by_category, differences, summarize
 

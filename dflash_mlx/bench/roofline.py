@@ -24,7 +24,6 @@ from ..kernels.shapes import Matrix, matrices
 from ..kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE
 from ..loading.quantization import Quantization
 from ..machine.chips import Chip
-from ..reading import text_part
 from ..targets.internals import (
     attention_of,
     classes_of,
@@ -33,6 +32,7 @@ from ..targets.internals import (
     make_prompt_cache,
     mixer_of,
 )
+from ..validation import text_config
 
 WIDEST = 16
 _DTYPES = {"float32": mx.float32, "float16": mx.float16}
@@ -210,7 +210,7 @@ def model_of(config: dict[str, Any], file: Path, quantization: Quantization | No
         model = model_class(arguments.from_dict(config))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: mlx-lm cannot use it ({error}).") from error
-    text = text_part(config)
+    text = text_config(config)
     stored = text.get("torch_dtype") or text.get("dtype")
     model.set_dtype(_DTYPES.get(str(stored), mx.bfloat16))
     own = config.get("quantization")

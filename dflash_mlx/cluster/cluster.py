@@ -11,10 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ClusterError, SettingsError
-from ..foreign import Foreign
 from ..loading.load import load_target
 from ..loading.soundness import check_runs
 from ..targets import Target
+from ..validation import ErrorWrapper
 from .leader import LOST, Leader
 from .pipeline import LeadingStage, Limits, Stage, carried, limits
 from .post import LOADED, MET
@@ -53,7 +53,7 @@ class Cluster:
         tell: Callable[[str], Any] = lambda phase: None,
         pipeline: bool = False,
     ) -> None:
-        with Foreign(ClusterError, "The machines of the cluster cannot be reached"):
+        with ErrorWrapper(ClusterError, "The machines of the cluster cannot be reached"):
             group = mx.distributed.init()
         self._wire, self._stall, self._lost = Wire(group), stall, lost
         self._tell, self._pipeline = tell, pipeline
@@ -142,7 +142,7 @@ class Cluster:
         return self._leader
 
     def _meet(self, word: int = 0) -> list[int]:
-        with Foreign(ClusterError, "The machines of the cluster do not come together"):
+        with ErrorWrapper(ClusterError, "The machines of the cluster do not come together"):
             return self._wire.meet(word)
 
     def _carry(self, answer: Any) -> Any:

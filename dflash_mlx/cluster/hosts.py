@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingsError
-from ..reading import check_file, parse_json, shown
+from ..validation import brief, check_file, parse_json
 
 RING, JACCL, JACCL_RING = "ring", "jaccl", "jaccl-ring"
 _HERE = ("127.0.0.1", "localhost", "::1")
@@ -83,7 +83,7 @@ def read_hosts(path: Path) -> Hosts:
     backend = whole.get("backend") or RING
     if backend not in (RING, JACCL, JACCL_RING):
         raise SettingsError(
-            f"{path}: backend {shown(backend)} is none of {RING}, {JACCL}, {JACCL_RING}; "
+            f"{path}: backend {brief(backend)} is none of {RING}, {JACCL}, {JACCL_RING}; "
             "for others, start dflash-mlx with mlx.launch."
         )
     hosts = whole.get("hosts")
@@ -104,12 +104,12 @@ def _host(path: Path, host: Any) -> Host:
     try:
         ssh, ips, rdma = host["ssh"], host.get("ips") or [], host.get("rdma") or []
     except (AttributeError, KeyError, TypeError) as error:
-        raise SettingsError(f"{path}: a host needs ssh and ips, not {shown(host)}.") from error
+        raise SettingsError(f"{path}: a host needs ssh and ips, not {brief(host)}.") from error
     texts = [ssh, *ips] if isinstance(ips, list) else [None]
     if not all(isinstance(text, str) and text for text in texts) or not isinstance(rdma, list):
-        raise SettingsError(f"{path}: a host needs ssh and ips, not {shown(host)}.")
+        raise SettingsError(f"{path}: a host needs ssh and ips, not {brief(host)}.")
     if ssh.startswith("-"):  # ssh would take it for an option
-        raise SettingsError(f"{path}: {shown(ssh)} is no name of a host.")
+        raise SettingsError(f"{path}: {brief(ssh)} is no name of a host.")
     if not ips and ssh not in _HERE:
         raise SettingsError(f"{path}: {ssh} has no ips: give its address on the link.")
     return Host(ssh, tuple(ips) or ("127.0.0.1",), tuple(rdma))
@@ -117,7 +117,7 @@ def _host(path: Path, host: Any) -> Host:
 
 def _environment(path: Path, envs: Any) -> dict[str, str]:
     if not isinstance(envs, list) or not all(isinstance(e, str) and "=" in e for e in envs):
-        raise SettingsError(f"{path}: envs is a list of NAME=VALUE, not {shown(envs)}.")
+        raise SettingsError(f"{path}: envs is a list of NAME=VALUE, not {brief(envs)}.")
     return dict(env.split("=", 1) for env in envs)
 
 

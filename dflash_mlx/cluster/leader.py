@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..errors import ClusterError, DFlashError
-from ..foreign import Foreign
 from ..proposal import Proposal
 from ..threads import clean_up_at_end
+from ..validation import ErrorWrapper
 from .watchdog import Watch
 from .wire import Kind, Told, Wire
 
@@ -125,7 +125,7 @@ class Leader:
         with self._lock:
             if self._problem is None:
                 self._problem = "The cluster is closed: join it anew."
-                with Foreign(ClusterError, LOST), self._watch.expecting():
+                with ErrorWrapper(ClusterError, LOST), self._watch.expecting():
                     self._cast(Told(Kind.STOP))
         self._watch.close()
 
@@ -140,7 +140,7 @@ class Leader:
             raise ClusterError(self._problem)
         self._leading, whole = True, False
         try:
-            with Foreign(ClusterError, LOST), self._watch.expecting():
+            with ErrorWrapper(ClusterError, LOST), self._watch.expecting():
                 yield
             whole = True
         except DFlashError as error:

@@ -14,7 +14,7 @@ from statistics import median
 import mlx.core as mx
 
 from ..errors import ClusterError
-from ..foreign import Foreign
+from ..validation import ErrorWrapper
 from .wire import Kind, Told, Wire
 
 ROWS = 16  # of a drafted round
@@ -57,7 +57,7 @@ def measure_link(wire: Wire, width: int) -> LinkTimes:
 
     Raises `ClusterError` when another one is lost.
     """
-    with Foreign(ClusterError, "The machines do not sum together"):
+    with ErrorWrapper(ClusterError, "The machines do not sum together"):
         row, rows = (_chain(wire, mx.zeros((n, width), mx.bfloat16)) for n in (1, ROWS))
         large = _chain(wire, mx.zeros((LARGE_BYTES // 4,), mx.float32))
         message = _timed(wire, lambda count: _tell(wire, count))

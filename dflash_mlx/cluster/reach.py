@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..reading import shown
+from ..validation import brief
 from .hosts import Host
 from .ranks import command_on
 
@@ -68,7 +68,7 @@ def _answer(host: Host, process: subprocess.Popen[str], until: float) -> Reached
         backends = tuple(content.pop("backends"))
     except (ValueError, LookupError, TypeError, AttributeError):
         advice = "Does its shell print something by itself? It must not, for ssh."
-        return Reached(host, problem=f"answers {shown(said.strip())}", advice=advice)
+        return Reached(host, problem=f"answers {brief(said.strip())}", advice=advice)
     return Reached(host, content, backends)
 
 

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..foreign import Foreign
 from ..targets import internals
 from ..targets.kv_bits import make_cache
+from ..validation import ErrorWrapper
 
 
 def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Module | None:
@@ -30,7 +30,7 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
     instead = "; use fewer machines" + (" or --pipeline" if by_layers else "")
     if any(heads % size for one in before for heads in one[:1]):
         raise SettingsError(f"{wrong}: they do not divide its {before[0][0]} heads{instead}.")
-    with Foreign(SettingsError, wrong):
+    with ErrorWrapper(SettingsError, wrong):
         model.shard(group)
     for was, layer in zip(before, model.layers, strict=True):
         for heads, now in zip(was, _heads(layer), strict=True):
@@ -55,7 +55,7 @@ def split_by_layers(name: str, model: Any, group: mx.distributed.Group) -> int:
     wrong = f"{name} cannot be split over {size} machines"
     if layers < size:
         raise SettingsError(f"{wrong}: it has {layers} layers; use fewer machines.")
-    with Foreign(SettingsError, wrong):
+    with ErrorWrapper(SettingsError, wrong):
         backbone.pipeline(group)
     return layers
 

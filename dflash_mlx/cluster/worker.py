@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ClusterError
-from ..foreign import Foreign
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
 from ..targets.contents import Arrays
 from ..targets.forest import Forest
 from ..targets.marks import Mark
+from ..validation import ErrorWrapper
 from .leader import LOST, REST_SECONDS
 from .watchdog import Watch
 from .wire import Kind, Told, Wire, given
@@ -73,7 +73,7 @@ class Worker:
         """
         told = Told(Kind.START)
         while told.kind is not Kind.STOP:
-            with Foreign(ClusterError, LOST), watch.expecting():
+            with ErrorWrapper(ClusterError, LOST), watch.expecting():
                 for told in self._wire.receive():
                     if told.kind is not Kind.STOP:
                         self._does[told.kind](told.numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..reading import is_whole, shown
+from ..validation import brief, is_integer
 from .fields import Fields
 from .packagings import FIRST_ROW_FLAGS, FULL, SLIDING, SPELLINGS
 
@@ -35,10 +35,10 @@ def read_taps(fields: Fields) -> tuple[int, ...]:
 
 
 def _layers(fields: Fields, place: str, value: Any, least: int) -> tuple[int, ...]:
-    whole = isinstance(value, list) and all(is_whole(tap, least) for tap in value)
+    whole = isinstance(value, list) and all(is_integer(tap, least) for tap in value)
     if not whole or not 0 < len(value) <= MOST_TAPS:
         name = place.rpartition(".")[2]
-        raise fields.error(name, f"must be a list of layer numbers, not {shown(value)}")
+        raise fields.error(name, f"must be a list of layer numbers, not {brief(value)}")
     return tuple(value)
 
 
@@ -79,8 +79,8 @@ def _speculative_tokens(fields: Fields) -> tuple[str, int] | None:
     if not (isinstance(methods, list) and methods and isinstance(methods[0], Mapping)):
         return None
     name, value = "speculative_tokens", methods[0].get("speculative_tokens")
-    if value is not None and not is_whole(value):
-        raise fields.error("speculators_config", f"has {name} {shown(value)}")
+    if value is not None and not is_integer(value):
+        raise fields.error("speculators_config", f"has {name} {brief(value)}")
     return None if value is None else (name, value)
 
 
@@ -131,7 +131,7 @@ def _kinds(fields: Fields, layers: int) -> tuple[list[str], str]:
         raise fields.error("layer_types", f"must name the kind of each of the {layers} layers")
     for kind in kinds:
         if kind not in (FULL, SLIDING):
-            raise fields.error("layer_types", f"has the unknown kind {shown(kind)}")
+            raise fields.error("layer_types", f"has the unknown kind {brief(kind)}")
     if SLIDING in kinds and slides is False and not copied:
         raise fields.error("layer_types", "names sliding layers while use_sliding_window is false")
     return kinds, source

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, IncompatibleDrafterError
-from ..reading import read_json, shown
+from ..validation import brief, read_json
 from .blocks import read_causality, read_first_row, read_sinks, read_taps, read_windows
 from .fields import Decision, Fields
 from .packagings import (
@@ -200,7 +200,7 @@ def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
     """What the config's labels stand for. Raises `ConfigError`."""
     names = raw.get("architectures") or [None]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str | None):
-        raise ConfigError(f"{where}: architectures must name one drafter, not {shown(names)}.")
+        raise ConfigError(f"{where}: architectures must name one drafter, not {brief(names)}.")
     [name] = names
     if name in OTHER_NETWORKS:
         raise ConfigError(
@@ -212,7 +212,7 @@ def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
         if kind is None:
             raise ConfigError(
                 f"{where}: speculators_model_type must be one of {', '.join(SPECULATORS_KINDS)}, "
-                f"not {shown(algorithm)}."
+                f"not {brief(algorithm)}."
             )
         if name is not None and name not in ARCHITECTURES and "Speculator" not in name:
             raise _unknown(where, name)
@@ -279,7 +279,7 @@ def _key_value_heads(read: Fields, heads: int) -> int:
     count = read.integer("num_key_value_heads", heads, divides=heads)
     mode = read.get("attention_mode")
     if mode not in (None, "gqa", "mha") or (mode == "mha" and count != heads):
-        raise read.error("attention_mode", f"is {shown(mode)} with {count} heads of keys")
+        raise read.error("attention_mode", f"is {brief(mode)} with {count} heads of keys")
     return count
 
 
@@ -302,7 +302,7 @@ def _heads(read: Fields, said: Architecture, resolved: Mapping[str, Any]) -> dic
     if projector is not None and (
         not isinstance(projector, str) or kind not in PROJECTORS.get(projector, ())
     ):
-        raise read.error("projector_type", f"is {shown(projector)}, the rest says {kind}")
+        raise read.error("projector_type", f"is {brief(projector)}, the rest says {kind}")
     if markov is not None and packaging.name == "zlab":
         # DSpark under DFlash's label. There are both kinds, so the file has to say more.
         packaging = replace(SPECFORGE, first_row={DSPARK: None})
@@ -371,7 +371,7 @@ def _quantization(read: Fields) -> tuple[Mapping[str, Any] | None, str | None]:
     stored = read.mapping(name)
     if "quant_algo" in stored and "quant_method" not in stored:
         read.sources["unreadable"] = name
-        return None, f"{name}.quant_algo {shown(stored['quant_algo'])} is not one of mlx-lm's"
+        return None, f"{name}.quant_algo {brief(stored['quant_algo'])} is not one of mlx-lm's"
     sizes = [type(stored.get(size)) is int for size in ("bits", "group_size")]
     if "quant_method" in stored or not all(sizes):
         raise read.error(name, "is not one of mlx-lm's, with bits and group_size")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from ..reading import MOST_WHOLE, is_positive, is_whole, shown
+from ..validation import MAX_INT32, brief, is_integer, is_positive
 from .packagings import (
     INSIDE_A_TARGET,
     OTHER_VALUES,
@@ -55,7 +55,7 @@ class Fields:
         for place in PLACES:
             values = raw.get(place) if place else raw
             if values is not None and not isinstance(values, Mapping):
-                raise self.error(place, f"must be an object, not {shown(values)}")
+                raise self.error(place, f"must be an object, not {brief(values)}")
             self._places.append((f"{place}." if place else "", values or {}))
 
     def error(self, name: str, problem: str) -> ConfigError:
@@ -101,8 +101,8 @@ class Fields:
         for place, value in values[1:]:
             if value != values[0][1] or type(value) is not type(values[0][1]):
                 raise ConfigError(
-                    f"{self.where}: {place} contradicts {values[0][0]}: {shown(value)} and "
-                    f"{shown(values[0][1])}."
+                    f"{self.where}: {place} contradicts {values[0][0]}: {brief(value)} and "
+                    f"{brief(values[0][1])}."
                 )
         return values[0] if values else None
 
@@ -119,7 +119,7 @@ class Fields:
         minimum: int = 1,
         below: int | None = None,
         divides: int | None = None,
-        most: int = MOST_WHOLE,
+        most: int = MAX_INT32,
     ) -> int:
         """A whole number from `minimum` to `most`, below `below`, that divides `divides`.
 
@@ -130,8 +130,8 @@ class Fields:
             value = default
         if value is None:
             raise self.error(name, "is missing")
-        if not is_whole(value, minimum):
-            problem = f"must be a whole number of at least {minimum}, not {shown(value)}"
+        if not is_integer(value, minimum):
+            problem = f"must be a whole number of at least {minimum}, not {brief(value)}"
             raise self.error(name, problem)
         if value > most:
             raise self.error(name, f"must be {most} at most, not {value}")
@@ -159,7 +159,7 @@ class Fields:
         """A value as a positive number that f32 holds. Raises `ConfigError`, naming its place."""
         if not is_positive(value) or not SMALLEST <= value <= LARGEST:
             raise ConfigError(
-                f"{self.where}: {place} must be a positive number, not {shown(value)}."
+                f"{self.where}: {place} must be a positive number, not {brief(value)}."
             )
         return float(value)
 
@@ -171,14 +171,14 @@ class Fields:
     def truth(self, place: str, value: Any) -> bool:
         """A value as a truth value. Raises `ConfigError`, naming its place."""
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {place} must be true or false, not {shown(value)}.")
+            raise ConfigError(f"{self.where}: {place} must be true or false, not {brief(value)}.")
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """An object, empty if absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, Mapping):
-            raise self.error(name, f"must be an object, not {shown(value)}")
+            raise self.error(name, f"must be an object, not {brief(value)}")
         return value or {}
 
     def check_all_known(self) -> list[Decision]:
@@ -202,7 +202,7 @@ class Fields:
                     if value != neutral and (value or neutral not in (0, False)):
                         raise ConfigError(
                             f"{self.where}: {prefix}{name} must be {neutral!r}, not "
-                            f"{shown(value)}: that would be {network}, another network."
+                            f"{brief(value)}: that would be {network}, another network."
                         )
                     unused.append(Decision(prefix + name, value, "as this network has it"))
         return unused

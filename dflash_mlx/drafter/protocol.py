@@ -23,7 +23,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
+from ..errors import SettingsError
 from ..proposal import Proposal
+from ..validation import brief, check_type
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -314,3 +316,10 @@ def apart(drafter: Drafter) -> Drafter:
 def drafts_trees(drafter: Drafter) -> bool:
     """Whether its sessions are `TreeSession`s."""
     return isinstance(drafter, TreeDrafter) and drafter.drafts_trees
+
+
+def check_pair(target: object, drafter: object) -> None:
+    """Raise `SettingsError` unless these are a target, and a drafter or None."""
+    if not hasattr(target, "tokenizer") or isinstance(target, type):
+        raise SettingsError(f"target must be such as dm.load_target(...), not {brief(target)}.")
+    check_type("drafter", drafter, Drafter, "dm.load_drafter(...)")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..reading import is_finite, shown
+from ..validation import brief, is_finite
 from .fields import Fields
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -135,7 +135,7 @@ def _kind(fields: Fields, name: str) -> str | None:
     kind = values.get("rope_type") or values.get("type") or "default"
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(
-            f"{fields.where}: {_place(fields, name)}.rope_type has the unknown kind {shown(kind)}."
+            f"{fields.where}: {_place(fields, name)}.rope_type has the unknown kind {brief(kind)}."
         )
     return kind
 
@@ -153,7 +153,7 @@ def _check(fields: Fields, place: str, kind: str, key: str, value: Any, known: b
     """Raise `ConfigError` unless a field of this kind of rope may have this value."""
     if key == "partial_rotary_factor":
         if value != 1:
-            raise ConfigError(f"{fields.where}: {place}.{key} must be 1, not {shown(value)}.")
+            raise ConfigError(f"{fields.where}: {place}.{key} must be 1, not {brief(value)}.")
     elif not known:
         raise ConfigError(f"{fields.where}: {place}.{key} is not understood for {kind} rope.")
     elif key == "truncate":

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 from ..begin import begin, check_kinds
-from ..checks import whole
 from ..drafter.plain import NoDrafter
 from ..drafter.protocol import Drafter
 from ..errors import EngineError, SettingsError
@@ -26,11 +25,11 @@ from ..policy.trees import TreePolicy
 from ..policy.widths import Policy
 from ..prefix.protocol import Prefix
 from ..prompt import Prompt
-from ..reading import MOST_BYTES, is_positive, shown
 from ..request import Request
 from ..sampling import Sampler
 from ..targets import Target
 from ..threads import clean_up_at_end
+from ..validation import MAX_BYTES, brief, check_integer, is_positive
 from .costs import SharedCosts
 from .job import Job
 from .memory import Memory
@@ -79,10 +78,10 @@ class Engine(AbstractContextManager["Engine", None]):
         meanwhile: Meanwhile = nullcontext,
     ) -> None:
         check_kinds(target, drafter, policy, prefix=prefix)
-        memory = None if memory is None else whole("memory", memory, most=MOST_BYTES)
+        memory = None if memory is None else check_integer("memory", memory, most=MAX_BYTES)
         if not is_positive(stall_ms):
-            raise SettingsError(f"stall_ms must be above 0 and finite, not {shown(stall_ms)}.")
-        most_jobs = whole("most_jobs", most_jobs)
+            raise SettingsError(f"stall_ms must be above 0 and finite, not {brief(stall_ms)}.")
+        most_jobs = check_integer("most_jobs", most_jobs)
         self._pair, self._policy, self._prefix = (target, drafter), policy, prefix
         self._fits: set[int | None] = set()  # kv_bits that the caches were tried with
         self._check(None)

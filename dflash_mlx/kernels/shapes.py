@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..reading import text_part
+from ..validation import text_config
 
 # What configs call the number of experts that a token is sent to.
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k")
@@ -153,7 +153,7 @@ def key_over(key: str, bits: int | None) -> str:
 
 def top_k(config: dict[str, Any]) -> int:
     """The experts a token is sent to, 0 for a model without experts."""
-    shape = text_part(config)
+    shape = text_config(config)
     return next((int(shape[name]) for name in _TOP_K if shape.get(name)), 0)
 
 

@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
-from ..foreign import Foreign
 from ..targets.internals import classes_of
+from ..validation import ErrorWrapper
 from .soundness import check_types
 
 
@@ -43,7 +43,7 @@ def read_target(
         return make, args_class
 
     with (
-        Foreign(ConfigError, f"{folder / 'config.json'}: mlx-lm cannot load it"),
+        ErrorWrapper(ConfigError, f"{folder / 'config.json'}: mlx-lm cannot load it"),
         _without_wildcards(folder) as place,
     ):
         model, config = load_model(place, lazy=True, get_model_classes=classes)
@@ -56,7 +56,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
     """mlx-lm's tokenizer of a folder. Raises: `ModelNotFoundError`, `ConfigError`."""
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise ModelNotFoundError(f"{folder}: there is no tokenizer.json, the tokenizer is missing.")
-    with Foreign(ConfigError, f"{folder}: the tokenizer cannot be read"):
+    with ErrorWrapper(ConfigError, f"{folder}: the tokenizer cannot be read"):
         # Else transformers asks at the terminal whether to run the code that came with it.
         # Nor is it to warn of long texts: what a target can read is judged by its context.
         extra = {"trust_remote_code": False, "model_max_length": sys.maxsize}
@@ -77,5 +77,5 @@ def _without_wildcards(folder: Path) -> Iterator[Path]:
 
 def load_file(file: Path) -> dict[str, mx.array]:
     """A file's tensors by name; nothing but its header is read yet. Raises `WeightsError`."""
-    with Foreign(WeightsError, f"{file}: the weights cannot be read"):
+    with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read"):
         return cast(dict[str, mx.array], mx.load(str(file)))

@@ -22,10 +22,9 @@ from ..drafter.lookup import Lookup
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
-from ..foreign import Foreign
-from ..reading import shown
 from ..targets import Target
 from ..threads import evaluate
+from ..validation import ErrorWrapper, brief
 from .checkpoint import read_target, read_tokenizer
 from .drafter_checkpoint import drop_copies, read_drafter
 from .gguf.packages import gguf_file
@@ -208,7 +207,7 @@ def _quantizations(
 def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | None:
     """The kernels that can run here; None for MLX's own. Raises `SettingsError`."""
     if not isinstance(kernels, bool) and not callable(kernels):
-        raise SettingsError(f"kernels must be True, False or what runs them, not {shown(kernels)}.")
+        raise SettingsError(f"kernels must be True, False or what runs them, not {brief(kernels)}.")
     if callable(kernels) or (kernels and not _on_cpu() and mx.metal.is_available()):
         from ..kernels.modules import Kernels
 
@@ -265,7 +264,7 @@ def _open_drafter(
 ) -> DFlash:
     """Load the drafter in a folder, DFlash or DFlash2, as its config says."""
     _check_memory(name, check_safetensors(folder), quantization)
-    with Foreign(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
+    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
         drafter = read_drafter(folder)
     check_types(name, drafter, {"d2t"})
     if quantization is not None and drafter.config.quantization is not None:
@@ -316,7 +315,7 @@ def _start_settling(
     name: str, model: nn.Module, quantization: Quantization | None, cluster: Spread | None = None
 ) -> None:
     """Give the weights the form they compute in, and begin to read them into memory."""
-    with Foreign(WeightsError, f"{name}: the weights cannot be used"):
+    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
         if _on_cpu():
             # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
             model.set_dtype(mx.float32)
@@ -332,7 +331,7 @@ def _start_settling(
 
 def _settle(name: str, model: nn.Module) -> None:
     """Wait for the weights. Raises `WeightsError` for those that are no numbers."""
-    with Foreign(WeightsError, f"{name}: the weights cannot be used"):
+    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
         evaluate(model)
     check_finite(name, model)
 

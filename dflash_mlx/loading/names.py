@@ -7,8 +7,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from ..errors import ModelNotFoundError, SettingsError
-from ..foreign import Foreign
-from ..reading import read_json, shown
+from ..validation import ErrorWrapper, brief, read_json
 from .gguf.packages import PACKAGES, gguf_file
 from .registry import EMBEDDED, pairs
 
@@ -54,7 +53,7 @@ def as_name(name: Name) -> str:
     """A model's name, or a path, as text. Raises `SettingsError` for what is neither."""
     text = fspath(name) if isinstance(name, PathLike) else name
     if not isinstance(text, str):
-        raise SettingsError(f"A model is named by text or by a path, not by {shown(name)}.")
+        raise SettingsError(f"A model is named by text or by a path, not by {brief(name)}.")
     return text
 
 
@@ -72,7 +71,7 @@ def check_name(name: str) -> None:
             with a config.json, and cannot be the name of a hub repository.
         ConfigError: it is a folder whose config.json is not a JSON object.
     """
-    with Foreign(ModelNotFoundError, f"No model {shown(name)}"):  # too long, a home of nobody
+    with ErrorWrapper(ModelNotFoundError, f"No model {brief(name)}"):  # too long, a home of nobody
         folder = Path(name).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
         described = is_folder and (folder / "config.json").exists()

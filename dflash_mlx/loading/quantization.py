@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from ..reading import is_whole, shown
+from ..validation import brief, is_integer
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -36,15 +36,15 @@ class Quantization:
         if bits is None:
             return None
         if not isinstance(mode, str) or mode not in _MODES:
-            raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {shown(mode)}.")
+            raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {brief(mode)}.")
         widths, groups, _ = _MODES[mode]
-        if not is_whole(bits) or bits not in (4, 8):
-            raise SettingsError(f"Weights are quantized to 4 or 8 bits, not {shown(bits)}.")
+        if not is_integer(bits) or bits not in (4, 8):
+            raise SettingsError(f"Weights are quantized to 4 or 8 bits, not {brief(bits)}.")
         if bits not in widths:
             raise SettingsError(f"Mode {mode} has {widths[0]} bits, not {bits}.")
-        if group_size is not None and not (is_whole(group_size) and group_size in groups):
+        if group_size is not None and not (is_integer(group_size) and group_size in groups):
             allowed = " or ".join(map(str, sorted(groups)))
-            given = shown(group_size)
+            given = brief(group_size)
             raise SettingsError(f"Mode {mode} has groups of {allowed} weights, not {given}.")
         return cls(int(bits), int(group_size or groups[0]), mode)
 

@@ -14,9 +14,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, WeightsError
-from ..foreign import Foreign
 from ..proposal import Proposal
 from ..targets import Target
+from ..validation import ErrorWrapper
 
 
 def check_types(name: str, model: nn.Module, integers: Collection[str] = ()) -> None:
@@ -55,7 +55,7 @@ def check_finite(name: str, model: nn.Module) -> None:
 def check_runs(target: Target) -> None:
     """Read a few tokens and throw them away. Raises `ConfigError` where that fails or gives NaN."""
     wrong = f"{target.name}: the model that config.json describes does not run"
-    with Foreign(ConfigError, wrong):
+    with ErrorWrapper(ConfigError, wrong):
         session = target.start()
         for _ in session.prefill([0, 0]):
             pass

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelNotFoundError
-from ..reading import MOST_JSON, check_file, is_finite, read_json, shown
+from ..validation import MAX_JSON_BYTES, brief, check_file, is_finite, read_json
 from .weights import read_header
 
 # What is counted one by one, in Python: the loops of mlx-lm's models run over these.
@@ -62,7 +62,7 @@ def _check_files(folder: Path) -> None:
                 size = check_file(path)
             except OSError as error:
                 raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
-            if size > MOST_JSON:
+            if size > MAX_JSON_BYTES:
                 raise ConfigError(f"{path}: {size:,} bytes are more than a file of its kind has.")
 
 
@@ -70,13 +70,13 @@ def _check_text_config(config: Mapping[str, Any], path: Path) -> None:
     """Raise `ConfigError` unless the parts that the loader itself reads are what they should be."""
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
-        raise ConfigError(f"{path}: text_config must be an object, not {shown(text)}.")
+        raise ConfigError(f"{path}: text_config must be an object, not {brief(text)}.")
     for part in (config, text or {}):
         length = part.get("max_position_embeddings")
         if length is not None and not (is_finite(length) and length >= 1):
             raise ConfigError(
                 f"{path}: max_position_embeddings must be a number of at least 1, "
-                f"not {shown(length)}."
+                f"not {brief(length)}."
             )
 
 
@@ -88,15 +88,15 @@ def _check_numbers(config: Mapping[str, Any], layers: int, bits: int, path: Path
         if counted or _SIZES.fullmatch(name):
             least = 1 if _POSITIVE.fullmatch(name) else 0
             if isinstance(value, str) or not value >= least:
-                raise ConfigError(f"{wrong} a number of at least {least}, not {shown(value)}.")
+                raise ConfigError(f"{wrong} a number of at least {least}, not {brief(value)}.")
             most = layers if counted else bits
             if value > most:
                 raise ConfigError(
-                    f"{path}: {name} is {shown(value)}, and the weights are those of a smaller "
+                    f"{path}: {name} is {brief(value)}, and the weights are those of a smaller "
                     "model."
                 )
         elif _FINITE.fullmatch(name) and not (is_finite(value) and value >= 0):
-            raise ConfigError(f"{wrong} a finite number of at least 0, not {shown(value)}.")
+            raise ConfigError(f"{wrong} a finite number of at least 0, not {brief(value)}.")
         elif isinstance(value, float) and value != value:
             raise ConfigError(f"{wrong} a number, not NaN.")
 
@@ -116,5 +116,5 @@ def _check_end(end: Any, path: Path) -> None:
     ids = end if isinstance(end, list) else [] if end is None else [end]
     if not all(type(one) is int for one in ids):
         raise ConfigError(
-            f"{path}: eos_token_id must be a token id or a list of them, not {shown(end)}."
+            f"{path}: eos_token_id must be a token id or a list of them, not {brief(end)}."
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotEnoughMemoryError, WeightsError
-from ..reading import MOST_JSON, check_file, is_whole, parse_json, read_json, shown
+from ..validation import MAX_JSON_BYTES, brief, check_file, is_integer, parse_json, read_json
 from .quantization import Quantization
 
 GB = 1e9
@@ -109,7 +109,7 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
                 raise WeightsError(
                     f"{file}: truncated, its header is not whole. Download it again."
                 )
-            if length > MOST_JSON:
+            if length > MAX_JSON_BYTES:
                 raise WeightsError(f"{file}: not a safetensors file, its header is too long.")
             tensors = parse_json(stream.read(length), file, WeightsError)
     except OSError as error:
@@ -120,7 +120,7 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     for name, tensor in tensors.items():
         if not _is_tensor(tensor):
             raise WeightsError(
-                f"{file}: not a safetensors file, its header is broken at {shown(name)}."
+                f"{file}: not a safetensors file, its header is broken at {brief(name)}."
             )
     expected = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
     if size < expected:
@@ -133,8 +133,8 @@ def _is_tensor(entry: Any) -> bool:
     if not isinstance(entry, dict) or type(entry.get("dtype")) is not str:
         return False
     shape, place = entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(shape, list) or not all(is_whole(size, 0) for size in shape):
+    if not isinstance(shape, list) or not all(is_integer(size, 0) for size in shape):
         return False
     if not isinstance(place, list) or len(place) != 2:
         return False
-    return all(is_whole(offset, 0, 2**63) for offset in place) and place[0] <= place[1]
+    return all(is_integer(offset, 0, 2**63) for offset in place) and place[0] <= place[1]

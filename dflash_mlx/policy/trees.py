@@ -29,8 +29,8 @@ from ..drafter.protocol import Drafter, drafts_trees
 from ..drafter.tree import DraftTree, Tree
 from ..errors import SettingsError
 from ..proposal import Proposal
-from ..reading import is_whole, shown
 from ..sharpness import Sharpness
+from ..validation import brief, is_integer
 from .costs import Costs, Meanwhile, curve, pair_costs
 from .tree_costs import MOST_ROWS, measure_trees
 from .widths import Policy
@@ -86,9 +86,9 @@ class TreePolicy:
         Raises `SettingsError` unless there are 2 or more, and no more than any machine could want:
         the mask of a verify has a place for every pair of rows.
         """
-        if not is_whole(rows, 2, LARGEST_TREE):
+        if not is_integer(rows, 2, LARGEST_TREE):
             raise SettingsError(
-                f'tree_budget must be from 2 to {LARGEST_TREE}, or "auto", not {shown(rows)}.'
+                f'tree_budget must be from 2 to {LARGEST_TREE}, or "auto", not {brief(rows)}.'
             )
         nothing = Costs({1: {1: 1.0}}, {1: {1: 1.0}})
         return cls(Policy(nothing, widest=1), nothing, rows)

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..checks import check_pair, whole
-from ..drafter.protocol import Drafter, block_size
+from ..drafter.protocol import Drafter, block_size, check_pair
 from ..errors import SettingsError
-from ..reading import shown
 from ..sharpness import Sharpness
+from ..validation import brief, check_integer
 from .account import Account
 from .beliefs import SUREST, Beliefs, Mood, expected_tokens, first_drafts, level, warmth
 from .confidence import Confidence
@@ -98,8 +97,10 @@ class Policy:
         """
         check_pair(target, None)
         if not isinstance(drafter, Drafter) or isinstance(drafter, type):
-            raise SettingsError(f"A policy is of a target and its drafter, not {shown(drafter)}.")
-        widest = min(whole("widest", widest, most=MOST_ROWS), block_size(drafter) or MOST_ROWS)
+            raise SettingsError(f"A policy is of a target and its drafter, not {brief(drafter)}.")
+        widest = min(
+            check_integer("widest", widest, most=MOST_ROWS), block_size(drafter) or MOST_ROWS
+        )
         costs, file = pair_costs(target, drafter, widest, kv_bits, again, meanwhile=meanwhile)
         policy = cls(costs, widest, file)
         if file is not None:
@@ -163,7 +164,7 @@ class Policy:
 
         Raises `SettingsError` for what is no number of tokens.
         """
-        context = whole("context", context, least=0)
+        context = check_integer("context", context, least=0)
         seconds = self.watch.corrected(self.seconds(context))
         expected = expected_tokens(self.beliefs().rates(level(1.0)))
         plain = 1e3 * self.plain_seconds(context)

@@ -17,14 +17,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..checks import check_pair, whole
 from ..drafter.plain import NoDrafter
-from ..drafter.protocol import Drafter, ReadsText, Session, Storable
+from ..drafter.protocol import Drafter, ReadsText, Session, Storable, check_pair
 from ..errors import SettingsError
-from ..reading import MOST_BYTES
 from ..sampling import Sampler
 from ..targets import Target, TargetSession
 from ..targets.contents import Arrays
+from ..validation import MAX_BYTES, check_integer
 from .disk import Folder
 from .entries import Entry, Place, Places, can_be_cut, restore, rows_of, state_of
 from .keys import chunk_keys, fingerprint, mark_key, root_key
@@ -77,13 +76,13 @@ class PrefixStore:
         stride: int = STRIDE,
     ) -> None:
         check_pair(target, drafter)
-        memory = whole("memory", memory, most=MOST_BYTES)
-        disk = whole("disk", disk, most=MOST_BYTES)
-        disk_left = whole("disk_left", disk_left, least=0, most=MOST_BYTES)
+        memory = check_integer("memory", memory, most=MAX_BYTES)
+        disk = check_integer("disk", disk, most=MAX_BYTES)
+        disk_left = check_integer("disk_left", disk_left, least=0, most=MAX_BYTES)
         self.ledger = Ledger(memory)
         self._target, self._drafter = target, NoDrafter() if drafter is None else drafter
         self._of, self._pair = (target, drafter), fingerprint(target, drafter)
-        self._chunk, self._stride = whole("chunk", chunk), whole("stride", stride)
+        self._chunk, self._stride = check_integer("chunk", chunk), check_integer("stride", stride)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._folder = (
             None if folder is None else Folder(Path(folder).expanduser(), disk, disk_left)

@@ -17,7 +17,7 @@ from typing import Final
 from starlette.datastructures import Headers
 
 from ..errors import SettingsError
-from ..reading import shown
+from ..validation import brief
 from .errors import Refusal
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -63,13 +63,13 @@ class Access:
             if not NAME.fullmatch(host) and not _is_address(host, canonical=True):
                 raise SettingsError(
                     "--allow-host is a name alone, as mybox.local: no wildcard, no http://, no "
-                    f"port; not {shown(host)}."
+                    f"port; not {brief(host)}."
                 )
         for origin in self.origins:
             if not ORIGIN.fullmatch(origin):
                 raise SettingsError(
                     "--allow-origin is as a browser says it, https://chat.example or "
-                    f"http://chat.example:3000: no wildcard, no path; not {shown(origin)}."
+                    f"http://chat.example:3000: no wildcard, no path; not {brief(origin)}."
                 )
 
     def check(self, path: str, headers: Headers) -> str:

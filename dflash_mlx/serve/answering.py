@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..errors import DFlashError
 from ..events import Event, Stats
-from ..foreign import Foreign
 from ..stream import text_of
+from ..validation import ErrorWrapper
 from . import harmony
 from .ask import Ask
 from .errors import RETRY_SECONDS, Refusal
@@ -167,7 +167,7 @@ class Answering:
 
         Raises `DFlashError` for whatever went wrong in the engine.
         """
-        with Foreign(DFlashError, "The answer could not be finished"):
+        with ErrorWrapper(DFlashError, "The answer could not be finished"):
             event = await anext(events, None)
         return event if self._open else None
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from ..reading import shown
+from ..validation import brief
 
 Value = TypeVar("Value")
 # Refused at its first wrong value: of each of millions pydantic would write a kilobyte.
@@ -54,7 +54,7 @@ class Only:
     def _check(self, value: Any) -> Any:
         # 0 == False, which would let a number pass for a switch
         if not any(type(value) is type(one) and value == one for one in self.neutral):
-            raise ValueError(f"{shown(value)} is not supported")
+            raise ValueError(f"{brief(value)} is not supported")
         return value
 
 

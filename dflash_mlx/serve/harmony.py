@@ -16,7 +16,7 @@ from typing import Any, Final
 from mlx_lm.generate import TextStateMachine
 
 from ..errors import DFlashError
-from ..foreign import Foreign
+from ..validation import ErrorWrapper
 from .ask import Tool
 from .body import parse_object
 from .parts import Part, Reasoning, Text, joined
@@ -135,7 +135,7 @@ class HarmonySplitter:
         call: Call | None = None
         if readable:
             try:
-                with Foreign(NotACallError, "not a call"):
+                with ErrorWrapper(NotACallError, "not a call"):
                     read: Any = _read(body, None)
                 call = checked_call({"name": self._recipient, **read}, self._tools)
             except DFlashError:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import PromptError
-from ..foreign import Foreign
 from ..prompt import token_ids
+from ..validation import ErrorWrapper
 from . import harmony
 from .ask import Ask
 from .errors import Refusal, TooLong
@@ -60,7 +60,7 @@ def encode(target: Target, syntax: Syntax, ask: Ask, least: LeastTokens) -> Enco
             _check_length(text, ask, least, most)
             if tokenizer.has_thinking:
                 thinking = text.rstrip().endswith(tokenizer.think_start)
-            with Foreign(PromptError, "The tokenizer cannot encode this prompt"):
+            with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
                 ids = list(tokenizer.encode(text, add_special_tokens=False))
     except PromptError as error:
         raise Refusal(str(error), param=ask.origin) from error
@@ -105,7 +105,7 @@ def _render(tokenizer: Any, syntax: Syntax, ask: Ask, messages: Any) -> str:
     first: PromptError | None = None
     for attempt in (messages, folded(messages), folded(messages, system=False)):
         try:
-            with Foreign(PromptError, "The chat template refuses these messages"):
+            with ErrorWrapper(PromptError, "The chat template refuses these messages"):
                 text = tokenizer.apply_chat_template(
                     [dict(message) for message in attempt],
                     tokenize=False,

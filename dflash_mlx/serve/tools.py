@@ -15,7 +15,7 @@ from typing import Any
 from mlx_lm.tool_parsers import json_tools
 
 from ..errors import DFlashError
-from ..foreign import Foreign
+from ..validation import ErrorWrapper
 from .ask import Tool
 
 
@@ -65,7 +65,7 @@ class Syntax:
 
     def read(self, body: str, tools: Sequence[Tool]) -> list[Call]:
         """The calls in what stands between the markers. Raises `NotACallError`."""
-        with Foreign(NotACallError, "not a call"):
+        with ErrorWrapper(NotACallError, "not a call"):
             found = self.parse(body, [tool.for_template() for tool in tools])
         calls = found if isinstance(found, list) else [found]
         if not calls:
@@ -79,7 +79,7 @@ def checked_call(found: Any, tools: Sequence[Tool]) -> Call:
     if not isinstance(name, str) or name not in {tool.name for tool in tools}:
         raise NotACallError("no call of a tool that there is")
     arguments = found.get("arguments", {})
-    with Foreign(NotACallError, "not a call"):
+    with ErrorWrapper(NotACallError, "not a call"):
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if not isinstance(arguments, Mapping):

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..reading import is_whole, shown
+from ..validation import brief, is_integer
 from .internals import (
     ArraysCache,
     KVCache,
@@ -41,8 +41,8 @@ def make_cache(
 
 def check_bits(kv_bits: int | None) -> None:
     """Raise `SettingsError` when they are not 8, 4 or None."""
-    if kv_bits is not None and not (is_whole(kv_bits) and kv_bits in (8, 4)):
-        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {shown(kv_bits)}.")
+    if kv_bits is not None and not (is_integer(kv_bits) and kv_bits in (8, 4)):
+        raise SettingsError(f"Keys and values are kept in 8 or 4 bits, not {brief(kv_bits)}.")
 
 
 def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:

@@ -18,8 +18,8 @@ from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..proposal import Proposal
-from ..reading import text_part
 from ..threads import evaluate
+from ..validation import text_config
 from . import contents, internals, marks
 from .kv_bits import make_cache
 from .mla import absorb
@@ -78,7 +78,7 @@ class Target:
         self.layers = internals.own_layers(self._backbone)
         self.hidden_size: int = self._backbone.norm.weight.shape[0]
         self.vocab_size: int = self._backbone.embed_tokens.weight.shape[0]
-        shape = text_part(config)
+        shape = text_config(config)
         self.context_length = int(shape.get("max_position_embeddings") or 2**31)
         self._forwards = threading.Lock()
         caches = make_cache(model)

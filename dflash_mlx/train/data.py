@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
-from ..foreign import Foreign
-from ..reading import parse_json
+from ..validation import ErrorWrapper, parse_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -69,7 +68,7 @@ def template_ids(
 
     Raises `DataError` where the chat template does not take them.
     """
-    with Foreign(DataError, "The chat template refuses these messages"):
+    with ErrorWrapper(DataError, "The chat template refuses these messages"):
         ids: Any = tokenizer.apply_chat_template(
             list(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False
         )

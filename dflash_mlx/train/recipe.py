@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError, SettingsError
-from ..reading import read_json
 from ..settings import SEED_BITS
 from ..targets import Target
+from ..validation import read_json
 from .losses import Mix
 from .shape import check_kind
 

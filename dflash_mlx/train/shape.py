@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import SettingsError
-from ..reading import text_part
 from ..targets import Target
+from ..validation import text_config
 
 ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
@@ -80,7 +80,7 @@ def draft_shape(
 
 def _like(target: Target) -> dict[str, Any]:
     """What a drafter has in common with its target."""
-    shape = text_part(target.config)
+    shape = text_config(target.config)
     hidden, heads = target.hidden_size, shape["num_attention_heads"]
     rope = shape.get("rope_theta") or (shape.get("rope_parameters") or {}).get("rope_theta")
     return {

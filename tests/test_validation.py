@@ -14,18 +14,18 @@ from dflash_mlx.bench.datasets import parse_object
 from dflash_mlx.bench.report import read_run
 from dflash_mlx.cli.chat_dialogue import read_talk
 from dflash_mlx.errors import ConfigError, DataError, DFlashError, WeightsError
-from dflash_mlx.foreign import Foreign
-from dflash_mlx.reading import (
-    is_finite,
-    is_positive,
-    is_whole,
-    parse_json,
-    read_json,
-    shown,
-    text_part,
-)
 from dflash_mlx.train.answers import whole_lines
 from dflash_mlx.train.data import parse_record
+from dflash_mlx.validation import (
+    ErrorWrapper,
+    brief,
+    is_finite,
+    is_integer,
+    is_positive,
+    parse_json,
+    read_json,
+    text_config,
+)
 
 
 def test_an_object_is_read(tmp_path):
@@ -74,8 +74,8 @@ def test_finite_numbers(value):
 
 @pytest.mark.parametrize("value", [0, -1, 2**31, 10**400, 4.0, True, "4", None, np.float32(4)])
 def test_what_is_no_size(value):
-    assert not is_whole(value)
-    assert is_whole(2**31 - 1) and is_whole(1) and is_whole(0, least=0)
+    assert not is_integer(value)
+    assert is_integer(2**31 - 1) and is_integer(1) and is_integer(0, least=0)
 
 
 json_values = st.recursive(
@@ -87,8 +87,8 @@ json_values = st.recursive(
 
 @given(json_values | st.just(10**5000) | st.just({"a": [10**5000]}) | st.text(min_size=200))
 def test_every_value_can_be_shown(value):
-    message = str(ConfigError(f"field must be small, not {shown(value)}."))
-    assert len(message.splitlines()) == 1 and len(shown(value)) <= 60
+    message = str(ConfigError(f"field must be small, not {brief(value)}."))
+    assert len(message.splitlines()) == 1 and len(brief(value)) <= 60
 
 
 @given(st.text())
@@ -113,14 +113,14 @@ def test_parse_json_names_the_place():
     ids=repr,
 )
 def test_what_other_libraries_raise_becomes_ours(raised, message):
-    with pytest.raises(ConfigError) as caught, Foreign(ConfigError, "It broke"):
+    with pytest.raises(ConfigError) as caught, ErrorWrapper(ConfigError, "It broke"):
         raise raised
     assert str(caught.value) == message and caught.value.__cause__ is raised
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(), WeightsError("ours")])
 def test_what_is_not_theirs_passes(raised):
-    with pytest.raises(type(raised)), Foreign(ConfigError, "It broke"):
+    with pytest.raises(type(raised)), ErrorWrapper(ConfigError, "It broke"):
         raise raised
 
 
@@ -128,7 +128,7 @@ def test_an_error_that_nobody_listed_is_not_hidden():
     class Surprise(Exception):
         pass
 
-    with pytest.raises(Surprise), Foreign(ConfigError, "It broke"):
+    with pytest.raises(Surprise), ErrorWrapper(ConfigError, "It broke"):
         raise Surprise
 
 
@@ -158,6 +158,6 @@ def lines_in(path):
 
 def test_the_part_of_a_config_that_is_about_text():
     """Models that see have one; an empty one, or what is none, says nothing."""
-    assert text_part({"text_config": {"hidden_size": 8}, "hidden_size": 9}) == {"hidden_size": 8}
+    assert text_config({"text_config": {"hidden_size": 8}, "hidden_size": 9}) == {"hidden_size": 8}
     for none in ({}, {"text_config": {}}, {"text_config": None}, {"text_config": "qwen3"}):
-        assert text_part(none | {"hidden_size": 9})["hidden_size"] == 9
+        assert text_config(none | {"hidden_size": 9})["hidden_size"] == 9
