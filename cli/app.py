@@ -183,7 +183,7 @@ class Program(Flags, TyperGroup):
 
 def _no_command(word: str) -> str:
     """What to say of a first word that is no command: a habit, a prompt, a model or a slip."""
-    from dflash_mlx.loading.names import EMBEDDED, PACKAGES
+    from dflash_mlx.loading.registry import EMBEDDED, PACKAGES
 
     if len(word.split()) > 1:
         return f"A text stands behind a command: dflash-mlx generate {shlex.quote(word)}"

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 import dflash_mlx
 from dflash_mlx.errors import DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import EMBEDDED
+from dflash_mlx.loading.registry import EMBEDDED
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.chips import find_chip
 from dflash_mlx.machine.facts import GB, computer, installed, memory_bytes

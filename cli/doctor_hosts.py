@@ -23,8 +23,7 @@ from dflash_mlx.cluster.reach import Reached, reach
 from dflash_mlx.drafter.config import read_json
 from dflash_mlx.errors import ConfigError, DFlashError
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import EMBEDDED
-from dflash_mlx.loading.registry import pair_of
+from dflash_mlx.loading.registry import EMBEDDED, pair_of
 from dflash_mlx.validation import brief, is_integer, text_config
 
 from .doctor_checks import Check

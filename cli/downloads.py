@@ -7,11 +7,16 @@ from typing import Annotated
 import typer
 
 from dflash_mlx.errors import ModelNotFoundError
-from dflash_mlx.loading.fits import WHETHER, fits, looks_quantized
-from dflash_mlx.loading.gguf.packages import PACKAGES, gguf_file
+from dflash_mlx.loading.checks import WHETHER, fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import EMBEDDED, check_name
-from dflash_mlx.loading.registry import OTHERWISE, known_drafter
+from dflash_mlx.loading.registry import (
+    EMBEDDED,
+    OTHERWISE,
+    PACKAGES,
+    check_name,
+    gguf_file,
+    known_drafter,
+)
 
 from . import options
 from .pair import announce, announce_drafter, on_hub

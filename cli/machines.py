@@ -19,7 +19,7 @@ import typer
 import dflash_mlx
 from dflash_mlx.cluster.post import FAILED, LOST, MET, Post
 from dflash_mlx.errors import ClusterError, DFlashError
-from dflash_mlx.loading.names import check_name
+from dflash_mlx.loading.registry import check_name
 
 from . import options
 from .options import bits_of, is_given

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.fits import WHETHER, YES, fits
+from dflash_mlx.loading.checks import WHETHER, YES, fits
 from dflash_mlx.loading.hub import Hub, Listing, listings
 from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.registry import OTHERWISE, Pair

@@ -13,10 +13,9 @@ import typer
 
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.fits import fits_here, looks_quantized
+from dflash_mlx.loading.checks import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
-from dflash_mlx.loading.names import check_name, short
-from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, known_drafter
+from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, check_name, known_drafter, short
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows

@@ -11,12 +11,10 @@ from rich.table import Table
 
 import dflash_mlx
 from dflash_mlx.drafter.config import read_json
-from dflash_mlx.loading.fits import fits_here
-from dflash_mlx.loading.gguf.packages import gguf_file
+from dflash_mlx.loading.checks import fits_here
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import EMBEDDED
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.registry import pair_of
+from dflash_mlx.loading.registry import EMBEDDED, gguf_file, pair_of
 from dflash_mlx.machine.chips import Chip, chip_named, chips, find_chip
 from dflash_mlx.machine.links import links
 from dflash_mlx.validation import text_config

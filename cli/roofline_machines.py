@@ -12,8 +12,7 @@ from rich.table import Table
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.names import EMBEDDED, check_name
-from dflash_mlx.loading.registry import LOOKUP, NONE, pair_of
+from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, check_name, pair_of
 from dflash_mlx.machine.links import Link, link_named, links
 
 from .screen import counted, note, print_json, sized, stdout, waiting

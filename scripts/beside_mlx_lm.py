@@ -32,7 +32,7 @@ from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.bench.server import Server
 from dflash_mlx.errors import ServerError
 from dflash_mlx.loading.gguf.convert import converted
-from dflash_mlx.loading.gguf.packages import gguf_file
+from dflash_mlx.loading.registry import gguf_file
 
 TINY = f"{dflash_mlx.__path__[0]}/tiny/target"
 THEIRS = (

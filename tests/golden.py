@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 
-from dflash_mlx.loading.drafter_checkpoint import read_drafter
+from dflash_mlx.loading.checkpoint import read_drafter
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 FOLDERS = [

@@ -10,7 +10,7 @@ from tinymodels import target
 
 from dflash_mlx.drafter.packagings import CONFIDENCE, EMBEDDING, HEAD, MASK
 from dflash_mlx.errors import ConfigError, IncompatibleDrafterError, WeightsError
-from dflash_mlx.loading.drafter_checkpoint import drop_copies, read_drafter
+from dflash_mlx.loading.checkpoint import drop_copies, read_drafter
 from dflash_mlx.loading.inspect import inspect_drafter
 
 VOCABULARY = target().vocab_size

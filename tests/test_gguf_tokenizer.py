@@ -10,8 +10,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.gguf.header import read_header
-from dflash_mlx.loading.gguf.packages import packaged
 from dflash_mlx.loading.gguf.tokenizer import _SPLITS, build, end_tokens
+from dflash_mlx.loading.registry import packaged
 
 # Lines of gsm8k, HumanEval, MBPP and MT-bench (see their licences in ../docs/benchmarks.md).
 PROMPTS = [

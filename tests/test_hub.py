@@ -95,13 +95,6 @@ def test_a_gated_repository(hub):
     assert "gated" in message and "hf auth login" in message
 
 
-def test_a_disk_without_room_is_noticed_before_anything_is_fetched(hub, server):
-    server.sizes["model.safetensors"] = 10**16
-    message = refusal(DownloadError, hub, TARGET)
-    assert "10000000.0 GB" in message and str(hub.cache) in message
-    assert not server.fetched()
-
-
 def test_a_disk_that_fills_up_on_the_way(hub, monkeypatch):
     def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -113,10 +106,8 @@ def test_a_disk_that_fills_up_on_the_way(hub, monkeypatch):
 def test_no_network_and_no_copy(unreachable):
     message = refusal(DownloadError, unreachable, TARGET)
     assert "cannot be reached" in message and "not downloaded" in message
-    with pytest.raises(DownloadError, match="cannot be asked") as caught:
+    with pytest.raises(DownloadError, match="no answer from"):
         unreachable.remote_bytes(TARGET)
-    assert TARGET in str(caught.value) and "broke off" not in str(caught.value)
-    assert "kept" not in str(caught.value)  # nothing is there yet
 
 
 def test_no_network_and_a_copy(hub, unreachable):
@@ -126,7 +117,7 @@ def test_no_network_and_a_copy(hub, unreachable):
 
 def test_no_network_and_half_a_copy(hub, unreachable):
     (hub.fetch(TARGET) / "model.safetensors").unlink()
-    assert "not wholly" in refusal(DownloadError, unreachable, TARGET)
+    assert "not completely" in refusal(DownloadError, unreachable, TARGET)
 
 
 def test_offline_mode_asks_nobody(hub, server):

@@ -1,20 +1,16 @@
-"""Loading: folders and names, bits, and every way a model can be unusable, in one line each."""
+"""Loading: folders, names and bits."""
 
 import json
-from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from huggingface_hub import errors as hub
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import quantize_model
 from tinymodels import (
     END,
     SUPPORTED,
-    drafter_config,
     model_config,
     random_drafter,
     random_model,
@@ -25,13 +21,10 @@ from tinymodels import (
 )
 
 from dflash_mlx.errors import (
-    ConfigError,
     DFlashError,
-    DownloadError,
     IncompatibleDrafterError,
     ModelNotFoundError,
     SettingsError,
-    UnsupportedCacheError,
     WeightsError,
 )
 from dflash_mlx.loading.hub import Hub
@@ -51,14 +44,8 @@ def pair(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A target's folder to spoil."""
+    """A target's folder to change."""
     return save_target(tmp_path / "target")
-
-
-@pytest.fixture
-def drafter(tmp_path):
-    """A drafter's folder to spoil."""
-    return save_drafter(tmp_path / "drafter")
 
 
 def rewrite(folder, **fields) -> None:
@@ -94,7 +81,7 @@ def test_a_home_folder(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [4])
 def test_bits_quantize_as_mlx_lm_does(family, bits, tmp_path):
     ours = load_target(str(save_target(tmp_path, family)), bits=bits).model
     config = model_config(family)
@@ -175,9 +162,7 @@ def test_every_eos_token_of_the_configs_ends_the_text(where, folder):
 # Names
 
 
-@pytest.mark.parametrize(
-    "name", ["nothing-here", "/nothing/here", "./nothing", "~/nothing", "a/b/c"]
-)
+@pytest.mark.parametrize("name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c"])
 @pytest.mark.parametrize("loader", [load, load_target, load_drafter])
 def test_unknown_names(name, loader):
     assert f"No model '{name}'" in message_of(ModelNotFoundError, loader, name)
@@ -191,32 +176,6 @@ def test_what_drafts_without_a_network_is_no_drafter_to_load(name):
 def test_a_file_is_no_model(pair):
     path = pair[0] / "config.json"
     assert "is a file" in message_of(ModelNotFoundError, load_target, path)
-
-
-def hub_error(kind: type[Exception], message: str) -> Exception:
-    """An error of the hub's client as if it had been raised there."""
-    error = kind.__new__(kind)
-    Exception.__init__(error, message)
-    return error
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        hub.RepositoryNotFoundError,
-        hub.GatedRepoError,
-        hub.HfHubHTTPError,
-        hub.LocalEntryNotFoundError,
-        hub.HFValidationError,
-    ],
-)
-def test_what_the_hub_answers_is_one_line(kind, monkeypatch):
-    def fail(*arguments, **options):
-        raise hub_error(kind, "404 Client Error.\n\nRepository Not Found for url\nmore")
-
-    monkeypatch.setattr("dflash_mlx.loading.hub.snapshot_download", fail)
-    offline = partial(load_target, hub=Hub(offline=True))
-    assert "owner/name" in message_of((ModelNotFoundError, DownloadError), offline, "owner/name")
 
 
 def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
@@ -236,148 +195,10 @@ def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
 # Settings
 
 
-@pytest.mark.parametrize("bits", [0, 2, 3, 16, "4", -4, 4.0, True, []])
+@pytest.mark.parametrize("bits", [0, 3, 16, "4", 4.0, True])
 @pytest.mark.parametrize("loader", [load_target, load_drafter])
 def test_bits_out_of_range(bits, loader, pair):
     assert "4 or 8 bits" in message_of(SettingsError, loader, pair[loader is load_drafter], bits)
-
-
-# Spoilt targets
-
-
-def test_no_config(folder):
-    (folder / "config.json").unlink()
-    assert "there is no config.json" in message_of(ModelNotFoundError, load_target, folder)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "3"])
-def test_a_config_that_is_no_object(content, folder):
-    (folder / "config.json").write_text(content)
-    assert "config.json" in message_of(ConfigError, load_target, folder)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"model_type": "unheard_of"},
-        {"model_type": ...},
-        {"hidden_size": ...},
-        {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
-        {"model_file": "evil.py"},
-    ],
-    ids=str,
-)
-def test_a_config_that_mlx_lm_refuses(fields, folder):
-    rewrite(folder, **fields)
-    assert "mlx-lm cannot load it" in message_of(ConfigError, load_target, folder)
-
-
-class OddCache(KVCache):
-    """A subclass may store its rows in another way."""
-
-
-def test_a_target_whose_caches_cannot_be_rolled_back(folder, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.targets.kv_bits.make_prompt_cache", lambda _: [OddCache()])
-    assert "OddCache" in message_of(UnsupportedCacheError, load_target, folder)
-
-
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_ctx": 64, "n_positions": 64}
-MAMBA = {
-    "intermediate_size": 128,
-    "state_size": 16,
-    "conv_kernel": 4,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "time_step_rank": 4,
-}
-
-
-@pytest.mark.parametrize(
-    ("model_type", "fields"),
-    [("gpt2", GPT2 | {"layer_norm_epsilon": 1e-5}), ("mamba", MAMBA)],
-    ids=["gpt2", "mamba"],
-)
-def test_a_family_of_another_build_is_refused_not_tripped_over(model_type, fields, tmp_path):
-    config = fields | {"model_type": model_type}
-    message_of(DFlashError, load_target, save_target(tmp_path, "llama", **config))
-
-
-def test_no_weights(folder):
-    (folder / "model.safetensors").unlink()
-    assert "no model.safetensors" in message_of(WeightsError, load_target, folder)
-
-
-def test_truncated_weights(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    assert "truncated" in message_of(WeightsError, load_target, folder)
-
-
-def no_tensor(weights: dict[str, mx.array]) -> None:
-    del weights["model.norm.weight"]
-
-
-def another_tensor(weights: dict[str, mx.array]) -> None:
-    weights["model.extra.weight"] = mx.ones((3,))
-
-
-def another_shape(weights: dict[str, mx.array]) -> None:
-    weights["model.norm.weight"] = mx.ones((65,))
-
-
-@pytest.mark.parametrize("spoil", [no_tensor, another_tensor, another_shape])
-def test_weights_that_do_not_fit_the_config(spoil, folder):
-    weights = mx.load(str(folder / "model.safetensors"))
-    mx.eval(weights)
-    spoil(weights)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    message_of((WeightsError, ConfigError), load_target, folder)
-
-
-@pytest.mark.parametrize("loader", [load_target, load_drafter])
-def test_weights_of_an_unheard_of_type(loader, folder, drafter):
-    """A header that is whole, and yet nothing MLX can read."""
-    path = (folder if loader is load_target else drafter) / "model.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"'))
-    message_of(WeightsError, loader, path.parent)
-
-
-def test_no_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-    assert "tokenizer is missing" in message_of(ModelNotFoundError, load_target, folder)
-
-
-@pytest.mark.parametrize("content", ["", "{", "{}", '{"model": {"type": "Nothing"}}'])
-def test_a_broken_tokenizer(content, folder):
-    (folder / "tokenizer.json").write_text(content)
-    assert "tokenizer" in message_of(ConfigError, load_target, folder)
-
-
-# Spoilt drafters
-
-
-def test_a_drafter_without_config(drafter):
-    (drafter / "config.json").unlink()
-    assert "config.json" in message_of(ModelNotFoundError, load_drafter, drafter)
-
-
-def test_a_drafter_of_a_later_version(drafter):
-    rewrite(drafter, architectures=["DFlash3DraftModel"])
-    assert "architectures" in message_of(ConfigError, load_drafter, drafter)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"num_hidden_layers": 3}, {"head_dim": 32}, {"target_layer_ids": [1]}], ids=str
-)
-def test_a_drafter_whose_weights_do_not_fit_its_config(fields, drafter):
-    rewrite(drafter, **fields)
-    assert "do not fit" in message_of(WeightsError, load_drafter, drafter)
-
-
-def test_a_truncated_drafter(drafter):
-    path = drafter / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-    assert "truncated" in message_of(WeightsError, load_drafter, drafter)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +214,3 @@ def test_a_drafter_of_another_target(fields, word, pair, tmp_path):
     other = save_drafter(tmp_path, **fields)
     with pytest.raises(IncompatibleDrafterError, match=word):
         load(str(pair[0]), draft=str(other))
-
-
-def test_the_config_of_the_tests_is_a_published_layout():
-    """The spoilt configs above differ from a good one in what they spoil, and only in that."""
-    assert random_drafter().config.block_size == drafter_config()["block_size"]

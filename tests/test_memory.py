@@ -7,9 +7,9 @@ import pytest
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import NotEnoughMemoryError
+from dflash_mlx.loading.checks import machine_memory, memory_needed
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.weights import machine_memory, memory_needed
 
 
 def claim(folder, gigabytes: float) -> None:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx.errors import WeightsError
-from dflash_mlx.loading.weights import check_safetensors
+from dflash_mlx.loading.checks import check_safetensors
 
 NAME = "model.safetensors"
 

@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ClusterError, SettingsError
+from ..loading.checkpoint import check_runs
 from ..loading.load import load_target
-from ..loading.soundness import check_runs
 from ..targets import Target
 from ..validation import ErrorWrapper
 from .leader import LOST, Leader

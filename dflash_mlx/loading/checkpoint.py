@@ -1,54 +1,40 @@
-"""A folder -> the network that its config and its tensors call for, target or drafter."""
+"""A folder -> the network that its config and tensors describe, target or drafter."""
 
 from __future__ import annotations
 
-import glob
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
+from ..drafter.config import DraftConfig
+from ..drafter.dspark import CONFIDENCE_ALONE, network_for
+from ..drafter.network import DFlash
+from ..drafter.packagings import CONFIDENCE, PACKAGINGS, our_name
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
-from ..targets.internals import classes_of
+from ..proposal import Proposal
+from ..targets import Target
 from ..validation import ErrorWrapper
-from .soundness import check_types
+from .checks import check_safetensors
+from .inspect import settle
+
+SAMPLE = 256  # rows of an embedding that are compared
 
 
-def read_target(
-    name: str, folder: Path, weights: Sequence[Path]
-) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model of a folder with these weight files, still on disk, and its config.
+def read_target(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model of a folder, its weights still on disk, and its config.
 
     Raises: `ConfigError`, `WeightsError`.
     """
-    for file in weights:
-        load_file(file)  # what MLX has against a file is its, not the config's
-    fresh: dict[str, mx.Dtype] = {}  # by parameter, of the model before its weights came
-
-    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
-        model_class, args_class = classes_of(config)
-
-        def make(args: Any) -> nn.Module:
-            model = model_class(args)
-            fresh.update((path, value.dtype) for path, value in tree_flatten(model.parameters()))
-            return model
-
-        return make, args_class
-
-    with (
-        ErrorWrapper(ConfigError, f"{folder / 'config.json'}: mlx-lm cannot load it"),
-        _without_wildcards(folder) as place,
-    ):
-        model, config = load_model(place, lazy=True, get_model_classes=classes)
-    integers = {path for path, dtype in fresh.items() if not mx.issubdtype(dtype, mx.floating)}
-    check_types(name, model, integers)
+    for file in check_safetensors(folder):
+        load_file(file)  # so that an error about a file does not blame the config
+    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: mlx-lm cannot load it"):
+        model, config = load_model(folder, lazy=True)
     return model, config
 
 
@@ -56,26 +42,137 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
     """mlx-lm's tokenizer of a folder. Raises: `ModelNotFoundError`, `ConfigError`."""
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise ModelNotFoundError(f"{folder}: there is no tokenizer.json, the tokenizer is missing.")
+    # Otherwise transformers asks at the terminal whether to run the model's own code, and warns
+    # of texts that the target can read.
+    extra = {"trust_remote_code": False, "model_max_length": sys.maxsize}
     with ErrorWrapper(ConfigError, f"{folder}: the tokenizer cannot be read"):
-        # Else transformers asks at the terminal whether to run the code that came with it.
-        # Nor is it to warn of long texts: what a target can read is judged by its context.
-        extra = {"trust_remote_code": False, "model_max_length": sys.maxsize}
         return load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))
 
 
-@contextmanager
-def _without_wildcards(folder: Path) -> Iterator[Path]:
-    """A path of the folder that mlx-lm can look for files in: it takes [a] for a pattern."""
-    if glob.escape(str(folder)) == str(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as place:
-        link = Path(place) / "model"
-        link.symlink_to(folder.absolute(), target_is_directory=True)
-        yield link  # MLX has opened the files when it is gone
+def check_runs(target: Target) -> None:
+    """Read two tokens and drop them. Raises `ConfigError` if that fails or gives NaN.
+
+    Some fields of a config, such as a number of experts, matter only in a forward.
+    """
+    wrong = f"{target.name}: the model that config.json describes does not run"
+    with ErrorWrapper(ConfigError, wrong):
+        session = target.start()
+        for _ in session.prefill([0, 0]):
+            pass
+        logits, _ = session.verify(Proposal([0, 0]))
+        broken = mx.isnan(logits).any().item()
+        session.commit([0])
+    if broken:
+        raise ConfigError(f"{wrong} (its logits are NaN).")
+
+
+def damaged_weights(model: nn.Module) -> list[str]:
+    """The names of parameters that hold NaN or infinity. Reads every weight."""
+    return [
+        name
+        for name, value in tree_flatten(model.parameters())
+        if mx.issubdtype(value.dtype, mx.floating) and not mx.isfinite(value).all().item()
+    ]
+
+
+def read_drafter(folder: Path) -> DFlash:
+    """The drafter of a folder, its weights as stored and still on disk.
+
+    Raises: `ConfigError`, `WeightsError`.
+    """
+    config = DraftConfig.from_file(folder / "config.json")
+    if config.unreadable is not None:
+        raise ConfigError(f"{folder / 'config.json'}: {config.unreadable}: it cannot be read.")
+    weights = _tensors(folder, config)
+    config = settle(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    parts = set(weights)
+    if weights.get(CONFIDENCE, mx.zeros((1, 0))).shape[-1] == config.hidden_size:
+        parts.add(CONFIDENCE_ALONE)
+    drafter = network_for(config)(config, parts)
+    if config.quantization is not None:
+        _quantize_as_stored(drafter, config, weights)
+    _check_tensors(drafter, weights, folder)
+    if "d2t" in weights:
+        _check_ids(weights["d2t"], config.vocab_size, folder)
+    drafter.load_weights(list(weights.items()))
+    return drafter
+
+
+def drop_copies(drafter: DFlash, target: Target) -> list[str]:
+    """Have a drafter use the target's embedding and head instead of its own copies of them.
+
+    Some publishers store such copies. Embeddings are compared by a sample of their rows, heads by
+    their logits for a few random states. Returns what was dropped: "embedding", "head".
+    """
+    config, dropped = drafter.config, list[str]()
+    if target.hidden_size != config.hidden_size or config.vocab_size != target.vocab_size:
+        return dropped
+    own_head, own_embedding = "lm_head" in drafter, "embed_tokens" in drafter
+    if own_embedding and (own_head or not config.tie_word_embeddings):
+        ids = mx.arange(0, config.vocab_size, max(1, config.vocab_size // SAMPLE))[None]
+        if mx.array_equal(target.embed(ids), drafter.embed_tokens(ids)):
+            del drafter["embed_tokens"]
+            dropped.append("embedding")
+    if own_head and "d2t" not in drafter:
+        states = mx.random.normal((1, 4, target.hidden_size), key=mx.random.key(0))
+        theirs, ours = target.head(states), drafter.lm_head(states)
+        tolerance = 1e-5 * mx.abs(theirs).max()
+        if theirs.shape == ours.shape and (mx.abs(theirs - ours).max() <= tolerance).item():
+            del drafter["lm_head"]
+            dropped.append("head")
+    return dropped
 
 
 def load_file(file: Path) -> dict[str, mx.array]:
-    """A file's tensors by name; nothing but its header is read yet. Raises `WeightsError`."""
+    """A file's tensors by name, still on disk. Raises `WeightsError`."""
     with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read"):
         return cast(dict[str, mx.array], mx.load(str(file)))
+
+
+def _tensors(folder: Path, config: DraftConfig) -> dict[str, mx.array]:
+    """A drafter's tensors by our names, without those that decoding does not use."""
+    packaging, weights = PACKAGINGS[config.packaging], dict[str, mx.array]()
+    for file in check_safetensors(folder):
+        for stored, tensor in load_file(file).items():
+            name = our_name(packaging, stored)
+            if name is not None:
+                weights[name] = tensor
+    return weights
+
+
+def _check_ids(offsets: mx.array, vocabulary: int, folder: Path) -> None:
+    """Raise `WeightsError` unless every draft token maps to a target token of its own."""
+    ids = np.array(offsets).astype(np.int64) + np.arange(len(offsets))
+    if ids.min() < 0 or ids.max() >= vocabulary or len(np.unique(ids)) < len(ids):
+        raise WeightsError(
+            f"{folder}: the tensor d2t does not name {len(ids)} different tokens of {vocabulary}."
+        )
+
+
+def _check_tensors(drafter: DFlash, weights: dict[str, mx.array], folder: Path) -> None:
+    """Raise `WeightsError`, naming the tensor, unless the tensors match the config."""
+    wrong = f"{folder}: the weights do not fit the config, the tensor"
+    expected = dict(tree_flatten(drafter.parameters()))
+    for name in sorted(expected.keys() ^ weights.keys()):
+        problem = "is missing" if name in expected else "has no place in this drafter"
+        raise WeightsError(f"{wrong} {name} {problem}.")
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            raise WeightsError(f"{wrong} {name} is {tensor.shape} and not {expected[name].shape}.")
+
+
+def _quantize_as_stored(drafter: DFlash, config: DraftConfig, weights: dict[str, mx.array]) -> None:
+    """Quantize the layers that are stored quantized, so that their tensors can be loaded."""
+    stored = dict(config.quantization or {})
+
+    def predicate(name: str, module: nn.Module) -> bool | dict[str, object]:
+        # A layer may have its own entry, as in mlx-lm's mixed quantizations.
+        return f"{name}.scales" in weights and stored.get(name, True)
+
+    nn.quantize(
+        drafter,
+        group_size=stored["group_size"],
+        bits=stored["bits"],
+        mode=stored.get("mode", "affine"),
+        class_predicate=predicate,
+    )

@@ -1,15 +1,13 @@
-"""Models from the Hugging Face hub, through huggingface-hub's own client and cache.
+"""Models of the Hugging Face hub, through huggingface-hub's own client and cache.
 
-The client shows progress on stderr, takes up a broken connection where it broke, keeps the files
-that are whole, and falls back to a downloaded copy without a network. This file asks for what a
-model needs and no more, looks at the disk before gigabytes are on their way, and says what went
-wrong in one line.
+The client shows progress on stderr, resumes broken downloads, and uses a downloaded copy when there
+is no network. This module asks only for the files that a model needs, and turns failures into
+one-line errors.
 """
 
 from __future__ import annotations
 
 import errno
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +17,7 @@ from typing import cast
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    hf_hub_download,
-    scan_cache_dir,
-    snapshot_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, constants, hf_hub_download, scan_cache_dir, snapshot_download
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -38,16 +29,14 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
-from ..machine.folders import nearest_there
-from .names import meant
-from .registry import Pair, pairs
-from .weights import GB, check_safetensors
+from .checks import check_safetensors
+from .registry import Pair, pairs, suggestion
 
-# What mlx-lm reads of a repository; the original weights in other formats stay where they are.
+# What mlx-lm reads of a repository.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 WEIGHTS = ["*.safetensors"]
-PATIENCE = 5.0  # seconds that a ping may take
-# The parents of `HfHubHTTPError` are what its HTTP library raises; it has had more than one.
+PING_SECONDS = 5.0
+# The parents of `HfHubHTTPError` are the errors of its HTTP library, which has changed once.
 FAILURES = cast(
     tuple[type[Exception], ...], (OSError, HFValidationError, *HfHubHTTPError.__bases__)
 )
@@ -55,12 +44,12 @@ FAILURES = cast(
 
 @dataclass(frozen=True)
 class Hub:
-    """Where models come from.
+    """A client of the hub.
 
     Attributes:
         endpoint: the hub's address, None for the public one.
         cache: the folder of downloads, None for huggingface-hub's own.
-        offline: use downloaded copies alone.
+        offline: use downloaded copies only.
     """
 
     endpoint: str | None = None
@@ -78,12 +67,12 @@ class Hub:
         return (self.cache or Path(constants.HF_HUB_CACHE)).expanduser().absolute()
 
     def ping(self) -> float:
-        """Seconds until the hub answers. Raises `DownloadError` when it does not within a few."""
+        """Seconds until the hub answers. Raises `DownloadError` after a few without an answer."""
         start = time.perf_counter()
         try:
-            with urlopen(Request(self.url, method="HEAD"), timeout=PATIENCE):
+            with urlopen(Request(self.url, method="HEAD"), timeout=PING_SECONDS):
                 return time.perf_counter() - start
-        except HTTPError as error:  # any answer is one
+        except HTTPError as error:  # an error status is an answer too
             error.close()
             return time.perf_counter() - start
         except (OSError, HTTPException, ValueError) as error:
@@ -97,22 +86,14 @@ class Hub:
             ModelNotFoundError: the hub has no such repository.
             DownloadError: no network and no copy, no access, or no room on the disk.
         """
-        try:
-            if not self.offline:
-                self._check_room(name)
-            return self._snapshot(name, self.offline)
-        except FAILURES as error:
-            raise self._explain(name, error) from error
+        return self._snapshot(name, WANTED)
 
     def config(self, name: str) -> Path:
-        """The folder of a repository with its config.json, and perhaps nothing else of it.
+        """A folder with a repository's config.json, perhaps without its weights.
 
         Raises as `fetch`.
         """
-        try:
-            return self._snapshot(name, self.offline, ["config.json"])
-        except FAILURES as error:
-            raise self._explain(name, error) from error
+        return self._snapshot(name, ["config.json"])
 
     def fetch_data(self, name: str, file: str) -> Path:
         """One file of a data set (owner/name), downloaded unless it is there already.
@@ -134,18 +115,16 @@ class Hub:
             raise self._explain(name, error) from error
 
     def downloaded(self, name: str) -> int | None:
-        """Bytes of a repository's copy on this disk, None when there is no whole one."""
+        """Bytes of a repository's copy on this disk, None without a complete one."""
         try:
-            folder = self._snapshot(name, offline=True)
+            folder = Hub(self.endpoint, self.cache, offline=True).fetch(name)
             check_safetensors(folder)
-        except WeightsError:
-            return None
-        except FAILURES:
+        except (DownloadError, ModelNotFoundError, WeightsError):
             return None
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
     def copies(self) -> dict[str, int]:
-        """Every model that has a whole copy on this disk, and the bytes of it."""
+        """Every model with a complete copy on this disk, and its bytes."""
         try:
             cached = scan_cache_dir(self.cache).repos
         except CacheNotFound:
@@ -157,14 +136,14 @@ class Hub:
     def remote_bytes(self, name: str, wanted: Sequence[str] = WANTED) -> int:
         """Bytes of a repository's files that `fetch` would bring. Raises as `fetch`."""
         try:
-            sizes = self._sizes(name)[0]
+            listed = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
         except FAILURES as error:
-            then = "run this again when it answers"
-            raise self._explain(name, error, "cannot be asked", then) from error
+            raise self._explain(name, error) from error
+        sizes = {file.rfilename: file.size or 0 for file in listed.siblings or []}
         return sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=list(wanted)))
 
     def remove(self, name: str) -> int:
-        """Delete a repository's copy, whole or not; the bytes that are free again.
+        """Delete a repository's copy, complete or not. Returns the bytes that are free again.
 
         Raises `ModelNotFoundError` without one.
         """
@@ -181,52 +160,22 @@ class Hub:
         strategy.execute()
         return strategy.expected_freed_size
 
-    def _sizes(self, name: str) -> tuple[dict[str, int], str | None]:
-        """Bytes by file of a repository, and its newest revision, as the hub says."""
-        listed = HfApi(endpoint=self.endpoint).model_info(name, files_metadata=True, timeout=10)
-        return {file.rfilename: file.size or 0 for file in listed.siblings or []}, listed.sha
-
-    def _snapshot(self, name: str, offline: bool, wanted: Sequence[str] = WANTED) -> Path:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=list(wanted),
-                endpoint=self.endpoint,
-                cache_dir=self.cache,
-                local_files_only=offline,
-            )
-        )
-
-    def _check_room(self, name: str) -> None:
-        """Raise `DownloadError` when what is missing of a repository cannot fit on the disk."""
+    def _snapshot(self, name: str, wanted: list[str]) -> Path:
         try:
-            sizes, revision = self._sizes(name)
-        except RepositoryNotFoundError:
-            raise
-        except FAILURES:
-            return  # no network, or a hub in trouble: a downloaded copy may do
-        missing = [
-            file
-            for file in filter_repo_objects(sizes, allow_patterns=WANTED)
-            if not isinstance(try_to_load_from_cache(name, file, self.cache, revision), str)
-        ]
-        needed = sum(sizes[file] for file in missing)
-        folder = self.folder
-        free = shutil.disk_usage(nearest_there(folder)).free
-        if needed > free:
-            raise DownloadError(
-                f"{name}: {needed / GB:.1f} GB are to be downloaded and {folder} has room for "
-                f"{free / GB:.1f}: free some of the disk."
+            return Path(
+                snapshot_download(
+                    name,
+                    allow_patterns=wanted,
+                    endpoint=self.endpoint,
+                    cache_dir=self.cache,
+                    local_files_only=self.offline,
+                )
             )
+        except FAILURES as error:
+            raise self._explain(name, error) from error
 
-    def _explain(
-        self,
-        name: str,
-        error: Exception,
-        failed: str = "does not give it",
-        then: str = "run this again, what is there is kept",
-    ) -> DFlashError:
-        """What a failed download means for a person, in a line: what the hub did, what to do."""
+    def _explain(self, name: str, error: Exception) -> DFlashError:
+        """Our error for a failed request: what happened and what to do, in one line."""
         hub = self.endpoint or "the hub"
         if isinstance(error, GatedRepoError):
             return DownloadError(
@@ -235,17 +184,19 @@ class Hub:
         if isinstance(error, RepositoryNotFoundError):
             return ModelNotFoundError(
                 f"{name}: {hub} has no such repository, or it is private and needs 'hf auth login'."
-                + meant(name)
+                + suggestion(name)
             )
         if isinstance(error, HFValidationError):
             return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
         if isinstance(error, LocalEntryNotFoundError):
-            where = "and offline mode is on" if self.offline else f"and {hub} cannot be reached"
-            return DownloadError(f"{name} is not downloaded, or not wholly, {where}.{meant(name)}")
+            where = "offline mode is on" if self.offline else f"{hub} cannot be reached"
+            return DownloadError(
+                f"{name} is not downloaded, or not completely, and {where}.{suggestion(name)}"
+            )
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
-        return DownloadError(f"{name}: {hub} {failed} ({reason}); {then}.")
+        return DownloadError(f"{name}: no answer from {hub} ({reason}); run this again.")
 
 
 @dataclass(frozen=True)
@@ -264,7 +215,7 @@ class Listing:
 
 
 def listings(hub: Hub | None = None) -> list[Listing]:
-    """Every pair of the registry with what is downloaded; reads this disk alone."""
+    """Every pair of the registry with what is downloaded; does not ask the hub."""
     found = (hub or Hub()).copies()
     return [
         Listing(

@@ -10,7 +10,7 @@ from typing import Any
 from ..drafter.config import DraftConfig
 from ..drafter.fields import Decision
 from ..drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, PACKAGINGS, our_name
-from .weights import check_safetensors, read_header
+from .checks import check_safetensors, read_header
 
 NETWORKS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 

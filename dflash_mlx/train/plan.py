@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from ..drafter.config import DraftConfig
 from ..drafter.dspark import network_for
 from ..errors import NotEnoughMemoryError, OutputError
-from ..loading.weights import machine_memory
+from ..loading.checks import machine_memory
 from ..machine.folders import nearest_there
 from ..targets import Target
 from .batches import bucket_length

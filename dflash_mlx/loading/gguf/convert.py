@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import OutputError, WeightsError
 from ...machine.folders import cache_folder
 from ...machine.saving import save_arrays
-from ..weights import check_memory, check_safetensors, machine_memory
+from ..checks import check_memory, check_safetensors, machine_memory
 from . import tokenizer
 from .config import ARCHITECTURES, read_config
 from .header import Header, read_header

@@ -1,0 +1,196 @@
+"""Checks of a model's files and size before its weights are read: no MLX, only headers and JSON."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, ModelNotFoundError, NotEnoughMemoryError, WeightsError
+from ..validation import MAX_JSON_BYTES, brief, check_file, parse_json, read_json
+from .quantization import Quantization
+
+GB = 1e9
+YES, NO = "yes", "no"
+ON_MAC = sys.platform == "darwin"
+WHETHER = f"fits this {'Mac' if ON_MAC else 'machine'}"
+MOST_LAYERS = 4096  # mlx-lm builds every layer before it compares the weights with the config
+_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_STORED = 2  # bytes per weight, as published
+# Files that mlx-lm and transformers open by themselves.
+_READ_BY_OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+# Names of quantized conversions: Qwen3-8B-4bit, gpt-oss-20b-MXFP4-Q8.
+_QUANTIZED = re.compile(r"-(\d[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq)\b")
+
+
+def read_target_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a target's folder. Raises `ModelNotFoundError`, `ConfigError`.
+
+    Every file that mlx-lm or transformers will open must be an ordinary file of reasonable size:
+    they would wait for a pipe and read an endless device.
+    """
+    path = folder / "config.json"
+    if not os.path.lexists(path):
+        raise ModelNotFoundError(f"{folder}: there is no config.json.")
+    for file in sorted(file for pattern in _READ_BY_OTHERS for file in folder.glob(pattern)):
+        try:
+            size = check_file(file)
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read ({error.strerror}).") from error
+        if size > MAX_JSON_BYTES:
+            raise ConfigError(f"{file}: {size:,} bytes are too many for a file of this kind.")
+    config = read_json(path)
+    for part in (config, config.get("text_config")):
+        if part is not None and not isinstance(part, dict):
+            raise ConfigError(f"{path}: text_config must be an object, not {brief(part)}.")
+        layers = (part or {}).get("num_hidden_layers", 1)
+        if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
+            raise ConfigError(
+                f"{path}: num_hidden_layers must be a whole number from 1 to {MOST_LAYERS:,}, "
+                f"not {brief(layers)}."
+            )
+    return config
+
+
+def check_safetensors(folder: Path) -> list[Path]:
+    """The model*.safetensors files of a folder, all present and none truncated.
+
+    A broken download leaves a file shorter than its header says; MLX would notice only in the
+    middle of reading it. Raises `WeightsError`, naming the file.
+    """
+    found = sorted(folder.glob("model*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if os.path.lexists(index):
+        table = read_json(index, WeightsError).get("weight_map")
+        if not isinstance(table, dict) or not all(type(name) is str for name in table.values()):
+            raise WeightsError(f"{index}: not a valid index of weight files.")
+        for name in sorted({*table.values()} - {file.name for file in folder.iterdir()}):
+            raise WeightsError(f"{folder}: the weight file {name[:200]} is missing.")
+    if not found:
+        raise WeightsError(f"{folder}: there is no model.safetensors, the weights are missing.")
+    for file in found:
+        read_header(file)
+    return found
+
+
+def read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """A safetensors file's tensors by name (dtype, shape, data_offsets).
+
+    Raises `WeightsError` if it is not such a file, or shorter than its tensors.
+    """
+    try:
+        size = check_file(file, WeightsError)
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise WeightsError(
+                    f"{file}: truncated, its header is incomplete. Download it again."
+                )
+            if length > MAX_JSON_BYTES:
+                raise WeightsError(f"{file}: not a safetensors file, its header is too long.")
+            tensors = parse_json(stream.read(length), file, WeightsError)
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read ({error.strerror}).") from error
+    try:
+        tensors.pop("__metadata__", None)
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+        complete = all({"dtype", "shape"} <= {*tensor} for tensor in tensors.values())
+    except (AttributeError, LookupError, TypeError, ValueError):
+        complete = False
+    if not complete:
+        raise WeightsError(f"{file}: not a safetensors file, its header is broken.")
+    if size < 8 + length + end:
+        raise WeightsError(
+            f"{file}: truncated, {size:,} bytes of {8 + length + end:,}. Download it again."
+        )
+    return dict(tensors)
+
+
+def memory_needed(
+    files: Iterable[Path], quantization: Quantization | None = None, float_bytes: int | None = None
+) -> int:
+    """Bytes that the weights of safetensors files take once loaded, from the headers alone.
+
+    Args:
+        files: the weight files.
+        quantization: what happens to the matrices on load, None for nothing.
+        float_bytes: the width that floating-point weights are cast to, None for their own.
+    """
+    total = 0.0
+    for file in files:
+        for tensor in read_header(file).values():
+            start, end = tensor["data_offsets"]
+            stored = _FLOAT_BYTES.get(tensor["dtype"])
+            if stored is None:
+                total += end - start
+                continue
+            weights, shape = (end - start) // stored, tensor["shape"]
+            if quantization and len(shape) > 1 and shape[-1] % quantization.group_size == 0:
+                total += quantization.bytes_of(weights)
+            else:
+                total += weights * (float_bytes or stored)
+    return math.ceil(total)
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(
+    name: str, needed: int, limit: int, smaller: Sequence[tuple[str, int]] = ()
+) -> None:
+    """Raise `NotEnoughMemoryError` unless weights of `needed` bytes fit into `limit`.
+
+    Args:
+        name: the model, for the message.
+        needed, limit: bytes.
+        smaller: alternatives and the bytes they need, the largest first.
+    """
+    if needed <= limit:
+        return
+    fits = next((advice for advice in smaller if advice[1] <= limit), None)
+    if fits is not None:
+        remedy = f"{fits[0]} they would take {fits[1] / GB:.1f} GB"
+    elif smaller:
+        remedy = f"even {smaller[-1][0]} they would take {smaller[-1][1] / GB:.1f} GB"
+    else:
+        remedy = "choose a smaller model or one in fewer bits"
+    raise NotEnoughMemoryError(
+        f"{name}: the weights take {needed / GB:.1f} GB, this machine has {limit / GB:.1f} GB; "
+        f"{remedy}."
+    )
+
+
+def fits(size: float, quantized: bool = False, limit: int | None = None, mac: bool = ON_MAC) -> str:
+    """Whether a target fits: "yes", "no", or the option it needs, as "with --target-bits 8".
+
+    The limit is the one that loading enforces. On a CPU, unquantized weights compute in f32.
+
+    Args:
+        size: bytes of the weights as stored.
+        quantized: whether they are quantized already; otherwise they take two bytes each.
+        limit: bytes of memory, None for this machine's.
+        mac: whether they run on a Mac.
+    """
+    limit = machine_memory() if limit is None else limit
+    if size * (1 if quantized or mac else 2) <= limit:
+        return YES
+    for bits in () if quantized else (8, 4):
+        if Quantization(bits, 64).bytes_of(1) * size / _STORED <= limit:
+            return f"with --target-bits {bits}"
+    return NO
+
+
+def fits_here(size: float, quantized: bool = False) -> str:
+    """Whether a target of this many bytes fits this machine, for a message."""
+    return f"{WHETHER}: {fits(size, quantized)}"
+
+
+def looks_quantized(name: str) -> bool:
+    """Whether a model's name says that it is quantized; its config.json is not here yet."""
+    return _QUANTIZED.search(name.lower()) is not None
