@@ -20,7 +20,7 @@ from .sampling import Sampler
 from .settings import History, Sampling
 from .stream import TextStream, in_the_middle
 from .targets import Target
-from .targets.kv_bits import check_bits
+from .targets.caches import check_kv_bits
 from .validation import brief, check_integer, check_type, is_integer
 
 DEFAULT_BLOCK_SIZE = 16
@@ -108,7 +108,7 @@ def begin(
     if conversation is not None and (prefix is not None or salt):
         name = "salt" if prefix is None else "prefix"
         raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
-    check_bits(kv_bits)
+    check_kv_bits(kv_bits)
     conversation = conversation or Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
     conversation.check(target, drafter, kv_bits)
     policy = policy if drafter is not None else None

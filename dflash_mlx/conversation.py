@@ -21,7 +21,7 @@ from .errors import SettingsError
 from .prefix.protocol import Prefix
 from .sampling import Sampler
 from .targets import Target, TargetSession
-from .targets.kv_bits import check_bits
+from .targets.caches import check_kv_bits
 from .targets.taps import gathered
 from .targets.target import LAST_STEP, PREFILL_STEP
 from .validation import brief, check_type
@@ -72,7 +72,7 @@ class Conversation:
     ) -> None:
         check_pair(target, drafter)
         check_type("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
-        check_bits(kv_bits)
+        check_kv_bits(kv_bits)
         if not isinstance(salt, str):
             raise SettingsError(f"salt must be text, not {brief(salt)}.")
         if prefix is not None:
@@ -190,7 +190,7 @@ class Conversation:
         self._prompt, self._reader_thread, self._settled = prompt, threading.get_ident(), False
         for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, step):
             last_begins = self.target.position == len(prompt) - LAST_STEP
-            self._held.append((taps, self.target.mark() if last_begins else None))
+            self._held.append((taps, self.target.checkpoint() if last_begins else None))
             rows = sum(taps.shape[1] for taps, _ in self._held)
             if logits is None and (self.shares or rows > MOST_HELD):
                 self._hand_over()
@@ -261,7 +261,7 @@ class Conversation:
 
     def _resumable(self) -> Resumable[Any] | None:
         """The drafter's session, if the caches are whole: no forward was left out or broken off."""
-        if not (self._started and isinstance(self.drafter, Resumable) and self.target.whole):
+        if not (self._started and isinstance(self.drafter, Resumable) and self.target.intact):
             return None
         held = {self.target.position, self.drafter.position, len(self.ids)}
         return self.drafter if len(held) == 1 else None
@@ -269,9 +269,9 @@ class Conversation:
     def _go_back(self, shared: int, drafting: Resumable[Any]) -> bool:
         """Forget what comes after the first `shared` tokens, if that can be done."""
         if shared < len(self.ids):
-            if self.target.can_be_cut and drafting.can_be_cut:
-                self.target.cut(shared)
-                drafting.cut(shared)
+            if self.target.can_trim and drafting.can_trim:
+                self.target.trim_to(shared)
+                drafting.trim_to(shared)
             else:
                 self._marks = [mark for mark in self._marks if mark[0].position <= shared]
                 if not self._marks:
@@ -279,17 +279,17 @@ class Conversation:
                 target, drafter = self._marks[-1]
                 self.target.rewind(target)
                 if drafter is None:
-                    drafting.cut(target.position)
+                    drafting.trim_to(target.position)
                 else:
                     drafting.rewind(drafter)
             del self.ids[self.target.position :]
         elif self.ids:
-            self._mark(self.target.mark())
+            self._mark(self.target.checkpoint())
         return True
 
     def _mark(self, target: Any) -> None:
         """Mark this place, of which `target` is the target's, where caches cannot be cut at any."""
         drafting = self.drafter
-        if isinstance(drafting, Resumable) and not (self.target.can_be_cut and drafting.can_be_cut):
-            mark = None if drafting.can_be_cut else drafting.mark()
+        if isinstance(drafting, Resumable) and not (self.target.can_trim and drafting.can_trim):
+            mark = None if drafting.can_trim else drafting.checkpoint()
             self._marks = [*self._marks, (target, mark)][-MOST_MARKS:]

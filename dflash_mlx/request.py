@@ -252,12 +252,12 @@ class Request:
 
         The text may end before it. Then its row stays in the caches: it is the text's last token.
         """
-        return self._rounds.plain_next and self._text.remaining > 1 and self.goes_ahead
+        return self._rounds.plain_next and self._text.remaining > 1 and self.can_pipeline
 
     @property
-    def goes_ahead(self) -> bool:
+    def can_pipeline(self) -> bool:
         """Whether plain rounds of this request can be begun before the last one is read."""
-        return self._sampler.goes_ahead and self.target.goes_ahead
+        return self._sampler.can_pipeline and self.target.can_pipeline
 
     def next_row(self) -> Proposal:
         """The next round's one row, which this round decides: a number that nobody knows yet."""

@@ -83,7 +83,7 @@ class Sampler:
         return self.take(decision, values)
 
     @property
-    def goes_ahead(self) -> bool:
+    def can_pipeline(self) -> bool:
         """Whether tokens can be chosen before those that they follow are on the host.
 
         Processors read those, and what a bias leaves may be nothing to choose: no token at all.
@@ -97,7 +97,7 @@ class Sampler:
 
         The drafter's part is read along, and with `certainty` how sure the target was. Nothing
         waits, unless a processor does: so many requests' decisions can be read together. `ahead`
-        tokens before the proposal are not committed yet (`goes_ahead`).
+        tokens before the proposal are not committed yet (`can_pipeline`).
         """
         scores = chosen = logits if self._plain else self._scores(proposal, logits)
         if self.temperature > 0:

@@ -18,7 +18,7 @@ class BigramTarget:
     """Logits are a row of a table [V, V]; there is nothing to cache and nothing to roll back."""
 
     name, context_length, position = "bigrams", 2**31, 0
-    supports_trees = can_be_cut = goes_ahead = True
+    supports_trees = can_trim = can_pipeline = True
 
     def __init__(self, table: np.ndarray) -> None:
         self.table, self.vocab_size = mx.array(table.astype(np.float32)), len(table)

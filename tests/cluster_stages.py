@@ -48,7 +48,7 @@ def texts(target: Target, store: type[dm.PrefixStore], **settings: Any) -> dict[
         "turns": [one.tokens for one in turns],
         "begun": [one.tokens for one in found],
         "reused": [one.stats.reused_tokens for one in [*turns, *found]],
-        "can be cut": [target.start().can_be_cut],
+        "can be cut": [target.start().can_trim],
     }
 
 

@@ -12,7 +12,7 @@ from trees import random_tree
 
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target, TargetSession
-from dflash_mlx.targets.forest import Forest
+from dflash_mlx.targets.batched import BatchVerifier
 
 # MLX's reference BLAS sums every row alike; others choose how by the number of rows.
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
@@ -53,7 +53,7 @@ class Company:
     """Requests that are verified together, each with a twin that is verified alone."""
 
     def __init__(self, target: Target, count: int, kv_bits: int | None = None, seed: int = 0):
-        self.target, self.forest = target, Forest(target)
+        self.target, self.forest = target, BatchVerifier(target)
         self.random = random.Random(seed)
         layers, bits = (0, target.num_layers - 1), (None, kv_bits)
         self.together = [target.start(layers, bits[at % 2]) for at in range(count)]
@@ -94,5 +94,5 @@ class Company:
 
     def check_states(self) -> None:
         for at, (one, other) in enumerate(zip(self.together, self.alone, strict=True)):
-            assert one.position == other.position and one.whole
+            assert one.position == other.position and one.intact
             assert states_are_same(one, other), f"caches of request {at}"

@@ -66,7 +66,7 @@ class Oracle:
 class ResumingOracle(Oracle):
     """An oracle that goes on with another request, as the package's own drafters do."""
 
-    can_be_cut = True
+    can_trim = True
 
     @property
     def position(self) -> int:
@@ -75,13 +75,13 @@ class ResumingOracle(Oracle):
     def resume(self, sampler) -> None:
         self.resumed = True
 
-    def cut(self, position: int) -> None:
+    def trim_to(self, position: int) -> None:
         self.taps = [taps[:, :1] for taps in self.taps for _ in range(taps.shape[1])][:position]
 
-    def mark(self) -> int:
+    def checkpoint(self) -> int:
         return self.position
 
-    rewind = cut
+    rewind = trim_to
 
 
 class Recorder:

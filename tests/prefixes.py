@@ -24,10 +24,10 @@ def hashes(ids, start=0):
 class Session:
     """What target and drafter keep: rows, and a state where they cannot be cut."""
 
-    whole = True
+    intact = True
 
-    def __init__(self, can_be_cut=True, width=1, kv_bits=None):
-        self.can_be_cut, self.kv_bits, self.width, self.values = can_be_cut, kv_bits, width, []
+    def __init__(self, can_trim=True, width=1, kv_bits=None):
+        self.can_trim, self.kv_bits, self.width, self.values = can_trim, kv_bits, width, []
 
     @property
     def position(self):
@@ -42,13 +42,13 @@ class Session:
         return {"0.rows": self._all[start:end]}
 
     def state(self):
-        return {} if self.can_be_cut else {"0.state": mx.array(self.values[-1:])}
+        return {} if self.can_trim else {"0.state": mx.array(self.values[-1:])}
 
     def restore(self, position, rows, state, room):
         pieces = [piece["0.rows"][:, 0] for piece in rows if "0.rows" in piece]
         self.values = mx.concatenate(pieces).tolist()
         assert self.position == position
-        assert self.can_be_cut or state["0.state"].tolist() == self.values[-1:]
+        assert self.can_trim or state["0.state"].tolist() == self.values[-1:]
         self._all = mx.broadcast_to(mx.array(self.values)[:, None], (position, self.width))
 
 
@@ -57,23 +57,23 @@ class Target:
 
     tokenizer = None
 
-    def __init__(self, can_be_cut=True, width=1, seed=0):
-        self.can_be_cut, self.width, self.config = can_be_cut, width, {}
+    def __init__(self, can_trim=True, width=1, seed=0):
+        self.can_trim, self.width, self.config = can_trim, width, {}
         self.model = nn.Linear(2, 2, bias=False)
         self.model.weight = mx.random.normal((2, 2), key=mx.random.key(seed))
 
     def start(self, tap_layers=(), kv_bits=None):
-        return Session(self.can_be_cut, self.width, kv_bits)
+        return Session(self.can_trim, self.width, kv_bits)
 
 
 class Drafter:
     tap_layers = ()
 
-    def __init__(self, can_be_cut=True):
-        self.can_be_cut = can_be_cut
+    def __init__(self, can_trim=True):
+        self.can_trim = can_trim
 
     def start(self, target, sampler):
-        return Session(self.can_be_cut)
+        return Session(self.can_trim)
 
 
 def store(target, drafter=None, **settings):

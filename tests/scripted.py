@@ -15,8 +15,8 @@ class Scripted:
     """Its greedy text after `prompt` is `answer`; chains and trees are read alike."""
 
     name, context_length, num_layers, hidden_size = "scripted", 2**31, 4, 8
-    supports_trees = can_be_cut = whole = True
-    goes_ahead = False  # it reads its rows on the host
+    supports_trees = can_trim = intact = True
+    can_pipeline = False  # it reads its rows on the host
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int) -> None:
         self.text, self.vocab_size, self.position = [*prompt, *answer], vocab_size, 0

@@ -115,10 +115,10 @@ def test_a_text_that_is_left_in_the_middle_can_be_gone_on_with(family):
     kept = dm.Conversation(target, None)
     events = dm.stream_generate(target, None, PROMPT, max_tokens=60, conversation=kept)
     begun = [next(events).tokens[0] for _ in range(40)]
-    ahead = target.start().goes_ahead
+    ahead = target.start().can_pipeline
     events.close()
     assert kept.ids == [*PROMPT, *begun[: 40 if ahead else 39]]
-    assert kept.target.can_be_cut or not ahead
+    assert kept.target.can_trim or not ahead
     again = [*PROMPT, *begun[:39], begun[39] ^ 1, 7, 8]
     result = dm.generate(target, None, again, max_tokens=3, conversation=kept)
     assert result.stats.reused_tokens == len(again) - 3
@@ -137,7 +137,7 @@ def useless() -> Policy:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_rounds_of_rest_are_begun_ahead(temperature):
     target, settings = tiny_target(), {"max_tokens": 100, "temperature": temperature, "seed": 4}
-    with patch.object(Sampler, "goes_ahead", False), Forwards() as alone:
+    with patch.object(Sampler, "can_pipeline", False), Forwards() as alone:
         plain = dm.generate(target, None, PROMPT, **settings)
     assert alone.ahead == 0
     assert dm.generate(target, None, PROMPT, **settings).tokens == plain.tokens
@@ -164,7 +164,7 @@ def test_what_a_lookup_finds_meanwhile_is_drafted_a_token_later(new):
     rounds = []
     for ahead in (False, True):
         subject = Scripted(prompt, answer, 1024)
-        subject.goes_ahead = ahead
+        subject.can_pipeline = ahead
         policy = Policy(Costs({64: {1: 1.0, 16: 2.0}}, {64: {1: 0.0, 16: 0.0}}), 16)
         settings = {"max_tokens": len(answer), "policy": policy}
         with Forwards() as forwards:
@@ -198,7 +198,7 @@ def test_many_go_ahead_together_whoever_comes_and_goes(family, policy):
         played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone
     # A forward of many is counted for each of them; newcomers, looks and ends begin anew.
-    ahead = target.start().goes_ahead
+    ahead = target.start().can_pipeline
     assert forwards.ahead > ((0.3 if policy else 0.9) * sum(SIZES) - 6 if ahead else -1)
 
 

@@ -154,8 +154,8 @@ def test_another_pair_is_refused():
         ({"target": "tiny"}, "^target must be such as"),
         ({"drafter": NoDrafter}, "^drafter must be None or such as"),  # its class
         ({"prefix": "folder"}, "^prefix must be None or such as"),
-        ({"kv_bits": 3}, "8 or 4 bits"),
-        ({"kv_bits": np.array([8, 4])}, "8 or 4 bits"),
+        ({"kv_bits": 3}, "must be 8 or 4"),
+        ({"kv_bits": np.array([8, 4])}, "must be 8 or 4"),
         ({"salt": b"me"}, "^salt must be text"),
     ],
     ids=str,

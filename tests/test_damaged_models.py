@@ -148,7 +148,7 @@ class OddCache(KVCache):
 
 
 def test_a_target_whose_caches_cannot_be_rolled_back(folder, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.targets.kv_bits.make_prompt_cache", lambda _: [OddCache()])
+    monkeypatch.setattr("dflash_mlx.targets.caches.make_prompt_cache", lambda _: [OddCache()])
     assert "OddCache" in refusal(folder, UnsupportedCacheError)
 
 

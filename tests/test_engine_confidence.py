@@ -43,7 +43,7 @@ class Asking:
         cuts = Cuts(policy.confidence(0.0))
         self.rounds = ChainRounds(policy.start(), policy.sharpness(0.0), cuts, False)
         self.drafter, self.anchor = Counted(says, seed), 0
-        self.target, self.doubt, self.goes_ahead = SimpleNamespace(position=64), 0.0, True
+        self.target, self.doubt, self.can_pipeline = SimpleNamespace(position=64), 0.0, True
 
     def offer(self, rest):
         return self.rounds.offer(self.drafter, self.anchor, 64, WIDEST, rest)

@@ -21,8 +21,8 @@ class Asking:
 
     doubt = 0.5
 
-    def __init__(self, believed: float, right: float, goes_ahead: bool = True) -> None:
-        self.believed, self.right, self.goes_ahead, self.tokens = believed, right, goes_ahead, 0
+    def __init__(self, believed: float, right: float, can_pipeline: bool = True) -> None:
+        self.believed, self.right, self.can_pipeline, self.tokens = believed, right, can_pipeline, 0
 
 
 class Machine:
@@ -92,13 +92,13 @@ def test_the_account_limits_what_can_be_lost(requests, ahead):
 def test_plain_rounds_that_are_begun_ahead_are_what_drafting_has_to_beat():
     """Three rows for half again the time of one: that is less than plain rounds at half of it."""
     machine = Machine(shared_costs(0.05, 0.0, 0.2, ahead=0.5))
-    for goes_ahead in (True, False):
-        requests = [Asking(0.45, 0.45, goes_ahead) for _ in range(2)]
+    for can_pipeline in (True, False):
+        requests = [Asking(0.45, 0.45, can_pipeline) for _ in range(2)]
         drafted = 0
         for _ in range(40):
             machine.play(requests)
             drafted += max(machine.rows) > 1
-        assert drafted < 5 if goes_ahead else drafted > 30
+        assert drafted < 5 if can_pipeline else drafted > 30
 
 
 def test_beside_one_that_drafts_in_every_round_nothing_is_begun_ahead():

@@ -17,7 +17,7 @@ from dflash_mlx.targets import (
     forest_recurrent,
     forest_rows,
 )
-from dflash_mlx.targets.forest import Forest
+from dflash_mlx.targets.batched import BatchVerifier
 
 pytestmark = pytest.mark.by_family
 
@@ -64,16 +64,19 @@ def test_many_requests_of_every_family(family, count):
 def test_going_back(family):
     """Marks, cuts and what comes after them do not know who else was verified."""
     company = Company(tiny_target(family), 2)
-    marks = [[one.mark() for one in company.together], [one.mark() for one in company.alone]]
+    marks = [
+        [one.checkpoint() for one in company.together],
+        [one.checkpoint() for one in company.alone],
+    ]
     for _ in range(2):
         company.round(range(2))
     for sessions, each in zip((company.together, company.alone), marks, strict=True):
         for session, mark in zip(sessions, each, strict=True):
             session.rewind(mark)
     company.round(range(2))
-    if company.together[0].can_be_cut:
+    if company.together[0].can_trim:
         for session in (*company.together, *company.alone):
-            session.cut(1)
+            session.trim_to(1)
         company.round(range(2))
     company.check_states()
 
@@ -94,7 +97,7 @@ def test_texts_are_those_alone(family):
 
 def together(target, prompts, texts, settings, count):
     """The texts of some requests, each round of which is one forward, and one wait."""
-    forest = Forest(target)
+    forest = BatchVerifier(target)
     sessions = [target.start() for _ in prompts]
     samplers = [Sampler(*of) for of in zip(settings, prompts, strict=True)]
     drafters = []
@@ -206,7 +209,7 @@ def test_requests_of_other_taps():
     wanted = [(), (2, 0), (0, 1), (-1,)]
     sessions, alone = ([target.start(layers) for layers in wanted] for _ in range(2))
     proposals = [Proposal([1, 2, 3])] * 4
-    verified = Forest(target).verify(sessions, proposals)
+    verified = BatchVerifier(target).verify(sessions, proposals)
     for session, proposal, (logits, taps) in zip(alone, proposals, verified, strict=True):
         expected, features = session.verify(proposal)
         assert same(logits, expected) and same(taps, features)
@@ -216,5 +219,5 @@ def test_a_session_alone_is_its_own_verify():
     target = tiny_target("qwen3")
     session, calls = target.start(), []
     session.verify = lambda proposal: calls.append(proposal) or (None, None)
-    assert Forest(target).verify([session], [Proposal([1])]) == [(None, None)]
-    assert len(calls) == 1 and Forest(target).verify([], []) == []
+    assert BatchVerifier(target).verify([session], [Proposal([1])]) == [(None, None)]
+    assert len(calls) == 1 and BatchVerifier(target).verify([], []) == []

@@ -17,7 +17,7 @@ from trees import random_tree
 from dflash_mlx.errors import UnsupportedTreeError
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
-from dflash_mlx.targets.forest import Forest
+from dflash_mlx.targets.batched import BatchVerifier
 from dflash_mlx.targets.forest_rows import Rows
 from dflash_mlx.targets.overrides import Overrides
 from dflash_mlx.targets.tree import Tree
@@ -46,7 +46,7 @@ def readings(target: Target, count: int) -> tuple[int, int]:
     for module in (target.model, *target.model.modules()):
         if module is target.model or type(module).__name__ in WEIGHTS:
             watching.watch(module, lambda *_, module=module: calls.append(module))
-    forest = Forest(target)
+    forest = BatchVerifier(target)
     proposals = [Proposal(random_prompt(1 + at % 3, at)) for at in range(count)]
     with watching.installed():
         forest.verify(sessions, proposals)
@@ -70,7 +70,7 @@ def test_nothing_is_evaluated():
     sessions = [target.start((0, 3)) for _ in range(8)]
     for session in sessions:
         list(session.prefill(random_prompt(9, 1)))
-    forest = Forest(target)
+    forest = BatchVerifier(target)
     before = memory()
     verified = forest.verify(sessions, [Proposal(random_prompt(8, 2))] * 8)
     assert memory() - before < 8192
@@ -83,14 +83,14 @@ def test_a_request_that_cannot_be_verified_leaves_the_others_as_they_were():
     sessions = [target.start(), target.start()]
     target._why_no_trees = "something"
     with pytest.raises(UnsupportedTreeError):
-        Forest(target).verify(sessions, [Proposal([1, 2]), Proposal([1, 2, 3], (-1, 0, 0))])
-    assert all(session.whole for session in sessions)
+        BatchVerifier(target).verify(sessions, [Proposal([1, 2]), Proposal([1, 2, 3], (-1, 0, 0))])
+    assert all(session.intact for session in sessions)
 
 
 def test_nobodys_caches_are_held_on_to():
     """A request that ends is forgotten, although the forest goes on."""
     target = tiny_target("deepseek_v41")
-    forest = Forest(target)
+    forest = BatchVerifier(target)
     sessions = [target.start(), target.start()]
     forest.verify(sessions, [Proposal([1, 2]), Proposal([3])])
     assert not len(forest._layers._rows) and not forest._layers._entries

@@ -16,7 +16,7 @@ from kernel_trees import random_parents
 from metal_host import EmulatedKernel
 
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets.forest import Forest
+from dflash_mlx.targets.batched import BatchVerifier
 
 pytestmark = on_gpu_or_emulator
 
@@ -28,7 +28,7 @@ def test_every_request_is_as_alone(family):
         factory = partial(EmulatedKernel, checked=False)
     launches = Launches(factory)
     target = exact_target(family, launches)
-    forest = Forest(target)
+    forest = BatchVerifier(target)
     tree = Proposal(random_prompt(5, 2), tuple(random_parents(5)))
     proposals = [Proposal(random_prompt(7, 1)), tree, Proposal([9])]
     together, alone = ([target.start((0, 3)) for _ in proposals] for _ in range(2))
@@ -55,7 +55,7 @@ def test_every_request_is_as_alone(family):
 def test_no_more_rows_than_the_kernels_take():
     """Requests go together as long as all their rows do."""
     target = tiny_target("qwen3")
-    forest = Forest(target)
+    forest = BatchVerifier(target)
     target.wiring = SimpleNamespace(widest=64)
     assert list(forest._forwards([40, 24, 1, 63, 2, 64])) == [(0, 2), (2, 4), (4, 5), (5, 6)]
     assert list(forest._forwards([])) == []

@@ -48,7 +48,7 @@ def test_a_model_that_cannot_is_refused_at_once(family):
 @pytest.mark.parametrize("bits", [0, 2, 16, "8", 4.0, True, []])
 def test_other_widths_are_refused(bits):
     target = target_of(random_model("qwen3"), "qwen3")
-    with pytest.raises(SettingsError, match="8 or 4 bits"):
+    with pytest.raises(SettingsError, match="must be 8 or 4"):
         dm.stream_generate(target, None, [1, 2, 3], kv_bits=bits)
 
 

@@ -58,7 +58,7 @@ def test_an_index_that_was_cut_is_one_that_never_saw_the_rest(text, more, data):
     index, fresh = Index(), Index()
     for token in text:
         index.add(token)
-    index.cut(kept)
+    index.trim_to(kept)
     for token in [*text[:kept], *more]:
         fresh.add(token)
     for token in more:

@@ -141,7 +141,7 @@ def test_a_drafter_that_is_falsy_is_a_drafter():
         ({"block_size": 3.0}, "block_size"),
         ({"block_size": True}, "block_size"),
         ({"block_size": 10**400}, "block_size must be a whole number from 1 to 2,147,483,647"),
-        ({"kv_bits": np.array([8, 4])}, "8 or 4 bits"),
+        ({"kv_bits": np.array([8, 4])}, "must be 8 or 4"),
         ({"tree_budget": np.array([8, 4])}, "tree_budget"),
         ({"stop": [""]}, "stop"),
         ({"stop": ""}, "stop"),

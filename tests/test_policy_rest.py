@@ -55,7 +55,7 @@ class Text:
     def doubt(self):
         return self.rounds.doubt
 
-    position, goes_ahead, unread, reading, slower = 64, True, 0, 0.0, 1.0
+    position, can_pipeline, unread, reading, slower = 64, True, 0, 0.0, 1.0
 
     def propose(self, anchor, width):
         """As the session."""

@@ -146,10 +146,10 @@ def test_what_did_not_end_well_is_not_kept():
     here.keep(target, drafter, prompt)  # the drafter is behind
     drafter.take(prompt[16:])
     here.keep(target, drafter, prompt[:16])  # not what they hold
-    target.whole = False
+    target.intact = False
     here.keep(target, drafter, prompt)  # a forward broke off
     assert used(here) == 0
-    target.whole = True
+    target.intact = True
     here.keep(target, drafter, prompt)
     assert used(here) > 0
 

@@ -17,7 +17,7 @@ from ..kernels.calibration import Timing
 from ..kernels.modules import Kernels, can_swap, verifying
 from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
 from ..targets.attention import attention_shape
-from ..targets.kv_bits import make_cache
+from ..targets.caches import make_cache
 
 ROWS = (1, 2, 4, 6, 8, 12, 16)
 CONTEXT = 4096  # tokens that attention is timed over

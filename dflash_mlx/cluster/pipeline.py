@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..targets import Target, internals
-from ..targets.forest import Forest
+from ..targets.batched import BatchVerifier
 from ..targets.overrides import Overrides
 from ..targets.taps import Taps
 from .sessions import LeadingTarget
@@ -34,8 +34,8 @@ def limits(target: Target) -> Limits:
     """Of this rank's layers."""
     found = {
         Limits.NO_TREES: not target.supports_trees,
-        Limits.NO_CUT: not target.start().can_be_cut,
-        Limits.NO_FOREST: Forest(target).level is None,
+        Limits.NO_CUT: not target.start().can_trim,
+        Limits.NO_FOREST: BatchVerifier(target).level is None,
     }
     return Limits(sum(limit for limit, is_so in found.items() if is_so))
 
@@ -65,7 +65,7 @@ class LeadingStage(Stage, LeadingTarget):
 
     def __init__(self, limit: Limits, *of: Any) -> None:
         super().__init__(*of)
-        self.can_be_cut = not limit & Limits.NO_CUT
+        self.can_trim = not limit & Limits.NO_CUT
         if limit & Limits.NO_TREES and self._why_no_trees is None:
             self._why_no_trees = "a layer on another machine"
 

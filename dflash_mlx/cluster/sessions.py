@@ -13,8 +13,7 @@ import mlx.nn as nn
 from ..errors import SettingsError
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
-from ..targets.contents import Arrays
-from ..targets.marks import Mark
+from ..targets.caches import Arrays, Checkpoint
 from ..targets.target import PREFILL_STEP
 from .leader import Leader
 from .wire import Kind, optional
@@ -31,11 +30,11 @@ class LeadingTarget(Target):
         whole_head: the head before it was sliced, for drafts; None where it was not.
 
     Attributes:
-        can_be_cut: whether the sessions' caches on all other ranks can be cut anywhere; those of
+        can_trim: whether the sessions' caches on all other ranks can be cut anywhere; those of
             other layers may not.
     """
 
-    can_be_cut = True
+    can_trim = True
 
     def __init__(self, leader: Leader, whole_head: nn.Module | None, *of: Any) -> None:
         self.leader, self._whole_head = leader, whole_head
@@ -43,10 +42,10 @@ class LeadingTarget(Target):
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """As of `Target`."""
-        with self.at_rest:
+        with self.forward_lock:
             return LeadingSession(self.leader, self, self.layers, tap_layers, kv_bits)
 
-    def together(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
+    def verify_batch(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
         """As of `Target`; the others run it, too."""
         return self.leader.verify(forward, sessions, proposals)
 
@@ -60,8 +59,8 @@ class LeadingTarget(Target):
 
 
 @dataclass(frozen=True)
-class NumberedMark(Mark):
-    """A mark, and the number that it has on all ranks."""
+class NumberedCheckpoint(Checkpoint):
+    """A checkpoint with its number on every rank."""
 
     number: int
 
@@ -72,8 +71,8 @@ class LeadingSession(TargetSession):
     def __init__(self, leader: Leader, target: LeadingTarget, *of: Any) -> None:
         super().__init__(target, *of)
         self._leader, self.number, self._known = leader, leader.number(), False
-        self._others_can_be_cut = target.can_be_cut
-        self.goes_ahead = False  # the others have to be told the tokens
+        self._others_can_trim = target.can_trim
+        self.can_pipeline = False  # the others have to be told the tokens
 
     def introduce(self) -> None:
         """Have the others begin it, too; most sessions are only looked at, and need none."""
@@ -111,30 +110,32 @@ class LeadingSession(TargetSession):
         self._leader.tell(Kind.COMMIT, self.number, *kept)
 
     @property
-    def can_be_cut(self) -> bool:
+    def can_trim(self) -> bool:
         """As of `TargetSession`, on all ranks."""
-        return self._others_can_be_cut and super().can_be_cut
+        return self._others_can_trim and super().can_trim
 
-    def cut(self, position: int) -> None:
+    def trim_to(self, position: int) -> None:
         """As of `TargetSession`."""
-        super().cut(position)
+        super().trim_to(position)
         self.introduce()
         self._leader.tell(Kind.CUT, self.number, position)
 
-    def mark(self) -> Mark:
+    def checkpoint(self) -> Checkpoint:
         """As of `TargetSession`; the others forget theirs when this one is gone."""
-        own = super().mark()
-        mark = NumberedMark(own.position, own.states, self._leader.number())
+        own = super().checkpoint()
+        checkpoint = NumberedCheckpoint(own.position, own.states, self._leader.number())
         self.introduce()
-        self._leader.tell(Kind.MARK, self.number, mark.number)
-        weakref.finalize(mark, self._leader.tell, Kind.FORGET, mark.number).atexit = False
-        return mark
+        self._leader.tell(Kind.MARK, self.number, checkpoint.number)
+        weakref.finalize(
+            checkpoint, self._leader.tell, Kind.FORGET, checkpoint.number
+        ).atexit = False
+        return checkpoint
 
-    def rewind(self, mark: Mark) -> None:
+    def rewind(self, checkpoint: Checkpoint) -> None:
         """As of `TargetSession`."""
-        assert isinstance(mark, NumberedMark)
-        super().rewind(mark)
-        self._leader.tell(Kind.REWIND, self.number, mark.number)
+        assert isinstance(checkpoint, NumberedCheckpoint)
+        super().rewind(checkpoint)
+        self._leader.tell(Kind.REWIND, self.number, checkpoint.number)
 
     def rows(self, start: int, end: int) -> Arrays:
         """As of `TargetSession`, with a number for what the others keep."""
@@ -143,7 +144,7 @@ class LeadingSession(TargetSession):
     def state(self) -> Arrays:
         """As of `TargetSession`, with a number for what the others keep."""
         found = super().state()
-        kept = found or not self._others_can_be_cut
+        kept = found or not self._others_can_trim
         return self._kept(found, None, self.position) if kept else found
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..targets import internals
-from ..targets.kv_bits import make_cache
+from ..targets.caches import make_cache
 from ..validation import ErrorWrapper
 
 

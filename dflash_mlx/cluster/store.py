@@ -10,7 +10,7 @@ from typing import Any
 from ..drafter.protocol import Drafter
 from ..errors import SettingsError
 from ..prefix.store import PrefixStore
-from ..targets.contents import inside
+from ..targets.caches import strip_prefix
 from .sessions import PIECE, LeadingTarget, number_of
 from .wire import Kind
 
@@ -30,7 +30,7 @@ class LeadingStore(PrefixStore):
     def _let_go(self, key: bytes) -> None:
         arrays = self._entries[key].arrays or {}
         for part in ("rows", "state"):
-            piece = inside(arrays, f"target.{part}.")
+            piece = strip_prefix(arrays, f"target.{part}.")
             if PIECE in piece:
                 self._leader.tell(Kind.FREE, number_of(piece))
         super()._let_go(key)

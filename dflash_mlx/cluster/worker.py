@@ -15,9 +15,8 @@ import mlx.core as mx
 from ..errors import ClusterError
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
-from ..targets.contents import Arrays
-from ..targets.forest import Forest
-from ..targets.marks import Mark
+from ..targets.batched import BatchVerifier
+from ..targets.caches import Arrays, Checkpoint
 from ..validation import ErrorWrapper
 from .leader import LOST, REST_SECONDS
 from .watchdog import Watch
@@ -45,8 +44,8 @@ class Worker:
         carry: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
         self._wire, self._target, self._carry = wire, target, carry
-        self._forest: Forest | None = None  # made when two requests share a round
-        self._marks: dict[int, Mark] = {}
+        self._forest: BatchVerifier | None = None  # made when two requests share a round
+        self._marks: dict[int, Checkpoint] = {}
         self._pieces: dict[int, Arrays] = {}
         self.sessions: dict[int, TargetSession] = {}
         self._does: dict[Kind, Callable[[Numbers], None]] = {
@@ -55,7 +54,7 @@ class Worker:
             Kind.READ: self._read,
             Kind.VERIFY: self._verify,
             Kind.COMMIT: lambda of: self.sessions[of[0]].commit(of[1:]),
-            Kind.CUT: lambda of: self.sessions[of[0]].cut(of[1]),
+            Kind.CUT: lambda of: self.sessions[of[0]].trim_to(of[1]),
             Kind.MARK: self._mark,
             Kind.REWIND: lambda of: self.sessions[of[0]].rewind(self._marks[of[1]]),
             Kind.FORGET: lambda of: self._forget(self._marks, of[0]),
@@ -101,11 +100,11 @@ class Worker:
         if len(sessions) == 1:
             mx.eval(self._carry(sessions[0].verify(proposals[0])))
             return
-        self._forest = self._forest or Forest(self._target)
+        self._forest = self._forest or BatchVerifier(self._target)
         mx.eval(self._carry(self._forest.verify(sessions, proposals)))
 
     def _mark(self, of: Numbers) -> None:
-        self._marks[of[1]] = self.sessions[of[0]].mark()
+        self._marks[of[1]] = self.sessions[of[0]].checkpoint()
 
     def _keep(self, of: Numbers) -> None:
         session, start = self.sessions[of[0]], given(of[2])
@@ -123,6 +122,6 @@ class Worker:
 
     @staticmethod
     def _forget(
-        held: dict[int, TargetSession] | dict[int, Mark] | dict[int, Arrays], at: int
+        held: dict[int, TargetSession] | dict[int, Checkpoint] | dict[int, Arrays], at: int
     ) -> None:
         held.pop(at, None)

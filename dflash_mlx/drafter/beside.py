@@ -23,7 +23,7 @@ from .tree import DraftTree
 if TYPE_CHECKING:
     from ..sampling import Sampler
     from ..targets import Target
-    from ..targets.contents import Arrays
+    from ..targets.caches import Arrays
     from .calibration import Calibration
     from .network import DFlash
     from .session import DraftSession
@@ -216,9 +216,9 @@ class BesideSession:
         return self.network.position
 
     @property
-    def can_be_cut(self) -> bool:
-        """Whether `cut` can go back to any position, or only `rewind` to a mark."""
-        return self.network.can_be_cut
+    def can_trim(self) -> bool:
+        """Whether `trim_to` can go back to any position, or only `rewind` to a checkpoint."""
+        return self.network.can_trim
 
     def resume(self, sampler: Sampler) -> None:
         """Go on with another request over the same text."""
@@ -226,15 +226,15 @@ class BesideSession:
         self.lookup.resume(sampler)
         self._waiting = Hindsight()
 
-    def cut(self, position: int) -> None:
+    def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
-        self.network.cut(position)
-        self.lookup.cut(position)
+        self.network.trim_to(position)
+        self.lookup.trim_to(position)
         self._waiting = Hindsight()
 
-    def mark(self) -> tuple[Any, int]:
+    def checkpoint(self) -> tuple[Any, int]:
         """This state, to come back to."""
-        return self.network.mark(), self.lookup.mark()
+        return self.network.checkpoint(), self.lookup.checkpoint()
 
     def rows(self, start: int, end: int) -> Arrays:
         """The network's."""
@@ -248,10 +248,10 @@ class BesideSession:
         """Begin with what the network took in; the lookup reads the text."""
         self.network.restore(position, rows, state, room)
 
-    def rewind(self, mark: tuple[Any, int]) -> None:
-        """Forget all tokens since the mark."""
-        self.network.rewind(mark[0])
-        self.lookup.rewind(mark[1])
+    def rewind(self, checkpoint: tuple[Any, int]) -> None:
+        """Forget all tokens since the checkpoint."""
+        self.network.rewind(checkpoint[0])
+        self.lookup.rewind(checkpoint[1])
         self._waiting = Hindsight()
 
 

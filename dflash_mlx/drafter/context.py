@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..targets import contents
-from ..targets.contents import Arrays
+from ..targets import caches
+from ..targets.caches import Arrays
 
-ContextMark = tuple[int, tuple[mx.array, mx.array] | None]
+ContextCheckpoint = tuple[int, tuple[mx.array, mx.array] | None]
 
 
 class ContextCache:
@@ -46,24 +46,24 @@ class ContextCache:
             return self._recent or ()
         return (self._full.keys, self._full.values) if self._full.offset else ()
 
-    def cut(self, offset: int) -> None:
+    def trim_to(self, offset: int) -> None:
         """Forget the rows from `offset` on. A layer with a window can only `rewind`."""
         self._full.trim(self.offset - offset)
         self.offset = offset
 
-    def mark(self) -> ContextMark:
+    def checkpoint(self) -> ContextCheckpoint:
         """This state, to come back to; nothing is copied."""
         return self.offset, self._recent
 
-    def rewind(self, mark: ContextMark) -> None:
-        """Forget the rows since the mark."""
+    def rewind(self, checkpoint: ContextCheckpoint) -> None:
+        """Forget the rows since the checkpoint."""
         if self.window is None:
-            self.cut(mark[0])
-        self.offset, self._recent = mark
+            self.trim_to(checkpoint[0])
+        self.offset, self._recent = checkpoint
 
     def rows(self, start: int, end: int) -> Arrays:
         """The keys and values [1, KV, S, head_dim] of S tokens; none of a layer with a window."""
-        return contents.rows(self._full, start, end) if self.window is None else {}
+        return caches.rows(self._full, start, end) if self.window is None else {}
 
     def recent(self) -> Arrays:
         """The rows of a layer's window; none without one."""
@@ -75,7 +75,7 @@ class ContextCache:
         """Begin with `offset` rows, of which a layer with a window gets the last."""
         self.offset = offset
         if self.window is None:
-            contents.fill(self._full, offset, rows, {}, room)
+            caches.restore(self._full, offset, rows, {}, room)
         else:
             self._recent = window["keys"], window["values"]
 

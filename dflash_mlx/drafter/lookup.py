@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..sampling import Sampler
     from ..targets import Target
-    from ..targets.contents import Arrays
+    from ..targets.caches import Arrays
 
 LENGTHS = (2, 3, 4, 8, 16)  # of the n-grams that are indexed, the shortest first: see `find`
 MOST = 32  # tokens before a place that are compared with those before the end
@@ -61,7 +61,7 @@ class Index:
                 places[key] = end
         self._before.append(tuple(overwritten))
 
-    def cut(self, count: int) -> None:
+    def trim_to(self, count: int) -> None:
         """Forget all but the first `count` tokens."""
         while len(self.tokens) > count:
             before = self._before.pop()
@@ -203,24 +203,24 @@ class LookupSession:
         rows = 1 + len(self.foresee(anchor, width))
         return self.propose_foreseen(anchor, rows)
 
-    can_be_cut = True
+    can_trim = True
 
     def resume(self, sampler: Sampler) -> None:
         """Go on with another request over the same text."""
         self._waiting = Hindsight()
 
-    def cut(self, position: int) -> None:
+    def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
-        self._index.cut(position)
+        self._index.trim_to(position)
         self._waiting = Hindsight()
 
-    def mark(self) -> int:
+    def checkpoint(self) -> int:
         """This state, to come back to."""
         return self.position
 
-    def rewind(self, mark: int) -> None:
-        """Forget all tokens since the mark."""
-        self.cut(mark)
+    def rewind(self, checkpoint: int) -> None:
+        """Forget all tokens since the checkpoint."""
+        self.trim_to(checkpoint)
 
     def rows(self, start: int, end: int) -> Arrays:
         """None: the text is all it needs."""

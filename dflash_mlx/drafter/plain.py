@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ..sampling import Sampler
     from ..targets import Target
-    from ..targets.contents import Arrays
+    from ..targets.caches import Arrays
 
 
 class NoDrafter:
@@ -39,22 +39,22 @@ class NoDrafter:
         """The anchor."""
         return Proposal([anchor])
 
-    can_be_cut = True
+    can_trim = True
 
     def resume(self, sampler: Sampler) -> None:
         """Go on with another request over the same text."""
 
-    def cut(self, position: int) -> None:
+    def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
         self.position = position
 
-    def mark(self) -> int:
+    def checkpoint(self) -> int:
         """This state, to come back to."""
         return self.position
 
-    def rewind(self, mark: int) -> None:
-        """Forget all tokens since the mark."""
-        self.position = mark
+    def rewind(self, checkpoint: int) -> None:
+        """Forget all tokens since the checkpoint."""
+        self.position = checkpoint
 
     def rows(self, start: int, end: int) -> Arrays:
         """None."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..sampling import Sampler
     from ..targets import Target
-    from ..targets.contents import Arrays
+    from ..targets.caches import Arrays
     from .calibration import Calibration
     from .tree import DraftTree
 
@@ -223,20 +223,20 @@ class Resumable(Protocol[MarkT]):
         """Tokens that were taken in."""
 
     @property
-    def can_be_cut(self) -> bool:
-        """Whether `cut` can go back to any position, or only `rewind` to a mark."""
+    def can_trim(self) -> bool:
+        """Whether `trim_to` can go back to any position, or only `rewind` to a checkpoint."""
 
     def resume(self, sampler: Sampler) -> None:
         """Go on with another request over the same text, whose settings and seed are these."""
 
-    def cut(self, position: int) -> None:
+    def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
 
-    def mark(self) -> MarkT:
+    def checkpoint(self) -> MarkT:
         """This state, to come back to."""
 
-    def rewind(self, mark: MarkT) -> None:
-        """Forget all tokens since the mark."""
+    def rewind(self, checkpoint: MarkT) -> None:
+        """Forget all tokens since the checkpoint."""
 
 
 @runtime_checkable
@@ -252,7 +252,7 @@ class Storable(Protocol):
         """Tokens that were taken in."""
 
     @property
-    def can_be_cut(self) -> bool:
+    def can_trim(self) -> bool:
         """Whether rows are all there is, so that any position can be begun from."""
 
     def rows(self, start: int, end: int) -> Arrays:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import mlx.core as mx
 
 from ..proposal import Proposal
-from ..targets.contents import Arrays, inside
+from ..targets.caches import Arrays, strip_prefix
 from ..targets.taps import gathered
-from .context import ContextCache, ContextMark
+from .context import ContextCache, ContextCheckpoint
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .config import DraftConfig
 
 Waiting = tuple[mx.array, Sequence[int]]  # features [1, N, K*D], and which of their rows
-DraftMark = tuple[list[ContextMark], list[Waiting]]
+DraftCheckpoint = tuple[list[ContextCheckpoint], list[Waiting]]
 MOST_WAITING = 256  # rows of features that wait for a block: one by one they would cost more
 
 
@@ -114,25 +114,25 @@ class DraftSession:
         return self._cache[0].offset + self.unread
 
     @property
-    def can_be_cut(self) -> bool:
-        """Whether `cut` can go back to any position, or only `rewind` to a mark."""
+    def can_trim(self) -> bool:
+        """Whether `trim_to` can go back to any position, or only `rewind` to a checkpoint."""
         return all(layer.window is None for layer in self._cache)
 
-    def cut(self, position: int) -> None:
+    def trim_to(self, position: int) -> None:
         """Forget the features of all tokens from a position on."""
         waiting = self._take_pending()[:, : max(0, position - self._cache[0].offset)]
         for layer in self._cache:
-            layer.cut(min(position, layer.offset))
+            layer.trim_to(min(position, layer.offset))
         self._wait(waiting, range(waiting.shape[1]))
         self._start_computing()
 
-    def mark(self) -> DraftMark:
+    def checkpoint(self) -> DraftCheckpoint:
         """This state, to come back to; nothing is copied."""
-        return [layer.mark() for layer in self._cache], list(self._pending)
+        return [layer.checkpoint() for layer in self._cache], list(self._pending)
 
-    def rewind(self, mark: DraftMark) -> None:
-        """Forget the features since the mark."""
-        states, pending = mark
+    def rewind(self, checkpoint: DraftCheckpoint) -> None:
+        """Forget the features since the checkpoint."""
+        states, pending = checkpoint
         for layer, state in zip(self._cache, states, strict=True):
             layer.rewind(state)
         self._take_pending()
@@ -160,8 +160,8 @@ class DraftSession:
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Begin with `position` tokens that other sessions have taken in; see `Storable`."""
         for at, layer in enumerate(self._cache):
-            pieces = [inside(piece, f"{at}.") for piece in rows]
-            layer.restore(position, pieces, inside(state, f"{at}."), room)
+            pieces = [strip_prefix(piece, f"{at}.") for piece in rows]
+            layer.restore(position, pieces, strip_prefix(state, f"{at}."), room)
         self._start_computing()
 
     def _take_in(self, position: int) -> None:

@@ -31,7 +31,7 @@ from ..policy.costs import Costs, Meanwhile, curve, monotone, pair_costs, rows_u
 from ..policy.timing import DEPTHS, TOKEN, Round, started, time_rounds
 from ..proposal import Proposal
 from ..sampling import Sampler
-from ..targets.forest import Forest
+from ..targets.batched import BatchVerifier
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -130,7 +130,7 @@ def measure_shared(
     target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None
 ) -> Costs:
     """Time the rounds of `MANY` requests together. They draft for texts of one token, repeated."""
-    sampler, forest = Sampler(), Forest(target)
+    sampler, forest = Sampler(), BatchVerifier(target)
 
     def begin(depth: int) -> Round:
         """Rounds of all of them."""

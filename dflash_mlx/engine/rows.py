@@ -273,7 +273,7 @@ class SharedRounds:
             return
         standings = [self._standings.setdefault(request, Standing()) for request in requests]
         affordable, watch = self._account.affordable_together, self._watch(len(requests))
-        begun = all(request.goes_ahead for request in requests)
+        begun = all(request.can_pipeline for request in requests)
         waits = any(offer.asked and offer.chances for offer in offers)  # drafts in every round
         ahead = self._costs.ahead if begun and not waits else 1.0
         of_all = standings, self._costs, context, affordable, watch

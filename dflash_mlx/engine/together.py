@@ -15,7 +15,7 @@ from ..policy.cuts import Draft, read_together
 from ..policy.offer import Offer, Planting, checked
 from ..proposal import Proposal
 from ..targets import Target
-from ..targets.forest import Forest
+from ..targets.batched import BatchVerifier
 from .rows import SharedRounds, everything
 
 
@@ -28,7 +28,7 @@ class Flat:
     """
 
     def __init__(self, target: Target, rounds: SharedRounds | None) -> None:
-        self._forest, self._rounds = Forest(target), rounds
+        self._forest, self._rounds = BatchVerifier(target), rounds
 
     def propose(self, turns: Sequence[Turn]) -> None:
         """Set the proposals: of one request its own, of many what brings most for all."""

@@ -150,7 +150,7 @@ def time_ahead(target: Target, drafter: Drafter, kv_bits: int | None) -> float:
     depth = max(2, min(DEPTHS[0], room))
     sampler, (session, _) = Sampler(), started(target, drafter, depth, kv_bits)
     # On a CPU the host waits while a pass is begun: what is left to hide is less than chance.
-    if not session.goes_ahead or mx.default_device() == mx.cpu:
+    if not session.can_pipeline or mx.default_device() == mx.cpu:
         return 1.0
 
     def begun(token: mx.array) -> tuple[mx.array, mx.array]:

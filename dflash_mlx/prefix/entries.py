@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..drafter.protocol import Storable
 from ..targets import TargetSession
-from ..targets.contents import Arrays, inside
+from ..targets.caches import Arrays, strip_prefix
 
 
 @dataclass
@@ -70,9 +70,9 @@ class Places:
         return sorted((length, mark) for mark, length in self._after.get(chunk, {}).items())
 
 
-def can_be_cut(target: TargetSession, drafter: Storable) -> bool:
+def can_trim(target: TargetSession, drafter: Storable) -> bool:
     """Whether rows are all that a pair is gone on from, so that no marks are needed."""
-    return target.can_be_cut and drafter.can_be_cut
+    return target.can_trim and drafter.can_trim
 
 
 def rows_of(target: TargetSession, drafter: Storable, start: int, end: int) -> Arrays:
@@ -98,8 +98,8 @@ def restore(
     """
     session: Any
     for name, session in (("target", target), ("draft", drafter)):
-        rows = [inside(piece, f"{name}.rows.") for piece in pieces]
-        session.restore(position, rows, inside(pieces[-1], f"{name}.state."), room)
+        rows = [strip_prefix(piece, f"{name}.rows.") for piece in pieces]
+        session.restore(position, rows, strip_prefix(pieces[-1], f"{name}.state."), room)
 
 
 def _named(prefix: str, arrays: Arrays) -> Arrays:

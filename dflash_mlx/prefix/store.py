@@ -22,10 +22,10 @@ from ..drafter.protocol import Drafter, ReadsText, Session, Storable, check_pair
 from ..errors import SettingsError
 from ..sampling import Sampler
 from ..targets import Target, TargetSession
-from ..targets.contents import Arrays
+from ..targets.caches import Arrays
 from ..validation import MAX_BYTES, check_integer
 from .disk import Folder
-from .entries import Entry, Place, Places, can_be_cut, restore, rows_of, state_of
+from .entries import Entry, Place, Places, can_trim, restore, rows_of, state_of
 from .keys import chunk_keys, fingerprint, mark_key, root_key
 from .ledger import Ledger
 
@@ -129,7 +129,7 @@ class PrefixStore:
         end), every `stride` tokens, and where a stored text parts from this one: that text was the
         first to come by there, this is the second, so there may be more.
         """
-        if not isinstance(drafter, Storable) or can_be_cut(target, drafter):
+        if not isinstance(drafter, Storable) or can_trim(target, drafter):
             return []
         keys = chunk_keys(self._root(target.kv_bits, salt), prompt, self._chunk)
         with self._lock:
@@ -148,7 +148,7 @@ class PrefixStore:
         salt: str = "",
     ) -> None:
         """Store what is new of these tokens; see `Prefix`."""
-        if not isinstance(drafter, Storable) or not target.whole:
+        if not isinstance(drafter, Storable) or not target.intact:
             return
         if not len(ids) == target.position == drafter.position:
             return
@@ -161,7 +161,7 @@ class PrefixStore:
                 if key not in self._entries
             ]
             path = list(keys)
-            if mark and ids and not can_be_cut(target, drafter):
+            if mark and ids and not can_trim(target, drafter):
                 path.append(self._mark(target, drafter, ids, [root, *keys], new))
             self._insert(new, path)
             kept = [entry for entry in new if entry.arrays is not None]
@@ -213,7 +213,7 @@ class PrefixStore:
         while True:
             path = list(self._leading(keys))
             position = len(path) * self._chunk
-            if not can_be_cut(target, drafter):
+            if not can_trim(target, drafter):
                 at, mark = self._deepest_mark([root, *path], ids)
                 path = [] if mark is None else [*path[: at // self._chunk], mark]
                 position = at

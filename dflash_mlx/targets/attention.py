@@ -26,6 +26,7 @@ from ..kernels.choose import attention_from
 from ..kernels.modules import Wiring
 from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
 from ..kernels.weights import AffineWeights
+from .caches import GROUP_SIZES, make_cache
 from .internals import (
     ATTENTION,
     KVCache,
@@ -41,7 +42,6 @@ from .internals import (
     query_heads,
     scaled_dot_product_attention,
 )
-from .kv_bits import GROUP_SIZES, make_cache
 from .overrides import Overrides, rebound
 
 

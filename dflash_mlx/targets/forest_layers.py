@@ -54,7 +54,7 @@ class Layers:
         self._layer_of: dict[int, int] = {}  # of modules that take one request's rows, by identity
         self._rows: Rows  # of the forward that runs,
         self._entries: list[dict[int, list[Entry]]] = []  # and what modules are for each request
-        with target.at_rest:
+        with target.forward_lock:
             self._wiring = target.wiring
             layers = target.layers
             flat = level and all(

@@ -34,7 +34,7 @@ from ..kernels.weights import AffineWeights, Weights
 from ..machine.chips import Chip
 from ..proposal import Proposal
 from .attention import attention_shape
-from .kv_bits import make_cache
+from .caches import make_cache
 from .recurrent import delta_shape
 from .target import Target
 

@@ -20,8 +20,8 @@ from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..proposal import Proposal
 from ..threads import evaluate
 from ..validation import text_config
-from . import contents, internals, marks
-from .kv_bits import make_cache
+from . import caches, internals
+from .caches import Arrays, Checkpoint, make_cache
 from .mla import absorb
 from .overrides import Overrides
 from .recurrent import RecurrentTape
@@ -140,14 +140,14 @@ class Target:
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
         overrides = self.overrides()
-        with self.at_rest:
+        with self.forward_lock:
             taps = self.tap(layers, overrides)
         with overrides.installed():
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
 
     @property
-    def at_rest(self) -> AbstractContextManager[Any]:
+    def forward_lock(self) -> AbstractContextManager[Any]:
         """No forward runs inside: every module is of its own class."""
         return self._forwards
 
@@ -185,7 +185,7 @@ class Target:
 
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
-        with self.at_rest:  # another thread's would have modules of other classes
+        with self.forward_lock:  # another thread's would have modules of other classes
             return TargetSession(self, self.layers, tap_layers, kv_bits)
 
     def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
@@ -194,8 +194,8 @@ class Target:
         session.expect(tokens)
         return session.bytes
 
-    def together(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
-        """Run a `Forest`'s forward; a target that is spread over machines tells the others."""
+    def verify_batch(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
+        """Run a `BatchVerifier`'s forward; a distributed target also runs it on the other ranks."""
         return forward(sessions, proposals)
 
 
@@ -203,10 +203,10 @@ class TargetSession:
     """One request's caches: prefill, then verify and commit in turn.
 
     Attributes:
-        goes_ahead: whether a forward can be begun over a token that is not computed yet, and may be
-            the text's last. What no cache can forget again, as windows and states, is not begun.
+        can_pipeline: whether the next forward may start before its token is known. False for caches
+            with windows or states, which could not forget that token again.
         position: committed tokens in the caches.
-        whole: False while a forward changes the caches, and if it never ended.
+        intact: False while a forward changes the caches, and after one that failed.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class TargetSession:
         self._cache = make_cache(target.model, layers, kv_bits)
         # What one forward may leave lazy for the next; an indexer's keys, for one, are not always
         # read, and windows and states are cut anew.
-        self._lazy = [cache for cache in self._cache if not marks.is_read_whole(cache)]
-        self.goes_ahead = not self._lazy
+        self._lazy = [cache for cache in self._cache if not caches.is_read_whole(cache)]
+        self.can_pipeline = not self._lazy
         self._rollback = rollbacks_for(self._cache, layers, self._verify)
         # Rows are there or not, so these alone have something to do in every round.
         self._recording = [way for way in self._rollback if not isinstance(way, RowRollback)]
@@ -242,7 +242,7 @@ class TargetSession:
         self._tree_reader: TreeReader | None = None  # made for the first tree
         self._layers, self.kv_bits = layers, kv_bits
         self._unsettled = 0  # rows of the last verify that commit has not decided about
-        self.position, self.whole = 0, True
+        self.position, self.intact = 0, True
 
     def prefill(
         self,
@@ -272,13 +272,13 @@ class TargetSession:
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """One forward of `prefill`, its last one or not."""
-        self.whole = False
+        self.intact = False
         with self._prefill.installed():
             logits = self._model(mx.array([list(tokens)]), cache=self._cache)[0, -1:]
         taps = self._prefill_taps.take(len(tokens))
         mx.eval([cache.state for cache in self._cache], [logits] if last else [])
         self.position += len(tokens)
-        self.whole = True
+        self.intact = True
         return logits if last else None, taps
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
@@ -314,7 +314,7 @@ class TargetSession:
 
     def begin(self, proposal: Proposal) -> None:
         """The forward over the proposal is next, whoever runs it; then `commit` follows."""
-        self.whole, self._unsettled = False, len(proposal)
+        self.intact, self._unsettled = False, len(proposal)
         for rollback in self._recording:
             rollback.begin()
 
@@ -328,7 +328,7 @@ class TargetSession:
     @property
     def bytes(self) -> int:
         """Of the caches."""
-        leaves = tree_flatten([marks.arrays(cache) for cache in self._cache])
+        leaves = tree_flatten([caches.arrays(cache) for cache in self._cache])
         return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
     def commit(self, kept: Sequence[int]) -> None:
@@ -340,42 +340,40 @@ class TargetSession:
         for rollback in self._rollback if rejected else self._recording:
             rollback.keep(len(kept), rejected)
         self.position += len(kept)
-        self.whole, self._unsettled = True, 0
+        self.intact, self._unsettled = True, 0
         # Leave nothing lazy in the caches: the next forward may be another thread's.
         if lazy := self._cache if moved else self._lazy:
-            mx.async_eval([marks.arrays(cache) for cache in lazy])
+            mx.async_eval([caches.arrays(cache) for cache in lazy])
 
     @property
-    def can_be_cut(self) -> bool:
-        """Whether `cut` can go back to any position, or only `rewind` to a mark."""
-        return all(map(marks.can_be_cut, self._cache))
+    def can_trim(self) -> bool:
+        """Whether `trim_to` can go back to any position, or only `rewind` to a checkpoint."""
+        return all(map(caches.can_trim, self._cache))
 
-    def cut(self, position: int) -> None:
+    def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
         for cache in self._cache:
-            marks.cut(cache, self.position - position)
+            caches.trim(cache, self.position - position)
         self.position = position
 
-    def mark(self) -> marks.Mark:
+    def checkpoint(self) -> Checkpoint:
         """This state, to come back to. It holds what cannot be cut: windows and states."""
-        return marks.mark(self._cache, self.position)
+        return caches.checkpoint(self._cache, self.position)
 
-    def rewind(self, mark: marks.Mark) -> None:
-        """Forget all tokens since the mark."""
-        marks.rewind(self._cache, self.position, mark)
-        self.position = mark.position
+    def rewind(self, checkpoint: Checkpoint) -> None:
+        """Forget all tokens since the checkpoint."""
+        caches.rewind(self._cache, self.position, checkpoint)
+        self.position = checkpoint.position
 
-    def rows(self, start: int, end: int) -> contents.Arrays:
+    def rows(self, start: int, end: int) -> Arrays:
         """What belongs to the tokens from `start` to `end`, by name: slices, to be copied."""
-        return contents.rows_of_all(self._cache, self._layers, start, end)
+        return caches.rows_of_all(self._cache, self._layers, start, end)
 
-    def state(self) -> contents.Arrays:
+    def state(self) -> Arrays:
         """The rest: what is good at this position alone, by name."""
-        return contents.state_of_all(self._cache)
+        return caches.state_of_all(self._cache)
 
-    def restore(
-        self, position: int, rows: Sequence[contents.Arrays], state: contents.Arrays, room: int
-    ) -> None:
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Begin with `position` tokens that other sessions have read.
 
         Args:
@@ -383,16 +381,16 @@ class TargetSession:
             state: from `state` at the position.
             room: tokens that are about to follow.
         """
-        contents.fill_all(self._cache, position, rows, state, room)
+        caches.restore_all(self._cache, position, rows, state, room)
         self.position = position
         # Leave nothing lazy in the caches: the next forward may be another thread's.
-        mx.async_eval([marks.arrays(cache) for cache in self._cache])
+        mx.async_eval([caches.arrays(cache) for cache in self._cache])
 
     def _reader(self) -> TreeReader:
         """What reads this request's trees. Raises `UnsupportedTreeError`."""
         if self._tree_reader is None:
             self._target.check_trees()
             of = (self._layers, self._cache, self._rollback, self._target.overrides())
-            with self._target.at_rest:  # as in `start`
+            with self._target.forward_lock:  # as in `start`
                 self._tree_reader = TreeReader(*of)
         return self._tree_reader

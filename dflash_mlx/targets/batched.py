@@ -27,7 +27,7 @@ Verified = tuple[mx.array, mx.array]  # logits [N, V], taps [1, N, K*D]
 UNFIT = (AttributeError, IndexError, TypeError, ValueError)
 
 
-class Forest:
+class BatchVerifier:
     """Verifies what many requests of one target propose.
 
     Attributes:
@@ -58,7 +58,7 @@ class Forest:
         Raises as `TargetSession.verify` does, before anything has changed. Exact verification
         takes `Wiring.widest` rows at once: more of them, of several requests, are more forwards.
         """
-        verified: list[Verified] = self._target.together(self._forward, sessions, proposals)
+        verified: list[Verified] = self._target.verify_batch(self._forward, sessions, proposals)
         return verified
 
     def _forward(
@@ -100,7 +100,7 @@ class Forest:
     def _taps(self, tapped: tuple[int, ...]) -> tuple[Overrides, Taps]:
         """What records the outputs of these layers."""
         if tapped not in self._tapped:
-            with self._target.at_rest:
+            with self._target.forward_lock:
                 overrides = self._target.overrides()
                 self._tapped[tapped] = overrides, self._target.tap(tapped, overrides)
         return self._tapped[tapped]
