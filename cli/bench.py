@@ -33,8 +33,8 @@ from .bench_options import EMBEDDED, SOME
 from .bench_trees import compare_trees
 from .machines import Machines, joined, shared
 from .options import AUTO, OFF, is_given, tree_rows
+from .output import note, print_json
 from .pair import WHOLE_BLOCKS, check_drafts, open_pair
-from .screen import note, print_json
 
 SEED = 0  # of a benchmark's sampling: the same texts in every run
 

@@ -10,7 +10,7 @@ from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.bench.server import Server
 from dflash_mlx.machine.facts import computer
 
-from .screen import Figures, note, print_json, stdout, waiting
+from .output import make_table, note, print_json, stdout, waiting
 
 
 def compare_clients(
@@ -32,11 +32,11 @@ def compare_clients(
         what = {"model": server.model, "url": server.url, **setup, "machine": computer()}
         print_json({**what, "concurrency": measured})
         return
-    table = Figures("clients", "tok/s", "first token", "p95", "gap", "p95 ")
+    table = make_table("clients", "tok/s", "first token", "p95", "gap", "p95 ")
     for one in measured:
         waits = (one[name] for name in ("first_token_seconds", "gap_seconds"))
         cells = [_ms(wait.get(key)) for wait in waits for key in ("median", "p95")]
-        table.add(str(one["clients"]), f"{one['tokens_per_second']:,.0f}", *cells)
+        table.add_row(str(one["clients"]), f"{one['tokens_per_second']:,.0f}", *cells)
     stdout().print(table)
     note(f"{server.model} · {server.url}; tokens a second of all together, medians and tails")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.bench.datasets import BenchPrompt
@@ -13,8 +14,8 @@ from dflash_mlx.bench.server import Server, measure_server
 from dflash_mlx.bench.summary import Measured, drafting
 from dflash_mlx.machine.facts import computer, machine
 
+from .output import make_table, note, stderr, stdout
 from .pair import Pair, measuring
-from .screen import Figures, note, stderr, stdout
 
 if TYPE_CHECKING:
     from dflash_mlx.policy.rounds import AnyPolicy
@@ -143,7 +144,7 @@ def _by_protocol(figures: Mapping[str, Any]) -> str:
     return f"{', '.join(known)} ({figures['answers']} answers)"
 
 
-def _table(content: Mapping[str, Any]) -> Figures:
+def _table(content: Mapping[str, Any]) -> Table:
     overall = content["overall"]
     drafts = drafting(overall["ways"])
     ways = [*(way for way in overall["ways"] if way not in drafts), *drafts]  # baselines first
@@ -153,7 +154,7 @@ def _table(content: Mapping[str, Any]) -> Figures:
     further = ("x", "round") if dense else ("speedup", "tok/round")
     titles = [title for name in ways for title in (name, *further * (name in drafts))]
     titles += ["identical"] * compared + ["exact"] * exact
-    table = Figures("category", *titles, padding=1 if dense else 2)
+    table = make_table("category", *titles, padding=1 if dense else 2)
     for row in (*content["categories"], overall):
         cells = [row["category"]]
         for name in ways:
@@ -167,5 +168,5 @@ def _table(content: Mapping[str, Any]) -> Figures:
             cells.append(f"{identical}/{row['prompts']}")
         if exact:
             cells.append(f"{row['exact']}/{row['with_answer']}" if row["with_answer"] else "-")
-        table.add(*cells, style="bold" if row is overall else "")
+        table.add_row(*cells, style="bold" if row is overall else "")
     return table

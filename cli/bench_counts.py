@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.errors import PromptError
 
-from .screen import Figures, note, print_json, stdout
+from .output import make_table, note, print_json, stdout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,10 +34,10 @@ def count_rounds(pair: Pair, prompts: Sequence[BenchPrompt], json: bool) -> None
     if json:
         print_json({"model": pair.target.name, "rounds": [asdict(one) for one in found]})
         return
-    table = Figures("rows", "kernels", "nodes", "copies", "copied", "passes", "waits")
+    table = make_table("rows", "kernels", "nodes", "copies", "copied", "passes", "waits")
     for one in found:
         graph = one.graph
-        table.add(
+        table.add_row(
             *map(_shown, (one.rows, graph.launches, graph.nodes, graph.copies)),
             f"{graph.copied_bytes:,} B",
             *map(_shown, (one.passes, one.waits)),

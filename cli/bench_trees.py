@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.machine.facts import machine
 
+from .output import make_table, note, print_json, stdout, waiting
 from .pair import Pair
-from .screen import Figures, note, print_json, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.trees import TreeRow
@@ -44,17 +46,17 @@ def compare_trees(
     return content
 
 
-def _table(rows: list[TreeRow]) -> Figures:
+def _table(rows: list[TreeRow]) -> Table:
     """A column for each way to draft: categories and figures are too many to be columns."""
-    table = Figures("tokens/round", *(row.way for row in rows), padding=1, named=True)
+    table = make_table("tokens/round", *(row.way for row in rows), padding=1)
     for category in rows[0].tokens_per_round:
-        table.add(category, *(f"{row.tokens_per_round[category]:.2f}" for row in rows))
-    table.add("T = 1", *(_length(row.with_noise) for row in rows))
-    table.add("without noise", *(_length(row.without_noise) for row in rows))
-    table.add("tokens/s", *(f"{row.tokens_per_second:,.0f}" for row in rows))
-    table.add("over plain", *(f"{row.over_plain:.2f}x" for row in rows))
-    table.add("auto over it", *(f"{row.auto_over:.2f}x" for row in rows))
-    table.add("identical", *(f"{row.identical}/{row.runs}" for row in rows))
+        table.add_row(category, *(f"{row.tokens_per_round[category]:.2f}" for row in rows))
+    table.add_row("T = 1", *(_length(row.with_noise) for row in rows))
+    table.add_row("without noise", *(_length(row.without_noise) for row in rows))
+    table.add_row("tokens/s", *(f"{row.tokens_per_second:,.0f}" for row in rows))
+    table.add_row("over plain", *(f"{row.over_plain:.2f}x" for row in rows))
+    table.add_row("auto over it", *(f"{row.auto_over:.2f}x" for row in rows))
+    table.add_row("identical", *(f"{row.identical}/{row.runs}" for row in rows))
     return table
 
 

@@ -18,8 +18,8 @@ from .chat_loop import Chat
 from .chat_settings import check
 from .generate_options import System
 from .generate_question import utf8
+from .output import note
 from .pair import Pair, open_pair
-from .screen import note
 
 if TYPE_CHECKING:
     from dflash_mlx import Target

@@ -15,7 +15,7 @@ from dflash_mlx.machine.folders import cache_folder
 from .chat_loop import Chat
 from .chat_settings import NAMES, NONE, change, idle, shown
 from .options import say_idle
-from .screen import LIKE, counted, error_line, note, stderr, waiting
+from .output import counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
     from .chat_line import Line
@@ -50,7 +50,7 @@ def obey(chat: Chat, line: str) -> bool:
     if name[1:] in NAMES:
         near = [f"/set {name[1:]}"]
     else:
-        near = get_close_matches(name, COMMANDS, n=1, cutoff=LIKE)
+        near = get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else "/help lists the commands."
     note(f"There is no {name}: {hint} (With a space before it, it is a message.)")
     return True

@@ -13,9 +13,8 @@ import dflash_mlx
 from dflash_mlx.errors import DataError, OutputError, SettingsError
 from dflash_mlx.validation import read_json
 
-from .output import write_whole
+from .output import note, write_file
 from .pair import Pair
-from .screen import note
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Stats
@@ -204,7 +203,7 @@ class Dialogue:
                     f"{path} is there and is no saved conversation: give another name."
                 ) from error
         content = {"model": self.name, "messages": self.messages}
-        write_whole(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, path: Path) -> None:
         """Go on from a file that `save` wrote. Raises `DataError` and leaves all as it was."""

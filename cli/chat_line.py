@@ -17,7 +17,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from dflash_mlx.errors import SettingsError
 
-from .screen import note
+from .output import note
 
 PROMPT, MORE = ">>> ", "... "
 

@@ -18,8 +18,8 @@ from .chat_dialogue import Answer, Dialogue, measure_plain
 from .chat_wrap import BETWEEN, packed
 from .chat_writer import ASCII_BARS, BARS, ROUNDS, Writer, ribbon, terminal_size
 from .counters import drafting
+from .output import MIN_STEPS, counted, error_line, note, stderr, waiting
 from .pair import explain
-from .screen import FEW, counted, error_line, note, stderr, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Stats
@@ -170,7 +170,7 @@ class Chat:
         parts = [counted(stats.output_tokens, "token")]
         if stats.decode_seconds:
             parts.append(f"{stats.tokens_per_second:,.0f} tok/s")
-        if self.plain and stats.rounds >= FEW:
+        if self.plain and stats.rounds >= MIN_STEPS:
             parts.append(f"~{stats.tokens_per_second / self.plain:.1f}x plain")
         if pair.drafter is not None:
             parts.append(f"{stats.acceptance_length:.1f} tokens per round")

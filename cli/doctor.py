@@ -27,7 +27,7 @@ from dflash_mlx.machine.folders import bytes_in, cache_folder, nearest_there
 from . import doctor_hosts, options
 from .doctor_checks import Check, table
 from .machines import rank
-from .screen import print_json, sized, stdout, waiting
+from .output import print_json, sized, stdout, waiting
 
 INSTALL = f"{how_to_install('mlx').capitalize()}."
 REPORT = "Please report this chip with what 'dflash-mlx bench' says about it."

@@ -28,9 +28,9 @@ from dflash_mlx.validation import brief, is_integer, text_config
 
 from .doctor_checks import Check
 from .machines import Machines, Member, Place
+from .output import counted, waiting
 from .roofline import EMBEDDED_ACCEPTANCE
 from .roofline_machines import config_folder
-from .screen import counted, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.machines import Exchange

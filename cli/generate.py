@@ -19,9 +19,8 @@ from .counters import counter_lines, counters
 from .generate_question import STANDARD, as_messages, read_prompt, read_schema
 from .generate_summary import as_json, event_as_json, summary
 from .machines import Machines, joined, shared, stdin_ends
-from .output import as_line, as_text, check_writable, write
+from .output import as_line, check_writable, note, panel, print_json, stderr, waiting, write_file
 from .pair import Pair, check_plain, explain, open_pair
-from .screen import note, panel, print_json, stderr, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Result, Target
@@ -68,7 +67,7 @@ def generate(
     if output is not None and str(output) == STANDARD:
         output = None
     if output is not None:
-        check_writable(output, files or [])
+        check_writable(output)
     # Asked for before costs are measured, and again when they are: a long prompt is read once.
     encoded = cache(lambda target: _encoded(target, asked))
     pair = open_pair(names, weights, rounds, no_draft, compare, joined(context), encoded)
@@ -106,10 +105,10 @@ def _write(
 ) -> None:
     """What is to come at the end: a whole file, or the last line of JSON."""
     if output is not None and content is None:
-        write(output, as_text(result.text))
+        write_file(output, result.text.removesuffix("\n") + "\n")
     elif output is not None:
         lines = [*starmap(event_as_json, enumerate(events)), content]
-        write(output, "".join(as_line(line) for line in lines if line is not None))
+        write_file(output, "".join(as_line(line) for line in lines if line is not None))
     elif content is not None:
         print_json(content)
 

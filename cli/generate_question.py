@@ -13,7 +13,7 @@ import typer
 from dflash_mlx.errors import DataError, MissingDependencyError, PromptError
 from dflash_mlx.validation import read_json
 
-from .screen import counted, note
+from .output import counted, note
 
 STANDARD = "-"  # a file of this name is stdin, or stdout
 

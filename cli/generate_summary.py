@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
+from .output import MIN_STEPS, counted, speeds
 from .pair import Pair
-from .screen import FEW, counted, speeds
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Result, Stats
@@ -33,7 +33,7 @@ def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
     stats, runs = result.stats, comparison
     name = pair.drafts
     plain = None
-    if not runs.plain and runs.drafter is not None and stats.rounds >= FEW:
+    if not runs.plain and runs.drafter is not None and stats.rounds >= MIN_STEPS:
         plain = plain_by_cost(pair, stats)
     if runs.plain:
         rows = [

@@ -28,7 +28,7 @@ from dflash_mlx.errors import ServerError
 from dflash_mlx.loading.registry import EMBEDDED
 
 from . import options
-from .screen import note, waiting
+from .output import note, waiting
 from .serve_options import SERVER, Port
 
 SOON: Final = 5.0  # seconds for a server on this machine to say whether it is there

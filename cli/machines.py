@@ -23,7 +23,7 @@ from dflash_mlx.loading.registry import check_name
 
 from . import options
 from .options import bits_of, is_given
-from .screen import error_line, note
+from .output import error_line, note
 
 MLX_RANK: Final = "MLX_RANK"
 RANK: Final = (MLX_RANK, "OMPI_COMM_WORLD_RANK")  # what launchers of MLX tell a process

@@ -1,4 +1,4 @@
-"""`dflash-mlx models`: which targets have a drafter, what is on this disk, what a config says."""
+"""`dflash-mlx models`, `pull`, `list` and `rm`: known models, and those on this disk."""
 
 from __future__ import annotations
 
@@ -6,27 +6,49 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.checks import WHETHER, YES, fits
+from dflash_mlx.loading.checks import WHETHER, YES, fits, looks_quantized
 from dflash_mlx.loading.hub import Hub, Listing, listings
 from dflash_mlx.loading.inspect import inspect_drafter
-from dflash_mlx.loading.registry import OTHERWISE, Pair
+from dflash_mlx.loading.registry import (
+    EMBEDDED,
+    OTHERWISE,
+    PACKAGES,
+    Pair,
+    check_name,
+    gguf_file,
+    known_drafter,
+)
 
 from . import options
-from .screen import NOTHING, Figures, note, print_json, sized, stdout
+from .output import NOTHING, make_table, note, print_json, sized, stdout
+from .pair import announce, announce_drafter, on_hub
 
-WIDTHS = (16, 8, 4)  # bits a weight
+WIDTHS = (16, 8, 4)  # bits per weight
 GB = 1e9
 
 
+def _downloaded_beginning(incomplete: str) -> list[str]:
+    """The downloaded models that a shell may complete a name to."""
+    return [name for name in Hub().copies() if name.startswith(incomplete)]
+
+
+REPOSITORY = "A Hugging Face repository (owner/name)."
+Name = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=options.targets_beginning)]
+Downloaded = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=_downloaded_beginning)]
+NoDrafter = Annotated[
+    bool, options.flag("--no-draft", options.MODEL, "Do not download the drafter.")
+]
 Inspect = Annotated[
     Path | None,
     options.value(
         group=options.OUTPUT,
         metavar="PATH",
-        help="Show how a drafter's config.json is read, field by field: its folder or name.",
+        help="Show how the config.json of a drafter (a folder or a name) is read.",
     ),
 ]
 
@@ -34,51 +56,106 @@ Inspect = Annotated[
 def models(json: options.Json = False, inspect: Inspect = None) -> None:
     """List the models that have a known drafter, and what is downloaded."""
     if inspect is not None:
-        show_decisions(inspect, json)
+        _inspect(inspect, json)
         return
     rows = listings()
     if json:
-        print_json({"embedded": "tiny", "pairs": [_as_json(row) for row in rows]})
+        print_json({"embedded": EMBEDDED, "pairs": [_as_json(row) for row in rows]})
         return
-    stdout().print(_table(rows))
-    note("Sizes are rough, of a model's weights. Conversions are known by name: Qwen3-8B-4bit, ...")
+    _print_models(rows)
+    note("Sizes are rough. Conversions are recognized by name, such as Qwen3-8B-4bit.")
     note(f"--draft chooses one of several drafters. {OTHERWISE}")
 
 
-def _table(rows: list[Listing]) -> Figures:
-    """A line for each target with its sizes; its drafters below."""
-    first, *others = (f"{bits}-bit" for bits in WIDTHS)
-    table = Figures("model", f"GB {first}", *others, WHETHER, padding=1)
-    small = "in this package, with its drafter and a second one, tiny-dflash2"
-    real = "a Python package (make real installs it), drafted by the one in this package"
-    table.add("tiny", *[NOTHING] * len(WIDTHS), YES, below=[small])
-    table.add("smollm2", *[NOTHING] * len(WIDTHS), YES, below=[real])
+def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = False) -> None:
+    """Download a model and its known drafter, and print where they are."""
+    check_name(name)
+    if "/" not in name:
+        gguf_file(name)  # its error says how pip installs it
+    if not on_hub(name):
+        note(f"{name} is on this disk already.")
+        return
+    drafter, hub = known_drafter(name), Hub(offline=offline)
+    announce(name, hub)
+    names = [name]
+    if drafter is None and not no_draft:
+        note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
+    elif drafter is not None and on_hub(drafter) and not no_draft:
+        names.append(drafter)
+        announce_drafter(drafter, hub)
+    for one in names:
+        print(f"{one}  {hub.fetch(one)}", flush=True)
+
+
+def list_(*, json: options.Json = False) -> None:
+    """List the downloaded models with their sizes."""
+    copies = Hub().copies()
+    fit = {name: fits(size, looks_quantized(name)) for name, size in copies.items()}
+    if json:
+        rows = [{"name": name, "bytes": copies[name], "fits": fit[name]} for name in copies]
+        print_json({"models": rows})
+        return
+    if not copies:
+        note("Nothing is downloaded. 'dflash-mlx pull NAME' downloads; 'tiny' is built in.")
+        return
+    table = make_table("name", "size", WHETHER)
+    for name, size in copies.items():
+        table.add_row(name, sized(size), fit[name])
+    stdout().print(table)
+
+
+def rm(*, name: Downloaded) -> None:
+    """Delete a downloaded model from this disk."""
+    if name == EMBEDDED:
+        raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")
+    if name in PACKAGES:
+        package, _ = PACKAGES[name]
+        raise ModelNotFoundError(f"{name} is a Python package: pip uninstall {package}")
+    note(f"Deleted {name}: {sized(Hub().remove(name))} freed.")
+
+
+def _print_models(rows: list[Listing]) -> None:
+    """A line for each target with its sizes; below it its drafters and downloads."""
+    width = max(len(row.pair.targets[0]) for row in rows)
+    titles = [f"{bits}-bit" for bits in WIDTHS]
+    _print_line("GB of memory", titles, WHETHER, width, "bold")
+    _print_line("tiny", [NOTHING] * len(WIDTHS), YES, width)
+    _print_details(["built in, with a second drafter: --draft tiny-dflash2"])
+    _print_line("smollm2", [NOTHING] * len(WIDTHS), YES, width)
+    _print_details(["a Python package that make real installs; its drafter is built in"])
     for row in rows:
-        pair = row.pair
-        sizes = [pair.gigabytes(bits) for bits in WIDTHS]
+        sizes = [row.pair.gigabytes(bits) for bits in WIDTHS]
         cells = [NOTHING if size is None else f"{size:.1f}" for size in sizes]
-        table.add(pair.targets[0], *cells, _fits(pair) or NOTHING, below=_below(row))
-    return table
+        _print_line(row.pair.targets[0], cells, _fits(row.pair) or NOTHING, width)
+        _print_details(_details(row))
+
+
+def _print_line(name: str, cells: list[str], fit: str, width: int, style: str = "") -> None:
+    figures = "".join(f"{cell:>8}" for cell in cells)
+    stdout().print(Text(f"{name:{width}}{figures}  {fit}", style), soft_wrap=True)
+
+
+def _print_details(lines: list[str]) -> None:
+    for line in lines:
+        stdout().print(Text(f"  {line}", "dim"), soft_wrap=True)
+
+
+def _details(row: Listing) -> list[str]:
+    """Other names of a target, its drafters, and what of these is downloaded."""
+    pair = row.pair
+    lines = [f"also {name}" for name in pair.targets[1:]]
+    lines.append(f"drafter {pair.drafter}")
+    lines += [f"or {other.drafter}" for other in pair.also if other.refused is None]
+    copies = dict(row.copies)
+    if row.drafter_bytes is not None:
+        copies[pair.drafter] = row.drafter_bytes
+    return [*lines, *(f"downloaded: {name}, {sized(size)}" for name, size in copies.items())]
 
 
 def _fits(pair: Pair) -> str | None:
-    """Whether the published weights fit this machine; None where their size is not known."""
+    """Whether the published weights fit this machine; None if their size is unknown."""
     size = pair.gigabytes(16)
     return None if size is None else fits(size * GB)
-
-
-def _below(row: Listing) -> list[str]:
-    """What stands below a target: what else it is called, its drafters, what is downloaded."""
-    pair = row.pair
-    lines = [f"also {name}" for name in pair.targets[1:]]
-    lines.append(f"drafted by {pair.drafter}")
-    for other in pair.also:
-        why = "" if other.refused is None else f", which does not load: {other.refused}"
-        lines.append(f"or by {other.drafter}{why}")
-    there = dict(row.copies)
-    if row.drafter_bytes is not None:
-        there[pair.drafter] = row.drafter_bytes
-    return [*lines, *(f"downloaded: {name}, {sized(size)}" for name, size in there.items())]
 
 
 def _as_json(row: Listing) -> dict[str, Any]:
@@ -94,9 +171,9 @@ def _as_json(row: Listing) -> dict[str, Any]:
     }
 
 
-def show_decisions(path: Path, json: bool) -> None:
-    """Print what every field of a drafter's config was resolved to, and where it was read."""
-    if not path.exists():  # what goes by a name, if it is here
+def _inspect(path: Path, json: bool) -> None:
+    """Print what each field of a drafter's config was resolved to, and from where."""
+    if not path.exists():
         from dflash_mlx.loading.load import drafter_folder
 
         try:
@@ -107,9 +184,7 @@ def show_decisions(path: Path, json: bool) -> None:
     if json:
         print_json({"path": str(path), "decisions": [asdict(decision) for decision in decisions]})
         return
-    fields = max(len(decision.field) for decision in decisions)
-    values = max(len(str(decision.value)) for decision in decisions)
+    table = Table.grid(padding=(0, 2))
     for decision in decisions:
-        name, value = f"{decision.field:{fields}}", f"{decision.value!s:{values}}"
-        line = Text.assemble((name, "bold"), f"  {value}  ", (decision.source, "dim"))
-        stdout().print(line, soft_wrap=True)
+        table.add_row(Text(decision.field, "bold"), str(decision.value), decision.source)
+    stdout().print(table)

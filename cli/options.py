@@ -13,7 +13,7 @@ import typer
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, PACKAGED, pairs
 
-from .screen import note
+from .output import note
 
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
 AUTO, OFF = "auto", "off"  # of --tree-budget

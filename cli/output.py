@@ -1,91 +1,146 @@
-"""Files that a command writes: whole, or not at all."""
+"""What people and programs see: results on stdout, everything about them on stderr, and files."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import secrets
-import shutil
+import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
 from dflash_mlx.errors import OutputError
+
+BAR_WIDTH = 28
+BESIDE_BAR = 32  # columns of the other cells and the frame
+NOTHING = "-"  # an empty cell
+MIN_STEPS = 3  # the speed of fewer steps says little
+
+
+def stderr() -> Console:
+    """The console for progress, logs and summaries; plain text when it is not a terminal."""
+    return Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
+
+
+def stdout() -> Console:
+    """The console for results; plain text when it is not a terminal."""
+    return Console(highlight=False, force_terminal=sys.stdout.isatty())
+
+
+def error_line(message: str) -> None:
+    """Print what is wrong and what to do, in one line that only a terminal wraps."""
+    console = stderr()
+    text = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def note(message: str) -> None:
+    """Print a line about the work in progress, which only a terminal wraps."""
+    console = stderr()
+    console.print(Text(message, style="dim"), soft_wrap=not console.is_terminal)
+
+
+@contextmanager
+def waiting(message: str, quiet: bool = False) -> Iterator[None]:
+    """Show a spinner on a terminal's stderr; `quiet` leaves the screen to others."""
+    console = stderr()
+    if quiet or not console.is_terminal:
+        yield
+    else:
+        with console.status(Text(f"{message} ...", no_wrap=True, overflow="ellipsis")):
+            yield
+
+
+def counted(number: int, thing: str) -> str:
+    """A number and its noun: "1 step", "82 steps"."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def sized(size: float) -> str:
+    """Bytes for people, to one decimal."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """Print the one JSON object of `--json`."""
+    print(json.dumps(content, ensure_ascii=False), flush=True)
+
+
+def make_table(*titles: str, padding: int = 2) -> Table:
+    """A table without lines: names on the left, short figures on the right.
+
+    Args:
+        titles: of the columns.
+        padding: spaces between two columns.
+    """
+    name, *figures = titles
+    columns = [Column(name, overflow="fold"), *(Column(t, justify="right") for t in figures)]
+    return Table(*columns, box=None, padding=(0, padding, 0, 0), pad_edge=False)
+
+
+def speeds(rows: list[tuple[str, float, str]]) -> Table:
+    """Bars of speeds, the fastest the longest.
+
+    Args:
+        rows: name, tokens per second, and a remark such as the speedup.
+    """
+    fastest = max((speed for _, speed, _ in rows), default=0.0)
+    width = min(BAR_WIDTH, max(4, stderr().width - BESIDE_BAR))
+    figure, remarks = Column(justify="right", no_wrap=True), Column(style="bold green")
+    table = Table.grid("", Column(width=width), figure, remarks, padding=(0, 1))
+    for name, speed, remark in rows:
+        bar = ProgressBar(fastest, speed, width, complete_style="blue", finished_style="green")
+        table.add_row(name, bar, f"{speed:,.0f} tok/s", remark)
+    return table
+
+
+def panel(title: str, body: RenderableType) -> Panel:
+    """A frame no wider than its content, with the title shortened to fit."""
+    return Panel(body, title=Text(title), title_align="left", expand=False, border_style="dim")
 
 
 def as_line(content: dict[str, Any]) -> str:
-    """The JSON object of `--json`, as it stands in a file."""
+    """A JSON object as a line of a file."""
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 
-def as_text(answer: str) -> str:
-    """An answer as it stands on stdout: its last line is a whole one."""
-    return answer if not answer or answer.endswith("\n") else answer + "\n"
-
-
-def check_writable(path: Path, read: Sequence[Path] = ()) -> None:
-    """Refuse a path that cannot be written to, or is one that is read, before any work.
-
-    Raises `OutputError`.
-    """
+def check_writable(path: Path) -> None:
+    """Raise `OutputError` for a path that cannot be written to, before any work."""
     try:
         if path.is_dir():
-            empty = ", as an empty name is" if path == Path() else ""
-            raise OutputError(f"{path} is a folder{empty}: give --output a file.")
-        if path.resolve() in [one.resolve() for one in read]:
-            raise OutputError(f"{path} is read, too: choose another --output.")
-        if _is_stream(path):
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return
-        if path.exists() and not path.is_file():
-            raise OutputError(f"{path} is not a file: choose another --output.")
-        # Permissions alone would not tell of a disk that is mounted for reading only.
+            raise OutputError(f"{path} is a folder: give --output a file.")
         with tempfile.TemporaryFile(dir=path.resolve().parent):
-            pass
+            pass  # permissions alone would not show a read-only disk
     except OSError as error:
         raise OutputError.because(path, error) from error
 
 
-def _is_stream(path: Path) -> bool:
-    """Whether a path is a device or a pipe, as /dev/null and a shell's >(...) are."""
-    return path.is_char_device() or path.is_fifo()
+def write_file(path: Path, text: str) -> None:
+    """Write a whole file, or leave what was there. Raises `OutputError`.
 
-
-def write(path: Path, text: str) -> None:
-    """Write the text to a device or a pipe, or else as `write_whole`. Raises `OutputError`."""
-    if not _is_stream(path):
-        write_whole(path, text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError.because(path, error) from error
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write the text beside `path` and move it there: a failure leaves what was there before.
-
-    A file that is replaced hands on its permissions; what is none, as a device or a pipe, is not
-    replaced. Raises `OutputError`, with nothing left behind.
+    A device or a pipe, such as /dev/null or a shell's >(...), is written to and not replaced.
     """
-    place = path.resolve()
-    if place.exists() and not place.is_file():
-        raise OutputError(f"{path} is not a file: choose another name.")
-    partial = place.with_name(f".unfinished-{secrets.token_hex(8)}")
+    partial = path.resolve().with_name(f".{path.name[:100]}.unfinished")
     try:
-        with partial.open("xb") as file:
-            if place.exists():
-                shutil.copymode(place, partial)
-            file.write(text.encode())
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        with partial.open("w", encoding="utf-8") as file:
+            if path.exists():
+                partial.chmod(path.stat().st_mode)
+            file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # some disks say only now that they are full
-        os.replace(partial, place)
+            os.fsync(file.fileno())  # some disks report only now that they are full
+        partial.replace(path.resolve())
     except OSError as error:
-        raise OutputError.because(path, error) from error
-    finally:
-        with suppress(OSError):  # it was moved, or never was
+        with suppress(OSError):
             partial.unlink()
+        raise OutputError.because(path, error) from error

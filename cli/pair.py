@@ -19,9 +19,8 @@ from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, check_name, k
 from dflash_mlx.machine.blas import BlasInfo
 
 from .counters import rounds_by_rows
-from .garbage import nothing_collected
 from .options import AUTO, Names, Rounds, Weights, bits_of, tree_rows
-from .screen import note, sized, waiting
+from .output import note, sized, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Policy, Stats, Target
@@ -121,13 +120,13 @@ def open_pair(
     with suppress(ModelNotFoundError, DownloadError):  # loading says it, and what else can draft
         announce_drafter(draft or known_drafter(names.model), hub)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
-    with waiting("Starting MLX"), nothing_collected():
+    with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
     settings = weights.settings | {"exact": weights.exact}
     settings |= {} if member is None else {"cluster": member.cluster}
     drafter: Drafter | None = None
-    with waiting(f"Loading {names.model}", quiet=_is_remote(names)), nothing_collected():
+    with waiting(f"Loading {names.model}", quiet=_is_remote(names)):
         if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:

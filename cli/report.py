@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from dflash_mlx.bench.report import not_alike, read_run
 from dflash_mlx.bench.summary import PLAIN, drafting
 
 from . import options
-from .screen import Figures, note, print_json, stdout
+from .output import make_table, note, print_json, stdout
 
 Runs = dict[str, dict[str, Any]]
 
@@ -64,16 +65,16 @@ def _spread(run: Mapping[str, Any], way: str) -> Mapping[str, float] | None:
     return found and found["speedup"]
 
 
-def _speeds(runs: Runs) -> Figures:
+def _speeds(runs: Runs) -> Table:
     """A line for each run and way."""
-    table = Figures(
+    table = make_table(
         "run", "way", "tok/s", "quartiles", "speedup", "tok/round", "first", "identical"
     )
     for name, run in runs.items():
         for way, figures in run["overall"]["ways"].items():
             speed, identical = figures["tokens_per_second"], figures["identical"]
             speedup = figures["speedup"] if way != PLAIN else None
-            table.add(
+            table.add_row(
                 name,
                 way,
                 f"{speed['median']:,.0f}",
@@ -86,9 +87,9 @@ def _speeds(runs: Runs) -> Figures:
     return table
 
 
-def _speedups(runs: Runs, way: str) -> Figures:
+def _speedups(runs: Runs, way: str) -> Table:
     """A way's speedup: a line for each category, a column for each run."""
-    table = Figures(f"{way}, by category", *runs)
+    table = make_table(f"{way}, by category", *runs)
     rows = {n: [*run["categories"], run["overall"]] for n, run in runs.items()}
     speedups = {
         name: {row["category"]: row["ways"][way]["speedup"] for row in of if way in row["ways"]}
@@ -96,5 +97,5 @@ def _speedups(runs: Runs, way: str) -> Figures:
     }
     for category in dict.fromkeys(row["category"] for of in rows.values() for row in of):
         found = [speedups[name].get(category) for name in runs]
-        table.add(category, *(f"{one['median']:.2f}x" if one else "-" for one in found))
+        table.add_row(category, *(f"{one['median']:.2f}x" if one else "-" for one in found))
     return table

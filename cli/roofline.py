@@ -20,8 +20,8 @@ from dflash_mlx.machine.links import links
 from dflash_mlx.validation import text_config
 
 from . import options
+from .output import counted, note, print_json, sized, stdout, waiting
 from .roofline_machines import Asked, config_folder, over_machines
-from .screen import counted, note, print_json, sized, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.roofline import Round

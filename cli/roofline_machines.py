@@ -15,7 +15,7 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, check_name, pair_of
 from dflash_mlx.machine.links import Link, link_named, links
 
-from .screen import counted, note, print_json, sized, stdout, waiting
+from .output import counted, note, print_json, sized, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.machines import Shard, SharedRound

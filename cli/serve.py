@@ -23,8 +23,8 @@ from dflash_mlx.machine.signals import signals_to
 
 from . import options
 from .machines import Machines, inherited, joined, shared
+from .output import error_line, note
 from .pair import Pair, measuring, open_pair
-from .screen import error_line, note
 from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dflash_mlx.machine.blas import BlasInfo
 
 from . import options
 from . import train_options as of
-from .screen import note, waiting
+from .output import note, waiting
 from .train_checks import check_usage, mix_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from .screen import note, stderr, stdout
+from .output import note, stderr, stdout
 
 if TYPE_CHECKING:
     from dflash_mlx.train.run import Event

@@ -6,9 +6,11 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.table import Table
+
 from . import options, tune_kernels
+from .output import NOTHING, make_table, note, print_json, stdout
 from .pair import Pair, check_drafts, measuring, open_pair
-from .screen import NOTHING, Figures, note, print_json, stdout
 
 if TYPE_CHECKING:
     from dflash_mlx import Policy
@@ -99,7 +101,7 @@ def _chains(costs: Costs) -> ByRows:
     }
 
 
-def _table(costs: dict[str, ByRows]) -> Figures:
+def _table(costs: dict[str, ByRows]) -> Table:
     """A line for each shape and context, a column for each number of rows."""
     lines = {
         f"{shape} after {context:,} tokens": figures
@@ -109,9 +111,9 @@ def _table(costs: dict[str, ByRows]) -> Figures:
     measured = {rows for figures in lines.values() for rows in figures}
     counts = sorted(rows for rows in measured if rows > 8 or rows in DOUBLINGS)
     columns = (f"{count}" for count in counts)
-    table = Figures("ms a round, by its rows", *columns, named=True)
+    table = make_table("ms a round, by its rows", *columns)
     for title, figures in lines.items():
-        table.add(title, *(_milliseconds(figures.get(rows)) for rows in counts))
+        table.add_row(title, *(_milliseconds(figures.get(rows)) for rows in counts))
     return table
 
 

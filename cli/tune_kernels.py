@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 import dflash_mlx
 
 from .options import Names, Weights, bits_of
-from .screen import NOTHING, Figures, error_line, waiting
+from .output import NOTHING, error_line, make_table, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.kernels import KernelRow
@@ -42,14 +44,14 @@ def time_kernels(names: Names, weights: Weights, again: bool) -> list[KernelRow]
     return rows
 
 
-def table(rows: list[KernelRow]) -> Figures:
+def table(rows: list[KernelRow]) -> Table:
     """The timings, stock / ours, and from how many rows ours runs."""
     counts = [f"{count}" for count in (rows[0].timing.stock if rows else ())]
-    table = Figures("microseconds, stock/ours", "layers", *counts, "ours from", named=True)
+    table = make_table("microseconds, stock/ours", "layers", *counts, "ours from")
     for row in rows:
         pairs = zip(row.timing.stock.values(), row.timing.ours.values(), strict=True)
         cells = [f"{MICROSECONDS * a:.0f}/{MICROSECONDS * b:.0f}" for a, b in pairs]
-        table.add(row.key, f"{row.layers}", *cells, f"{row.timing.first_row or NOTHING}")
+        table.add_row(row.key, f"{row.layers}", *cells, f"{row.timing.first_row or NOTHING}")
     return table
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.cli.chat_wrap import Wrapped, packed
 from dflash_mlx.cli.chat_writer import Writer
-from dflash_mlx.cli.screen import counted
+from dflash_mlx.cli.output import counted
 
 ROWS = 60
 # Of at most 12 letters, so that each fits into the narrowest line below.

@@ -66,18 +66,3 @@ def test_what_has_no_effect_at_temperature_0_is_said(capsys):
     assert not capsys.readouterr().err
     Sampling(seed=7, top_p=0.9).settings()
     assert "--top-p, --seed changes nothing" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["--block-size", "64"], "error: --block-size 64 is more than the "),
-        (["--top-k", "9999999"], "error: --top-k 9999999 is more than the vocabulary's "),
-        (["-t", "inf"], "error: --temperature must be 0 (greedy) or "),
-        (["-t", "1e300"], "error: --temperature must be 0 (greedy) or "),
-    ],
-)
-def test_what_the_library_says_of_an_argument_is_said_of_the_option(given, told, pair):
-    done = run("generate", QUESTION, *given, *pair)
-    assert done.returncode == 2 and not done.stdout
-    assert told in done.stderr

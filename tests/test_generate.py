@@ -13,7 +13,7 @@ from program import run
 from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.output import check_writable, write_whole
+from dflash_mlx.cli.output import check_writable, write_file
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import OutputError
 from dflash_mlx.loop import generate
@@ -175,8 +175,7 @@ def test_a_title_has_a_models_folder_and_not_its_whole_path(loaded):
 
 def test_outputs_that_cannot_work(tmp_path):
     nowhere, long = tmp_path / "no" / "a.txt", tmp_path / ("a" * 300)
-    for folder, told in ((tmp_path, "is a folder:"), ("", "is a folder, as an empty name is:")):
-        assert told in refused("hi", "--output", folder, code=1)
+    assert "is a folder:" in refused("hi", "--output", tmp_path, code=1)
     assert f"{nowhere}: cannot be written (No such file" in refused(
         "hi", "--output", nowhere, code=1
     )
@@ -199,13 +198,6 @@ def test_devices_and_pipes_are_written_to_and_not_replaced(loaded, tmp_path):
     pipe.chmod(0)
     if os.geteuid():
         assert "Permission denied" in refused("hi", "--output", pipe, code=1)
-
-
-def test_a_file_that_is_read_is_not_replaced(tmp_path):
-    notes = tmp_path / "notes.txt"
-    notes.write_text("precious")
-    assert "is read, too" in refused("hi", "-f", notes, "--output", notes, code=1)
-    assert notes.read_text() == "precious"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -239,9 +231,9 @@ def test_a_disk_that_is_really_full(tmp_path):
         pytest.skip("mounting is not allowed here")
     try:
         answer = mounted / "answer.txt"
-        write_whole(answer, "before")
+        write_file(answer, "before")
         with pytest.raises(OutputError, match="the disk is full"):
-            write_whole(answer, "x" * 100_000)
+            write_file(answer, "x" * 100_000)
         assert answer.read_text() == "before" and list(mounted.iterdir()) == [answer]
         subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
         with pytest.raises(OutputError, match="Read-only"):

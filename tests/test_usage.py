@@ -4,7 +4,7 @@ import pytest
 import tinymodels
 from typer.testing import CliRunner
 
-from dflash_mlx.cli.app import ELSEWHERE, app
+from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.machine.blas import BlasInfo
 
@@ -54,52 +54,15 @@ def test_so_it_is_for_every_command(arguments):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["chat", "qwen3-8b"], "If it is a model: dflash-mlx chat --model qwen3-8b"),
-        (["bench", "-n", 8, "tiny"], "If it is a model: dflash-mlx bench --model tiny"),
-        (["chat", "How are you?"], "'chat' takes options alone, and 'How are you?' is none."),
-        (["models", "tiny"], "'models' takes options alone, and 'tiny' is none."),
+        (["genrate", "hi"], "'generate'"),
+        (["chat", "--maxtokens", 3], "--max-tokens"),
+        (["chat", "qwen3-8b"], "qwen3-8b"),
+        (["generate", "How", "are", "you?"], "are you?"),
     ],
 )
-def test_a_word_where_only_options_are_is_told_where_a_models_name_belongs(arguments, said):
+def test_a_word_that_is_no_command_or_option_is_named(arguments, said):
     done = invoke(*arguments)
     assert done.exit_code == 2 and said in done.stderr and not done.stdout
-    assert ("model:" in said) == ("--model" in done.stderr)
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("run", "Did you mean 'chat --model NAME'?"),
-        ("genrate", "Did you mean 'generate'?"),
-        ("tiny", "A model stands behind a command: dflash-mlx chat --model tiny"),
-        ("a/model", "A model stands behind a command: dflash-mlx chat --model a/model"),
-        ("How are you?", "dflash-mlx generate 'How are you?'"),
-        ("xyz", "No such command 'xyz'. dflash-mlx -h lists them."),
-    ],
-)
-def test_a_first_word_that_is_no_command_is_told_what_was_likely_meant(word, said):
-    done = invoke(word, "hi")
-    assert done.exit_code == 2 and said in done.stderr and not done.stdout
-
-
-def test_every_hint_at_another_programs_command_is_one_of_ours():
-    for hint in ELSEWHERE.values():
-        assert invoke(hint.split()[0], "--help").exit_code == 0, hint
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["generate", "-p", "hi"], "A prompt needs none: dflash-mlx generate TEXT"),
-        (["generate", "--prompt", "hi"], "A prompt needs none: dflash-mlx generate TEXT"),
-        (["chat", "--maxtokens", 3], "(Possible options: --max-tokens)"),
-        (["chat", "--json"], "No such option: --json"),
-    ],
-)
-def test_an_option_that_is_none_is_told_what_is_like_it_or_nothing(arguments, said):
-    done = invoke(*arguments)
-    assert done.exit_code == 2 and said in done.stderr
-    assert ("Possible" in said) == ("Possible" in done.stderr)
 
 
 @pytest.mark.parametrize("option", ["--block-size", "--tree-budget"])
@@ -129,24 +92,13 @@ def test_a_lookup_is_not_told_to_be_trained(pair):
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments",
     [
-        (["generate", "hi", "--kv-bits", "3"], "'--kv-bits': '3' is not one of '4', '8'."),
-        (["generate", "hi", "--quant-mode", "x"], "'--quant-mode': 'x' is not one of 'affine'"),
-        (["train", "--kind", "x"], "'--kind': 'x' is not one of"),
-        (["bench", "--protocol", "x"], "'--protocol': 'x' is not one of"),
-        (["launch", "x"], "'agent': 'x' is not one of 'claude'"),
+        ["generate", "hi", "--kv-bits", "3"],
+        ["generate", "hi", "--quant-mode", "x"],
+        ["train", "--kind", "x"],
+        ["launch", "x"],
     ],
 )
-def test_a_wrong_value_is_told_in_plain_words(arguments, said):
-    done = invoke(*arguments)
-    assert done.exit_code == 2 and f"Invalid value for {said}" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize(
-    "typed, meant, never", [("--temp", "--temperature", "--stop"), ("--sed", "--seed", "--temp")]
-)
-def test_an_option_that_is_not_there_may_be_the_beginning_of_one_that_is(typed, meant, never):
-    done = invoke("generate", "hi", typed, "1")
-    assert done.exit_code == 2 and f"No such option: {typed}" in done.stderr
-    assert meant in done.stderr.partition(typed)[2] and never not in done.stderr, done.stderr
+def test_a_wrong_choice_is_wrong_usage(arguments):
+    assert invoke(*arguments).exit_code == 2

