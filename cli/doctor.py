@@ -53,7 +53,7 @@ def doctor(
             "-m",
             group=options.MODEL,
             metavar="NAME",
-            help="What they are to share. Default: 'tiny'.",
+            help="Load this model and look at every weight; with --hosts, what they share.",
         ),
     ] = None,
     offline: options.Offline = False,
@@ -61,8 +61,6 @@ def doctor(
     json: options.Json = False,
 ) -> None:
     """Check that this machine has what decoding needs, and say how to fix what it lacks."""
-    if hosts is None and rank() is None and model is not None:
-        raise typer.BadParameter("goes with --hosts", param_hint="--model")
     if hosts is not None and rank() is not None:
         raise typer.BadParameter("goes without mlx.launch", param_hint="--hosts")
     blas = dflash_mlx.use_fast_blas(stock=stock_blas)  # before any check imports MLX
@@ -76,6 +74,8 @@ def doctor(
         checks += [_python(), *_packages(), _memory(), _disk(), _cache(), _hub(offline)]
         if all(check.status != "fail" for check in checks):
             checks += [_chip(), _metal(), _kernels(), _compiler(), _blas(blas), _pair()]
+            if model is not None:
+                checks.append(_model(model, Hub(offline=offline)))
     _say(checks, json)
 
 
@@ -240,3 +240,17 @@ def _pair() -> Check:
         return Check(name, "fail", "the drafted text is not the plain one", "Please report this.")
     rate = drafted.stats.acceptance_length
     return Check(name, "ok", f"{len(plain.tokens)} tokens identical to plain, {rate:.1f} per round")
+
+
+def _model(name: str, hub: Hub) -> Check:
+    """Load a target and look for weights that are NaN or infinite."""
+    from dflash_mlx.loading.checkpoint import damaged_weights
+
+    try:
+        damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)
+    except DFlashError as error:
+        return Check("model", "fail", str(error), "Or try another: see 'dflash-mlx models'.")
+    if damaged:
+        detail = f"{name}: NaN or infinite weights in {damaged[0]}, {len(damaged)} tensors in all"
+        return Check("model", "fail", detail, "Download it again.")
+    return Check("model", "ok", f"{name}: loads, all weights are finite")

@@ -16,6 +16,7 @@ from dflash_mlx.errors import (
     UnsupportedCacheError,
     WeightsError,
 )
+from dflash_mlx.loading.checkpoint import damaged_weights
 from dflash_mlx.loading.load import load_drafter, load_target
 
 
@@ -141,6 +142,17 @@ def test_weights_that_make_nan_are_refused(folder):
         folder, lambda weights: weights.update({"model.norm.weight": mx.full(64, mx.nan)})
     )
     assert "its logits are NaN" in refusal(folder)
+
+
+@pytest.mark.parametrize("number", [mx.nan, mx.inf])
+def test_one_damaged_number_is_found_where_a_short_text_does_not_meet_it(number, folder):
+    """`dflash-mlx doctor --model` reads every weight; loading does not."""
+
+    def change(weights):
+        weights["model.embed_tokens.weight"][77, 5] = number
+
+    change_weights(folder, change)
+    assert damaged_weights(load_target(str(folder)).model) == ["model.embed_tokens.weight"]
 
 
 class OddCache(KVCache):
