@@ -36,9 +36,9 @@ def change(settings: dict[str, Any], name: str, text: str, vocabulary: int | Non
 
 def check(settings: dict[str, Any], vocabulary: int | None) -> None:
     """Raise `SettingsError` for what makes no sense, or not with so many tokens, if known."""
-    from dflash_mlx.settings import Sampling
+    from dflash_mlx.settings import SamplingSettings
 
-    sampling = Sampling(**{key: settings[key] for key in SAMPLING})
+    sampling = SamplingSettings(**{key: settings[key] for key in SAMPLING})
     if vocabulary is not None:
         sampling.check_vocabulary(vocabulary)
 

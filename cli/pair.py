@@ -48,9 +48,9 @@ class Pair:
     @property
     def rows(self) -> int:
         """Tokens verified at once."""
-        from dflash_mlx.begin import widest_block
+        from dflash_mlx.generation import max_block_size
 
-        return widest_block(self.drafter, self.block_size)
+        return max_block_size(self.drafter, self.block_size)
 
     @property
     def drafts(self) -> str:

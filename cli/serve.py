@@ -100,9 +100,9 @@ def serve(
 
 def _check_sampling(sampling: options.Sampling, target: Target) -> None:
     """Raise `SettingsError` for settings that no request could be answered with."""
-    from dflash_mlx.settings import Sampling
+    from dflash_mlx.settings import SamplingSettings
 
-    Sampling(**vars(sampling)).check_vocabulary(target.vocab_size)
+    SamplingSettings(**vars(sampling)).check_vocabulary(target.vocab_size)
 
 
 def _check_load(load: Load) -> None:

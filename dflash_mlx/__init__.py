@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .engine.job import Job
     from .errors import DFlashError
     from .events import Event, Result, Stats
+    from .generation import GenerationSettings
     from .loading.load import load, load_drafter, load_target
     from .loop import generate, stream_generate
     from .machine.blas import use_fast_blas
@@ -50,6 +51,7 @@ __all__ = [
     "DraftConfig",
     "Engine",
     "Event",
+    "GenerationSettings",
     "Job",
     "Policy",
     "PrefixStore",
@@ -72,6 +74,7 @@ _HOME = {
     "DraftConfig": ".drafter.config",
     "Engine": ".engine.engine",
     "Event": ".events",
+    "GenerationSettings": ".generation",
     "Job": ".engine.job",
     "MissingDependencyError": ".errors",
     "Policy": ".policy.widths",

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import accumulate, pairwise
-from typing import Any, ParamSpec, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from .begin import begin
+from .drafter.protocol import Drafter
 from .events import Event, FinishReason, Result, Stats
+from .generation import GenerationSettings, start_request
+from .prompt import Prompt
 from .proposal import Proposal
 from .request import Request
+from .targets import Target
 
-Settings = ParamSpec("Settings")
-Events = Generator[Event, None, None]
+Generate = TypeVar("Generate", bound=Callable[..., Any])
 
 
 class Attempt(AbstractContextManager["Attempt", bool]):
@@ -180,7 +181,7 @@ def _read(decided: mx.array, features: Sequence[mx.array]) -> list[int]:
     return values
 
 
-def _decode(request: Request) -> Events:
+def _decode(request: Request) -> Generator[Event, None, None]:
     """The prefill and the rounds of one request."""
     try:
         if request.finished:
@@ -195,56 +196,65 @@ def _decode(request: Request) -> Events:
         request.close()
 
 
-def _by_steps(begin: Callable[Settings, Request]) -> Callable[Settings, Events]:
-    """A function with the parameters of `begin` that yields its request's events."""
-
-    def stream_generate(*given: Settings.args, **settings: Settings.kwargs) -> Events:
-        request = begin(*given, **settings)
-        request.resume()
-        return _decode(request)
-
-    return _like(begin, stream_generate, "Generator[Event, None, None]")
-
-
-def _to_the_end(stream: Callable[Settings, Events]) -> Callable[Settings, Result]:
-    """A function with the parameters of `stream` that gathers its events in a result."""
-
-    def generate(*given: Settings.args, **settings: Settings.kwargs) -> Result:
-        """Generate to the end; the arguments and errors are those of `stream_generate`."""
-        text: list[str] = []
-        tokens: list[int] = []
-        finish_reason: FinishReason = "length"
-        stats = Stats()
-        for event in stream(*given, **settings):
-            text.append(event.text)
-            tokens += event.tokens
-            finish_reason = event.finish_reason or finish_reason
-            stats = event.stats
-        return Result("".join(text), tokens, finish_reason, stats)
-
-    return _like(stream, generate, "Result")
+def _listing_settings(function: Generate) -> Generate:
+    """Have `help` and `inspect.signature` list the settings in place of `**settings`."""
+    own = signature(function)
+    pair = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    settings = signature(GenerationSettings).parameters.values()
+    named = [setting.replace(kind=Parameter.KEYWORD_ONLY) for setting in settings]
+    vars(function)["__signature__"] = own.replace(parameters=[*pair, *named])
+    return function
 
 
-def _like(of: Callable[..., Any], function: Callable[Settings, Any], returns: str) -> Any:
-    """A function with the documentation of another: its parameters are declared in one place.
+@_listing_settings
+def stream_generate(
+    target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any
+) -> Generator[Event, None, None]:
+    """Generate text step by step: one event for the first token, then one per step.
 
-    What is missing is told of the function that was called, whoever it hands its arguments to.
+    Any thread may read the next event, one at a time, or close the generator: nothing is installed
+    in the target between steps. A seed's text is the same with and without a drafter, whatever the
+    block size, and whichever requests share its steps.
+
+    Args:
+        target: the model whose text this is.
+        drafter: a `DFlash` network, another drafter (see `drafter.protocol`), or None for plain
+            decoding.
+        prompt: text, token ids, or chat messages (then the target's chat template is applied).
+        settings: the fields of `dflash_mlx.GenerationSettings`, which describes them:
+            max_tokens, temperature, top_p, top_k, min_p, seed, stop, block_size, policy,
+            tree_budget, kv_bits, conversation, prefix, penalties, logits_processors, ...
+
+    Returns:
+        The events; the last one has a `finish_reason`.
+
+    Raises:
+        SettingsError, PromptError, IncompatibleDrafterError: at once, before any work. So does
+            UnsupportedTreeError, if `tree_budget` is given for a target that reads chains only.
+        ProposalError: later, if the drafter's proposal is not a draft from the last token.
     """
-    declared = signature(of)
-
-    @wraps(function)
-    def called(*given: Settings.args, **settings: Settings.kwargs) -> Any:
-        try:
-            declared.bind(*given, **settings)
-        except TypeError as error:
-            name = function.__name__
-            raise TypeError(f"{name}(target, drafter or None, prompt): {error}") from None
-        return function(*given, **settings)
-
-    called.__doc__ = function.__doc__ or of.__doc__
-    vars(called)["__signature__"] = declared.replace(return_annotation=returns)
-    return called
+    request = start_request(target, drafter, prompt, GenerationSettings.of(settings))
+    request.resume()
+    return _decode(request)
 
 
-stream_generate = _by_steps(begin)
-generate = _to_the_end(stream_generate)
+@_listing_settings
+def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any) -> Result:
+    """Generate to the end.
+
+    Args:
+        target, drafter, prompt: as in `stream_generate`.
+        settings: the fields of `dflash_mlx.GenerationSettings`, which describes them.
+
+    Raises what `stream_generate` raises.
+    """
+    text: list[str] = []
+    tokens: list[int] = []
+    finish_reason: FinishReason = "length"
+    stats = Stats()
+    for event in stream_generate(target, drafter, prompt, **settings):
+        text.append(event.text)
+        tokens += event.tokens
+        finish_reason = event.finish_reason or finish_reason
+        stats = event.stats
+    return Result("".join(text), tokens, finish_reason, stats)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from .errors import PromptError
-from .sharpness import matching
 from .validation import ErrorWrapper, brief
 
 if TYPE_CHECKING:
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-SYSTEM = ("system", "developer")  # roles of messages that begin many chats alike
+SYSTEM_ROLES = ("system", "developer")
 
 _FORMS = "A prompt is text, a list of token ids, or a list of messages with 'role' and 'content'."
-_LIST = " Of an array of token ids, give array.tolist()."
+_ARRAY_HINT = " Of an array of token ids, give array.tolist()."
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     """Token ids of a prompt.
 
     Args:
+        target: the model that reads it.
         prompt: text, encoded as it is (with the tokenizer's own special tokens, as mlx-lm does);
-            token ids; or chat messages ({"role", "content"}), put through the chat template. That
-            is a program of the model's, which transformers runs in jinja's sandbox: it reaches no
-            files, but nothing bounds how long it runs or what it builds.
+            token ids; or chat messages ({"role", "content"}), put through the chat template. The
+            template is a program of the model's. transformers runs it in jinja's sandbox, which
+            blocks access to files but limits neither time nor memory.
 
     Raises:
-        PromptError: empty, not one of these forms, ids outside the vocabulary, no chat template or
-            one that raises anything, or as long as the context, so that there is no room for an
-            answer.
+        PromptError: empty, none of these forms, ids outside the vocabulary, no chat template or one
+            that fails, or as long as the context, which leaves no room for an answer.
     """
     ids = token_ids(target.tokenizer, prompt)
     if not ids:
@@ -53,17 +53,17 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
 
 
 def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt, which no target has judged. Raises `PromptError` for what is none."""
+    """Token ids of a prompt, not checked against a target. Raises `PromptError` if it is none."""
     if isinstance(prompt, str):
         if not prompt:
             return []
         bos = tokenizer.bos_token
-        special = bos is None or not prompt.startswith(bos)
+        add_special = bos is None or not prompt.startswith(bos)
         _check_text(prompt)
         with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
-            return list(tokenizer.encode(prompt, add_special_tokens=special))
+            return list(tokenizer.encode(prompt, add_special_tokens=add_special))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-        raise PromptError(_FORMS + (_LIST if hasattr(prompt, "tolist") else ""))
+        raise PromptError(_FORMS + (_ARRAY_HINT if hasattr(prompt, "tolist") else ""))
     if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
         return [int(item) for item in prompt]  # type: ignore[arg-type]
     for message in prompt:
@@ -71,67 +71,71 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
             raise PromptError(_FORMS)
     if not tokenizer.has_chat_template:
         raise PromptError("The target has no chat template: give text or token ids.")
-    return _rendered(tokenizer, prompt)
+    return _apply_template(tokenizer, prompt)
 
 
-def parting_places(target: Target, prompt: Prompt, ids: Sequence[int]) -> list[int]:
-    """Where other prompts will part from one of messages: tokens up to there, in order.
+def branch_points(target: Target, prompt: Prompt, ids: Sequence[int]) -> list[int]:
+    """Positions where other prompts are likely to diverge from this one, for the prefix store.
 
-    After the system messages, where another chat begins, and before what asks for the answer, which
-    the next turn may not repeat. None of text and of token ids, which say nothing of it.
+    These are the end of the system messages, where another chat begins, and the start of the
+    generation prompt, which the next turn may not repeat. Text and token ids have none.
 
     Args:
+        target: the model that reads the prompt.
         prompt: in any form.
-        ids: what `encode_prompt` made of it.
+        ids: the prompt's token ids, from `encode_prompt`.
     """
     if isinstance(prompt, str) or not any(isinstance(item, Mapping) for item in prompt):
         return []
     messages: list[Any] = list(prompt)
     roles = [message["role"] for message in messages]
-    first = next((at for at, role in enumerate(roles) if role not in SYSTEM), len(roles))
-    another = [*messages[:first], {"role": "user", "content": ""}] if first else []
-    places = set()
-    for others, asks in ((another, True), (messages, False)):
-        with suppress(PromptError):  # a template may refuse what nobody has said
-            other = _rendered(target.tokenizer, others, asks) if others else []
-            both = min(len(ids), len(other))
-            places.add(matching(ids[:both], other[:both]))
-    return sorted(places - {0})
+    system = next((at for at, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
+    variants = [(messages, False)]
+    if system:
+        variants.append(([*messages[:system], {"role": "user", "content": ""}], True))
+    points = set()
+    for variant, generation_prompt in variants:
+        with suppress(PromptError):  # a template may refuse messages that no user wrote
+            other = _apply_template(target.tokenizer, variant, generation_prompt)
+            pairs = zip(ids, other, strict=False)
+            points.add(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return sorted(points - {0})
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Any], asks: bool = True) -> list[int]:
-    """Messages through the chat template, with or without what asks for an answer at the end.
-
-    Raises `PromptError`.
-    """
-    whole = [_with_text(message) for message in messages]
+def _apply_template(
+    tokenizer: Any, messages: Sequence[Any], generation_prompt: bool = True
+) -> list[int]:
+    """Token ids of messages, put through the chat template. Raises `PromptError`."""
+    texts = [_with_text(message) for message in messages]
     with ErrorWrapper(PromptError, "The chat template refuses these messages"):
-        return list(tokenizer.apply_chat_template(whole, add_generation_prompt=asks))
+        return list(tokenizer.apply_chat_template(texts, add_generation_prompt=generation_prompt))
 
 
 def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content, if it is a list of parts, is their text.
+    """A message whose content, if it is a list of parts, is their joined text.
 
-    A template that expects text writes a list down as Python shows it, and one that knows of images
-    puts places into the text that nothing fills. Raises `PromptError` for a part that is no text.
+    A text template would print a list as Python does, and one for images would add placeholders
+    that nothing fills. Raises `PromptError` for a part that is not text.
     """
-    parts = message["content"]
-    if isinstance(parts, str):
-        _check_text(parts)
-    if not isinstance(parts, list):
-        # None says it by calls of tools alone, and some templates write down what a tool returned.
-        if not isinstance(parts, str | Mapping | None):
-            raise PromptError(f"A message's content is text, or parts of text, not {brief(parts)}.")
+    content = message["content"]
+    if isinstance(content, str):
+        _check_text(content)
+    if not isinstance(content, list):
+        # None: the message is tool calls alone. A mapping: some templates print tool results.
+        if not isinstance(content, str | Mapping | None):
+            raise PromptError(
+                f"A message's content is text, or parts of text, not {brief(content)}."
+            )
         return message
-    for part in parts:
+    for part in content:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise PromptError(f"A message's content is text, or parts of text, not {brief(kind)}.")
-    return _with_text({**message, "content": "".join(part["text"] for part in parts)})
+    return _with_text({**message, "content": "".join(part["text"] for part in content)})
 
 
 def _check_text(text: str) -> None:
-    """Raise `PromptError` for half of a character, which text in UTF-8 cannot hold."""
+    """Raise `PromptError` for an unpaired surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -28,7 +28,7 @@ from .errors import SettingsError
 from .hindsight import Hindsight
 from .proposal import Proposal
 from .rules import Rule, Rules
-from .settings import SEED_BITS, Sampling
+from .settings import SEED_BITS, SamplingSettings
 from .sharpness import Sharpness, matching
 from .validation import brief
 
@@ -52,11 +52,11 @@ class Sampler:
 
     def __init__(
         self,
-        settings: Sampling | None = None,
+        settings: SamplingSettings | None = None,
         prompt: Sequence[int] = (),
         sharpness: Sharpness | None = None,
     ) -> None:
-        settings = settings or Sampling()
+        settings = settings or SamplingSettings()
         self.settings, self.temperature = settings, settings.temperature
         self.seed: int | None = None
         if settings.temperature > 0:

@@ -1,46 +1,30 @@
-"""How a request chooses tokens: the settings of sampling, each checked when it is given.
-
-They mean what they mean in mlx-lm.
-"""
+"""How a request chooses tokens: the sampling settings, which mean what they mean in mlx-lm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from .errors import SettingsError
-from .validation import brief, is_integer
+from .validation import brief, check_integer
 
-# (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a function of
-# these two: histories that will be rejected are seen as well, and one may be seen again.
+# (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a pure function:
+# it sees drafts that are rejected later, and may see one history twice.
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 SEED_BITS = 32
 CONTEXT_SIZE = 20  # mlx-lm's
-MOST_F32 = 3e38  # what f32 holds, a little less
-
-
-class History(TypedDict, total=False):
-    """The settings of `Sampling` that mind what the text is so far, and the biases; see there."""
-
-    logit_bias: Mapping[int, float] | None
-    repetition_penalty: float
-    repetition_context_size: int
-    presence_penalty: float
-    presence_context_size: int
-    frequency_penalty: float
-    frequency_context_size: int
-    logits_processors: Sequence[LogitsProcessor]
+MAX_F32 = 3e38  # a little below the largest f32
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a request chooses tokens. Raises `SettingsError` for a value that makes no sense.
+class SamplingSettings:
+    """How a request chooses tokens. Raises `SettingsError` for a value out of range.
 
     Attributes:
         temperature: 0 is greedy: no noise, and top_p, top_k, min_p change nothing.
@@ -48,12 +32,13 @@ class Sampling:
         top_k: keep the k most probable tokens; 0 keeps all.
         min_p: keep tokens with at least this share of the most probable one's probability.
         seed: of the noise, 0 to 2**32 - 1; None draws a fresh one.
-        logit_bias: token id -> what is added to its logit.
+        logit_bias: token id -> the number added to its logit.
         repetition_penalty: above 1 makes tokens of the recent history less likely; 1 is off.
-        presence_penalty, frequency_penalty: what a token's logit loses once, or for each time it
-            occurs in the recent history; 0 is off.
-        repetition_context_size, presence_context_size, frequency_context_size: how many tokens
-            the recent history is; each goes with its penalty.
+        repetition_context_size: tokens of history that the repetition penalty looks at.
+        presence_penalty: subtracted once from a token's logit if the history has it; 0 is off.
+        presence_context_size: tokens of history that the presence penalty looks at.
+        frequency_penalty: subtracted for each time the history has the token; 0 is off.
+        frequency_context_size: tokens of history that the frequency penalty looks at.
         logits_processors: further processors, called in this order after the penalties.
     """
 
@@ -72,45 +57,49 @@ class Sampling:
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        # In between, logits divided by it stay within what f32 holds.
+        # Logits times or over these numbers must stay finite in f32.
         self._check(
             "temperature",
             lambda t: t == 0 or 1e-20 <= t <= 1e20,
             "0 (greedy) or from 1e-20 to 1e20",
         )
         self._check("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1")
-        self._check("top_k", lambda k: k >= 0, "0 (off) or more", whole=True)
+        self._check("top_k", lambda k: k >= 0, "0 (off) or more", Integral)
         self._check("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
         if self.seed is not None:
-            self._check("seed", lambda s: 0 <= s < 2**SEED_BITS, "from 0 to 2**32 - 1", whole=True)
-        self._check(  # so that logits times it, or over it, stay within what f32 holds
+            self._check("seed", lambda s: 0 <= s < 2**SEED_BITS, "from 0 to 2**32 - 1", Integral)
+        self._check(
             "repetition_penalty", lambda p: 1e-20 <= p <= 1e20, "from 1e-20 to 1e20 (1 is off)"
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, lambda p: abs(p) <= MOST_F32, "from -3e38 to 3e38 (0 is off)")
+            self._check(name, lambda p: abs(p) <= MAX_F32, "from -3e38 to 3e38 (0 is off)")
         for name in ("repetition", "presence", "frequency"):
-            self._check(f"{name}_context_size", is_integer, "from 1 to 2**31 - 1", whole=True)
-            size, off = getattr(self, f"{name}_context_size"), float(name == "repetition")
+            size = check_integer(f"{name}_context_size", getattr(self, f"{name}_context_size"))
+            off = 1.0 if name == "repetition" else 0.0
             if size != CONTEXT_SIZE and getattr(self, f"{name}_penalty") == off:
                 raise SettingsError(f"{name}_context_size goes with a {name}_penalty: give that.")
-        if isinstance(self.logits_processors, str) or not all(
-            callable(one) for one in _items("logits_processors", self.logits_processors)
+        processors = self.logits_processors
+        if (
+            isinstance(processors, str)
+            or not isinstance(processors, Sequence)
+            or not all(map(callable, processors))
         ):
             raise SettingsError(
-                "logits_processors must be functions of (tokens, logits), "
-                f"not {brief(self.logits_processors)}."
+                "logits_processors must be a list of functions of (tokens, logits), "
+                f"not {brief(processors)}."
             )
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def _check(
-        self, name: str, allowed: Callable[[Any], bool], range_: str, whole: bool = False
+        self, name: str, allowed: Callable[[Any], bool], range_: str, kind: type = Real
     ) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+        """Check one number, and keep it as Python's own (it may be numpy's)."""
+        value: Any = getattr(self, name)
+        number = isinstance(value, kind) and not isinstance(value, bool)
         if not number or not allowed(value):
             raise SettingsError(f"{name} must be {range_}, not {brief(value)}.")
-        object.__setattr__(self, name, int(value) if whole else float(value))  # of numpy's
+        object.__setattr__(self, name, int(value) if kind is Integral else float(value))
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `SettingsError` for a token that a vocabulary of this size does not have."""
@@ -126,11 +115,11 @@ class Sampling:
 
     @property
     def edits(self) -> bool:
-        """Whether tokens are chosen by other numbers than the model's own."""
+        """Whether anything but the model's logits, noise and truncation decides a token."""
         return bool(self.logit_bias or self.processors())
 
     def processors(self) -> list[LogitsProcessor]:
-        """The processors that look at the history, the penalties' first."""
+        """The processors that look at the history, the penalties first."""
         penalty = self.repetition_penalty
         penalties: list[LogitsProcessor] = make_logits_processors(
             None,
@@ -144,19 +133,13 @@ class Sampling:
         return [*penalties, *self.logits_processors]
 
 
-def _items(name: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, Sequence):
-        raise SettingsError(f"{name} must be a list, not {brief(value)}.")
-    return value
-
-
-def _bias(bias: Any) -> dict[int, float]:
-    """Python's finite numbers by token id. Raises `SettingsError` for anything else."""
-    whole = isinstance(bias, Mapping) and all(
+def _checked_bias(bias: Any) -> dict[int, float]:
+    """Finite numbers by token id. Raises `SettingsError` for anything else."""
+    is_mapping = isinstance(bias, Mapping) and all(
         isinstance(token, Integral) and type(token) is not bool for token in bias
     )
-    values: list[Any] = list(bias.values()) if whole else []
+    values: list[Any] = list(bias.values()) if is_mapping else []
     numbers = all(isinstance(value, Real) for value in values)
-    if not whole or not numbers or not all(abs(value) <= MOST_F32 for value in values):
+    if not is_mapping or not numbers or not all(abs(value) <= MAX_F32 for value in values):
         raise SettingsError(f"logit_bias must map token ids to finite numbers, not {brief(bias)}.")
     return {int(token): float(value) for token, value in bias.items()}

@@ -108,7 +108,7 @@ class TextStream:
         return 0
 
 
-def in_the_middle(detokenizer: Any, tokenizer: Any) -> None:
+def skip_text_start(detokenizer: Any, tokenizer: Any) -> None:
     """Have a fresh streaming detokenizer of mlx-lm's take its tokens for the rest of a text.
 
     It leaves out a space that a text begins with; so it is shown some token before.
@@ -123,7 +123,7 @@ def text_of(tokenizer: Any, tokens: Sequence[int], continues: bool = False) -> s
     """What a `TextStream` makes of all tokens of a text, without stop strings."""
     detokenizer = tokenizer.detokenizer
     if continues:
-        in_the_middle(detokenizer, tokenizer)
+        skip_text_start(detokenizer, tokenizer)
     for token in tokens:
         detokenizer.add_token(token)
     detokenizer.finalize()

@@ -58,12 +58,12 @@ def lap(
     done: Lap,
 ) -> Iterator[None]:
     """The rounds of these prompts, for as long as none of their texts has ended, in turns."""
-    from dflash_mlx.begin import begin
+    from dflash_mlx.generation import GenerationSettings, start_request
     from dflash_mlx.loop import play_round
 
     requests, texts = [], []
     for prompt, _ in asked:
-        request = begin(target, drafter, prompt, **settings)
+        request = start_request(target, drafter, prompt, GenerationSettings(**settings))
         request.resume()
         first = [event for event in request.read() if event is not None]
         requests.append(request)

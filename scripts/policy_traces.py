@@ -119,14 +119,16 @@ class Recorder:
     def _answers(
         self, prompts: Sequence[list[int]], temperatures: Sequence[float], max_tokens: int
     ) -> list[list[int]]:
-        from dflash_mlx.begin import begin
         from dflash_mlx.engine.together import Flat
+        from dflash_mlx.generation import GenerationSettings, start_request
         from dflash_mlx.loop import play_round
 
         requests, texts = [], list[list[int]]()
         for prompt, t in zip(prompts, temperatures, strict=True):
             settings: dict[str, Any] = {"temperature": t, "seed": 0} if t else {}
-            request = begin(self.target, None, prompt, max_tokens=max_tokens, **settings)
+            request = start_request(
+                self.target, None, prompt, GenerationSettings(max_tokens=max_tokens, **settings)
+            )
             request.resume()
             texts.append([token for event in request.read() if event for token in event.tokens])
             requests.append(request)
@@ -149,10 +151,10 @@ class Passage:
         import mlx.core as mx
 
         from dflash_mlx.sampling import Sampler
-        from dflash_mlx.settings import Sampling
+        from dflash_mlx.settings import SamplingSettings
 
         text, self.answer = [*prompt, *answer], answer
-        settings = Sampling(temperature=temperature, seed=0 if temperature else None)
+        settings = SamplingSettings(temperature=temperature, seed=0 if temperature else None)
         self.sampler = Sampler(settings, prompt, of.kept.sharpness(temperature))
         self.calibration = of.kept.calibration(temperature)
         session = of.target.start(of.drafter.tap_layers)

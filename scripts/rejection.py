@@ -14,7 +14,7 @@ import numpy as np
 
 from dflash_mlx.drafter.protocol import Drafter
 from dflash_mlx.sampling import Sampler, Trials
-from dflash_mlx.settings import Sampling
+from dflash_mlx.settings import SamplingSettings
 from dflash_mlx.targets import Target
 
 
@@ -31,7 +31,12 @@ class _Drawing(Sampler):
 
 
 def rejection_rounds(
-    target: Target, drafter: Drafter, prompt: list[int], tokens: int, settings: Sampling, width: int
+    target: Target,
+    drafter: Drafter,
+    prompt: list[int],
+    tokens: int,
+    settings: SamplingSettings,
+    width: int,
 ) -> int:
     """The rounds that rejection sampling takes for so many tokens after a prompt.
 

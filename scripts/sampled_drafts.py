@@ -65,8 +65,8 @@ def _row(
     from contestants import Independent
     from rejection import rejection_rounds
 
-    from dflash_mlx.begin import widest_block
-    from dflash_mlx.settings import Sampling
+    from dflash_mlx.generation import max_block_size
+    from dflash_mlx.settings import SamplingSettings
 
     learnt = Sharpness()
     ways = {
@@ -77,7 +77,7 @@ def _row(
     }
     rounds = dict.fromkeys([*ways, "rejection"], 0)
     tokens = identical = 0
-    width = widest_block(drafter)
+    width = max_block_size(drafter)
     for number, prompt in enumerate(prompts):
         seed = SEED + number
         settings: dict[str, Any] = {"temperature": temperature, "seed": seed}
@@ -93,7 +93,12 @@ def _row(
             same &= drafted.tokens == plain.tokens
         identical += same
         rounds["rejection"] += rejection_rounds(
-            target, drafter, prompt, len(plain.tokens), Sampling(temperature, seed=seed), width
+            target,
+            drafter,
+            prompt,
+            len(plain.tokens),
+            SamplingSettings(temperature, seed=seed),
+            width,
         )
     lengths = {name: tokens / max(1, count) for name, count in rounds.items()}
     return SampledRow(

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 import dflash_mlx as dm
-from dflash_mlx.begin import begin
 from dflash_mlx.engine.job import Job
 from dflash_mlx.engine.memory import Memory
 from dflash_mlx.engine.seats import Seats
+from dflash_mlx.generation import GenerationSettings, start_request
 from dflash_mlx.proposal import Proposal
 
 
@@ -120,7 +120,7 @@ class Played:
         )
 
     def submit(self, prompt: list[int], **settings: Any) -> Job:
-        request = begin(*self.pair, prompt, **fresh(settings))
+        request = start_request(*self.pair, prompt, GenerationSettings.of(fresh(settings)))
         job = Job(request.stats, lambda: None, lambda: True)  # nobody else would make its text
         self.seats.add(job, request)
         return job

@@ -9,7 +9,7 @@ from rejection import _accept, rejection_rounds
 from sampled_drafts import sampled_rows
 
 import dflash_mlx as dm
-from dflash_mlx.settings import Sampling
+from dflash_mlx.settings import SamplingSettings
 
 TABLE = 3 * np.random.default_rng(0).normal(size=(40, 40))
 
@@ -74,7 +74,7 @@ def test_rejection_keeps_the_distribution_and_accepts_as_often_as_possible():
 
 def test_rejection_of_a_perfect_drafter_never_rejects_the_first_slot(pair):
     target, drafter = pair
-    rounds = rejection_rounds(target, drafter, [0], 100, Sampling(1.0, seed=3), width=2)
+    rounds = rejection_rounds(target, drafter, [0], 100, SamplingSettings(1.0, seed=3), width=2)
     assert rounds == 50
 
 

@@ -15,7 +15,7 @@ from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dspark import CONFIDENCE_ALONE, network_for
 from dflash_mlx.drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import Sampling
+from dflash_mlx.settings import SamplingSettings
 
 VOCABULARY, DRAFTED, CONTEXT = SHAPE["vocab_size"], 23, 40
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
@@ -168,7 +168,7 @@ def test_a_trees_probabilities_are_those_after_each_nodes_own_parent(kind, draft
     """Of the walk's predecessor exactly; of the others up to what is no candidate of the slot."""
     drafter = build(raw_config(markov_head_type=kind, draft_vocab_size=drafted))
     hidden, anchor, count = mx.random.normal((1, 4, 32)), mx.array(7), 12
-    sampler = Sampler(Sampling(temperature=temperature, seed=3), [1, 2, 3])
+    sampler = Sampler(SamplingSettings(temperature=temperature, seed=3), [1, 2, 3])
     found = drafter.candidates(hidden, anchor, None, sampler, Calibration(), count)
     assert found.log_q.shape == (4, count, count)
     config = dataclasses.asdict(drafter.config)

@@ -10,7 +10,7 @@ import dflash_mlx as dm
 from dflash_mlx.accept import accept
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import Sampling
+from dflash_mlx.settings import SamplingSettings
 from dflash_mlx.targets import (
     forest_compressed,
     forest_layers,
@@ -86,7 +86,11 @@ def test_texts_are_those_alone(family):
     """Oracles that are right at different rates, greedy and with a seed, beside each other."""
     target, count = tiny_target(family), 12
     prompts = [[7, 3, 9, 200], [5] * 40, [1, 2]]
-    settings = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, seed=4)]
+    settings = [
+        SamplingSettings(),
+        SamplingSettings(temperature=0.8, seed=3),
+        SamplingSettings(temperature=1.2, seed=4),
+    ]
     texts = []
     for prompt, how in zip(prompts, settings, strict=True):
         options = {"temperature": how.temperature, "seed": how.seed, "max_tokens": count}

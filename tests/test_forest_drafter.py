@@ -16,7 +16,7 @@ from dflash_mlx.drafter.calibration import Calibration
 from dflash_mlx.drafter.forest import propose_together, propose_trees_together
 from dflash_mlx.drafter.lookup import Lookup
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import Sampling
+from dflash_mlx.settings import SamplingSettings
 
 OWN = (EMBEDDING, HEAD)
 LATE = {"sample_from_anchor": False}
@@ -81,7 +81,7 @@ class Drafting:
         self.network.logits = lambda *of: self.heads.append(of[0].shape) or logits(*of)
         self.together, self.alone = (
             [
-                self.network.start(self.target, Sampler(Sampling(**settings), [1, 2, 3]))
+                self.network.start(self.target, Sampler(SamplingSettings(**settings), [1, 2, 3]))
                 for settings in SETTINGS
             ]
             for _ in range(2)
@@ -189,7 +189,7 @@ def test_an_error_of_one_is_its_own(kind):
     def fails(*_):
         raise ZeroDivisionError
 
-    careless = Sampling(logits_processors=[fails])
+    careless = SamplingSettings(logits_processors=[fails])
     bad = drafting.network.start(drafting.target, Sampler(careless, [1]))
     own = SimpleNamespace(propose=fails, propose_tree=fails)
     sessions = [drafting.together[0], bad, own, drafting.together[2]]

@@ -36,7 +36,7 @@ LEVELS = [
     {"prefix"},
     {"conversation", "policy", "prompt", "stream", "structured"},
     {"loading", "request"},
-    {"begin"},
+    {"generation"},
     {"loop"},
     {"cluster", "engine"},
     {"dflash_mlx"},  # the public names, which come from all of the above

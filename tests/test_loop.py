@@ -8,8 +8,8 @@ import pytest
 from oracle import Oracle
 from tinymodels import SUPPORTED, ending_at, greedy, random_drafter, target, tokenizer
 
-from dflash_mlx.begin import DEFAULT_BLOCK_SIZE
 from dflash_mlx.events import Result
+from dflash_mlx.generation import DEFAULT_BLOCK_SIZE
 from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.targets.target import LAST_STEP, PREFILL_STEP
 

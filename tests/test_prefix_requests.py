@@ -9,7 +9,7 @@ from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.prompt import encode_prompt, parting_places
+from dflash_mlx.prompt import branch_points, encode_prompt
 
 SMALL = 8
 SYSTEM = {"role": "system", "content": "user: what is 37 + 48? assistant: It is 85. Thanks!"}
@@ -26,13 +26,13 @@ def ask(text, *before):
 def test_places_where_other_prompts_part():
     target, prompt = tiny_target(), ask("1234567890 times", SYSTEM)
     ids = encode_prompt(target, prompt)
-    system, answer = parting_places(target, prompt, ids)
+    system, answer = branch_points(target, prompt, ids)
     other = encode_prompt(target, ask("over the lazy dog", SYSTEM))
     assert ids[:system] == other[:system] and system > 10
     # The template ends with "assistant:", which the next turn has, but one without an answer not.
     assert target.tokenizer.decode(ids[answer:]).strip() == "assistant:"
-    assert parting_places(target, prompt[1:], ids[system:])[:1] != [system]
-    assert parting_places(target, "text", ids) == parting_places(target, ids, ids) == []
+    assert branch_points(target, prompt[1:], ids[system:])[:1] != [system]
+    assert branch_points(target, "text", ids) == branch_points(target, ids, ids) == []
 
 
 def test_a_second_chat_begins_after_the_system_prompt():
@@ -41,7 +41,7 @@ def test_a_second_chat_begins_after_the_system_prompt():
     store = store_of(target)
     for text in ("1234567890 times", "over the lazy dog"):
         prompt = ask(text, SYSTEM)
-        shared = parting_places(target, prompt, encode_prompt(target, prompt))[0]
+        shared = branch_points(target, prompt, encode_prompt(target, prompt))[0]
         result = dm.generate(target, None, prompt, max_tokens=5, prefix=store)
     assert result.stats.reused_tokens == shared // SMALL * SMALL > 0
     assert result.tokens == dm.generate(target, None, prompt, max_tokens=5).tokens

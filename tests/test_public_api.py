@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import pydoc
 import subprocess
 import sys
 
@@ -58,20 +59,10 @@ def test_settings_have_the_names_of_the_design():
     assert positional == ["name", "draft", "target_bits", "draft_bits"]
 
 
-def test_the_settings_of_generate_are_those_of_the_stream():
-    """Nothing is declared twice without a check that both say the same."""
-    from dflash_mlx.settings import History, Sampling
-
-    stream, whole = (inspect.signature(f).parameters for f in (dm.stream_generate, dm.generate))
-    assert stream == whole
-    fields = Sampling.__dataclass_fields__
-    named = {name: stream[name] for name in fields if name in stream}
-    history = {name: hint.__forward_arg__ for name, hint in History.__annotations__.items()}
-    assert named.keys() | history.keys() == fields.keys() and not named.keys() & history.keys()
-    assert history == {name: fields[name].type for name in history}
-    assert {n: (p.annotation, p.default) for n, p in named.items()} == {
-        n: (fields[n].type, fields[n].default) for n in named
-    }
+def test_help_lists_the_settings_with_their_defaults():
+    for function in (dm.generate, dm.stream_generate):
+        shown = pydoc.render_doc(function, renderer=pydoc.plaintext)
+        assert "max_tokens: 'int' = 256" in shown and "repetition_penalty: 'float' = 1.0" in shown
 
 
 def test_what_there_is_no_setting_for_is_refused():

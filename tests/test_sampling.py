@@ -14,7 +14,7 @@ from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import Sampling
+from dflash_mlx.settings import SamplingSettings
 
 VOCABULARIES = [16, 50, 200]
 
@@ -52,7 +52,7 @@ def processed(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
 
 def choices(settings, logits, rows=1, seed=0):
     """The choices at positions 0..rows-1 of a chain whose rows all have these logits [V]."""
-    sampler = Sampler(Sampling(seed=seed, **settings))
+    sampler = Sampler(SamplingSettings(seed=seed, **settings))
     table = mx.broadcast_to(mx.array(logits, mx.float32), (rows, len(logits)))
     return sampler.choose(Proposal([0] * rows), table).choices
 
@@ -162,16 +162,20 @@ def test_filters_keep_what_mlx_lm_keeps(ours, theirs):
 
 def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
     logits = mx.array([[0.0, 2.0, 1.0], [5.0, 5.0, -1.0], [-3.0, -2.0, -1.0]])
-    for settings in (Sampling(), Sampling(seed=7), Sampling(top_p=0.1, top_k=2, min_p=0.5)):
+    for settings in (
+        SamplingSettings(),
+        SamplingSettings(seed=7),
+        SamplingSettings(top_p=0.1, top_k=2, min_p=0.5),
+    ):
         sampler = Sampler(settings)
         assert sampler.choose(Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2], None)
         assert sampler.seed is None and sampler.draft(logits).tolist() == [1, 0, 2]
 
 
 def test_without_a_seed_a_fresh_one_is_drawn_and_told():
-    first, second = (Sampler(Sampling(temperature=1.0)) for _ in range(2))
+    first, second = (Sampler(SamplingSettings(temperature=1.0)) for _ in range(2))
     assert first.seed != second.seed
-    assert Sampler(Sampling(temperature=1.0, seed=0)).seed == 0
+    assert Sampler(SamplingSettings(temperature=1.0, seed=0)).seed == 0
 
 
 def test_processors_see_the_history_of_each_path():
@@ -181,7 +185,7 @@ def test_processors_see_the_history_of_each_path():
         seen.append(tokens.tolist())
         return logits
 
-    sampler = Sampler(Sampling(logits_processors=[spy]), prompt=[7, 8])
+    sampler = Sampler(SamplingSettings(logits_processors=[spy]), prompt=[7, 8])
     sampler.choose(Proposal([8, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), mx.zeros((5, 10)))
     assert seen == [[7, 8], [7, 8, 1], [7, 8, 2], [7, 8, 1, 3], [7, 8, 2, 4]]
     sampler.commit([1, 3, 9])
@@ -204,7 +208,7 @@ def test_penalties_and_bias_are_those_of_mlx_lm():
         spied.append(logits)
         return logits
 
-    settings = Sampling(logit_bias=bias, logits_processors=[spy], **penalties)
+    settings = SamplingSettings(logit_bias=bias, logits_processors=[spy], **penalties)
     Sampler(settings, history).choose(Proposal([4]), logits)
     assert mx.array_equal(spied[0], expected)
 
@@ -214,9 +218,9 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
     logits = mx.random.normal((1, 12), key=mx.random.key(1)).astype(dtype)
     for temperature in (0.0, 0.8):
         bias = {3: 1e5, 4: -1e5, 5: 1e4}
-        settings = Sampling(temperature=temperature, seed=1, logit_bias=bias)
+        settings = SamplingSettings(temperature=temperature, seed=1, logit_bias=bias)
         assert Sampler(settings).choose(Proposal([1]), logits).choices == [3]
-        settings = Sampling(
+        settings = SamplingSettings(
             temperature=temperature, seed=1, logit_bias=dict.fromkeys(range(11), -1e38)
         )
         assert Sampler(settings).choose(Proposal([1]), logits).choices == [11]
@@ -225,7 +229,7 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2, "top_p": 0.9}], ids=str)
 def test_drafting_never_waits_for_the_device(settings):
     """Evaluating anything while a function is traced is an error, so tracing is the proof."""
-    settings = Sampling(temperature=0.8, seed=1, **settings)
+    settings = SamplingSettings(temperature=0.8, seed=1, **settings)
 
     def draft(logits):
         return Sampler(settings, [1, 2, 3]).draft(logits)
@@ -301,8 +305,10 @@ def test_the_smallest_temperatures_are_greedy(temperature):
     mx.random.seed(3)
     logits = 30 * mx.random.normal((50, 40))
     tokens = [0] * 50
-    greedy = Sampler(Sampling()).choose(Proposal(tokens), logits)
-    cold = Sampler(Sampling(temperature=temperature, seed=1)).choose(Proposal(tokens), logits)
+    greedy = Sampler(SamplingSettings()).choose(Proposal(tokens), logits)
+    cold = Sampler(SamplingSettings(temperature=temperature, seed=1)).choose(
+        Proposal(tokens), logits
+    )
     assert cold == greedy
 
 
@@ -363,7 +369,7 @@ def test_numbers_of_numpy_and_fractions_are_numbers():
 def test_a_chain_brings_the_certainty_after_its_last_kept_row(right, temperature):
     """That of one row is all that is asked for: exponentials of a vocabulary are dear."""
     logits = mx.random.normal((5, 30), key=mx.random.key(right))
-    settings = Sampling(temperature=temperature, seed=1)
+    settings = SamplingSettings(temperature=temperature, seed=1)
     choices = Sampler(settings, [1]).choose(Proposal([2] * 5), logits).choices
     drafts = [*choices[:right], *((token + 1) % 30 for token in choices[right:])][:4]
     proposal = Proposal(mx.array([2, *drafts]))
@@ -378,7 +384,7 @@ def test_decisions_of_many_requests_are_read_together():
 
     def requests():
         for seed, temperature in enumerate((0, 0.7, 1.3)):
-            sampler = Sampler(Sampling(temperature=temperature, seed=seed), [1, 2])
+            sampler = Sampler(SamplingSettings(temperature=temperature, seed=seed), [1, 2])
             drafts = sampler.draft(mx.random.normal((4, 30), key=mx.random.key(seed)))
             proposal = Proposal(mx.concatenate([mx.array([2]), drafts.astype(mx.int32)]))
             logits = mx.random.normal((5, 30), key=mx.random.key(9 + seed))

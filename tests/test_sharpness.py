@@ -9,7 +9,7 @@ import dflash_mlx as dm
 from dflash_mlx.policy.fixed import FixedWidth
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import Sampling
+from dflash_mlx.settings import SamplingSettings
 from dflash_mlx.sharpness import FIRST, GRID, SELDOM, SOON, Sharpness
 
 
@@ -44,7 +44,7 @@ def test_the_learnt_one_is_as_good_as_the_best_fixed_one(doubt):
 
 
 def test_a_pinned_one_drafts_one_block_only():
-    sampler = Sampler(Sampling(temperature=1.0, seed=1), sharpness=Sharpness((2.0,)))
+    sampler = Sampler(SamplingSettings(temperature=1.0, seed=1), sharpness=Sharpness((2.0,)))
     assert sampler.sharpness.value == 2.0 and sampler.sharpness.best == 0
 
 
@@ -59,7 +59,7 @@ def test_a_block_that_was_drawn_alone_scores_nothing():
     """Its tokens are those of the best s; what an earlier draft left over is not judged by it."""
     table = np.random.default_rng(5).normal(size=(32, 32))
     logits = mx.array(table[:3], mx.float32)
-    sampler = Sampler(Sampling(temperature=1.0, seed=8), [0])
+    sampler = Sampler(SamplingSettings(temperature=1.0, seed=8), [0])
     compared = sampler.draft(logits)
     sampler.sharpness._drafts = SOON  # none of the next few is compared
     assert sampler.draft(logits).tolist() == compared.tolist()

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.stream import TextStream, in_the_middle
+from dflash_mlx.stream import TextStream, skip_text_start
 
 EOS = "<|end|>"
 TORN = "\ufffd"
@@ -54,7 +54,7 @@ class Coded:
     def stream(self, stop: tuple[str, ...], max_tokens: int) -> TextStream:
         detokenizer = self.detokenizer
         if self.continues:
-            in_the_middle(detokenizer, self.tokenizer)
+            skip_text_start(detokenizer, self.tokenizer)
         return TextStream(detokenizer, {self.eos}, stop, max_tokens)
 
 

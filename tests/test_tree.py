@@ -18,7 +18,7 @@ from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.tree import DraftTree, best_chain, best_first
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import Sampling
+from dflash_mlx.settings import SamplingSettings
 
 PROMPT = [5, 9, 2, 40, 41, 7, 100]
 ANCHOR = 3
@@ -159,7 +159,7 @@ def session(temperature: float, dflash2: bool, seed: int = 0):
     if dflash2:
         codebook = drafter.candidate_selector.successor_codebook
         drafter.candidate_selector.successor_codebook = mx.random.normal(codebook.shape)
-    sampler = Sampler(Sampling(temperature, seed=seed), PROMPT)
+    sampler = Sampler(SamplingSettings(temperature, seed=seed), PROMPT)
     started = drafter.start(target(), sampler)
     _, taps = target().features(mx.array([PROMPT]), (0, 2))
     started.extend(taps)
@@ -212,7 +212,7 @@ def test_the_tree_of_a_selector_is_conditioned_on_the_path(temperature):
 
 def test_what_top_k_excludes_is_not_drafted():
     drafter = random_drafter()
-    sampler = Sampler(Sampling(0.8, top_k=1, seed=0), PROMPT)
+    sampler = Sampler(SamplingSettings(0.8, top_k=1, seed=0), PROMPT)
     started = drafter.start(target(), sampler)
     started.extend(target().features(mx.array([PROMPT]), (0, 2))[1])
     assert started.propose_tree(ANCHOR, 64, 16, Calibration()).propose(64).is_chain

@@ -21,9 +21,9 @@ from unittest.mock import patch
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..begin import begin
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
+from ..generation import GenerationSettings, start_request
 from ..loop import play_alone
 from ..targets import Target
 from .leanest import Leanest
@@ -152,7 +152,8 @@ def count_round(
     target: Target, drafter: Drafter | None, prompt: list[int], rows: int, fused: bool = False
 ) -> Round | None:
     """A round of so many rows behind a prompt; None if the text ends before the one after it."""
-    request = begin(target, drafter, prompt, max_tokens=10_000, block_size=rows)
+    settings = GenerationSettings(max_tokens=10_000, block_size=rows)
+    request = start_request(target, drafter, prompt, settings)
     request.resume()
     for _ in request.read():
         pass

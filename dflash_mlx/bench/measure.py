@@ -18,10 +18,10 @@ import mlx.core as mx
 from mlx_lm import stream_generate as mlx_lm_generate
 from mlx_lm.sample_utils import make_sampler
 
-from ..begin import widest_block
 from ..drafter.protocol import Drafter, apart, label
 from ..errors import DataError, PromptError
 from ..events import FinishReason, Result, Stats
+from ..generation import max_block_size
 from ..loop import generate
 from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
@@ -284,5 +284,5 @@ def warm_up(target: Target, drafter: Drafter | None, block_size: int | None = No
     prompt = [0] * 8
     generate(target, None, prompt, max_tokens=2)
     if drafter is not None:
-        rows = widest_block(drafter, block_size)
+        rows = max_block_size(drafter, block_size)
         generate(target, drafter, prompt, max_tokens=2 * rows, block_size=block_size)

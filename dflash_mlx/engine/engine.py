@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
-from ..begin import begin, check_kinds
 from ..drafter.plain import NoDrafter
-from ..drafter.protocol import Drafter
+from ..drafter.protocol import Drafter, check_pair
 from ..errors import EngineError, SettingsError
+from ..generation import GenerationSettings, start_request
 from ..loop import Together
 from ..policy.costs import Meanwhile
 from ..policy.rounds import AnyPolicy
@@ -77,7 +77,8 @@ class Engine(AbstractContextManager["Engine", None]):
         together: Together | None = None,
         meanwhile: Meanwhile = nullcontext,
     ) -> None:
-        check_kinds(target, drafter, policy, prefix=prefix)
+        check_pair(target, drafter)
+        GenerationSettings(policy=policy, prefix=prefix)  # checks their types
         memory = None if memory is None else check_integer("memory", memory, most=MAX_BYTES)
         if not is_positive(stall_ms):
             raise SettingsError(f"stall_ms must be above 0 and finite, not {brief(stall_ms)}.")
@@ -121,7 +122,7 @@ class Engine(AbstractContextManager["Engine", None]):
         settings.setdefault("policy", self._policy)
         if settings.get("conversation") is None:
             settings.setdefault("prefix", self._prefix)
-        request = begin(*self._pair, prompt, **settings)
+        request = start_request(*self._pair, prompt, GenerationSettings.of(settings))
         with ExitStack() as refused:
             refused.callback(request.close)
             self._check(request.kv_bits)

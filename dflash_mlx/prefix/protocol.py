@@ -46,7 +46,7 @@ class Prefix(Protocol):
         """Where reading the rest of the prompt has to pause for a `keep` with `mark`.
 
         Empty for a pair whose caches can be cut anywhere. `ends` are places where other prompts
-        will part from this one, as the end of a system prompt; see `prompt.parting_places`.
+        will part from this one, as the end of a system prompt; see `prompt.branch_points`.
         """
 
     def keep(

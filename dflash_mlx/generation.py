@@ -1,0 +1,165 @@
+"""The settings of a generation, checked in one place, and the request that they start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from .conversation import Conversation
+from .drafter.protocol import Drafter, check_pair
+from .drafter.protocol import block_size as drafter_block_size
+from .errors import SettingsError
+from .events import Stats
+from .policy.rounds import AnyPolicy, plan_rounds
+from .prefix.protocol import Prefix
+from .prompt import Prompt, branch_points, encode_prompt
+from .request import Request
+from .sampling import Sampler
+from .settings import SamplingSettings
+from .stream import TextStream, skip_text_start
+from .targets import Target
+from .targets.caches import check_kv_bits
+from .validation import brief, check_integer, check_type, is_integer
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings(SamplingSettings):
+    """Everything a caller can set for one generation, beside the sampling settings.
+
+    Raises `SettingsError` for a value out of range or of a wrong type.
+
+    Attributes:
+        max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
+        block_size: the most rows verified per step, the last committed token included. None is the
+            drafter's own, or the policy's choice.
+        policy: chooses the draft length of each step, unless `block_size` is given, and learns for
+            later requests. None drafts whole blocks.
+        tree_budget: the most rows of a draft tree per step, its root included; `block_size` then
+            limits the depth. "auto" lets the policy choose between trees and chains. None drafts
+            chains unless the policy is a `TreePolicy`.
+        kv_bits: 8 or 4 quantizes the target's keys and values; None does not.
+        stop: strings that end the text; they are not part of it.
+        continues: whether the text continues the prompt, so that a leading space is kept.
+        conversation: keeps the caches for the next request, which then reads only its new tokens.
+        prefix: a `PrefixStore` of the pair, shared by many requests. A conversation has its own.
+        salt: only requests with the same salt share cache entries of the prefix store.
+    """
+
+    max_tokens: int = 256
+    block_size: int | None = None
+    policy: AnyPolicy | None = None
+    tree_budget: int | Literal["auto"] | None = None
+    kv_bits: int | None = None
+    stop: str | Sequence[str] | None = None
+    continues: bool = False
+    conversation: Conversation | None = None
+    prefix: Prefix | None = None
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_integer(self.max_tokens, 0, math.inf):
+            raise SettingsError(
+                f"max_tokens must be a whole number, 0 or more, not {brief(self.max_tokens)}."
+            )
+        if self.block_size is not None:
+            check_integer("block_size", self.block_size)
+        check_type("policy", self.policy, AnyPolicy, "dm.Policy.of(target, drafter)")
+        check_type("conversation", self.conversation, Conversation, "dm.Conversation(...)")
+        check_type("prefix", self.prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
+        check_kv_bits(self.kv_bits)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if not isinstance(self.continues, bool):
+            raise SettingsError(f"continues must be True or False, not {brief(self.continues)}.")
+        if not isinstance(self.salt, str):
+            raise SettingsError(f"salt must be text, not {brief(self.salt)}.")
+        if self.conversation is not None and (self.prefix is not None or self.salt):
+            name = "salt" if self.prefix is None else "prefix"
+            raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> GenerationSettings:
+        """Settings by name. Raises `SettingsError` for an unknown name too."""
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f"Did you mean {near[0]}?" if near else "See help(dflash_mlx.generate)."
+                raise SettingsError(f"There is no setting {name!r}. {hint}")
+        return cls(**settings)
+
+
+def start_request(
+    target: Target, drafter: Drafter | None, prompt: Prompt, settings: GenerationSettings
+) -> Request:
+    """Check a request and make its state; no forward runs and no cache is filled yet.
+
+    Args:
+        target, drafter, prompt: as in `stream_generate`.
+        settings: of this request.
+
+    Raises what `stream_generate` raises at once.
+    """
+    check_pair(target, drafter)
+    widest = max_block_size(drafter, settings.block_size)
+    settings.check_vocabulary(target.vocab_size)
+    ids = encode_prompt(target, prompt)
+    kv_bits, conversation = settings.kv_bits, settings.conversation
+    if conversation is None:
+        prefix, salt = settings.prefix, settings.salt
+        conversation = Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
+    conversation.check(target, drafter, kv_bits)
+    rounds = plan_rounds(
+        target,
+        drafter,
+        None if drafter is None else settings.policy,
+        settings.block_size,
+        settings.tree_budget,
+        settings.temperature,
+        kv_bits,
+        ahead=not settings.edits,
+    )
+    sampler = Sampler(settings, ids, rounds.sharpness)
+    tokenizer = target.tokenizer
+    detokenizer = tokenizer.detokenizer
+    if settings.continues:
+        skip_text_start(detokenizer, tokenizer)
+    max_tokens = min(int(settings.max_tokens), target.context_length - len(ids))
+    text = TextStream(detokenizer, tokenizer.eos_token_ids, settings.stop or (), max_tokens)
+    stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
+    branches = branch_points(target, prompt, ids) if conversation.shares else ()
+    request = Request(conversation, ids, sampler, rounds, text, stats, branches)
+    conversation.open(request)
+    return request
+
+
+def max_block_size(drafter: Drafter | None, requested: int | None = None) -> int:
+    """The most rows of a step. Raises `SettingsError` for a size the drafter was not made for."""
+    if requested is not None:
+        requested = check_integer("block_size", requested)
+    if drafter is None:
+        return 1
+    largest = drafter_block_size(drafter)
+    if requested is None:
+        return largest or DEFAULT_BLOCK_SIZE
+    if largest is not None and requested > largest:
+        raise SettingsError(
+            f"block_size {requested} is more than the {largest} that this drafter can have: "
+            "give less."
+        )
+    return requested
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    """None, one string or several as a tuple. Raises `SettingsError`."""
+    if stop is not None and not isinstance(stop, Iterable):
+        raise SettingsError(f"stop must be one or more strings, not {brief(stop)}.")
+    strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
+    if any(not isinstance(text, str) or not text for text in strings):
+        raise SettingsError("stop must be one or more strings that are not empty.")
+    return strings
