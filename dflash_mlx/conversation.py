@@ -15,14 +15,12 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from .drafter.plain import NoDrafter
-from .drafter.protocol import Drafter, Gathers, ReadsText, Resumable, Session, check_pair
+from .drafter.protocol import Drafter, DraftSession, check_pair, start_session
 from .errors import SettingsError
 from .prefix.protocol import Prefix
 from .sampling import Sampler
 from .targets import Target, TargetSession
 from .targets.caches import check_kv_bits
-from .targets.taps import gathered
 from .targets.target import LAST_STEP, PREFILL_STEP
 from .validation import brief, check_type
 
@@ -41,7 +39,7 @@ class Conversation:
 
     Hand it to `stream_generate` with every turn's whole prompt, in any thread. One request at a
     time: the one before has ended, was closed, or nobody holds it any more. A drafter of your own
-    is resumed if its sessions are `Resumable` (`drafter.protocol`). Else every request reads its
+    is resumed if its sessions are `resumable` (`DraftSession`). Else every request reads its
     whole prompt.
 
     Args:
@@ -59,7 +57,7 @@ class Conversation:
     """
 
     target: TargetSession
-    drafter: Session
+    drafter: DraftSession
 
     def __init__(
         self,
@@ -86,8 +84,6 @@ class Conversation:
         self._held: list[tuple[mx.array, Any]] = []
         self._reader_thread = 0  # lazy, in this thread
         self._settled = True
-        self._reader: ReadsText | None = None  # the drafter, if it drafts from the text itself,
-        self._gatherer: Gathers | None = None  # and if it takes features of a round as they are
         self._opening = threading.Lock()
         self._request: weakref.ref[Holder] | None = None  # the last one
         self.ids: list[int] = []
@@ -150,9 +146,6 @@ class Conversation:
             drafting.resume(sampler)
         else:
             self._begin(prompt, sampler)
-        # Asked once a request: what a protocol has is looked up by name, each time.
-        self._reader = self.drafter if isinstance(self.drafter, ReadsText) else None
-        self._gatherer = self.drafter if isinstance(self.drafter, Gathers) else None
         return len(self.ids)
 
     def forget(self) -> None:
@@ -236,12 +229,10 @@ class Conversation:
             taps: their features, [1, S, K*D], perhaps lazy; or a round's, [1, N, K*D], computed,
             kept: and which rows of those they are, rising.
         """
-        if self._reader is not None:
-            self._reader.read(tokens)
-        if kept is not None and self._gatherer is not None:
-            self._gatherer.extend_by(taps, kept)
+        self.drafter.read_tokens(tokens)
+        if kept is not None:
+            self.drafter.extend_rows(taps, kept)
         else:
-            taps = taps if kept is None else gathered(taps, kept)
             mx.async_eval(taps)  # the drafter may use them in another thread
             self.drafter.extend(taps)
         self.ids += tokens
@@ -250,23 +241,22 @@ class Conversation:
         """Begin with new sessions: in the store if there is one, else with nothing."""
         target, drafter, kv_bits = self._pair
         if self._prefix is None:
-            drafter = NoDrafter() if drafter is None else drafter
-            self.target = target.start(drafter.tap_layers, kv_bits)
-            self.drafter, held = drafter.start(target, sampler), 0
+            self.target = target.start(() if drafter is None else drafter.tap_layers, kv_bits)
+            self.drafter, held = start_session(drafter, target, sampler), 0
         else:
             opened = self._prefix.open(prompt, sampler, kv_bits, self._salt)
             self.target, self.drafter, held = opened
         self._started, self._marks, self.ids = True, [], list(prompt[:held])
         self._held, self._settled = [], True
 
-    def _resumable(self) -> Resumable[Any] | None:
+    def _resumable(self) -> DraftSession | None:
         """The drafter's session, if the caches are whole: no forward was left out or broken off."""
-        if not (self._started and isinstance(self.drafter, Resumable) and self.target.intact):
+        if not (self._started and self.drafter.resumable and self.target.intact):
             return None
         held = {self.target.position, self.drafter.position, len(self.ids)}
         return self.drafter if len(held) == 1 else None
 
-    def _go_back(self, shared: int, drafting: Resumable[Any]) -> bool:
+    def _go_back(self, shared: int, drafting: DraftSession) -> bool:
         """Forget what comes after the first `shared` tokens, if that can be done."""
         if shared < len(self.ids):
             if self.target.can_trim and drafting.can_trim:
@@ -290,6 +280,6 @@ class Conversation:
     def _mark(self, target: Any) -> None:
         """Mark this place, of which `target` is the target's, where caches cannot be cut at any."""
         drafting = self.drafter
-        if isinstance(drafting, Resumable) and not (self.target.can_trim and drafting.can_trim):
+        if drafting.resumable and not (self.target.can_trim and drafting.can_trim):
             mark = None if drafting.can_trim else drafting.checkpoint()
             self._marks = [*self._marks, (target, mark)][-MOST_MARKS:]

@@ -14,7 +14,7 @@ import mlx.core as mx
 from .accept import accept
 from .choices import Decision, chosen
 from .conversation import Conversation
-from .drafter.protocol import Session
+from .drafter.protocol import DraftSession
 from .errors import ProposalError
 from .events import Event, Stats
 from .policy.offer import Offer, Planting
@@ -97,7 +97,7 @@ class Request:
         return Event("", [], 0, 0, self._text.finish_reason, self.stats)
 
     @property
-    def drafter(self) -> Session:
+    def drafter(self) -> DraftSession:
         """The drafter's session."""
         return self._conversation.drafter
 

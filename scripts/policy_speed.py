@@ -124,7 +124,6 @@ class Prompt:
 
     def _run(self, policy: dm.Policy) -> list[float]:
         """Decode once in every way, side by side; a lookup knows nothing of the other texts."""
-        from dflash_mlx.drafter.protocol import apart
 
         widths = [width for width in WIDTHS if width <= policy.widest]
         self.ways = [POLICY, *widths, AGAIN]
@@ -134,7 +133,7 @@ class Prompt:
             how: Any = {"policy": policy} if way == POLICY else {"block_size": width}
             target, drafter = self._pair
             streams[way] = dm.stream_generate(
-                target, apart(drafter), self._ids, max_tokens=self._max_tokens, **how
+                target, drafter, self._ids, max_tokens=self._max_tokens, **how
             )
         done = in_turns(streams)
         self.stats = {way: done[way][0] for way in self.ways}

@@ -89,7 +89,7 @@ class Recorder:
 
     def record(self, asked: Sequence[Asked], max_tokens: int) -> list[dict[str, Any]]:
         """The traces of some prompts, whose answers are written together."""
-        from dflash_mlx.drafter.forest import propose_together, propose_trees_together
+        from dflash_mlx.drafter.batch import propose_batch, propose_tree_batch
         from dflash_mlx.prompt import encode_prompt
 
         prompts = [encode_prompt(self.target, messages) for _, messages, _ in asked]
@@ -105,10 +105,10 @@ class Recorder:
             widths = [self.widest] * len(going)
             for text, anchor in zip(going, anchors, strict=True):
                 text.sampler.commit([anchor])
-            chains = propose_together(sessions, anchors, widths)
+            chains = propose_batch(sessions, anchors, widths)
             calibrations = [text.calibration for text in going]
             rows = [TREE] * len(going)
-            trees = propose_trees_together(sessions, anchors, rows, widths, calibrations)
+            trees = propose_tree_batch(sessions, anchors, rows, widths, calibrations)
             for text, chain, tree in zip(going, chains, trees, strict=True):
                 text.take(at, chain, tree)
         return [

@@ -100,7 +100,7 @@ def teach(ways: Ways, target: dm.Target, prompts: Sequence[Any], asked: dict[str
 
 def ways_of(options: argparse.Namespace, target: dm.Target, drafter: Any) -> Ways:
     """A drafter and settings of each way to decode."""
-    from dflash_mlx.drafter.beside import Beside
+    from dflash_mlx.drafter.combined import CombinedDrafter
     from dflash_mlx.policy.trees import TreePolicy, tree_policy
 
     ways: Ways = {"plain": (None, {})}
@@ -110,7 +110,7 @@ def ways_of(options: argparse.Namespace, target: dm.Target, drafter: Any) -> Way
         kept = tree_policy(target, drafter) if budget == "auto" else TreePolicy.fixed(int(budget))
         ways[f"trees {budget}"] = drafter, {"policy": kept}
     if options.lookup:
-        both = Beside(drafter)
+        both = CombinedDrafter(drafter)
         ways["lookup beside"] = both, {"policy": dm.Policy.of(target, both)}
     ways["policy"] = drafter, {"policy": dm.Policy.of(target, drafter)}
     return ways

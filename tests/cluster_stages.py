@@ -18,7 +18,7 @@ from families import CONFIGS, Letters, random_model, random_prompt
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
 from dflash_mlx.cluster.store import LeadingStore
-from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.targets import Target
 
 FAMILY = "qwen3_next"
@@ -34,7 +34,7 @@ def model() -> Any:
 
 def texts(target: Target, store: type[dm.PrefixStore], **settings: Any) -> dict[str, list[Any]]:
     """Turns of a chat that goes on and goes back, and requests that begin alike."""
-    drafter = Lookup()
+    drafter = LookupDrafter()
     conversation = dm.Conversation(target, drafter)
     turns = [
         dm.generate(target, drafter, prompt, conversation=conversation, max_tokens=ANSWER)

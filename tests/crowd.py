@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.engine.job import Job
 from dflash_mlx.engine.memory import Memory
 from dflash_mlx.engine.seats import Seats
@@ -35,13 +36,13 @@ class Knowing:
         return KnowingSession(self, len(self.tap_layers) * target.hidden_size)
 
 
-class KnowingSession:
+class KnowingSession(DraftSession):
     def __init__(self, known: Knowing, features: int) -> None:
         self.known, self.features = known, features
         self.tokens: list[int] = []
         self.extended = 0
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read_tokens(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
 
     def extend(self, taps: mx.array) -> None:

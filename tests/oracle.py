@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.proposal import Proposal
 
 
@@ -63,10 +64,10 @@ class Oracle:
         return (self.text[position] + (0 if good else wrong)) % self.vocab_size
 
 
-class ResumingOracle(Oracle):
+class ResumingOracle(Oracle, DraftSession):
     """An oracle that goes on with another request, as the package's own drafters do."""
 
-    can_trim = True
+    can_trim = resumable = True
 
     @property
     def position(self) -> int:

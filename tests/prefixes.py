@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.sampling import Sampler
 
 CHUNK = 4
@@ -21,10 +22,10 @@ def hashes(ids, start=0):
     return values
 
 
-class Session:
+class Session(DraftSession):
     """What target and drafter keep: rows, and a state where they cannot be cut."""
 
-    intact = True
+    intact = storable = can_trim = True
 
     def __init__(self, can_trim=True, width=1, kv_bits=None):
         self.can_trim, self.kv_bits, self.width, self.values = can_trim, kv_bits, width, []

@@ -16,7 +16,7 @@ from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
 from dflash_mlx.bench.counts import Graph, count_into
-from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.engine.rows import SharedRounds
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.policy.costs import Costs
@@ -168,7 +168,7 @@ def test_what_a_lookup_finds_meanwhile_is_drafted_a_token_later(new):
         policy = Policy(Costs({64: {1: 1.0, 16: 2.0}}, {64: {1: 0.0, 16: 0.0}}), 16)
         settings = {"max_tokens": len(answer), "policy": policy}
         with Forwards() as forwards:
-            drafted = dm.generate(subject, Lookup(), prompt, **settings)
+            drafted = dm.generate(subject, LookupDrafter(), prompt, **settings)
         assert drafted.tokens == answer
         assert (forwards.ahead > 30) == ahead
         rounds.append(drafted.stats.rounds)

@@ -24,7 +24,6 @@ from dflash_mlx.bench.summary import (
     differences,
     summarize,
 )
-from dflash_mlx.drafter.beside import Beside
 from dflash_mlx.errors import DataError, SettingsError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
@@ -260,16 +259,6 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     _warm_up, *first = knew[:4]
     assert first == [0, 0, 0]
     assert knew[4] > 0 and knew[4:] == [knew[4]] * 3  # the first prompt has taught it, once
-
-
-def test_nor_does_a_drafter_that_learns():
-    def taught(repeats: int) -> tuple[float, list[float]]:
-        drafter = Beside(tinymodels.random_drafter())
-        list(measure_all(tinymodels.target(), drafter, [ASKED], repeats, max_tokens=48))
-        return drafter.known.rate, drafter.known.lookup.rates.of(2, 3)
-
-    new = Beside(tinymodels.random_drafter()).known
-    assert taught(1) == taught(3) != (new.rate, new.lookup.rates.of(2, 3))
 
 
 def test_sampled_runs_are_plain_decodings_own():

@@ -8,8 +8,8 @@ from program import run
 
 import dflash_mlx as dm
 from dflash_mlx.bench.measure import Comparison
-from dflash_mlx.drafter.beside import Beside
-from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.drafter.combined import CombinedDrafter
+from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.drafter.protocol import label
 from dflash_mlx.errors import DownloadError, ModelNotFoundError, SettingsError
 from dflash_mlx.loading.hub import Hub
@@ -44,12 +44,12 @@ def test_draft_says_what_drafts(folder, draft, rows):
 def test_the_library_knows_the_same_names(folder):
     name = str(folder)
     with pytest.warns(UserWarning, match="no drafter is known for .*, so its text is drafted by"):
-        assert isinstance(dm.load(name)[1], Lookup)
-    assert isinstance(dm.load(name, draft="lookup")[1], Lookup)
+        assert isinstance(dm.load(name)[1], LookupDrafter)
+    assert isinstance(dm.load(name, draft="lookup")[1], LookupDrafter)
     assert dm.load(name, draft="none")[1] is None
     for draft in (None, "+lookup", "tiny+lookup", "tiny-dflash2+lookup"):
-        assert isinstance(dm.load("tiny", draft=draft)[1], Beside)
-    assert not isinstance(dm.load("tiny", draft="tiny")[1], Beside)
+        assert isinstance(dm.load("tiny", draft=draft)[1], CombinedDrafter)
+    assert not isinstance(dm.load("tiny", draft="tiny")[1], CombinedDrafter)
     with pytest.raises(SettingsError, match="draft '' names no drafter"):
         dm.load("tiny", draft="")
 
@@ -85,9 +85,12 @@ def test_whatever_is_wrong_with_a_drafter_it_is_said_what_drafts_without_one(fol
 
 def test_what_drafts_is_named_by_its_own_name():
     target, both = dm.load("tiny", draft="tiny-dflash2+lookup")
-    names = [label(one) for one in (both, both.network, Lookup(), dm.load("tiny", draft="tiny")[1])]
+    names = [
+        label(one)
+        for one in (both, both.network, LookupDrafter(), dm.load("tiny", draft="tiny")[1])
+    ]
     assert names == ["DFlash2+lookup", "DFlash2", "lookup", "DFlash"]
-    for drafter in (both, Lookup()):
+    for drafter in (both, LookupDrafter()):
         runs = Comparison(target, drafter, [1, 2, 3], max_tokens=4)
         runs.run_turn()
         assert list(runs.ways) == ["plain", label(drafter), "mlx-lm"]

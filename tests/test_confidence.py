@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.policy.confidence import FIRST_WAIT, Confidence, Cutting
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.cuts import Cuts
@@ -161,8 +162,8 @@ def test_a_draft_that_was_cut_is_judged_by_the_text_whatever_came_between():
     cuts, widths = Cuts(known), Policy(costs(4.6), WIDEST).start()
     rounds = ChainRounds(widths, Sharpness(), cuts, False)
 
-    class Session:
-        says_confidence = True
+    class Session(DraftSession):
+        has_confidence = True
 
         def propose(self, anchor, width):
             return Proposal([0, 1, 2, 3, 4][:width])

@@ -8,7 +8,7 @@ from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.plain import NoDrafter
+from dflash_mlx.drafter.protocol import NoDrafter
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.targets.target import LAST_STEP
 

@@ -16,14 +16,14 @@ from tinymodels import drafter_config, target
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dspark import network_for
 from dflash_mlx.drafter.rope import make_rope
-from dflash_mlx.drafter.session import DraftSession
+from dflash_mlx.drafter.session import NetworkSession
 from dflash_mlx.sampling import Sampler
 
 
 def drafts(golden):
     """What is drafted in all rounds, and what should be."""
     found, expected, known = [], [], 0
-    session = DraftSession(golden.drafter, golden.target(), Sampler())
+    session = NetworkSession(golden.drafter, golden.target(), Sampler())
     for number in range(golden.rounds):
         case = golden.case(number)
         session.extend(golden.context[:, known : case.start])

@@ -107,7 +107,7 @@ class Sure(Knowing):
 
 
 class SureSession(KnowingSession):
-    says_confidence = True
+    has_confidence = True
 
     def propose(self, anchor, width):
         proposal = super().propose(anchor, width)

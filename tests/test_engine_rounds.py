@@ -15,8 +15,8 @@ from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
-from dflash_mlx.drafter.beside import Beside
-from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.drafter.combined import CombinedDrafter
+from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.engine.rows import SharedRounds
 from dflash_mlx.engine.together import Flat
@@ -185,7 +185,7 @@ def drafted_for_three(pair: Any, alone: Any, drafter: Any, policy: Any) -> list[
 
 def test_a_lookup_drafts_for_many(pair, alone):
     for policy in (None, policies()["chains"]):
-        drafted_for_three(pair, alone, Lookup(), policy)
+        drafted_for_three(pair, alone, LookupDrafter(), policy)
 
 
 @pytest.mark.parametrize("name", [None, *policies()])
@@ -194,7 +194,7 @@ def test_a_network_beside_a_lookup_drafts_for_many(pair, alone, name, monkeypatc
     passes, logits = [], DFlash.logits
     monkeypatch.setattr(DFlash, "logits", lambda *of: passes.append(1) or logits(*of))
     policy = None if name is None else policies()[name]
-    jobs = drafted_for_three(pair, alone, Beside(pair[1]), policy)
+    jobs = drafted_for_three(pair, alone, CombinedDrafter(pair[1]), policy)
     rounds = [job.stats.rounds for job in jobs]
     assert 0 < len(passes) <= max(rounds) + 1 < sum(rounds)
 

@@ -6,7 +6,7 @@ from golden import FOLDERS, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.drafter.session import DraftSession
+from dflash_mlx.drafter.session import NetworkSession
 from dflash_mlx.sampling import Sampler
 
 CONTEXT = 90  # tokens of every text
@@ -63,7 +63,7 @@ def test_rounds_in_ragged_steps(golden, data):
 
 def test_a_session_proposes_the_golden_tokens(golden):
     drafter = golden.drafter
-    session, known = DraftSession(drafter, golden.target(), Sampler()), 0
+    session, known = NetworkSession(drafter, golden.target(), Sampler()), 0
     for number in range(golden.rounds):
         case = golden.case(number)
         session.extend(golden.context[:, known : case.start])

@@ -11,17 +11,15 @@ from scripted import Scripted
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
-from dflash_mlx.accept import accept
 from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.conversation import Conversation
-from dflash_mlx.drafter.beside import Beside
-from dflash_mlx.drafter.lookup import LENGTHS, MOST, Index, Lookup, LookupSession, Rates
-from dflash_mlx.drafter.protocol import Bounded, Foresees, Identified, ReadsText, Resumable
+from dflash_mlx.drafter.combined import CombinedDrafter
+from dflash_mlx.drafter.lookup import LENGTHS, MOST, Index, LookupDrafter, LookupRates
+from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.trees import TreePolicy
 from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -76,7 +74,7 @@ def test_a_draft_follows_the_text_and_then_itself():
 
 
 def test_rates_follow_what_was_right():
-    rates = Rates()
+    rates = LookupRates()
     assert rates.of(40, 4)[0] > rates.of(8, 4)[0] > rates.of(2, 4)[0]
     for _ in range(30):
         rates.learn(40, 4, 0)
@@ -84,27 +82,18 @@ def test_rates_follow_what_was_right():
     assert rates.of(40, 4)[0] < 0.2 and min(rates.of(2, 4)) > 0.8
 
 
-def test_it_fits_the_protocol():
-    drafter = Lookup()
-    session = drafter.start(target(), Sampler())
-    assert isinstance(drafter, Bounded) and isinstance(drafter, Identified)
-    for protocol in (Foresees, ReadsText, Resumable):
-        assert isinstance(session, protocol)
-        assert isinstance(Beside(random_drafter()).start(target(), Sampler()), protocol)
-
-
 def priced(drafter, row=0.05, draft=0.1):
     """A policy of a pair whose rows cost so much of a plain token."""
     widest = drafter.block_size
     verify = {rows: 1 + row * (rows - 1) for rows in range(1, widest + 1)}
-    draft = 0.0 if isinstance(drafter, Lookup) else draft
+    draft = 0.0 if isinstance(drafter, LookupDrafter) else draft
     return Policy(Costs({64: verify}, {64: dict.fromkeys(verify, draft) | {1: 0.0}}), widest)
 
 
 @pytest.mark.parametrize("policy", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_is_plain_text(temperature, policy):
-    model, drafter = target(), Lookup()
+    model, drafter = target(), LookupDrafter()
     prompt = random_prompt(30, 1)
     prompt = [token % 150 for token in prompt] * 3
     few = dict.fromkeys(range(20, 28), 100.0)  # so that a noisy text comes back to its pairs
@@ -119,7 +108,7 @@ def test_text_is_plain_text(temperature, policy):
 @pytest.mark.parametrize("policy", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_is_plain_text_with_a_network_beside_it(temperature, policy):
-    model, drafter = target(), Beside(random_drafter())
+    model, drafter = target(), CombinedDrafter(random_drafter())
     prompt = [token % 150 for token in random_prompt(30, 1)] * 3
     settings = {"max_tokens": 60, "temperature": temperature, "seed": 4}
     plain = dm.generate(model, None, prompt, **settings)
@@ -132,7 +121,7 @@ def test_text_is_plain_text_with_a_network_beside_it(temperature, policy):
 def test_text_is_plain_text_in_every_family(family):
     model = random_model(family)
     subject, prompt = target_of(model, family), random_prompt(10, 1) * 2
-    drafter = Lookup()
+    drafter = LookupDrafter()
     found = dm.generate(subject, drafter, prompt, max_tokens=12, policy=priced(drafter))
     assert found.tokens == plain_tokens(model, prompt, 12)
 
@@ -159,7 +148,7 @@ def test_a_file_is_repeated_with_one_name_changed():
     """Counted, not timed: forwards, and their rows at a twentieth of a plain token each."""
     prompt, answer = copying()
     assert len(answer) > 600
-    subject, drafter = Scripted(prompt, answer, 1024), Lookup()
+    subject, drafter = Scripted(prompt, answer, 1024), LookupDrafter()
     settings = {"max_tokens": len(answer)}
     plain = dm.generate(subject, None, prompt, **settings)
     drafted = dm.generate(subject, drafter, prompt, policy=priced(drafter), **settings)
@@ -179,16 +168,16 @@ class Wrong:
     asked = 0
 
 
-class WrongSession(LookupSession):
+class WrongSession(DraftSession):
     def __init__(self, drafter):
-        super().__init__(Rates())
         self.drafter = drafter
+
+    def extend(self, taps):
+        pass
 
     def propose(self, anchor, width):
         self.drafter.asked += width > 1
         return Proposal(mx.array([anchor, *[1023] * (width - 1)]))
-
-    says_confidence = False
 
 
 def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_rests(monkeypatch):
@@ -196,14 +185,14 @@ def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_r
     monkeypatch.setattr("dflash_mlx.request.time", still)
     prompt, answer = copying()
     network = Wrong()
-    subject, drafter = Scripted(prompt, answer, 1024), Beside(network)
+    subject, drafter = Scripted(prompt, answer, 1024), CombinedDrafter(network)
     policy = priced(drafter)
     drafted = dm.generate(subject, drafter, prompt, max_tokens=len(answer), policy=policy)
     assert drafted.tokens == answer
     assert drafted.stats.rounds < len(answer) / 8 and network.asked < drafted.stats.rounds / 4
 
 
-@pytest.mark.parametrize("lookup", [Lookup, lambda: Beside(Wrong())])
+@pytest.mark.parametrize("lookup", [LookupDrafter, lambda: CombinedDrafter(Wrong())])
 def test_without_a_policy_it_drafts_too(lookup):
     prompt, answer = copying()
     subject = Scripted(prompt, answer, 1024)
@@ -214,7 +203,7 @@ def test_without_a_policy_it_drafts_too(lookup):
 def test_where_nothing_repeats_the_network_is_as_good_as_alone():
     """The embedded pair on its own prompts: no less than 0.97 of the tokens for the same work."""
     subject, network = dm.load("tiny")
-    beside = Beside(network)
+    beside = CombinedDrafter(network)
     alone_policy, beside_policy = priced(network), priced(beside)
     works = {"alone": 0.0, "beside": 0.0}
     for prompt in embedded_prompts()[::4]:
@@ -227,8 +216,8 @@ def test_where_nothing_repeats_the_network_is_as_good_as_alone():
 
 
 def test_a_conversation_goes_on_and_goes_back():
-    model, drafter = target(), Beside(random_drafter())
-    for drafting in (Lookup(), drafter):
+    model, drafter = target(), CombinedDrafter(random_drafter())
+    for drafting in (LookupDrafter(), drafter):
         talk = Conversation(model, drafting)
         first = [7, 8, 9, 10, 11] * 4
         one = dm.generate(model, drafting, first, max_tokens=20, conversation=talk)
@@ -242,43 +231,10 @@ def test_a_conversation_goes_on_and_goes_back():
         assert three.tokens == dm.generate(model, None, again, max_tokens=20).tokens
 
 
-def test_two_branches_are_verified_together_and_the_right_one_is_kept():
-    """A network that is wrong, and a text that the lookup knows: the second branch counts."""
-    prompt, answer = copying()
-    subject = Scripted(prompt, answer, 1024)
-    session = Beside(Wrong()).start(subject, Sampler())
-    known, at = [*prompt, *answer], len(prompt) + 60
-    session.read(known[:at])
-    assert session.foresee(known[at], 8)
-    tree = session.propose_both(known[at], 4, 5)
-    assert tree.parents == (-1, 0, 1, 2, 0, 4, 5, 6, 7)
-    reader = subject.start()
-    reader.prefill(known[:at])
-    logits, _ = reader.verify(tree)
-    kept, _ = accept(tree.tokens.tolist(), tree.parents, logits.argmax(axis=-1).tolist())
-    assert kept == [0, 4, 5, 6, 7, 8]
-
-
-def test_a_policy_adds_a_second_branch_where_the_network_is_often_wrong_at_once():
-    drafter = Beside(Wrong())
-    policy = priced(drafter, row=0.01)
-    widths = policy.start()
-    for _ in range(40):
-        widths.width(64, 16, -0.01)
-        widths.observe(7, 7)  # good enough to be drafted at all
-    widths.width(64, 16, -0.01)
-    rates = [0.9] * 15
-    assert widths.branch(4, rates, rescue=0.0) == 0
-    assert widths.branch(16, rates, rescue=0.9) == 0, "there is no room"
-    for _ in range(8):
-        widths.observe(7, 0)
-    assert widths.branch(4, rates, rescue=0.9) > 0
-
-
 @pytest.mark.parametrize("budget", [8, "auto"])
 def test_trees_of_the_network_go_on_beside_the_lookup(budget):
     """Text is plain text; where sizes are chosen the lookup's chain is one of the choices."""
-    model, drafter = target(), Beside(random_drafter())
+    model, drafter = target(), CombinedDrafter(random_drafter())
     prompt = [token % 150 for token in random_prompt(30, 1)] * 2
     plain = dm.generate(model, None, prompt, max_tokens=30)
     costs = Costs({64: {8: 1.2, 64: 3.0}}, {64: {16: 1.5}})

@@ -234,7 +234,7 @@ class Finds:
     def foresee(self, anchor, width):
         return list(self.found)
 
-    def propose_foreseen(self, anchor, width):
+    def propose_lookup(self, anchor, width):
         return Proposal([anchor] * width)
 
 

@@ -9,8 +9,8 @@ from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.beside import Beside
-from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.drafter.combined import CombinedDrafter
+from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.prefix.store import CHUNK
 from dflash_mlx.sampling import Sampler
 
@@ -105,7 +105,7 @@ def read(store, ids, prompt):
 def take(drafter, ids, taps):
     """Tell a drafter what came last."""
     if hasattr(drafter, "read"):
-        drafter.read(ids[len(ids) - taps.shape[1] :])
+        drafter.read_tokens(ids[len(ids) - taps.shape[1] :])
     drafter.extend(taps)
 
 
@@ -115,8 +115,8 @@ DRAFTERS = {
     "network": random_drafter,
     "windows": lambda: random_drafter(**WINDOW),
     "mixed": lambda: random_drafter(**MIXED),
-    "lookup": Lookup,
-    "network beside lookup": lambda: Beside(random_drafter()),
+    "lookup": LookupDrafter,
+    "network beside lookup": lambda: CombinedDrafter(random_drafter()),
 }
 
 

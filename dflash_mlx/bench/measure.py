@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm import stream_generate as mlx_lm_generate
 from mlx_lm.sample_utils import make_sampler
 
-from ..drafter.protocol import Drafter, apart, label
+from ..drafter.protocol import Drafter, label
 from ..errors import DataError, PromptError
 from ..events import FinishReason, Result, Stats
 from ..generation import max_block_size
@@ -75,8 +75,7 @@ class Comparison:
     def untaught(self) -> Comparison:
         """The same, to add to the same runs; what those teach is not known here."""
         policy, trees = deepcopy((self.policy, self.trees))
-        drafter = None if self.drafter is None else apart(self.drafter)
-        return replace(self, policy=policy, trees=trees, drafter=drafter)
+        return replace(self, policy=policy, trees=trees)
 
     def run_plain(self) -> None:
         """Decode once without a drafter."""

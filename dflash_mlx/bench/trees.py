@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..drafter.protocol import Drafter, apart
+from ..drafter.protocol import Drafter
 from ..events import Result
 from ..loop import generate
 from ..policy.fixed import FixedWidth
@@ -83,10 +83,10 @@ def tree_rows(
     rows = {way: TreeRow(way) for way in (PLAIN, *policies)}
     runs: dict[str, list[Result]] = {way: [] for way in rows}
     for number in range(repeats):
-        learning, learner = deepcopy(policies), apart(drafter)
+        learning = deepcopy(policies)
         for turn, (_, prompt) in enumerate(prompts, start=number):
             for way in reversed(rows) if turn % 2 else rows:
-                drafts = None if way == PLAIN else learner
+                drafts = None if way == PLAIN else drafter
                 policy = learning.get(way)
                 run = generate(target, drafts, prompt, policy=policy, max_tokens=max_tokens)
                 runs[way].append(run)

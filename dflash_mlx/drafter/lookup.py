@@ -1,24 +1,21 @@
-"""Drafting without a network: what followed the last time that the text read like this.
+"""Lookup drafting: what followed the last time that the text read like this.
 
-Rewriting a file, quoting code, repeating JSON: much of what a model writes stands in its prompt
-already (prompt lookup decoding; arXiv 2304.04487 drafts so from references). The text so far is
-indexed by its n-grams, a few lengths of them, each with its last place; where the text now ends as
-it did there, what came after it is the draft. A token costs a dictionary entry a length, forgetting
-it again the same, so conversations can go back.
+Prompt lookup decoding: rewriting a file, quoting code or repeating JSON mostly copies text that
+stands in the prompt already. An index holds the last place of each n-gram of the text. When the
+text ends as it did at some earlier place, the tokens after that place are the draft. A token costs
+one dictionary entry per n-gram length. Trimming restores the entries, so conversations can go back.
 
-How likely such a draft is right depends on how long the match is, and on the text. That is learnt
-from every draft, verified or not, once the text has gone on past it.
+The acceptance rate of a lookup depends on the length of the match and on the text. Each session
+learns it from all its drafts, verified or not: once the text has passed a draft, both are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import TYPE_CHECKING
 
-from ..hindsight import Hindsight
 from ..proposal import Proposal
-from ..sharpness import matching
+from .protocol import DraftSession
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -27,14 +24,13 @@ if TYPE_CHECKING:
     from ..targets import Target
     from ..targets.caches import Arrays
 
-LENGTHS = (2, 3, 4, 8, 16)  # of the n-grams that are indexed, the shortest first: see `find`
-MOST = 32  # tokens before a place that are compared with those before the end
+LENGTHS = (2, 3, 4, 8, 16)  # of the indexed n-grams, shortest first: see `find`
+MOST = 32  # the longest match
 WIDEST = 16  # rows of a draft
-# How often slots are right after matches of 2-3, 4-7, 8-15, 16-31 and more tokens: first beliefs,
-HOPES = (0.35, 0.6, 0.8, 0.9, 0.95)
-HOPE_WEIGHT = 3.0  # and how many drafts they count for
-LATER = 3  # slots, after which all are alike
-MEMORY = 0.97  # a draft's weight against the next one's
+PRIOR_RATES = (0.35, 0.6, 0.8, 0.9, 0.95)  # after matches of 2-3, 4-7, 8-15, 16-31, more tokens
+PRIOR_WEIGHT = 3.0  # of a prior rate, in drafts
+SLOTS = 3  # slots with a rate of their own; later ones share the last
+DECAY = 0.97  # of older drafts per new one
 UNSEEN = -1
 
 
@@ -48,10 +44,10 @@ class Index:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._places: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in LENGTHS)
-        self._before: list[tuple[int, ...]] = []  # by token: the places that it overwrote
+        self._before: list[tuple[int, ...]] = []  # per token: the places that it overwrote
 
     def add(self, token: int) -> None:
-        """The text goes on by a token."""
+        """Append a token to the text."""
         self.tokens.append(token)
         end, overwritten = len(self.tokens), []
         for length, places in zip(LENGTHS, self._places, strict=True):
@@ -76,15 +72,15 @@ class Index:
             self.tokens.pop()
 
     def find(self, token: int) -> tuple[int, int]:
-        """Where the text, gone on by a token, ended the same before: the place after that end.
+        """The place after the longest earlier match of the text's end, and the match's length.
 
-        Returns it and the length of the match, (0, 0) where there is none of two tokens.
+        The text's end includes `token`. (0, 0) if there is no match of two tokens.
         """
         text, best = [*self.tokens[-MOST:], token], (0, 0)
         for length, places in zip(LENGTHS, self._places, strict=True):
             place = places.get(tuple(text[-length:]), UNSEEN)
             if len(text) < length or place == UNSEEN:
-                break  # where fewer were never the same, more were not
+                break  # without a shorter match there is no longer one
             matched = length
             while matched < min(MOST, place, len(text)) and (
                 self.tokens[place - matched - 1] == text[-matched - 1]
@@ -95,7 +91,7 @@ class Index:
         return best
 
     def follow(self, place: int, token: int, count: int) -> list[int]:
-        """The `count` tokens from a place on, the text gone on by a token and then by these."""
+        """The `count` tokens from a place on, in the text followed by `token` and by these."""
         drafted: list[int] = []
         for at in range(place, place + count):
             beyond = at - len(self.tokens)
@@ -106,120 +102,120 @@ class Index:
         return drafted
 
 
-class Rates:
-    """How often drafts after matches of each length were right; kept, it serves all requests."""
+class LookupRates:
+    """Acceptance rates of lookup drafts, per length of the match and per slot."""
 
     def __init__(self) -> None:
-        self._tried = [[0.0] * LATER for _ in HOPES]
-        self._right = [[0.0] * LATER for _ in HOPES]
+        self._tried = [[0.0] * SLOTS for _ in PRIOR_RATES]
+        self._right = [[0.0] * SLOTS for _ in PRIOR_RATES]
 
     def of(self, matched: int, slots: int) -> list[float]:
-        """How likely each slot is right, those before it being, after a match of so many tokens."""
-        at, rates, belief = _class(matched), [], HOPES[_class(matched)]
+        """The rate of each slot, given that those before it are right, after a match."""
+        at, rates = _length_class(matched), list[float]()
+        rate = PRIOR_RATES[at]
         for tried, right in zip(self._tried[at], self._right[at], strict=True):
-            belief = (right + HOPE_WEIGHT * belief) / (tried + HOPE_WEIGHT)
-            rates.append(belief)
-        return [*rates, *[belief] * slots][:slots]
+            rate = (right + PRIOR_WEIGHT * rate) / (tried + PRIOR_WEIGHT)
+            rates.append(rate)
+        return [*rates, *[rate] * slots][:slots]
 
     def learn(self, matched: int, slots: int, right: int) -> None:
-        """Take in a draft of so many slots, of which the first ones were right."""
-        tried, correct = self._tried[_class(matched)], self._right[_class(matched)]
+        """Add a draft of so many slots, of which the first `right` ones were right."""
+        tried, correct = self._tried[_length_class(matched)], self._right[_length_class(matched)]
         for slot in range(min(right + 1, slots)):
-            at = min(slot, LATER - 1)
-            tried[at] = MEMORY * tried[at] + 1
-            correct[at] = MEMORY * correct[at] + (slot < right)
+            at = min(slot, SLOTS - 1)
+            tried[at] = DECAY * tried[at] + 1
+            correct[at] = DECAY * correct[at] + (slot < right)
 
 
-class Lookup:
-    """The drafter: what is learnt about its drafts, whatever the target."""
+class LookupDrafter:
+    """Drafts for any target, without a network."""
 
     tap_layers = ()
     identity = label = "lookup"
     block_size = WIDEST
 
-    def __init__(self) -> None:
-        self.rates = Rates()
-
-    def apart(self) -> Lookup:
-        """The same, going on from what is known so far."""
-        return deepcopy(self)
-
     def start(self, target: Target, sampler: Sampler) -> LookupSession:
         """Begin one request."""
-        return LookupSession(self.rates)
+        return LookupSession()
 
 
-class LookupSession:
-    """One request's text, and the drafts from it. Nothing here waits for the device."""
+class LookupSession(DraftSession):
+    """One request's text, and drafts from it. Everything is on the host."""
 
-    only_foresees = True  # it has no other drafts than those that `foresee` speaks of
+    resumable = storable = True
 
-    def __init__(self, rates: Rates) -> None:
-        self._rates, self._index = rates, Index()
-        self._found: tuple[int, int, int] = (0, 0, 0)  # place, match and anchor of this round
-        self._waiting: Hindsight[tuple[int, list[int]]] = Hindsight()
+    def __init__(self) -> None:
+        self._index, self._rates = Index(), LookupRates()
+        self._found = 0, 0, 0  # place, length and anchor of the last match
+        self._drafts: list[tuple[int, int, list[int]]] = []  # not compared yet: place, match, draft
+
+    @property
+    def network(self) -> None:
+        """There is none."""
 
     @property
     def position(self) -> int:
-        """Tokens that were read."""
+        """Tokens of the text."""
         return len(self._index.tokens)
-
-    def read(self, tokens: Sequence[int]) -> None:
-        """Take in newly committed tokens, in order."""
-        for token in tokens:
-            self._index.add(token)
-        for (matched, drafted), text in self._waiting.commit(tokens):
-            right = matching(drafted, text[1:])  # the first of them is the anchor
-            self._rates.learn(matched, len(drafted), right)
 
     def extend(self, taps: mx.array) -> None:
         """Features are not needed."""
 
-    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Nor are those of a round."""
+    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Features are not needed."""
 
-    def foresee(self, anchor: int, width: int) -> list[float]:
-        """How likely each slot of a draft of at most `width` rows is right, those before it being.
+    def read_tokens(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the text, and learn from the drafts that it has passed."""
+        for token in tokens:
+            self._index.add(token)
+        waiting = []
+        for place, matched, draft in self._drafts:
+            text = self._index.tokens[place : place + len(draft)]
+            if len(text) < len(draft):
+                waiting.append((place, matched, draft))
+            else:
+                self._rates.learn(matched, len(draft), matching(draft, text))
+        self._drafts = waiting
 
-        Empty where the text has no such place. The draft itself costs nothing.
-        """
+    def lookup_rates(self, anchor: int, width: int) -> list[float]:
+        """See `DraftSession`; empty if the text has no earlier match."""
         place, matched = self._index.find(anchor)
         self._found = place, matched, anchor
         slots = min(width, WIDEST) - 1
         if not matched or slots < 1:
             return []
-        self._waiting.add(slots + 1, (matched, self._index.follow(place, anchor, slots)))
+        begin = self.position + 1  # behind the anchor
+        self._drafts = [draft for draft in self._drafts if draft[0] != begin]
+        self._drafts.append((begin, matched, self._index.follow(place, anchor, slots)))
         return self._rates.of(matched, slots)
 
-    def propose_foreseen(self, anchor: int, width: int) -> Proposal:
-        """The draft that `foresee` spoke of last, of at most `width` rows."""
+    def propose_lookup(self, anchor: int, width: int) -> Proposal:
+        """See `DraftSession`."""
         place, matched, of = self._found
-        assert of == anchor, "foresee this anchor first"
+        assert of == anchor, "call lookup_rates with this anchor first"
         slots = min(width, WIDEST) - 1 if matched else 0
         return Proposal([anchor, *self._index.follow(place, anchor, slots)])
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        """What followed the last time; the anchor alone where that is not known."""
-        rows = 1 + len(self.foresee(anchor, width))
-        return self.propose_foreseen(anchor, rows)
-
-    can_trim = True
+        """What followed the last time; the anchor alone if there is no earlier match."""
+        rows = 1 + len(self.lookup_rates(anchor, width))
+        return self.propose_lookup(anchor, rows)
 
     def resume(self, sampler: Sampler) -> None:
-        """Go on with another request over the same text."""
-        self._waiting = Hindsight()
+        """Continue with another request over the same text."""
+        self._drafts = []
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
         self._index.trim_to(position)
-        self._waiting = Hindsight()
+        self._drafts = []
 
     def checkpoint(self) -> int:
-        """This state, to come back to."""
+        """The position."""
         return self.position
 
     def rewind(self, checkpoint: int) -> None:
-        """Forget all tokens since the checkpoint."""
+        """Go back to a checkpoint."""
         self.trim_to(checkpoint)
 
     def rows(self, start: int, end: int) -> Arrays:
@@ -231,9 +227,15 @@ class LookupSession:
         return {}
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """Nothing to do: the text is read."""
+        """Nothing to do: `read_tokens` gets the text."""
 
 
-def _class(matched: int) -> int:
-    """2-3 tokens, 4-7, 8-15, 16-31, more."""
-    return min(max(matched.bit_length() - 2, 0), len(HOPES) - 1)
+def matching(draft: Sequence[int], text: Sequence[int]) -> int:
+    """How many tokens of a draft are right before the first wrong one."""
+    pairs = zip(draft, text, strict=True)
+    return next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), len(draft))
+
+
+def _length_class(matched: int) -> int:
+    """The index in `PRIOR_RATES` for the length of a match."""
+    return min(max(matched.bit_length() - 2, 0), len(PRIOR_RATES) - 1)

@@ -28,7 +28,7 @@ from .config import DraftConfig
 from .context import ContextCache
 from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
 from .rope import make_rope
-from .session import DraftSession
+from .session import NetworkSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -364,13 +364,13 @@ class DFlash(nn.Module):
         chosen = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
         return Ranking.of(tokens, chosen, noise)
 
-    def start(self, target: Target, sampler: Sampler | None = None) -> DraftSession:
+    def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
         """Begin one request over `target`; without a sampler it drafts greedily.
 
         Raises `IncompatibleDrafterError`.
         """
         self.check_fits(target)
-        return DraftSession(self, target, sampler or Sampler())
+        return NetworkSession(self, target, sampler or Sampler())
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is the drafter's own."""

@@ -1,321 +1,291 @@
-"""What drafts: the shapes that the loop, the policies and conversations ask for.
+"""What the decoding loop expects of a drafter, and the base class of its sessions.
 
-A drafter is anything with `tap_layers` and `start`; what it starts for a request needs `extend`
-and `propose` (`Drafter`, `Session`). All else is optional, a protocol of its own each, and whoever
-wants it asks with `isinstance`:
+A drafter is any object with `tap_layers` and `start`. What `start` returns needs `extend` and
+`propose` (`SupportsDrafting`). A session that can do more inherits from `DraftSession` and
+overrides what it can do better. `start_session` gives the loop a `DraftSession` in any case.
 
-    of a drafter    `Bounded`       the widest block that it was made for
-                    `Identified`    a name under which what its drafts cost is remembered
-                    `Labelled`      what people call it, where that is not its class's name
-                    `TreeDrafter`   its sessions are `TreeSession`s
-                    `Weighed`       what its caches take is known
-    of a session    `Gathers`       takes the features of kept rows out of those of a round itself
-                    `ReadsLate`     reads features when it drafts, and says how many wait for that
-                    `SaysConfidence` says how likely its drafts are right
-                    `Foresees`      has drafts that cost nothing, and knows what they are worth
-                    `ReadsText`     is told the committed tokens, not only their features
-                    `Resumable`     can go on with the next turn of a conversation
-                    `Storable`      what it took in can be stored, for other requests to begin with
+A drafter may also have these attributes; the functions at the end of this file read them:
+
+    block_size       the most rows that it drafts well, the anchor included
+    drafts_trees     whether its sessions have `propose_tree`
+    label            its name for people, if not the class's
+    identity         a name under which the cost of its drafts is remembered between runs
+    cache_bytes(n)   bytes of a session's caches after n tokens
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import mlx.core as mx
 
 from ..errors import SettingsError
 from ..proposal import Proposal
+from ..targets.taps import gathered
 from ..validation import brief, check_type
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from ..sampling import Sampler
     from ..targets import Target
     from ..targets.caches import Arrays
     from .calibration import Calibration
     from .tree import DraftTree
 
-MarkT = TypeVar("MarkT")
 
-
-class Session(Protocol):
-    """One request's drafting state."""
+class SupportsDrafting(Protocol):
+    """The least that a request's drafting state can do."""
 
     def extend(self, taps: mx.array) -> None:
-        """Take in the features [1, S, K*D] of S newly committed tokens, in order.
+        """Add the features [1, S, K*D] of S newly committed tokens, in order.
 
-        The whole prompt's come first; K is the number of `tap_layers`, and without any the
-        features are [1, S, 0].
+        The prompt's come first. K is the number of `tap_layers`; without any, [1, S, 0].
         """
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        """A draft of at most `width` rows that begins with `anchor`, the last committed token."""
+        """Draft at most `width` rows that begin with `anchor`, the last committed token."""
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What a request is drafted by; shared by all requests, so nothing of theirs is in it."""
+    """Drafts for any number of requests; each has its own session."""
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
         """The target layers whose outputs it reads, in the order it expects them; () for none."""
 
-    def start(self, target: Target, sampler: Sampler) -> Session:
-        """Begin one request; the sampler knows its settings and the noise of its seed."""
+    def start(self, target: Target, sampler: Sampler) -> SupportsDrafting:
+        """Begin one request; the sampler holds its settings and the noise of its seed."""
 
 
-@runtime_checkable
-class Bounded(Protocol):
-    """A drafter made for blocks of a certain size."""
+class DraftSession:
+    """One request's drafting state, with a default for everything but `extend` and `propose`.
 
-    @property
-    def block_size(self) -> int:
-        """The most rows that it drafts well, the anchor included."""
+    Attributes:
+        resumable: whether the next request of a conversation can go on with this session: it has
+            `position`, `resume`, `trim_to`, `checkpoint` and `rewind`.
+        storable: whether other requests can start from a stored copy: it has `position`, `rows`,
+            `state` and `restore`.
+        has_confidence: whether `confidence` has an answer.
+    """
 
-
-@runtime_checkable
-class Identified(Protocol):
-    """A drafter that can be told from all others from one run of the program to the next."""
-
-    @property
-    def identity(self) -> str:
-        """The same for drafters whose drafts cost the same, as weights of one shape do."""
-
-
-@runtime_checkable
-class Weighed(Protocol):
-    """A drafter that knows what its sessions take."""
-
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a session's caches after so many tokens."""
-
-
-@runtime_checkable
-class Labelled(Protocol):
-    """A drafter that people do not call by the name of its class."""
+    resumable: bool = False
+    storable: bool = False
+    has_confidence: bool = False
 
     @property
-    def label(self) -> str:
-        """In a word."""
+    def position(self) -> int:
+        """Committed tokens so far."""
+        return 0
 
+    @property
+    def unread(self) -> int:
+        """How many of them the next draft has to read before it drafts."""
+        return 0
 
-@runtime_checkable
-class Learns(Protocol):
-    """A drafter that learns from one request what it does in the next."""
+    @property
+    def can_trim(self) -> bool:
+        """Whether `trim_to` can go back to any position; else only `rewind` to a checkpoint."""
+        return True
 
-    def apart(self) -> Drafter:
-        """The same drafter, which goes on from what this one knows and teaches it nothing."""
+    def extend(self, taps: mx.array) -> None:
+        """Add the features [1, S, K*D] of S newly committed tokens; see `SupportsDrafting`."""
+        raise NotImplementedError
 
+    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Add the rows `kept`, in rising order, of the features [1, N, K*D] of a verify step."""
+        taps = gathered(taps, kept)
+        mx.async_eval(taps)  # the drafter may use them in another thread
+        self.extend(taps)
 
-class TreeSession(Session, Protocol):
-    """A session that drafts trees, too."""
+    def read_tokens(self, tokens: Sequence[int]) -> None:
+        """Add newly committed tokens, in order; `extend` gets their features."""
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """Draft at most `width` rows that begin with `anchor`, the last committed token."""
+        raise NotImplementedError
 
     def propose_tree(
         self, anchor: int, rows: int, width: int, calibration: Calibration
     ) -> DraftTree:
-        """A tree of at most `rows` rows, whose paths have at most `width`; this waits.
+        """Draft a tree of at most `rows` rows, whose paths have at most `width`; this waits.
 
-        `calibration` makes probabilities of what the drafter says.
+        `calibration` turns the drafter's scores into probabilities.
         """
+        raise NotImplementedError
 
+    @property
+    def network(self) -> DraftSession | None:
+        """The session whose `propose` runs a network; None if all drafts are lookups.
 
-@runtime_checkable
-class TreeDrafter(Protocol):
-    """A drafter whose sessions draft trees, if it says so."""
-
-    drafts_trees: bool
-
-    def start(self, target: Target, sampler: Sampler) -> TreeSession:
-        """As of `Drafter`."""
-
-
-@runtime_checkable
-class Gathers(Protocol):
-    """A session that needs no array of its own for the features of every round's kept rows.
-
-    Each such array is one more pass of the device; taken out where they are used, they are none.
-    """
-
-    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Take in rows of the features [1, N, K*D] of a round, which are computed: see `extend`.
-
-        `kept` are the rows, rising.
+        Networks of many requests can draft in one pass (`propose_batch`).
         """
+        return self
 
+    def lookup_rates(self, anchor: int, width: int) -> list[float]:
+        """The acceptance rate expected of each slot of a lookup draft of at most `width` rows.
 
-@runtime_checkable
-class ReadsLate(Protocol):
-    """A session whose next draft first reads all features that came since the last one."""
+        Each is given that the slots before it are right. Empty if there is no such draft.
+        """
+        return []
 
-    @property
-    def unread(self) -> int:
-        """Of how many tokens they are."""
+    def propose_lookup(self, anchor: int, width: int) -> Proposal:
+        """The draft that `lookup_rates` rated last, of at most `width` rows; it costs nothing."""
+        return Proposal([anchor])
 
+    def confidence(self) -> mx.array | None:
+        """Logits [L] of the L slots of the last chain being right, given those before them.
 
-@runtime_checkable
-class SaysConfidence(Protocol):
-    """A session that says of its chains how likely each slot is right, given those before it."""
-
-    @property
-    def says_confidence(self) -> bool:
-        """Whether it does: not every network has a head for it."""
-
-    def confidence(self) -> mx.array:
-        """Logits [L] of the L slots of the last chain, on the device."""
-
-
-@runtime_checkable
-class Foresees(Protocol):
-    """A session with drafts on the host: they cost nothing, and are judged before they are made."""
-
-    @property
-    def only_foresees(self) -> bool:
-        """Whether it has no others; else it is a `Both`."""
-
-    def foresee(self, anchor: int, width: int) -> list[float]:
-        """How likely each slot of such a draft of at most `width` rows is right, those before it
-        being; empty for no draft."""
-
-    def propose_foreseen(self, anchor: int, width: int) -> Proposal:
-        """The draft that `foresee` spoke of last, of at most `width` rows."""
-
-
-class Both(Foresees, Protocol):
-    """A session with drafts of a network as well."""
-
-    @property
-    def network(self) -> Session:
-        """Whose drafts those are; they may be made together with those of other requests."""
-
-    @property
-    def rate(self) -> float:
-        """How often a slot of the network is right when those before it are, at any time."""
-
-    def drafted(self, anchor: int, proposal: Proposal) -> None:
-        """Take in what `network` has drafted after an anchor that was foreseen."""
-
-    @property
-    def rescue(self) -> float:
-        """How often the foreseen draft is right at once where the network's is wrong at once."""
-
-    def propose_network(self, anchor: int, width: int) -> Proposal:
-        """The network's draft of at most `width` rows, after `foresee`."""
-
-    def propose_both(self, anchor: int, width: int, more: int) -> Proposal:
-        """A tree of the network's draft of `width` rows and of `more` rows of the foreseen one."""
-
-
-@runtime_checkable
-class ReadsText(Protocol):
-    """A session that drafts from the text itself."""
-
-    def read(self, tokens: Sequence[int]) -> None:
-        """Take in newly committed tokens, in order: those whose features `extend` gets."""
-
-
-@runtime_checkable
-class Resumable(Protocol[MarkT]):
-    """A session that the next request of a conversation can go on with."""
-
-    @property
-    def position(self) -> int:
-        """Tokens that were taken in."""
-
-    @property
-    def can_trim(self) -> bool:
-        """Whether `trim_to` can go back to any position, or only `rewind` to a checkpoint."""
+        On the device. None if the network has no confidence head.
+        """
+        return None
 
     def resume(self, sampler: Sampler) -> None:
-        """Go on with another request over the same text, whose settings and seed are these."""
+        """Continue with another request over the same text, with its settings and seed."""
+        raise NotImplementedError
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
+        raise NotImplementedError
 
-    def checkpoint(self) -> MarkT:
-        """This state, to come back to."""
+    def checkpoint(self) -> Any:
+        """The current state, for `rewind`; nothing is copied."""
+        raise NotImplementedError
 
-    def rewind(self, checkpoint: MarkT) -> None:
-        """Forget all tokens since the checkpoint."""
-
-
-@runtime_checkable
-class Storable(Protocol):
-    """A session that another request's can begin where it was, told so by arrays.
-
-    Rows belong to tokens, and a stretch's can be laid behind another's; the state belongs to a
-    position. Names are the session's own. One that `ReadsText` is told the text as well.
-    """
-
-    @property
-    def position(self) -> int:
-        """Tokens that were taken in."""
-
-    @property
-    def can_trim(self) -> bool:
-        """Whether rows are all there is, so that any position can be begun from."""
+    def rewind(self, checkpoint: Any) -> None:
+        """Go back to the state of a checkpoint."""
+        raise NotImplementedError
 
     def rows(self, start: int, end: int) -> Arrays:
-        """What belongs to the tokens from `start` to `end`, by name; slices, to be copied."""
+        """What belongs to the tokens from `start` to `end`, by name; views, to be copied."""
+        raise NotImplementedError
 
     def state(self) -> Arrays:
-        """What is good at this position alone, by name."""
+        """What belongs to this position alone, by name; nothing if `can_trim`."""
+        raise NotImplementedError
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """Begin with `position` tokens, by their rows, stretch after stretch, and their state.
+        """Start with `position` tokens, from the `rows` of consecutive pieces and the `state`.
 
-        `room` is how many tokens are about to follow. Nothing given is ever changed.
+        Args:
+            position: tokens that `rows` hold.
+            rows: of consecutive pieces of the text, never changed here.
+            state: of that position, never changed here.
+            room: tokens that are about to follow.
         """
+        raise NotImplementedError
+
+
+class PlainSession(DraftSession):
+    """Drafts nothing: plain decoding through the same loop."""
+
+    resumable = storable = True
+    position = 0
+
+    @property
+    def network(self) -> None:
+        """There is none."""
+
+    def extend(self, taps: mx.array) -> None:
+        """Count the tokens, [1, S, 0]."""
+        self.position += taps.shape[1]
+
+    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Count the tokens."""
+        self.position += len(kept)
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """The anchor alone."""
+        return Proposal([anchor])
+
+    def resume(self, sampler: Sampler) -> None:
+        """Continue with another request."""
+
+    def trim_to(self, position: int) -> None:
+        """Forget all tokens from a position on."""
+        self.position = position
+
+    def checkpoint(self) -> int:
+        """The position."""
+        return self.position
+
+    def rewind(self, checkpoint: int) -> None:
+        """Go back to a checkpoint."""
+        self.position = checkpoint
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """None."""
+        return {}
+
+    def state(self) -> Arrays:
+        """None."""
+        return {}
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Start with this many tokens."""
+        self.position = position
+
+
+class NoDrafter:
+    """The drafter of plain decoding."""
+
+    tap_layers = ()
+
+    def start(self, target: Target, sampler: Sampler) -> PlainSession:
+        """Begin one request."""
+        return PlainSession()
+
+
+class AdaptedSession(DraftSession):
+    """Gives the defaults of `DraftSession` to a session that does not inherit from it."""
+
+    position = 0
+
+    def __init__(self, session: SupportsDrafting) -> None:
+        self.session = session
+
+    def extend(self, taps: mx.array) -> None:
+        """See `SupportsDrafting`."""
+        self.session.extend(taps)
+        self.position += taps.shape[1]
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """See `SupportsDrafting`."""
+        return self.session.propose(anchor, width)
+
+
+def start_session(drafter: Drafter | None, target: Target, sampler: Sampler) -> DraftSession:
+    """Begin one request of a drafter, the package's own or a user's; None drafts nothing."""
+    if drafter is None:
+        return PlainSession()
+    session = drafter.start(target, sampler)
+    return session if isinstance(session, DraftSession) else AdaptedSession(session)
 
 
 def block_size(drafter: Drafter) -> int | None:
-    """The most rows of its blocks; None where any number will do."""
-    return drafter.block_size if isinstance(drafter, Bounded) else None
+    """The most rows of its drafts, the anchor included; None if any number will do."""
+    return getattr(drafter, "block_size", None)
 
 
-class Abilities:
-    """What the session of one request can, asked once: `isinstance` looks up every member anew."""
-
-    def __init__(self) -> None:
-        self._of: type | None = None
-        self._foresees = self._reads_late = self._says_confidence = False
-
-    def foresees(self, session: object) -> TypeGuard[Foresees]:
-        """Whether it is a `Foresees`."""
-        self._ask(session)
-        return self._foresees
-
-    def unread(self, session: object) -> int:
-        """How many tokens' features its next draft reads first, if it is a `ReadsLate`."""
-        self._ask(session)
-        return cast(ReadsLate, session).unread if self._reads_late else 0
-
-    def says_confidence(self, session: object) -> TypeGuard[SaysConfidence]:
-        """Whether it `SaysConfidence`, and does."""
-        self._ask(session)
-        return self._says_confidence
-
-    def _ask(self, session: object) -> None:
-        if type(session) is not self._of:
-            self._of = type(session)
-            self._foresees = isinstance(session, Foresees)
-            self._reads_late = isinstance(session, ReadsLate)
-            self._says_confidence = isinstance(session, SaysConfidence) and session.says_confidence
+def drafts_trees(drafter: Drafter | None) -> bool:
+    """Whether its sessions have `propose_tree`."""
+    return getattr(drafter, "drafts_trees", False)
 
 
 def label(drafter: Drafter) -> str:
-    """What drafts, in a word: "DFlash", "lookup", "DFlash2+lookup"."""
-    return drafter.label if isinstance(drafter, Labelled) else type(drafter).__name__
+    """Its name for people: "DFlash", "lookup", "DFlash2+lookup"."""
+    return getattr(drafter, "label", type(drafter).__name__)
 
 
-def apart(drafter: Drafter) -> Drafter:
-    """The same drafter; what it learns from now on the given one does not know."""
-    return drafter.apart() if isinstance(drafter, Learns) else drafter
+def identity(drafter: Drafter | None) -> str | None:
+    """The same for drafters whose drafts cost the same; None if that is not known."""
+    return getattr(drafter, "identity", None)
 
 
-def drafts_trees(drafter: Drafter) -> bool:
-    """Whether its sessions are `TreeSession`s."""
-    return isinstance(drafter, TreeDrafter) and drafter.drafts_trees
+def cache_bytes(drafter: Drafter | None, tokens: int) -> int:
+    """Bytes of a session's caches after this many tokens; 0 if the drafter does not say."""
+    count: Callable[[int], int] | None = getattr(drafter, "cache_bytes", None)
+    return 0 if count is None else count(tokens)
 
 
 def check_pair(target: object, drafter: object) -> None:

@@ -11,6 +11,7 @@ from ..proposal import Proposal
 from ..targets.caches import Arrays, strip_prefix
 from ..targets.taps import gathered
 from .context import ContextCache, ContextCheckpoint
+from .protocol import DraftSession
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Part(NamedTuple):
     sampler: Sampler
 
 
-class DraftSession:
+class NetworkSession(DraftSession):
     """Drafts chains and trees for one request with a network over its target.
 
     The newest features wait until the next block, so that their keys and values are computed in
@@ -94,15 +95,17 @@ class DraftSession:
         unread: how many of them wait.
     """
 
+    resumable = storable = True
+    unread = 0
+
     def __init__(self, drafter: Network, target: Target, sampler: Sampler) -> None:
         self._drafter, self._target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
         self._windows = [layer for layer in self._cache if layer.window is not None]
         self._confident: Confident | None = None
         if isinstance(drafter, Confident) and drafter.says_confidence:
-            self._confident = drafter
+            self._confident, self.has_confidence = drafter, True
         self._pending: list[Waiting] = []
-        self.unread = 0  # rows of them
 
     def resume(self, sampler: Sampler) -> None:
         """Go on with another request over the same text, whose settings and seed are these."""
@@ -115,7 +118,7 @@ class DraftSession:
 
     @property
     def can_trim(self) -> bool:
-        """Whether `trim_to` can go back to any position, or only `rewind` to a checkpoint."""
+        """Whether `trim_to` can go back to any position; else only `rewind`."""
         return all(layer.window is None for layer in self._cache)
 
     def trim_to(self, position: int) -> None:
@@ -176,7 +179,7 @@ class DraftSession:
         self._wait(taps, range(taps.shape[1]))
         self._start_computing()
 
-    def extend_by(self, taps: mx.array, kept: Sequence[int]) -> None:
+    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
         """Take in some rows of a round's features, which are computed; see `Gathers`.
 
         They are taken out where they are used, in the next draft's own graph.
@@ -233,17 +236,13 @@ class DraftSession:
             self._last = hidden, tokens
         return Proposal(tokens)
 
-    @property
-    def says_confidence(self) -> bool:
-        """Whether the network has a head that says how sure it is."""
-        return self._confident is not None
-
-    def confidence(self) -> mx.array:
-        """How sure the drafter is of the last chain's slots, logits [L].
+    def confidence(self) -> mx.array | None:
+        """Logits [L] of the last chain's slots being right, if the network has a confidence head.
 
         On the device: nothing waits.
         """
-        assert self._confident is not None
+        if self._confident is None:
+            return None
         hidden, tokens = self._last
         return self._confident.confidence(hidden[0], tokens[:-1])
 

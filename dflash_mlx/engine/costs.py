@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ..drafter.forest import propose_together
+from ..drafter.batch import propose_batch
 from ..drafter.protocol import Drafter
 from ..policy.costs import Costs, Meanwhile, curve, monotone, pair_costs, rows_up_to
 from ..policy.timing import DEPTHS, TOKEN, Round, started, time_rounds
@@ -141,7 +141,7 @@ def measure_shared(
             """Seconds of the verify and of the draft, of so many rows each."""
             clock = time.perf_counter()
             if rows > 1:
-                drafted = propose_together(drafting, [TOKEN] * MANY, [rows] * MANY)
+                drafted = propose_batch(drafting, [TOKEN] * MANY, [rows] * MANY)
                 mx.eval([p.tokens for p in drafted if p and isinstance(p.tokens, mx.array)])
             middle = time.perf_counter()
             proposals = [Proposal([TOKEN] * rows)] * MANY

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
-from ..drafter.plain import NoDrafter
-from ..drafter.protocol import Drafter, check_pair
+from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
 from ..generation import GenerationSettings, start_request
 from ..loop import Together
@@ -159,9 +158,8 @@ class Engine(AbstractContextManager["Engine", None]):
         """Raise what starting a request of this pair raises."""
         if kv_bits not in self._fits:
             target, drafter = self._pair
-            drafter = drafter or NoDrafter()
-            target.start(drafter.tap_layers, kv_bits)
-            drafter.start(target, Sampler())
+            target.start(() if drafter is None else drafter.tap_layers, kv_bits)
+            start_session(drafter, target, Sampler())
             self._fits.add(kv_bits)
 
     def _is_mine(self) -> bool:

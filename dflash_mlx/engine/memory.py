@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..drafter.protocol import Drafter, Weighed
+from ..drafter.protocol import Drafter, cache_bytes
 from ..errors import NotEnoughMemoryError
 from ..prefix.protocol import Prefix
 from ..request import Request
@@ -82,7 +82,7 @@ class Memory:
         """The bytes of so many blocks, from the shapes that they would have."""
         of = blocks, kv_bits
         if of not in self._known:
-            self._known[of] = self._target.cache_bytes(blocks * STEP, kv_bits)
-            if isinstance(self._drafter, Weighed):
-                self._known[of] += self._drafter.cache_bytes(blocks * STEP)
+            tokens = blocks * STEP
+            of_target = self._target.cache_bytes(tokens, kv_bits)
+            self._known[of] = of_target + cache_bytes(self._drafter, tokens)
         return self._known[of]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 import mlx.core as mx
 
-from ..drafter.forest import propose_together, propose_trees_together
-from ..drafter.protocol import TreeSession
+from ..drafter.batch import propose_batch, propose_tree_batch
 from ..loop import Turn
 from ..policy.cuts import Draft, read_together
 from ..policy.offer import Offer, Planting, checked
@@ -64,8 +62,8 @@ class Flat:
                     plantings.append((turn, offer))
                 else:
                     offers.append((turn, offer))
-        trees = propose_trees_together(
-            [cast(TreeSession, of.session or turn.request.drafter) for turn, of in plantings],
+        trees = propose_tree_batch(
+            [of.session or turn.request.drafter for turn, of in plantings],
             [turn.request.anchor for turn, _ in plantings],
             [planting.rows for _, planting in plantings],
             [planting.width for _, planting in plantings],
@@ -90,7 +88,7 @@ class Flat:
             for turn, offer in offers
         ]
         turns = [offers[at][0] for at in chains]
-        proposals = propose_together(
+        proposals = propose_batch(
             [offers[at][1].session or offers[at][0].request.drafter for at in chains],
             [turn.request.anchor for turn in turns],
             [rows[at] for at in chains],

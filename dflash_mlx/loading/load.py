@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
-from ..drafter.beside import Beside
-from ..drafter.lookup import Lookup
+from ..drafter.combined import CombinedDrafter
+from ..drafter.lookup import LookupDrafter
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
@@ -128,7 +128,7 @@ def load(
         if draft_bits is not None:
             raise SettingsError(f"draft_bits: {draft} has no weights to quantize, leave it out.")
         target = _open_target(name, folder, quantization, 0, exact, ours, cluster)
-        return target, Lookup() if draft == LOOKUP else None
+        return target, LookupDrafter() if draft == LOOKUP else None
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         draft_folder = _folder(draft, "drafter", hub)
         stored = check_safetensors(draft_folder)
@@ -138,7 +138,7 @@ def load(
         drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
         drafter.check_fits(target)
     drop_copies(drafter, target)
-    return target, Beside(drafter) if with_lookup else drafter
+    return target, CombinedDrafter(drafter) if with_lookup else drafter
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..drafter.protocol import Drafter, Identified
+from ..drafter.protocol import Drafter, identity
 from ..machine.folders import cache_folder
 from ..proposal import Proposal
 from .kept import UNREADABLE, keep_json
@@ -194,7 +194,7 @@ def pair_costs(
 ) -> tuple[Costs, Path | None]:
     """The costs of rounds of up to `widest` rows: from the cache folder, or measured now.
 
-    Only the costs of drafters that are `Identified` are cached.
+    Only the costs of drafters that have an `identity` are cached.
 
     Args:
         target, drafter: the pair.
@@ -208,8 +208,8 @@ def pair_costs(
     Returns the costs, and the file that keeps them from now on; None where none does.
     """
     measured, path = measured or measure, None
-    if isinstance(drafter, Identified):
-        mark = _fingerprint(target, drafter.identity, widest, kv_bits)
+    if (named := identity(drafter)) is not None:
+        mark = _fingerprint(target, named, widest, kv_bits)
         path = _cache_folder() / f"{measured.__name__}-{mark}.json"
     try:
         if path is not None and not again:

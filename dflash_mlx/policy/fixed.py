@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
 
-from ..drafter.protocol import Abilities, Both, Session
+from ..drafter.protocol import DraftSession
 from ..proposal import Proposal
 from ..sharpness import Sharpness
-from .offer import Offer, chain, network_of, offer_chain, paths
+from .offer import Offer, chain, offer_chain, paths
 from .outcome import Outcome
+
+RATE = 0.85  # of a network's slots, against a lookup's
 
 
 @dataclass(frozen=True)
@@ -33,31 +34,33 @@ class FixedRounds:
     asks_certainty, doubt = False, 0.0
 
     def __init__(self, sharpness: Sharpness) -> None:
-        self.sharpness, self._can = sharpness, Abilities()
+        self.sharpness = sharpness
         self.plain_next = self.looks_next = False
 
     def begin(self, certainty: float | None) -> None:
         """Nothing depends on it."""
         pass
 
-    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+    def propose(self, session: DraftSession, anchor: int, context: int, limit: int) -> Proposal:
         """The session's own draft, as wide as allowed."""
         self.plain_next = limit == 1  # of the block size; the text's last round has no next
         return chain(session, anchor, limit)
 
-    def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
+    def go_on(
+        self, session: DraftSession, anchor: int, context: int, limit: int, shared: bool
+    ) -> None:
         """So will the next one be."""
         pass
 
     def offer(
-        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
+        self, session: DraftSession, anchor: int, context: int, limit: int, rest: bool = False
     ) -> Offer:
         """All rows, asked for whatever they cost."""
         self.plain_next = limit == 1
-        if network_of(session, self._can) is None:
-            return Offer([1.0] * (limit - 1), asked=True)
-        chances = paths([cast(Both, session).rate] * (limit - 1))
-        return replace(offer_chain(session, self._can, anchor, limit, chances), asked=True)
+        offer = offer_chain(session, anchor, limit, paths([RATE] * (limit - 1)))
+        if offer.draft is None:
+            offer = replace(offer, chances=[1.0] * (limit - 1))
+        return replace(offer, asked=True)
 
     def observe(self, outcome: Outcome) -> None:
         """Nothing is learnt."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..drafter.calibration import Calibration
-from ..drafter.protocol import Abilities, Both, Session
+from ..drafter.protocol import DraftSession
 from ..drafter.tree import DraftTree
 from ..errors import ProposalError
 from ..proposal import Proposal
@@ -37,7 +37,6 @@ class Offer:
         asked: all of these rows are to be verified, whatever they cost.
         unread: tokens whose features such a draft reads first, beyond those of one.
         session: whose chain it is; None for the request's own session.
-        drafted: is told that chain.
         look: what its drafter says of that chain, given the seconds [w] of the request's part of
             the round, were its first 1, 2, ... rows verified; None where it says nothing.
     """
@@ -46,14 +45,11 @@ class Offer:
     draft: Callable[[int], Proposal] | None = None
     asked: bool = False
     unread: int = 0
-    session: Session | None = None
-    drafted: Callable[[Proposal], None] | None = None
+    session: DraftSession | None = None
     look: Callable[[Proposal, np.ndarray], Draft] | None = None
 
     def as_drafted(self, proposal: Proposal) -> Offer:
         """The same once its chain is drafted, whose first rows cost nothing more."""
-        if self.drafted is not None:
-            self.drafted(proposal)
         chances = self.chances[: len(proposal) - 1]
         return replace(self, chances=chances, draft=proposal.first)
 
@@ -72,29 +68,23 @@ class Planting:
     width: int
     calibration: Calibration
     grow: Callable[[DraftTree], Offer]
-    session: Session | None = None
+    session: DraftSession | None = None
 
 
-def offer_chain(
-    session: Session, can: Abilities, anchor: int, limit: int, chances: Sequence[float]
-) -> Offer:
+def offer_chain(session: DraftSession, anchor: int, limit: int, chances: Sequence[float]) -> Offer:
     """The chain of which more is expected, drafted or foreseen: the latter has a `draft`.
 
     Args:
-        session: a request's, of which `can` says what it can.
+        session: a request's.
         anchor: where its chain begins.
         limit: the most rows.
         chances: of a drafted chain's rows.
     """
-    unread = max(0, can.unread(session) - 1)
-    if not can.foresees(session):
-        return Offer(chances, unread=unread)
-    foreseen = paths(session.foresee(anchor, limit))
-    if session.only_foresees or sum(foreseen) > sum(chances):
-        return Offer(foreseen, partial(session.propose_foreseen, anchor))
-    both = cast(Both, session)
-    told = partial(both.drafted, anchor)
-    return Offer(chances, unread=unread, session=both.network, drafted=told)
+    unread = max(0, session.unread - 1)
+    foreseen = paths(session.lookup_rates(anchor, limit))
+    if session.network is None or sum(foreseen) > sum(chances):
+        return Offer(foreseen, partial(session.propose_lookup, anchor))
+    return Offer(chances, unread=unread, session=session.network)
 
 
 def paths(rates: Sequence[float]) -> list[float]:
@@ -102,13 +92,7 @@ def paths(rates: Sequence[float]) -> list[float]:
     return list(accumulate(rates, mul))
 
 
-def network_of(session: Session, can: Abilities) -> Session | None:
-    """The session of a network that drafts beside a lookup; None where none does."""
-    beside = can.foresees(session) and not session.only_foresees
-    return cast(Both, session).network if beside else None
-
-
-def chain(session: Session, anchor: int, width: int) -> Proposal:
+def chain(session: DraftSession, anchor: int, width: int) -> Proposal:
     """A session's proposal of at most `width` rows. Raises `ProposalError` when it has more."""
     return checked(session.propose(anchor, width), width)
 

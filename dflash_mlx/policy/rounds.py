@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from ..drafter.protocol import (
-    Abilities,
-    Both,
-    Drafter,
-    SaysConfidence,
-    Session,
-    TreeSession,
-    drafts_trees,
-)
+from ..drafter.protocol import Drafter, DraftSession, drafts_trees
 from ..errors import SettingsError
 from ..hindsight import Hindsight
 from ..proposal import Proposal
 from ..sharpness import Sharpness
 from .cuts import Cuts, Draft
 from .fixed import FixedRounds, FixedWidth
-from .offer import Offer, Planting, chain, network_of, offer_chain, paths
+from .offer import Offer, Planting, chain, offer_chain, paths
 from .outcome import Outcome
 from .rest import Looking
 from .trees import Sizes, TreePolicy, matching, tree_policy
@@ -60,20 +52,22 @@ class Rounds(Protocol):
     def begin(self, certainty: float | None) -> None:
         """The prefill has brought the first token; see `Outcome.certainty`."""
 
-    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+    def propose(self, session: DraftSession, anchor: int, context: int, limit: int) -> Proposal:
         """The proposal of a round with `context` tokens committed: paths of at most `limit` rows.
 
         Raises `ProposalError` when the drafter hands over more rows than were asked for.
         """
 
-    def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
+    def go_on(
+        self, session: DraftSession, anchor: int, context: int, limit: int, shared: bool
+    ) -> None:
         """A round begins that was `plain_next`: the target reads its anchor already.
 
         Many requests that share it rest together.
         """
 
     def offer(
-        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
+        self, session: DraftSession, anchor: int, context: int, limit: int, rest: bool = False
     ) -> Offer | Planting:
         """What could be proposed in a round that other requests share; else as `propose`.
 
@@ -97,58 +91,52 @@ class ChainRounds(Looking):
     def __init__(self, widths: Widths, sharpness: Sharpness, cuts: Cuts, branches: bool) -> None:
         super().__init__()
         self._widths, self.sharpness, self._cuts = widths, sharpness, cuts
-        self._branches, self._can = branches, Abilities()
+        self._branches = branches
         self._kind: Literal["drafted", "foreseen", "branches"] = "drafted"
         self._draft: Draft | None = None  # this round's, if its drafter says how sure it is,
         self._rows = 1  # and the rows of its drafted chain
 
-    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+    def propose(self, session: DraftSession, anchor: int, context: int, limit: int) -> Proposal:
         """The chain, or the two branches, that bring the most tokens per second."""
         widths, self._kind, self._draft = self._widths, "drafted", None
         width = self._begin_chain(partial(self._width, session, context, limit))
         self._rows = width
-        self._reads = self._can.unread(session) - 1 if width > 1 else 0
-        if not self._can.foresees(session):
-            return self._cut(chain(session, anchor, width), session)
-        rates = session.foresee(anchor, limit)
+        self._reads = session.unread - 1 if width > 1 else 0
+        rates = session.lookup_rates(anchor, limit)
         rows, speed = widths.free(rates, context, limit)
         self.plain_next = self.plain_next and rows == 1
-        if session.only_foresees or (rows > 1 and speed > widths.speed(width)):
+        if session.network is None or (rows > 1 and speed > widths.speed(width)):
             self._kind = "foreseen"
-            return session.propose_foreseen(anchor, rows)
-        both = cast(Both, session)
-        more = widths.branch(width, rates, both.rescue) if self._branches and width > 1 else 0
-        if min(more, limit - width) > 0:
-            self._kind = "branches"
-            return both.propose_both(anchor, width, min(more, limit - width))
-        return self._cut(both.propose_network(anchor, width), session)
+            return session.propose_lookup(anchor, rows)
+        return self._cut(chain(session.network, anchor, width), session)
 
-    def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
+    def go_on(
+        self, session: DraftSession, anchor: int, context: int, limit: int, shared: bool
+    ) -> None:
         """A draft that costs nothing is found here, and taken after the next token."""
         self._kind, self._draft, self._rows = "drafted", None, 1
         self._rests_on(shared, lambda: self._width(session, context, limit) > 1)
-        if self._can.foresees(session):
-            rows, _ = self._widths.free(session.foresee(anchor, limit), context, limit)
-            self.plain_next = self.plain_next and rows == 1
+        rows, _ = self._widths.free(session.lookup_rates(anchor, limit), context, limit)
+        self.plain_next = self.plain_next and rows == 1
 
-    def _width(self, session: Session, context: int, limit: int) -> int:
+    def _width(self, session: DraftSession, context: int, limit: int) -> int:
         """Of the next round's drafted chain; 1 where nothing but a lookup drafts."""
-        hears = self._can.says_confidence(session)
+        hears = session.has_confidence
         width = self._widths.width(context, limit, self._certainty.mean, hears)
-        return 1 if self._can.foresees(session) and session.only_foresees else width
+        return 1 if session.network is None else width
 
     def offer(
-        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
+        self, session: DraftSession, anchor: int, context: int, limit: int, rest: bool = False
     ) -> Offer:
         """The chain of which more is expected, drafted or foreseen."""
         self._rest.now, chances = rest, list[float]()
         if not rest:
             self._widths.look(context, self._certainty.mean)
             chances = paths(self._widths.hopes()[: limit - 1])
-        offer = offer_chain(session, self._can, anchor, limit, chances)
+        offer = offer_chain(session, anchor, limit, chances)
         self._kind, self._draft = "drafted" if offer.draft is None else "foreseen", None
         self.plain_next, self.looks_next = rest and not offer.chances, False
-        if chances and offer.draft is None and self._can.says_confidence(session):
+        if chances and offer.draft is None and session.has_confidence:
             return replace(offer, look=partial(self._look, session, shared=True))
         return offer
 
@@ -174,9 +162,9 @@ class ChainRounds(Looking):
             # A round of rest that does not look is not timed: the others say what plain ones take.
             widths.observe(rows - 1, accepted, self._seconds(outcome, widths.ahead))
 
-    def _cut(self, proposal: Proposal, session: object) -> Proposal:
+    def _cut(self, proposal: Proposal, session: DraftSession) -> Proposal:
         """The part of a drafted chain that its drafter trusts, if it says."""
-        if len(proposal) == 1 or not self._can.says_confidence(session):
+        if len(proposal) == 1 or not session.has_confidence:
             return proposal
         draft = self._look(session, proposal, self._widths.chain_seconds(len(proposal)))
         if not draft.waits:
@@ -185,13 +173,14 @@ class ChainRounds(Looking):
 
     def _look(
         self,
-        session: SaysConfidence,
+        session: DraftSession,
         proposal: Proposal,
         measured: np.ndarray,
         shared: bool = False,
     ) -> Draft:
         """The chain that a session has just drafted, and how sure it is; see `Draft`."""
         sure, widths = session.confidence(), self._widths
+        assert sure is not None
         beliefs, at = widths.rates(), widths.level
         self._draft = self._cuts.look(proposal, sure, beliefs, at, measured, shared)
         return self._draft
@@ -209,7 +198,6 @@ class TreeRounds(Looking):
     def __init__(self, policy: TreePolicy, temperature: float, ahead: bool = True) -> None:
         super().__init__()
         self._sizes: Sizes = policy.start(temperature, ahead)
-        self._can = Abilities()
         self._calibration = policy.calibration(temperature)
         self.sharpness = policy.sharpness(temperature)
         # Trees that the text has not passed yet, what of them was verified, and where they began.
@@ -217,7 +205,7 @@ class TreeRounds(Looking):
         self._is_tree, self._rows = False, 1  # what this round drafted, and a tree's rows
         self._foreseen = 1  # rows of a chain that cost nothing, if it was that
 
-    def propose(self, session: Session, anchor: int, context: int, limit: int) -> Proposal:
+    def propose(self, session: DraftSession, anchor: int, context: int, limit: int) -> Proposal:
         """The part of a tree, or the chain, that brings the most tokens per second."""
         self._rows = 1
         width = self._begin_chain(partial(self._width, context, limit))
@@ -225,12 +213,11 @@ class TreeRounds(Looking):
         self._foreseen = self._foresee(session, anchor, context, limit)
         self.plain_next = self.plain_next and self._foreseen == 1
         if self._foreseen > 1:
-            return cast(Both, session).propose_foreseen(anchor, self._foreseen)
+            return session.propose_lookup(anchor, self._foreseen)
         if not self._is_tree:
-            self._reads = self._can.unread(session) - 1 if width > 1 else 0
-            return chain(session, anchor, width)
-        trees = cast(TreeSession, session)
-        tree = trees.propose_tree(anchor, self._rows, limit, self._calibration)
+            self._reads = session.unread - 1 if width > 1 else 0
+            return chain(session.network or session, anchor, width)
+        tree = session.propose_tree(anchor, self._rows, limit, self._calibration)
         return self._of(tree, self._sizes.cut(tree))
 
     def _width(self, context: int, limit: int) -> int:
@@ -238,13 +225,13 @@ class TreeRounds(Looking):
         width, self._rows = self._sizes.size(context, limit, self._certainty.mean)
         return max(width, self._rows)
 
-    def _foresee(self, session: Session, anchor: int, context: int, limit: int) -> int:
+    def _foresee(self, session: DraftSession, anchor: int, context: int, limit: int) -> int:
         """Rows of a chain that costs nothing, and pays; 1 for none."""
-        if not self._can.foresees(session):
-            return 1
-        return self._sizes.free(session.foresee(anchor, limit), context, limit)
+        return self._sizes.free(session.lookup_rates(anchor, limit), context, limit)
 
-    def go_on(self, session: Session, anchor: int, context: int, limit: int, shared: bool) -> None:
+    def go_on(
+        self, session: DraftSession, anchor: int, context: int, limit: int, shared: bool
+    ) -> None:
         """A draft that costs nothing is found here, and taken after the next token."""
         self._is_tree = False
         self._rests_on(shared, lambda: self._sizes.pays(context, limit, self._certainty.mean))
@@ -253,7 +240,7 @@ class TreeRounds(Looking):
         self.plain_next = self.plain_next and found == 1
 
     def offer(
-        self, session: Session, anchor: int, context: int, limit: int, rest: bool = False
+        self, session: DraftSession, anchor: int, context: int, limit: int, rest: bool = False
     ) -> Offer | Planting:
         """A tree to be drafted, or a chain."""
         self._rest.now, rows = rest, 1
@@ -262,10 +249,9 @@ class TreeRounds(Looking):
         self._is_tree, self._foreseen = rows > 1, 1
         self.plain_next = self.looks_next = False
         if self._is_tree:
-            network = network_of(session, self._can)
-            return Planting(rows, limit, self._calibration, self._grow, network)
+            return Planting(rows, limit, self._calibration, self._grow, session.network)
         chances = [] if rest else paths(self._sizes.hopes()[: limit - 1])
-        offer = offer_chain(session, self._can, anchor, limit, chances)
+        offer = offer_chain(session, anchor, limit, chances)
         self._foreseen = 1 if offer.draft is None else 1 + len(offer.chances)
         self.plain_next, self.looks_next = rest and not offer.chances, False
         return offer

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..drafter.protocol import Storable
+from ..drafter.protocol import DraftSession
 from ..targets import TargetSession
 from ..targets.caches import Arrays, strip_prefix
 
@@ -70,25 +70,25 @@ class Places:
         return sorted((length, mark) for mark, length in self._after.get(chunk, {}).items())
 
 
-def can_trim(target: TargetSession, drafter: Storable) -> bool:
+def can_trim(target: TargetSession, drafter: DraftSession) -> bool:
     """Whether rows are all that a pair is gone on from, so that no marks are needed."""
     return target.can_trim and drafter.can_trim
 
 
-def rows_of(target: TargetSession, drafter: Storable, start: int, end: int) -> Arrays:
+def rows_of(target: TargetSession, drafter: DraftSession, start: int, end: int) -> Arrays:
     """A copy of the rows of both from `start` to `end`."""
     found = _named("target.rows.", target.rows(start, end))
     return found | _named("draft.rows.", drafter.rows(start, end))
 
 
-def state_of(target: TargetSession, drafter: Storable) -> Arrays:
+def state_of(target: TargetSession, drafter: DraftSession) -> Arrays:
     """A copy of the states of both, at their position."""
     found = _named("target.state.", target.state())
     return found | _named("draft.state.", drafter.state())
 
 
 def restore(
-    target: TargetSession, drafter: Storable, position: int, pieces: Sequence[Arrays], room: int
+    target: TargetSession, drafter: DraftSession, position: int, pieces: Sequence[Arrays], room: int
 ) -> None:
     """Have new sessions begin with `position` tokens.
 

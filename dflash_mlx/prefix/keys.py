@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..drafter.beside import Beside
+from ..drafter.combined import CombinedDrafter
 from ..drafter.protocol import Drafter
 from ..targets import Target
 
@@ -35,7 +35,7 @@ def fingerprint(target: Target, drafter: Drafter | None) -> bytes:
     mlx_lm = ".".join(version("mlx-lm").split(".")[:2])
     digest = sha256(f"dflash-mlx {VERSION}, mlx-lm {mlx_lm}".encode())
     _add_model(digest, target.model, target.config)
-    network = drafter.network if isinstance(drafter, Beside) else drafter
+    network = drafter.network if isinstance(drafter, CombinedDrafter) else drafter
     digest.update(type(drafter).__qualname__.encode())
     if isinstance(network, nn.Module):
         _add_model(digest, network, repr(getattr(network, "config", None)))

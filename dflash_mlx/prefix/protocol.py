@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from ..drafter.protocol import Drafter, Session
+    from ..drafter.protocol import Drafter, DraftSession
     from ..sampling import Sampler
     from ..targets import Target, TargetSession
 
@@ -28,7 +28,7 @@ class Prefix(Protocol):
 
     def open(
         self, prompt: Sequence[int], sampler: Sampler, kv_bits: int | None = None, salt: str = ""
-    ) -> tuple[TargetSession, Session, int]:
+    ) -> tuple[TargetSession, DraftSession, int]:
         """New sessions of both, and how many tokens of the prompt they hold already.
 
         Two tokens of the prompt at least are left to read. Requests of other `kv_bits` or of
@@ -38,7 +38,7 @@ class Prefix(Protocol):
     def stops(
         self,
         target: TargetSession,
-        drafter: Session,
+        drafter: DraftSession,
         prompt: Sequence[int],
         ends: Sequence[int] = (),
         salt: str = "",
@@ -52,7 +52,7 @@ class Prefix(Protocol):
     def keep(
         self,
         target: TargetSession,
-        drafter: Session,
+        drafter: DraftSession,
         ids: Sequence[int],
         mark: bool = False,
         salt: str = "",

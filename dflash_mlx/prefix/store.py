@@ -17,8 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..drafter.plain import NoDrafter
-from ..drafter.protocol import Drafter, ReadsText, Session, Storable, check_pair
+from ..drafter.protocol import Drafter, DraftSession, check_pair, start_session
 from ..errors import SettingsError
 from ..sampling import Sampler
 from ..targets import Target, TargetSession
@@ -50,7 +49,7 @@ class PrefixStore:
 
     Args:
         target, drafter: the pair; None for no drafter. What a drafter of your own took in is stored
-            if its sessions are `Storable` (`drafter.protocol`), else nothing is.
+            if its sessions are `storable` (`DraftSession`), else nothing is.
         memory: bytes, of what is stored and of what is left to live requests together.
         folder: where entries are kept on disk as well; it is made, for this user alone.
         disk: bytes that they may take there.
@@ -80,7 +79,7 @@ class PrefixStore:
         disk = check_integer("disk", disk, most=MAX_BYTES)
         disk_left = check_integer("disk_left", disk_left, least=0, most=MAX_BYTES)
         self.ledger = Ledger(memory)
-        self._target, self._drafter = target, NoDrafter() if drafter is None else drafter
+        self._target, self._drafter = target, drafter
         self._of, self._pair = (target, drafter), fingerprint(target, drafter)
         self._chunk, self._stride = check_integer("chunk", chunk), check_integer("stride", stride)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
@@ -99,11 +98,12 @@ class PrefixStore:
 
     def open(
         self, prompt: Sequence[int], sampler: Sampler, kv_bits: int | None = None, salt: str = ""
-    ) -> tuple[TargetSession, Session, int]:
+    ) -> tuple[TargetSession, DraftSession, int]:
         """New sessions, and how many tokens of the prompt they hold already; see `Prefix`."""
-        target = self._target.start(self._drafter.tap_layers, kv_bits)
-        drafter = self._drafter.start(self._target, sampler)
-        if not isinstance(drafter, Storable):
+        taps = () if self._drafter is None else self._drafter.tap_layers
+        target = self._target.start(taps, kv_bits)
+        drafter = start_session(self._drafter, self._target, sampler)
+        if not drafter.storable:
             return target, drafter, 0
         most = max(0, len(prompt) - LEFT)
         with self._lock:
@@ -111,14 +111,13 @@ class PrefixStore:
         if position:
             room = len(prompt) - position + self._chunk
             restore(target, drafter, position, pieces, room)
-            if isinstance(drafter, ReadsText):
-                drafter.read(prompt[:position])
+            drafter.read_tokens(prompt[:position])
         return target, drafter, position
 
     def stops(
         self,
         target: TargetSession,
-        drafter: Session,
+        drafter: DraftSession,
         prompt: Sequence[int],
         ends: Sequence[int] = (),
         salt: str = "",
@@ -129,7 +128,7 @@ class PrefixStore:
         end), every `stride` tokens, and where a stored text parts from this one: that text was the
         first to come by there, this is the second, so there may be more.
         """
-        if not isinstance(drafter, Storable) or can_trim(target, drafter):
+        if not drafter.storable or can_trim(target, drafter):
             return []
         keys = chunk_keys(self._root(target.kv_bits, salt), prompt, self._chunk)
         with self._lock:
@@ -142,13 +141,13 @@ class PrefixStore:
     def keep(
         self,
         target: TargetSession,
-        drafter: Session,
+        drafter: DraftSession,
         ids: Sequence[int],
         mark: bool = False,
         salt: str = "",
     ) -> None:
         """Store what is new of these tokens; see `Prefix`."""
-        if not isinstance(drafter, Storable) or not target.intact:
+        if not drafter.storable or not target.intact:
             return
         if not len(ids) == target.position == drafter.position:
             return
@@ -205,7 +204,7 @@ class PrefixStore:
             yield key
 
     def _find(
-        self, target: TargetSession, drafter: Storable, ids: Sequence[int], salt: str
+        self, target: TargetSession, drafter: DraftSession, ids: Sequence[int], salt: str
     ) -> tuple[int, list[Arrays]]:
         """The longest beginning of these tokens that is here, and what makes it up."""
         root = self._root(target.kv_bits, salt)
@@ -256,7 +255,7 @@ class PrefixStore:
     def _mark(
         self,
         target: TargetSession,
-        drafter: Storable,
+        drafter: DraftSession,
         ids: Sequence[int],
         keys: Sequence[bytes],
         new: list[Entry],

@@ -11,10 +11,10 @@ import test_dspark
 from forests import memory, same
 from test_dspark import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, SLIDING
 
-from dflash_mlx.drafter import forest
+from dflash_mlx.drafter import batch
+from dflash_mlx.drafter.batch import propose_batch, propose_tree_batch
 from dflash_mlx.drafter.calibration import Calibration
-from dflash_mlx.drafter.forest import propose_together, propose_trees_together
-from dflash_mlx.drafter.lookup import Lookup
+from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
 
@@ -119,13 +119,13 @@ def test_chains_are_those_alone(kind):
         widths = [drafting.random.choice((1, 2, 3, 6, 40)) for _ in range(count)]
         widths[drafting.random.randrange(count)] = 5
         drafting.heads.clear()
-        found = propose_together(drafting.together, anchors, widths)
+        found = propose_batch(drafting.together, anchors, widths)
         assert len(drafting.heads) == 1, "the head is read once"
         for at, proposal in enumerate(found):
             expected = drafting.alone[at].propose(anchors[at], widths[at])
             assert tokens(proposal) == tokens(expected), f"request {at}"
             sure, alone = drafting.together[at], drafting.alone[at]
-            if widths[at] > 1 and alone.says_confidence:
+            if widths[at] > 1 and alone.has_confidence:
                 assert same(sure.confidence(), alone.confidence())
             for session in (sure, alone):
                 session._sampler.commit([3, 1])
@@ -142,7 +142,7 @@ def test_trees_are_those_alone(kind):
         anchors = [drafting.random.randrange(60) for _ in range(count)]
         drafting.heads.clear()
         calibrations = [Calibration() for _ in range(count)]
-        found = propose_trees_together(drafting.together, anchors, rows, widths, calibrations)
+        found = propose_tree_batch(drafting.together, anchors, rows, widths, calibrations)
         assert len(drafting.heads) == 1
         for at, tree in enumerate(found):
             alone = drafting.alone[at]
@@ -157,7 +157,7 @@ def test_nothing_is_evaluated():
     drafting = Drafting("dspark")
     drafting.extend()
     before = memory()
-    proposals = propose_together(drafting.together, [3] * 5, [6] * 5)
+    proposals = propose_batch(drafting.together, [3] * 5, [6] * 5)
     assert memory() - before < 4096
     mx.eval([proposal.tokens for proposal in proposals])
     assert memory() - before > 4096  # the control: the contexts, at least
@@ -167,12 +167,12 @@ def test_who_has_no_network_of_ours_proposes_alone():
     """A lookup, a drafter of somebody's own, a network's only session: each in its place."""
     drafting, other = Drafting("dflash2"), Drafting("dspark")
     drafting.extend()
-    lookup = Lookup().start(None, None)
-    lookup.read([1, 2, 3, 4, 1, 2])
+    lookup = LookupDrafter().start(None, None)
+    lookup.read_tokens([1, 2, 3, 4, 1, 2])
     own = SimpleNamespace(propose=lambda anchor, width: ("own", anchor, width))
     first, second = drafting.together[:2]
     sessions = [own, first, lookup, other.together[0], second]
-    found = propose_together(sessions, [9, 8, 3, 7, 6], [4, 4, 4, 4, 4])
+    found = propose_batch(sessions, [9, 8, 3, 7, 6], [4, 4, 4, 4, 4])
     assert found[0] == ("own", 9, 4) and found[2].tokens == [3, 4, 1, 2]
     assert [tokens(found[at])[0] for at in (1, 3, 4)] == [8, 7, 6]
     assert len(drafting.heads) == len(other.heads) == 1
@@ -195,17 +195,17 @@ def test_an_error_of_one_is_its_own(kind):
     sessions = [drafting.together[0], bad, own, drafting.together[2]]
     guards = [suppress(ZeroDivisionError) for _ in sessions]
     for round_ in range(2):
-        found = propose_together(sessions, [7] * 4, [5] * 4, guards)
+        found = propose_batch(sessions, [7] * 4, [5] * 4, guards)
         assert found[1] is found[2] is None
         for at, twin in ((0, 0), (3, 2)):
             assert tokens(found[at]) == tokens(drafting.alone[twin].propose(7, 5))
         more = [6] * 4, [5] * 4, [Calibration()] * 4
-        trees = propose_trees_together(sessions, [7] * 4, *more, guards)
+        trees = propose_tree_batch(sessions, [7] * 4, *more, guards)
         assert trees[1] is trees[2] is None and trees[0] and trees[3], round_
         for twin in (0, 2):
             drafting.alone[twin].propose_tree(7, 6, 5, Calibration())
     with pytest.raises(ZeroDivisionError):
-        propose_together(sessions, [7] * 4, [5] * 4)
+        propose_batch(sessions, [7] * 4, [5] * 4)
 
 
 @pytest.mark.parametrize(
@@ -219,17 +219,17 @@ def test_an_error_of_one_is_its_own(kind):
 )
 def test_mistakes_are_noticed(name, mistake, monkeypatch):
     drafting = Drafting("dflash2")
-    made = forest._Rows.__init__
+    made = batch._Rows.__init__
 
     def init(self, parts):
         made(self, parts)
         setattr(self, name, mistake(self, self.places))
 
-    monkeypatch.setattr(forest._Rows, "__init__", init)
+    monkeypatch.setattr(batch._Rows, "__init__", init)
     with pytest.raises(AssertionError):
         for _ in range(3):
             drafting.extend()
-            found = propose_together(drafting.together, [3] * 5, [6, 4, 6, 5, 6])
+            found = propose_batch(drafting.together, [3] * 5, [6, 4, 6, 5, 6])
             for at, proposal in enumerate(found):
                 alone = drafting.alone[at].propose(3, [6, 4, 6, 5, 6][at])
                 assert tokens(proposal) == tokens(alone)

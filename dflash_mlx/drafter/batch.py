@@ -21,8 +21,8 @@ import mlx.core as mx
 from ..proposal import Proposal
 from .candidates import Candidates, Ranking, Slots
 from .network import Attention, DFlash
-from .protocol import Session, TreeSession
-from .session import DraftSession, Part
+from .protocol import DraftSession
+from .session import NetworkSession, Part
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ class _Group(NamedTuple):
 
     network: DFlash
     target: Target
-    sessions: list[DraftSession]
+    sessions: list[NetworkSession]
     places: list[int]
 
 
-def propose_together(
-    sessions: Sequence[Session],
+def propose_batch(
+    sessions: Sequence[DraftSession],
     anchors: Sequence[int],
     widths: Sequence[int],
     guards: Sequence[Guard] | None = None,
@@ -79,8 +79,8 @@ def propose_together(
     return proposals
 
 
-def propose_trees_together(
-    sessions: Sequence[TreeSession],
+def propose_tree_batch(
+    sessions: Sequence[DraftSession],
     anchors: Sequence[int],
     rows: Sequence[int],
     widths: Sequence[int],
@@ -89,7 +89,7 @@ def propose_trees_together(
 ) -> list[DraftTree | None]:
     """What each session's own `propose_tree` returns; waits once for each network.
 
-    Args as of `propose_together` and of `TreeSession.propose_tree`.
+    Args as of `propose_batch` and of `DraftSession.propose_tree`.
     """
     guards = guards or [nullcontext()] * len(sessions)
     trees: list[DraftTree | None] = [None] * len(sessions)
@@ -110,12 +110,14 @@ def propose_trees_together(
     return trees
 
 
-def _groups(sessions: Sequence[Session], widths: Sequence[int]) -> tuple[list[int], list[_Group]]:
+def _groups(
+    sessions: Sequence[DraftSession], widths: Sequence[int]
+) -> tuple[list[int], list[_Group]]:
     """The places of sessions that propose by themselves, and those that draft in one pass."""
     alone: list[int] = []
     groups: dict[tuple[int, int], _Group] = {}
     for at, (session, width) in enumerate(zip(sessions, widths, strict=True)):
-        if type(session) is DraftSession and width > 1:
+        if type(session) is NetworkSession and width > 1:
             network, target = session.pair
             if isinstance(network, DFlash):
                 key = id(network), id(target)
