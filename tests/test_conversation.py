@@ -8,7 +8,7 @@ from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.protocol import NoDrafter
+from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.targets.target import LAST_STEP
 
@@ -152,7 +152,7 @@ def test_another_pair_is_refused():
     ("settings", "told"),
     [
         ({"target": "tiny"}, "^target must be such as"),
-        ({"drafter": NoDrafter}, "^drafter must be None or such as"),  # its class
+        ({"drafter": LookupDrafter}, "^drafter must be None or such as"),  # its class
         ({"prefix": "folder"}, "^prefix must be None or such as"),
         ({"kv_bits": 3}, "must be 8 or 4"),
         ({"kv_bits": np.array([8, 4])}, "must be 8 or 4"),

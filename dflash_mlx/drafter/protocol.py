@@ -226,16 +226,6 @@ class PlainSession(DraftSession):
         self.position = position
 
 
-class NoDrafter:
-    """The drafter of plain decoding."""
-
-    tap_layers = ()
-
-    def start(self, target: Target, sampler: Sampler) -> PlainSession:
-        """Begin one request."""
-        return PlainSession()
-
-
 class AdaptedSession(DraftSession):
     """Gives the defaults of `DraftSession` to a session that does not inherit from it."""
 
