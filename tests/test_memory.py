@@ -7,9 +7,10 @@ import pytest
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import NotEnoughMemoryError
-from dflash_mlx.loading.checks import machine_memory, memory_needed
+from dflash_mlx.loading.checks import memory_needed
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.machine.facts import memory_bytes
 
 
 def claim(folder, gigabytes: float) -> None:
@@ -52,7 +53,7 @@ def test_the_headers_tell_the_memory(tmp_path):
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path):
     """The file is a hole of many gigabytes: reading it would take minutes, or the machine."""
     folder = save_target(tmp_path)
-    memory = machine_memory() / 1e9
+    memory = memory_bytes() / 1e9
     claim(folder, memory * 20)
     message = refusal(load_target, folder)
     assert str(folder) in message and f"this machine has {memory:.1f} GB" in message
@@ -61,7 +62,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path):
 
 def test_what_would_fit_is_said(tmp_path):
     folder = save_target(tmp_path)
-    memory = machine_memory() / 1e9
+    memory = memory_bytes() / 1e9
     claim(folder, memory * 2.5)  # in 8 bits 1.3 times the memory, in 4 bits 0.7 times
     assert "; quantized to 4 bits they would take" in refusal(load_target, folder)
     assert "quantized to 4 bits" in refusal(load_target, folder, bits=8)
@@ -72,13 +73,13 @@ def test_nothing_smaller_is_promised_of_a_quantized_model(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["quantization"] = {"bits": 4, "group_size": 64}
     (folder / "config.json").write_text(json.dumps(config))
-    claim(folder, machine_memory() / 1e9 * 2)
+    claim(folder, memory_bytes() / 1e9 * 2)
     assert "choose a smaller model" in refusal(load_target, folder)
 
 
 def test_a_pair_has_to_fit_together(tmp_path):
     target, drafter = save_target(tmp_path / "t"), save_drafter(tmp_path / "d")
-    memory = machine_memory() / 1e9
+    memory = memory_bytes() / 1e9
     width = 2 if mx.default_device() == mx.Device(mx.cpu) else 1  # the CPU computes in f32
     claim(target, memory * 0.6 / width)
     claim(drafter, memory * 0.6 / width)

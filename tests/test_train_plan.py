@@ -37,11 +37,11 @@ def recipe(tmp_path: Path) -> Recipe:
 def test_too_little_memory_or_disk_is_told_before_anything_is_answered(
     tmp_path: Path, target: Target, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, real = tmp_path / "out", plan.machine_memory()
-    monkeypatch.setattr(plan, "machine_memory", lambda: 10**6)
+    out, real = tmp_path / "out", plan.memory_bytes()
+    monkeypatch.setattr(plan, "memory_bytes", lambda: 10**6)
     with pytest.raises(NotEnoughMemoryError, match=r"lower --tokens \(256\) or --anchors \(16\)"):
         train(target, out, recipe)
-    monkeypatch.setattr(plan, "machine_memory", lambda: real)
+    monkeypatch.setattr(plan, "memory_bytes", lambda: real)
     usage = plan.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(OutputError, match="make room, or choose another --out"):
@@ -57,7 +57,7 @@ def test_answers_too_short_for_the_memory_stay_for_another_training(
     seen: list[Any] = []
     train(target, tmp_path / "free", recipe, listen=seen.append)
     [needed] = [event.estimate.memory for event in seen if isinstance(event, Begun)]
-    monkeypatch.setattr(plan, "machine_memory", lambda: needed - 1)
+    monkeypatch.setattr(plan, "memory_bytes", lambda: needed - 1)
     out = tmp_path / "out"
     with pytest.raises(NotEnoughMemoryError, match="lower --tokens"):
         train(target, out, recipe)
@@ -74,7 +74,7 @@ def test_answers_too_short_for_the_memory_stay_for_another_training(
 def test_memory_that_is_nearly_all_taken_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "machine_memory", lambda: 10**9)
+    monkeypatch.setattr(plan, "memory_bytes", lambda: 10**9)
     for step, warned in ((7 * 10**8, False), (9 * 10**8, True)):
         found = plan.Estimate(target=0, drafter=0, step=step, checkpoint=0, features=0)
         with warnings.catch_warnings(record=True) as told:

@@ -6,11 +6,12 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelNotFoundError, NotEnoughMemoryError, WeightsError
+from ..machine.facts import memory_bytes
 from ..validation import MAX_JSON_BYTES, brief, check_file, parse_json, read_json
 from .quantization import Quantization
 
@@ -136,30 +137,20 @@ def memory_needed(
     return math.ceil(total)
 
 
-def machine_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_memory(
-    name: str, needed: int, limit: int, smaller: Sequence[tuple[str, int]] = ()
-) -> None:
-    """Raise `NotEnoughMemoryError` unless weights of `needed` bytes fit into `limit`.
+def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
+    """Raise `NotEnoughMemoryError` unless weights fit into this machine's memory.
 
     Args:
         name: the model, for the message.
-        needed, limit: bytes.
-        smaller: alternatives and the bytes they need, the largest first.
+        needed: bytes of the weights.
+        in_4_bits: their bytes if they were quantized to 4 bits; None where they cannot be.
     """
+    limit, remedy = memory_bytes(), "choose a smaller model or one in fewer bits"
     if needed <= limit:
         return
-    fits = next((advice for advice in smaller if advice[1] <= limit), None)
-    if fits is not None:
-        remedy = f"{fits[0]} they would take {fits[1] / GB:.1f} GB"
-    elif smaller:
-        remedy = f"even {smaller[-1][0]} they would take {smaller[-1][1] / GB:.1f} GB"
-    else:
-        remedy = "choose a smaller model or one in fewer bits"
+    if in_4_bits is not None:
+        even = "" if in_4_bits <= limit else "even "
+        remedy = f"{even}quantized to 4 bits they would take {in_4_bits / GB:.1f} GB"
     raise NotEnoughMemoryError(
         f"{name}: the weights take {needed / GB:.1f} GB, this machine has {limit / GB:.1f} GB; "
         f"{remedy}."
@@ -177,7 +168,7 @@ def fits(size: float, quantized: bool = False, limit: int | None = None, mac: bo
         limit: bytes of memory, None for this machine's.
         mac: whether they run on a Mac.
     """
-    limit = machine_memory() if limit is None else limit
+    limit = memory_bytes() if limit is None else limit
     if size * (1 if quantized or mac else 2) <= limit:
         return YES
     for bits in () if quantized else (8, 4):

@@ -1,4 +1,4 @@
-"""How a drafter is understood, field by field, without MLX: no weight is read, only headers."""
+"""How a drafter's config and tensors are read, field by field. Needs no MLX and no weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NETWORKS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 
 
 def inspect_drafter(path: Path) -> list[Decision]:
-    """Every decision taken on a drafter, and where it came from: its config's, then its tensors'.
+    """Every decision about a drafter and its source: from its config, then from its tensors.
 
-    What is in the config and not used comes last. `path` is a drafter's folder, or a config.json
-    alone, whose tensors then go unmentioned. Raises: `ConfigError`, `WeightsError`.
+    Unused fields of the config come last. `path` is a drafter's folder, or a config.json, whose
+    tensors are then left out. Raises: `ConfigError`, `WeightsError`.
     """
     config = DraftConfig.from_file(path if path.is_file() else path / "config.json")
     shapes = {} if path.is_file() else _shapes(path, config)
@@ -33,9 +33,9 @@ def inspect_drafter(path: Path) -> list[Decision]:
 
 
 def settle(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> DraftConfig:
-    """A config with what its tensors decide: sizes that it leaves open, and the confidence head.
+    """A config completed from the shapes of its tensors, by our names.
 
-    shapes are of the tensors, by our names.
+    They decide whether there is a confidence head, and the draft vocabulary if it is left open.
     """
     sources, changes = dict(config.sources), dict[str, Any]()
     if config.kind == "dspark" and config.confidence != (CONFIDENCE in shapes):
@@ -49,7 +49,7 @@ def settle(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> DraftC
 
 
 def _parts(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[Decision]:
-    """What the tensors say about embedding and head."""
+    """Decisions from the presence of tensors."""
     decisions = []
     for part, tensor in (("embedding", EMBEDDING), ("head", HEAD)):
         if tensor in shapes:

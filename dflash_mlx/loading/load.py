@@ -25,7 +25,6 @@ from .checkpoint import check_runs, drop_copies, read_drafter, read_target, read
 from .checks import (
     check_memory,
     check_safetensors,
-    machine_memory,
     memory_needed,
     read_target_config,
 )
@@ -322,12 +321,8 @@ def _check_memory(
     def needed(choice: Quantization | None) -> int:
         return memory_needed(weights, choice, _float_bytes()) // machines + reserved
 
-    fewer: list[tuple[str, int]] = []
-    if not quantized:
-        widths = [bits for bits in (8, 4) if quantization is None or bits < quantization.bits]
-        options = [Quantization.of(bits) for bits in widths]
-        fewer = [(f"quantized to {q.bits} bits", needed(q)) for q in options if q]
-    check_memory(name, needed(quantization), machine_memory(), fewer)
+    smaller = not quantized and (quantization is None or quantization.bits > 4)
+    check_memory(name, needed(quantization), needed(Quantization(4, 64)) if smaller else None)
 
 
 def _start_reading(

@@ -1,4 +1,4 @@
-"""Quantizing weights on load: which widths, groups and modes there are, and what they cost."""
+"""Quantizing weights on load: bit widths, group sizes, modes and their memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..validation import brief, is_integer
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-# Per mode: its widths, its group sizes (the default first), and the bytes that a group adds.
+# Per mode: bit widths, group sizes (the default first), and bytes of scales and biases per group.
 _MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "affine": ((4, 8), (64, 32, 128), 4),  # a scale and a bias in half precision
     "mxfp4": ((4,), (32,), 1),
@@ -49,7 +49,7 @@ class Quantization:
         return cls(int(bits), int(group_size or groups[0]), mode)
 
     def apply(self, model: nn.Module) -> None:
-        """Quantize a model in place, lazily, leaving what its own `quant_predicate` leaves."""
+        """Quantize a model in place, lazily, respecting its own `quant_predicate`."""
         import mlx.nn as nn
 
         own = getattr(model, "quant_predicate", None)
@@ -59,11 +59,11 @@ class Quantization:
                 return False
             chosen = True if own is None else own(path, module)
             group = chosen.get("group_size") if isinstance(chosen, dict) else self.group_size
-            # A matrix whose rows are no whole number of groups stays as it is.
+            # Rows that do not divide into groups stay as they are.
             return chosen if module.weight.shape[-1] % (group or self.group_size) == 0 else False
 
         nn.quantize(model, self.group_size, self.bits, mode=self.mode, class_predicate=choose)
 
     def bytes_of(self, weights: float) -> float:
-        """The memory that so many quantized weights take."""
+        """Bytes that this number of quantized weights takes."""
         return weights * (self.bits / 8 + _MODES[self.mode][2] / self.group_size)

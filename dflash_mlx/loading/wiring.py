@@ -1,6 +1,6 @@
-"""Giving a loaded model's layers to our kernels, as far as they are sound on this device.
+"""Give a loaded model's layers to our kernels, where those pass their checks on this device.
 
-Imported where there are kernels to run: the rest of loading does without them.
+Imported only where our kernels can run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..targets.selfcheck import check_rows, model_checks, weight_checks
 def wire_target(
     model: nn.Module, config: dict[str, Any], kernels: Kernels, exact: bool | None
 ) -> Wiring:
-    """Give a target's layers to our kernels where this machine's table says so.
+    """Give a target's layers to our kernels where they are faster on this machine.
 
-    What fails its check is left to MLX, with a warning. Raises `KernelError` instead if exact
-    decoding, which needs it, was asked for.
+    A kernel that fails its check is replaced by MLX's, with a warning, or raises `KernelError` if
+    `exact` is True and needs it.
     """
     if exact is None and not attends_exactly(model):
         exact = False
@@ -37,14 +37,14 @@ def wire_target(
 
 
 def wire_drafter(drafter: nn.Module, kernels: Kernels) -> None:
-    """The same for a drafter, never exactly: drafts may differ, the text may not."""
+    """The same for a drafter, never exact: drafts do not change the text."""
     _wire(drafter, {}, kernels, False, weight_checks)
 
 
 def check_exact(target: Target, wiring: Wiring, asked: bool) -> None:
-    """See whether exact decoding is exact here.
+    """Check that exact decoding is exact on this device.
 
-    Raises `KernelError` if it is not and was asked for; else a warning says so, and it is off.
+    If it is not, raises `KernelError` if the user asked for it, else warns and turns it off.
     """
     try:
         check_rows(target)
@@ -64,19 +64,16 @@ def _wire(
 ) -> Wiring:
     chip = find_chip(str(mx.device_info().get("device_name", "")))
     measured = choices(read_timings())
+    asked = bool(exact)
     if exact is None:
         exact = will_be_exact(model, config, measured)
-        asked = False
-    else:
-        asked = exact
     broken = faults(checks(model, config, kernels, chip, measured, exact))
     if broken and asked:
         [problem, *_] = broken.values()
         raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
     for problem in broken.values():
         warnings.warn(
-            f"dflash-mlx: MLX's own kernel runs, for ours is broken here: {problem}. Please report "
-            "this.",
+            f"dflash-mlx: MLX's kernel runs, ours is broken here: {problem}. Please report this.",
             stacklevel=5,
         )
     measured |= dict.fromkeys(broken, None)

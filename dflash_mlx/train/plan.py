@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from ..drafter.config import DraftConfig
 from ..drafter.dspark import network_for
 from ..errors import NotEnoughMemoryError, OutputError
-from ..loading.checks import machine_memory
+from ..machine.facts import memory_bytes
 from ..machine.folders import nearest_there
 from ..targets import Target
 from .batches import bucket_length
@@ -98,7 +98,7 @@ def check(found: Estimate, folder: Path, tokens: int, anchors: int) -> None:
 
     Memory that is nearly all taken only warns.
     """
-    if found.memory > NEARLY * (memory := machine_memory()):
+    if found.memory > NEARLY * (memory := memory_bytes()):
         parts = {"--tokens": found.step, "--layers": found.drafter, "--target-bits": found.target}
         lower = max(parts, key=lambda name: parts[name])
         advice = {

@@ -1,6 +1,5 @@
-"""Models in GGUF files: read with care, converted once into a folder that mlx-lm loads.
+"""GGUF files, converted once into a folder that mlx-lm loads.
 
-`header` judges the file, `config` and `weights` say what mlx-lm calls its parts, `tokenizer` builds
-the tokenizer from its metadata, `convert` keeps the result; `packages` finds models that come as
-Python packages.
+`header` reads and checks the file, `mapping` gives its config and weights mlx-lm's names,
+`tokenizer` builds the tokenizer from its metadata, `convert` writes the folder.
 """

@@ -1,30 +1,30 @@
-"""The header of a GGUF file: its metadata and where its tensors lie, every number checked.
+"""The header of a GGUF file: its metadata and the places of its tensors, every number checked.
 
 The format: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3, little-endian. MLX reads the
-tensors themselves; its reader trusts the file, so what is damaged has to be found here.
+tensors; its reader trusts the file, so this module has to find what is damaged.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from ...errors import WeightsError
 
 MAGIC = b"GGUF"
-MOST_ENTRIES = 1 << 16  # metadata keys, or tensors: real files have a few hundred
-MOST_ITEMS = 1 << 24  # of an array: the largest vocabularies have 300,000 tokens
-MOST_TEXT = 1 << 26  # bytes of a string: a chat template has some thousands
-MOST_DIMENSIONS = 4
-ALIGNMENT = 32  # of the tensors' data, unless the metadata says otherwise
+MAX_ENTRIES = 1 << 16  # metadata keys, or tensors; real files have a few hundred
+MAX_ITEMS = 1 << 24  # of an array; the largest vocabularies have 300,000 tokens
+MAX_TEXT = 1 << 26  # bytes of a string; a chat template has some thousands
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 20
+ALIGNMENT = 32  # bytes, of the tensors' data; the metadata may give another
 
-# Tensor types that MLX reads as they are: name -> (weights in a block, bytes of it).
+# Tensor types that MLX reads: name -> (weights per block, bytes per block).
 READABLE = {"F32": (1, 4), "F16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34)}
-# ggml's own numbering; removed types are left out.
+# ggml's numbers of types.
 TYPES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1"},
     **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS"},
@@ -38,13 +38,13 @@ _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # codes of
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies.
+    """The place of a tensor in the file.
 
     Attributes:
         type: a name of `TYPES`.
-        shape: as MLX counts, the slowest dimension first.
-        start: its first byte, from the beginning of the file.
-        size: its bytes; 0 for types that are not read.
+        shape: in MLX's order, the slowest dimension first.
+        start: offset of its first byte in the file.
+        size: its bytes; 0 for types that MLX does not read.
     """
 
     type: str
@@ -55,14 +55,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself: metadata by key, tensors by name."""
+    """A GGUF file's metadata by key and tensors by name."""
 
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file, and compare the file's size with what it promises.
+    """Read the header of a GGUF file, and compare the file's size with its tensors.
 
     Raises `WeightsError`: not a GGUF file, truncated, or a number in it that cannot be true.
     """
@@ -74,21 +74,21 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads the header from front to back."""
+    """Reads a header from front to back."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
         self._size = path.stat().st_size
 
     def header(self) -> Header:
-        """All of it. Raises `WeightsError` for a file that is none, or of another version."""
+        """The whole header. Raises `WeightsError`."""
         if self._file.read(4) != MAGIC:
             raise WeightsError(f"{self._path}: not a GGUF file.")
         version = self._number("I")
         if version not in (2, 3):
             raise WeightsError(f"{self._path}: GGUF of version {version}; 2 and 3 are read.")
-        tensors = self._count("tensors", MOST_ENTRIES)
-        entries = self._count("metadata keys", MOST_ENTRIES)
+        tensors = self._count("tensors", MAX_ENTRIES)
+        entries = self._count("metadata keys", MAX_ENTRIES)
         metadata = {}
         for _ in range(entries):
             key = self._text()
@@ -96,23 +96,23 @@ class _Reader:
         return Header(metadata, self._tensors(tensors, metadata))
 
     def _tensors(self, count: int, metadata: dict[str, Any]) -> dict[str, Tensor]:
-        infos = []
+        described = {}
         for _ in range(count):
             name, dimensions = self._text(), self._number("I")
-            if not 0 < dimensions <= MOST_DIMENSIONS:
+            if not 0 < dimensions <= MAX_DIMENSIONS:
                 self._fail(f"{name} has {dimensions} dimensions")
             shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
             kind = TYPES.get(number := self._number("I"), f"of type {number}")
-            infos.append((name, kind, shape, self._number("Q")))
-        if len({name for name, *_ in infos}) < count:
+            described[name] = (kind, shape, self._number("Q"))
+        if len(described) < count:
             self._fail("two tensors have one name")
         alignment = metadata.get("general.alignment", ALIGNMENT)
-        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+        if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT:
             self._fail(f"general.alignment is {str(alignment)[:20]}")
         base = -(-self._file.tell() // alignment) * alignment
         return {
             name: self._tensor(name, kind, shape, base + offset)
-            for name, kind, shape, offset in infos
+            for name, (kind, shape, offset) in described.items()
         }
 
     def _tensor(self, name: str, kind: str, shape: tuple[int, ...], start: int) -> Tensor:
@@ -132,29 +132,23 @@ class _Reader:
         if kind == _STRING:
             return self._text()
         if kind == _ARRAY:
-            return self._array()
+            return self._array(self._number("I"), self._count("items", MAX_ITEMS))
         if kind not in _SCALARS:
             self._fail(f"a value of type {kind}")
         return self._number(_SCALARS[kind])
 
-    def _array(self) -> list[Any]:
-        kind, count = self._number("I"), self._count("items", MOST_ITEMS)
+    def _array(self, kind: int, count: int) -> list[Any]:
         if kind == _STRING:
-            return self._many(count, self._text)
+            if count * 8 > self._size:  # each text takes at least the eight bytes of its length
+                self._fail(f"{count:,} texts")
+            return [self._text() for _ in range(count)]
         if kind not in _SCALARS:
             self._fail(f"an array of type {kind}")
-        code = _SCALARS[kind]
-        return list(
-            struct.unpack(f"<{count}{code}", self._bytes(count * struct.calcsize(f"<{code}")))
-        )
-
-    def _many(self, count: int, read: Callable[[], str]) -> list[str]:
-        if count * 8 > self._size:  # each has a length of eight bytes at least
-            self._fail(f"{count:,} texts")
-        return [read() for _ in range(count)]
+        code = f"<{count}{_SCALARS[kind]}"
+        return list(struct.unpack(code, self._bytes(struct.calcsize(code))))
 
     def _text(self) -> str:
-        content = self._bytes(self._count("bytes of text", MOST_TEXT))
+        content = self._bytes(self._count("bytes of text", MAX_TEXT))
         try:
             return content.decode()
         except UnicodeDecodeError as error:
@@ -173,9 +167,9 @@ class _Reader:
         content = self._file.read(count) if count <= self._size else b""
         if len(content) < count:
             raise WeightsError(
-                f"{self._path}: truncated, its header is not whole. Download it again."
+                f"{self._path}: truncated, its header is incomplete. Download it again."
             )
         return content
 
-    def _fail(self, what: str) -> None:
-        raise WeightsError(f"{self._path}: a broken header ({what}).")
+    def _fail(self, problem: str) -> NoReturn:
+        raise WeightsError(f"{self._path}: a broken header ({problem}).")

@@ -1,9 +1,9 @@
 """The tokenizer that a GGUF file's metadata describes, as files that transformers loads.
 
-Byte-level BPE ("gpt2"): its tokens and merges are in the file, and how text is split before the
-merges is a name (`tokenizer.ggml.pre`) that stands for regular expressions; those here are
-llama.cpp's (src/llama-vocab.cpp) and the original tokenizer.json files'. And SentencePiece's BPE
-("llama"): its tokens and their scores are in the file, which say what is merged first.
+Byte-level BPE ("gpt2"): the file has its tokens and merges, and names the pre-tokenizer
+(`tokenizer.ggml.pre`). The regular expressions behind the names are those of llama.cpp
+(src/llama-vocab.cpp) and of the original tokenizer.json files. SentencePiece's BPE ("llama"): the
+file has its tokens and their scores; the best score is merged first.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_DIGITS, _GPT2 = "digits", "gpt2"  # one digit at a time, then GPT-2's words; those alone
-# What a name stands for: a way above, or the regular expression of a word.
+_DIGITS, _GPT2 = "digits", "gpt2"  # single digits, then GPT-2's words; GPT-2's words only
+# The pre-tokenizer of a name: one of the above, or a regular expression of words.
 _SPLITS = {
     **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "olmo", "jina-es", "jina-de", "mpt"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
@@ -46,7 +46,7 @@ _COMPOSED = {"qwen2", "deepseek-r1-qwen"}  # NFC first, as their tokenizer.json 
 
 
 def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a GGUF file. Raises `ConfigError` for one that is not understood."""
+    """The tokenizer of a GGUF file. Raises `ConfigError` for an unknown kind."""
     model = metadata.get(f"{_KEY}model")
     if model not in _MODELS:
         raise ConfigError(
@@ -62,24 +62,24 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
             if own == kind
         ]
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
-    if _begins(metadata):
+    if _adds_bos(metadata):
         start = special_id(path, metadata, "bos", tokens)
         if start is None:
             raise ConfigError(f"{path}: add_bos_token is set, but no bos_token_id.")
-        begun = processors.TemplateProcessing(
+        template = processors.TemplateProcessing(
             single=f"{tokens[start]} $A",
             pair=f"{tokens[start]} $A {tokens[start]} $B",
             special_tokens=[(tokens[start], start)],
         )
         spans = [processors.ByteLevel(trim_offsets=False)] if model == "gpt2" else []
-        tokenizer.post_processor = processors.Sequence([*spans, begun])
+        tokenizer.post_processor = processors.Sequence([*spans, template])
     return tokenizer
 
 
-def _begins(metadata: Mapping[str, Any]) -> bool:
-    """Whether texts begin with a token of their own; SentencePiece's do unless the file says no."""
-    usual = metadata.get(f"{_KEY}model") == "llama"
-    return metadata.get(f"{_KEY}add_bos_token", usual) is True
+def _adds_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether texts begin with a bos token: SentencePiece's default, not byte-level BPE's."""
+    default = metadata.get(f"{_KEY}model") == "llama"
+    return metadata.get(f"{_KEY}add_bos_token", default) is True
 
 
 def _byte_level(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -95,7 +95,7 @@ def _byte_level(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     if pre in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _splitter(_SPLITS[pre])
+    tokenizer.pre_tokenizer = _pre_tokenizer(_SPLITS[pre])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -103,8 +103,8 @@ def _byte_level(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
 def _sentence_piece(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     """SentencePiece's BPE, without its added tokens. Raises `ConfigError`.
 
-    Words begin with a space, written as another character, the first one too unless the file says
-    no; characters that are no token are spelt in bytes.
+    A space before each word is written as another character, before the first one too unless the
+    file says no. Characters without a token are encoded as bytes.
     """
     tokens, types = vocabulary(path, metadata)
     scores: Any = metadata.get(f"{_KEY}scores")
@@ -147,7 +147,7 @@ def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": _begins(metadata),
+        "add_bos_token": _adds_bos(metadata),
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         number = special_id(path, metadata, theirs, tokens)
@@ -163,7 +163,7 @@ def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
 
 
 def end_tokens(path: object, metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text: end of text, of turn, of message. Raises `ConfigError`."""
+    """The tokens that end a text, a turn or a message. Raises `ConfigError`."""
     tokens, _ = vocabulary(path, metadata)
     found = (special_id(path, metadata, name, tokens) for name in ("eos", "eot", "eom"))
     ends = sorted({number for number in found if number is not None})
@@ -198,7 +198,7 @@ def special_id(
 def _merges(path: object, metadata: Mapping[str, Any], tokens: set[str]) -> list[tuple[str, str]]:
     pairs = []
     for line in _texts(path, metadata, "merges"):
-        # A token has no space in it (a space is written as another character), but may be one.
+        # Tokens contain no space: it is written as another character.
         left, _, right = line.partition(" ")
         if left not in tokens or right not in tokens or left + right not in tokens:
             raise ConfigError(f"{path}: the merge {line[:40]!r} is not of tokens.")
@@ -206,14 +206,14 @@ def _merges(path: object, metadata: Mapping[str, Any], tokens: set[str]) -> list
     return pairs
 
 
-def _splitter(way: str) -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if way == _GPT2:
+    if kind == _GPT2:
         return words
-    if way == _DIGITS:
+    if kind == _DIGITS:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(way), "isolated"), bytes_only])
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(kind), "isolated"), bytes_only])
 
 
 def _texts(path: object, metadata: Mapping[str, Any], name: str) -> list[str]:
