@@ -19,7 +19,7 @@ import mlx.core as mx
 from dflash_mlx.kernels.block_attention import (
     HEAD_DIMS,
     BlockAttention,
-    Tree,
+    TreeMask,
     block_attention_reference,
 )
 from dflash_mlx.kernels.delta_replay import DeltaVerify, delta_verify_reference
@@ -95,7 +95,7 @@ def attention(attend: BlockAttention, choose: random.Random, dtype: mx.Dtype) ->
     path = mx.arange(nodes)
     if tree:
         depths, ancestors = random_tree(nodes, choose.randrange(1000))
-        named["tree"] = Tree(first + past + depths, ancestors)
+        named["tree"] = TreeMask(first + past + depths, ancestors)
         path = mx.array([node for node, above in enumerate(ancestors[-1].tolist()) if above])
     y = attend(queries, *pair, **named)
     truth = block_attention_reference(queries.astype(mx.float32), *map(dequantized, pair), **named)

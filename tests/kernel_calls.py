@@ -13,7 +13,7 @@ import mlx.core as mx
 from metal_host.wrapper import METAL_NAMES, Wrapper, wrap
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import BlockAttention, Tree
+from dflash_mlx.kernels.block_attention import BlockAttention, TreeMask
 from dflash_mlx.kernels.delta_replay import DeltaReplay, DeltaVerify
 from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
@@ -135,7 +135,7 @@ def record_attention(recorder: Recorder) -> None:
                 stored,
                 scale=1.0,
                 sinks=mx.zeros(2) if sinks else None,
-                tree=Tree(mx.arange(nodes), mx.eye(nodes)) if tree else None,
+                tree=TreeMask(mx.arange(nodes), mx.eye(nodes)) if tree else None,
             )
 
 

@@ -11,12 +11,7 @@ from dflash_mlx.accept import accept
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
-from dflash_mlx.targets import (
-    forest_compressed,
-    forest_layers,
-    forest_recurrent,
-    forest_rows,
-)
+from dflash_mlx.targets import batched, batched_rows, deepseek_v41
 from dflash_mlx.targets.batched import BatchVerifier
 
 pytestmark = pytest.mark.by_family
@@ -140,29 +135,29 @@ def shifted_split(self, x, axis=1):
 
 def positions_of_the_first(self):
     """The mistake: rows are numbered on and on."""
-    return mx.arange(len(self)) + self.segments[0].position
+    return mx.arange(len(self)) + self.requests[0].position
 
 
 def masks_of_the_last(self, N, **settings):
     """The mistake: every request sees what the last one may."""
     width = self.rows.widths[-1]
-    mask = forest_rows.mask_of(self.parts[-1], width, **settings)
-    return forest_rows.Parts(mask for _ in self.parts)
+    mask = batched_rows.mask_of(self.parts[-1], width, **settings)
+    return batched_rows.PerRequest(mask for _ in self.parts)
 
 
 def whole_masks(self, N, **settings):
     """The mistake: rows see those after them."""
-    return forest_rows.Parts(None for _ in self.parts)
+    return batched_rows.PerRequest(None for _ in self.parts)
 
 
-def unrecorded(mixer, cache, dtype):
-    """The mistake: the convolution forgets what was before."""
-    return mx.zeros((1, mixer.conv_kernel_size - 1, mixer.conv_dim), dtype)
+def windows_of_one(self, size):
+    """The mistake: the convolution runs on from one request into the next."""
+    return mx.arange(len(self))[:, None] + mx.arange(size)
 
 
 def of_the_first(value, index):
     """The mistake: whoever is called gets what is the first one's."""
-    return forest_rows.pick(value, 0)
+    return batched_rows.pick(value, 0)
 
 
 def of_the_first_window(cache, rows):
@@ -172,24 +167,23 @@ def of_the_first_window(cache, rows):
 
 FAMILY_OF = {
     "qwen3": [
-        (forest_rows.Rows, "split", shifted_split),
-        (forest_rows.Rows, "positions", property(positions_of_the_first)),
-        (forest_rows.Caches, "make_mask", whole_masks),
+        (batched_rows.BatchRows, "split", shifted_split),
+        (batched_rows.BatchRows, "positions", property(positions_of_the_first)),
+        (batched_rows.BatchedCache, "make_mask", whole_masks),
     ],
-    "gpt_oss": [(forest_rows.Caches, "make_mask", masks_of_the_last)],
+    "gpt_oss": [(batched_rows.BatchedCache, "make_mask", masks_of_the_last)],
     "deepseek_v3": [
-        (forest_rows.Rows, "positions", property(positions_of_the_first)),
-        (forest_rows.Caches, "make_mask", whole_masks),
+        (batched_rows.BatchRows, "positions", property(positions_of_the_first)),
+        (batched_rows.BatchedCache, "make_mask", whole_masks),
     ],
     "qwen3_5": [
-        (forest_recurrent, "held_inputs", unrecorded),
-        (forest_rows.Rows, "strided", property(lambda self: mx.arange(len(self)))),
+        (batched_rows.BatchRows, "windows", windows_of_one),
     ],
-    "deepseek_v32": [(forest_layers.Layers, "_by_layer", lambda self, entries: {})],
-    "glm_moe_dsa": [(forest_layers, "pick", of_the_first)],
+    "deepseek_v32": [(batched.BatchedLayers, "_by_layer", lambda self, entries: {})],
+    "glm_moe_dsa": [(batched, "pick", of_the_first)],
     "deepseek_v41": [
-        (forest_compressed, "window_indices", of_the_first_window),
-        (forest_layers.Layers, "_by_layer", lambda self, entries: {}),
+        (deepseek_v41, "window_indices", of_the_first_window),
+        (batched.BatchedLayers, "_by_layer", lambda self, entries: {}),
     ],
 }
 

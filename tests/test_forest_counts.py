@@ -1,26 +1,19 @@
 """What many requests in one forward share, counted; and models that cannot share as much."""
 
-import random
 from threading import Lock
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from families import FAMILIES, Letters, random_prompt
 from forests import Company, memory, tiny_target
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx_lm.utils import _get_classes
 from test_forest import ONE_BY_ONE
-from trees import random_tree
 
 from dflash_mlx.errors import UnsupportedTreeError
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.batched import BatchVerifier
-from dflash_mlx.targets.forest_rows import Rows
 from dflash_mlx.targets.overrides import Overrides
-from dflash_mlx.targets.tree import Tree
 
 # Requests with an indexer part before it, and the attention of V4.1 is each one's own.
 PART_EARLIER = (*ONE_BY_ONE, "glm_moe_dsa", "deepseek_v32")
@@ -137,35 +130,3 @@ def test_models_that_share_less(kind, level, fields):
     for _ in range(2):
         company.round(range(3))
     company.check_states()
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=2, max_size=7),
-    st.integers(0, 99),
-)
-def test_rows_in_the_order_of_strides(shapes, seed):
-    """Every chain's rows once, one after the other; and each row is found again where it is."""
-    rng, segments = random.Random(seed), []
-    for rows, branches in shapes:
-        if branches and rows > 2:
-            tree = random_tree(rng, rows)
-            segments.append(SimpleNamespace(proposal=tree, tree=Tree(tree), position=5))
-        else:
-            segments.append(SimpleNamespace(proposal=Proposal([0] * rows), tree=None, position=5))
-    rows = Rows(segments)
-    firsts = [sum(rows.widths[:at]) for at in range(len(segments))]
-    walked = {at: [] for at in range(len(segments))}
-    order = []
-    for stride in rows.strides:
-        assert stride.places.tolist() == stride.rows
-        for at, steps in zip(stride.requests, stride.rows, strict=True):
-            walked[at] += steps
-            order += steps
-    for at, (first, segment) in enumerate(zip(firsts, segments, strict=True)):
-        own = list(range(first, first + rows.widths[at]))
-        assert walked[at] == ([] if segment.tree else own)
-        order += own if segment.tree else []
-    assert [order[place] for place in rows.strided.tolist()] == list(range(len(rows)))
-    depths = [depth for segment in segments for depth in segment.proposal.depths]
-    assert rows.positions.tolist() == [5 + depth for depth in depths]
-    assert [part.shape[1] for part in rows.split(mx.zeros((1, len(rows), 1)))] == rows.widths

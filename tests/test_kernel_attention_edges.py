@@ -17,7 +17,7 @@ from kernel_check import (
 from kernel_trees import random_tree
 from metal_host import needs_compiler
 
-from dflash_mlx.kernels.block_attention import CHUNK, MOST_NODES, BlockAttention, Tree
+from dflash_mlx.kernels.block_attention import CHUNK, MOST_NODES, BlockAttention, TreeMask
 from dflash_mlx.kernels.weights import AffineWeights
 
 pytestmark = on_gpu_or_emulator
@@ -97,7 +97,7 @@ def test_one_rounding(kernel, dtype, quantized, tree):
     args, named = inputs(dtype, (6, 2), 9, 600, quantized=quantized), {"scale": 0.125, "first": 5}
     if tree:
         depths, ancestors = random_tree(9)
-        named["tree"] = Tree(5 + 591 + depths, ancestors)
+        named["tree"] = TreeMask(5 + 591 + depths, ancestors)
     check(kernel, args, **named)
 
 
@@ -145,7 +145,7 @@ def test_windows_longer_than_a_chunk(kernel, window, tree):
     args = inputs(mx.float32, (2, 1), 6, 1800)
     if tree:
         depths, ancestors = random_tree(6, seed=2)
-        named["tree"] = Tree(777 + 1794 + depths, ancestors)
+        named["tree"] = TreeMask(777 + 1794 + depths, ancestors)
     check(kernel, args, **named)
 
 
@@ -191,7 +191,7 @@ def test_trees_across_the_end_of_a_chunk(kernel, nodes):
     for past in (CHUNK - 3, CHUNK - 1, CHUNK) if nodes < 63 else (2 * CHUNK - 2,):
         args = inputs(mx.float32, (3, 1), nodes, past + nodes)
         depths, ancestors = random_tree(nodes, seed=nodes)
-        check(kernel, args, scale=0.125, tree=Tree(past + depths, ancestors))
+        check(kernel, args, scale=0.125, tree=TreeMask(past + depths, ancestors))
 
 
 def test_the_first_rows_of_all(kernel):
@@ -200,14 +200,14 @@ def test_the_first_rows_of_all(kernel):
         args = inputs(mx.float32, (2, 1), nodes, nodes)
         check(kernel, args, scale=0.125)
         depths, ancestors = random_tree(nodes)
-        check(kernel, args, scale=0.125, tree=Tree(depths, ancestors), sinks=mx.zeros(2))
+        check(kernel, args, scale=0.125, tree=TreeMask(depths, ancestors), sinks=mx.zeros(2))
 
 
 def test_positions_and_ancestors_of_any_integer_type(kernel):
     args = inputs(mx.float32, (1, 1), 5, 20)
     depths, ancestors = random_tree(5)
-    y = kernel(*args, scale=0.125, tree=Tree(15 + depths, ancestors))
-    other = Tree((15 + depths).astype(mx.uint32), ancestors.astype(mx.int32))
+    y = kernel(*args, scale=0.125, tree=TreeMask(15 + depths, ancestors))
+    other = TreeMask((15 + depths).astype(mx.uint32), ancestors.astype(mx.int32))
     assert same_bits(kernel(*args, scale=0.125, tree=other), y)
 
 
@@ -215,10 +215,10 @@ def test_arrays_that_lie_otherwise(kernel):
     """Row after row is what a kernel reads of queries and of a tree, however they were made."""
     queries, *stored = inputs(mx.float32, (2, 1), 5, 20)
     depths, ancestors = random_tree(5)
-    tree, named = Tree(15 + depths, ancestors), {"scale": 0.125}
+    tree, named = TreeMask(15 + depths, ancestors), {"scale": 0.125}
     turned = mx.contiguous(queries.swapaxes(1, 2)).swapaxes(1, 2)
     wide = mx.repeat(tree.positions.astype(mx.int32), 2)[::2]
-    other = Tree(wide, mx.contiguous(ancestors.T).T)
+    other = TreeMask(wide, mx.contiguous(ancestors.T).T)
     y = kernel(queries, *stored, **named, tree=tree)
     assert same_bits(kernel(turned, *stored, **named, tree=other), y)
 
@@ -226,7 +226,7 @@ def test_arrays_that_lie_otherwise(kernel):
 def test_a_tree_behind_more_than_32767_positions(kernel):
     args, (depths, ancestors) = inputs(mx.float32, (2, 1), 5, 20), random_tree(5)
     for first in (40_000, 70_000):
-        check(kernel, args, scale=0.125, first=first, tree=Tree(first + 15 + depths, ancestors))
+        check(kernel, args, scale=0.125, first=first, tree=TreeMask(first + 15 + depths, ancestors))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
@@ -236,7 +236,7 @@ def test_a_bad_key_or_value_spoils_only_rows_that_see_it(kernel, dtype, which, b
     past, nodes, named = 508, 9, {"scale": 0.125, "window": 20}
     args = inputs(dtype, (4, 2), nodes, past + nodes)
     depths, ancestors = random_tree(nodes)
-    for tree in (None, Tree(past + depths, ancestors)):
+    for tree in (None, TreeMask(past + depths, ancestors)):
         seen = np.tri(nodes, dtype=bool) if tree is None else np.array(ancestors)
         positions = np.arange(nodes) if tree is None else np.array(depths)
         good = kernel(*args, **named, first=0, tree=tree)

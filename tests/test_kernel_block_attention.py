@@ -19,7 +19,7 @@ from metal_host import needs_compiler
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import BlockAttention, Tree, block_attention_reference
+from dflash_mlx.kernels.block_attention import BlockAttention, TreeMask, block_attention_reference
 from dflash_mlx.kernels.weights import AffineWeights, dequantized
 
 pytestmark = on_gpu_or_emulator
@@ -54,7 +54,7 @@ class Case:
             named["sinks"] = mx.random.normal((heads,)).astype(self.dtype)
         if self.tree:
             depths, ancestors = random_tree(self.nodes)
-            named["tree"] = Tree(self.first + self.length - self.nodes + depths, ancestors)
+            named["tree"] = TreeMask(self.first + self.length - self.nodes + depths, ancestors)
         return [queries, *pair], named
 
 
@@ -236,7 +236,7 @@ def test_only_chunks_that_a_tree_reaches_have_a_threadgroup_for_each_node():
 
 def test_what_does_not_fit_is_refused(kernel):
     (queries, keys, values), named = Case(mx.float16, nodes=3, length=8).arguments()
-    tree = Tree(mx.zeros(2), mx.zeros((2, 2)))
+    tree = TreeMask(mx.zeros(2), mx.zeros((2, 2)))
     eight, four = (AffineWeights(*mx.quantize(keys, 64, bits), bits, 64) for bits in (8, 4))
     for args, extra, words in [
         ((mx.zeros((1, 1, 65, 64)), keys, values), {}, "Queries are .*, not"),

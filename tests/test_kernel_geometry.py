@@ -9,7 +9,7 @@ import pytest
 from kernel_calls import Recorder
 from kernel_check import random_weights
 
-from dflash_mlx.kernels.block_attention import CHUNK, MOST_NODES, BlockAttention, Tree
+from dflash_mlx.kernels.block_attention import CHUNK, MOST_NODES, BlockAttention, TreeMask
 from dflash_mlx.kernels.delta_replay import DeltaReplay, DeltaVerify
 from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
@@ -203,7 +203,7 @@ def test_a_tree_has_a_threadgroup_for_each_node_where_it_is(first, length, nodes
     recorder = Recorder()
     queries = mx.zeros((1, 1, nodes, 64), mx.float16)
     keys = mx.zeros((1, 1, length, 64), mx.float16)
-    tree = Tree(mx.zeros(nodes), mx.eye(nodes))
+    tree = TreeMask(mx.zeros(nodes), mx.eye(nodes))
     BlockAttention(recorder)(queries, keys, keys, scale=1.0, first=first, tree=tree)
     [(_, grid, _, shapes), _] = recorder.launches
     assert grid[1] == whole + (chunks - whole) * nodes and shapes[0][0] == chunks

@@ -14,7 +14,7 @@ from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.block_attention import (
     HEAD_DIMS,
     BlockAttention,
-    Tree,
+    TreeMask,
     block_attention_reference,
 )
 from dflash_mlx.kernels.delta_replay import (
@@ -48,8 +48,8 @@ def attention_arguments(**changed: Any) -> tuple[list[Any], dict[str, Any]]:
     return [changed.get("queries", queries), *pair], {"scale": 1.0} | named
 
 
-def tree(positions: int, rows: int, columns: int | None = None) -> Tree:
-    return Tree(mx.arange(positions), mx.eye(rows, columns or rows) > 0)
+def tree(positions: int, rows: int, columns: int | None = None) -> TreeMask:
+    return TreeMask(mx.arange(positions), mx.eye(rows, columns or rows) > 0)
 
 
 ATTENTION_TAKES = {

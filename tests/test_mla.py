@@ -8,7 +8,7 @@ from families import random_model, random_prompt
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx.targets.internals import is_mla
-from dflash_mlx.targets.mla import absorb
+from dflash_mlx.targets.mla import use_absorbed_mla
 from dflash_mlx.targets.overrides import Overrides
 
 MLA = ["kimi_k25", "deepseek_v3", "glm_moe_dsa", "deepseek_v32"]
@@ -30,7 +30,7 @@ def test_one_row_is_mlx_lms_own(family, length):
     """Fails when mlx-lm changes how it attends to latents: then target/mla.py has to follow."""
     model, prompt = random_model(family), random_prompt(length, 2)
     overrides = Overrides(Lock())
-    absorb(layers(model), overrides)
+    use_absorbed_mla(layers(model), overrides)
     theirs, ours = prefilled(model, prompt), prefilled(model, prompt)
     for token in (5, 6, 7):
         expected = model(mx.array([[token]]), cache=theirs)
@@ -43,7 +43,7 @@ def test_one_row_is_mlx_lms_own(family, length):
 def test_many_rows_are_as_many_single_ones(family, length):
     model, prompt, rows = random_model(family), random_prompt(length, 2), random_prompt(16, 3)
     overrides = Overrides(Lock())
-    absorb(layers(model), overrides)
+    use_absorbed_mla(layers(model), overrides)
     together, alone = prefilled(model, prompt), prefilled(model, prompt)
     with overrides.installed():
         at_once = model(mx.array([rows]), cache=together)[0]

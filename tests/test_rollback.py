@@ -33,9 +33,9 @@ def fill(cache, steps, rollback=None):
     at = 0
     for count, kept in steps:
         keys = rows(at, count).astype(mx.float32)
-        rollback.begin()
+        rollback.begin(None)
         cache.update_and_fetch(keys, keys)
-        rollback.keep(kept, count - kept)
+        rollback.commit(kept, count - kept)
         at += kept
     return at
 
@@ -67,7 +67,7 @@ def test_a_plain_cache_forgets_the_last_rows(before, rejected):
     if before:
         cache.update_and_fetch(rows(0, before), rows(0, before))
     cache.update_and_fetch(rows(1000, 16), rows(1000, 16))
-    rollback.keep(16 - rejected, rejected)
+    rollback.commit(16 - rejected, rejected)
     kept = [*range(before), *range(1000, 1016 - rejected)]
     assert cache.offset == len(kept)
     for held in cache.keys_and_values():
@@ -87,7 +87,7 @@ def test_a_cache_list_forgets_in_every_part():
     rollback = rollback_for(cache, nn.Module(), Overrides(Lock()))
     for part in cache.caches:
         part.update_and_fetch(rows(0, 6), rows(0, 6))
-    rollback.keep(2, 4)
+    rollback.commit(2, 4)
     assert [part.offset for part in cache.caches] == [2, 2]
 
 
@@ -167,7 +167,7 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
     mx.eval(logits)
     for tape, state in zip(session._rollback[:3], states, strict=True):
         assert tape._state is state, "held by reference"
-        held = sum(array.nbytes for array in (tape._inputs, tape._mixed, *tape._gates.values()))
+        held = sum(array.nbytes for array in (tape._inputs, tape._convolved, *tape._gates))
         assert held < 16 * state.nbytes / 4
     called = []
     overrides = Overrides(Lock())

@@ -16,7 +16,8 @@ from families import (
 from trees import TreeOracle, random_tree, separate_paths
 
 import dflash_mlx as dm
-from dflash_mlx.targets import tree_attention
+from dflash_mlx import targets
+from dflash_mlx.targets import tree
 
 pytestmark = pytest.mark.by_family
 
@@ -74,7 +75,7 @@ def test_deepseek_v41_compressed_in_other_ways(changes):
     assert largest_error(target, 0) <= LIMIT
 
 
-class WrongPositions(tree_attention.Tree):
+class WrongPositions(tree.Tree):
     """The control: rows stand at half their depth."""
 
     def __init__(self, proposal):
@@ -82,7 +83,7 @@ class WrongPositions(tree_attention.Tree):
         self.depths = self.depths // 2
 
 
-class CausalMask(tree_attention.Tree):
+class CausalMask(tree.Tree):
     """The control: a row sees all rows before it, whatever branch they are on."""
 
     def mask(self, held, window):
@@ -92,7 +93,7 @@ class CausalMask(tree_attention.Tree):
         return held + mx.arange(len(self))[:, None] - mx.arange(size - 1, -1, -1)
 
 
-class WrongParents(tree_attention.Tree):
+class WrongParents(tree.Tree):
     """The control: every row goes on from the root."""
 
     def __init__(self, proposal):
@@ -102,7 +103,7 @@ class WrongParents(tree_attention.Tree):
 @pytest.mark.parametrize("wrong", [WrongPositions, CausalMask, WrongParents])
 @every_family
 def test_a_tree_read_wrongly_is_noticed(family, wrong, monkeypatch):
-    monkeypatch.setattr(tree_attention, "Tree", wrong)
+    monkeypatch.setattr(targets.target, "Tree", wrong)
     assert largest_error(truth(family, 0)[0], 0, rounds=1) > FAR
 
 

@@ -60,7 +60,7 @@ _MERGE = """
 """
 
 
-class Tree(NamedTuple):
+class TreeMask(NamedTuple):
     """How the rows of a draft hang together, where they are not a chain.
 
     Attributes:
@@ -120,7 +120,7 @@ class BlockAttention:
         first: int = 0,
         window: int | None = None,
         sinks: mx.array | None = None,
-        tree: Tree | None = None,
+        tree: TreeMask | None = None,
     ) -> mx.array:
         """Attend with queries [1, H, N, D] -> [1, H, N, D], of the same dtype.
 
@@ -192,7 +192,7 @@ def block_attention_reference(
     first: int = 0,
     window: int | None = None,
     sinks: mx.array | None = None,
-    tree: Tree | None = None,
+    tree: TreeMask | None = None,
 ) -> mx.array:
     """What `BlockAttention` computes, in plain MLX."""
     check(queries, keys, values, sinks, tree)
@@ -200,7 +200,7 @@ def block_attention_reference(
     past = length - nodes
     if tree is None:
         rows = mx.arange(nodes)
-        tree = Tree(first + past + rows, rows[None] <= rows[:, None])
+        tree = TreeMask(first + past + rows, rows[None] <= rows[:, None])
     positions = mx.concatenate([first + mx.arange(past), tree.positions])
     mask = mx.concatenate([mx.ones((nodes, past), mx.bool_), tree.ancestors], axis=1)
     if window is not None:
@@ -216,7 +216,7 @@ def check(
     keys: mx.array | AffineWeights,
     values: mx.array | AffineWeights,
     sinks: mx.array | None,
-    tree: Tree | None,
+    tree: TreeMask | None,
 ) -> None:
     """Raise `KernelError` for arguments of `BlockAttention` that it does not take."""
     if queries.ndim != 4 or queries.shape[0] != 1 or not 1 <= queries.shape[2] <= MOST_NODES:
@@ -264,10 +264,10 @@ def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:
     return blocks, min(-(-rows // (8 * blocks)), most)
 
 
-def _tree_inputs(tree: Tree | None, past: int, nodes: int) -> list[mx.array]:
+def _tree_inputs(tree: TreeMask | None, past: int, nodes: int) -> list[mx.array]:
     """Positions and ancestors; for a chain from position `past`, ancestors that are not read."""
     if tree is None:
-        tree = Tree(mx.arange(past, past + nodes), mx.array(True))
+        tree = TreeMask(mx.arange(past, past + nodes), mx.array(True))
     pair = (tree.positions.astype(mx.int32), tree.ancestors.astype(mx.bool_))
     return [in_device_memory(mx.contiguous(x)) for x in pair]
 

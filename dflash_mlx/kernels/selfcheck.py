@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .block_attention import CHUNK, Tree, block_attention_reference
+from .block_attention import CHUNK, TreeMask, block_attention_reference
 from .choose import WIDEST
 from .delta_replay import DeltaReplay, DeltaVerify, delta_replay_reference, delta_verify_reference
 from .shapes import AttentionShape, DeltaShape, key_over
@@ -212,12 +212,12 @@ def _attention(
     )
 
 
-def _tree(nodes: int, position: int) -> Tree:
+def _tree(nodes: int, position: int) -> TreeMask:
     """A binary tree, row by row from the root."""
     ancestors = mx.eye(nodes, dtype=mx.bool_)
     for node in range(1, nodes):
         ancestors[node] = ancestors[node] | ancestors[(node - 1) // 2]
-    return Tree(position - 1 + ancestors.sum(axis=-1), ancestors)
+    return TreeMask(position - 1 + ancestors.sum(axis=-1), ancestors)
 
 
 def delta_checks(

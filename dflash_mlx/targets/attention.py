@@ -1,13 +1,12 @@
-"""The attention of a verify through our kernel, whatever the family.
+"""Attention of a verify through our kernel, for any family.
 
 In mlx-lm every attention layer calls `scaled_dot_product_attention` by a global name of its module.
-Setting that name would reach every model in the process, and overriding each family's `__call__`
-would copy it, once a family. So an attention layer runs *its own* code for the length of a verify
-with that one name bound to our function: same bytecode, other globals. Like every override it is
-installed on the instances of one target, by `Overrides`, and leaves nothing behind.
+During a verify the layer's own code runs with that name bound to our function: same bytecode, other
+globals. The override is on the instances of one target and leaves nothing behind. (Setting the
+global would reach every model in the process; overriding each family's `__call__` would copy it.)
 
-The price is that the layer has to call attention under that name; one that does not, or that keeps
-what the kernel cannot read (MLA's latents), stays with the stock function.
+A layer that does not call attention by that name, or whose cache the kernel cannot read (MLA's
+latents), keeps the stock function.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..kernels.block_attention import HEAD_DIMS, BlockAttention, Tree
+from ..kernels.block_attention import HEAD_DIMS, BlockAttention, TreeMask
 from ..kernels.choose import attention_from
-from ..kernels.modules import Wiring
 from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
 from ..kernels.weights import AffineWeights
 from .caches import GROUP_SIZES, make_cache
@@ -42,21 +40,26 @@ from .internals import (
     query_heads,
     scaled_dot_product_attention,
 )
-from .overrides import Overrides, rebound
+from .overrides import Overrides, rebind_globals
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Wiring
 
 
 def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Overrides) -> None:
-    """Have the attention layers of a model use the kernel while `overrides` is installed."""
+    """Have a model's attention layers use the kernel while `overrides` is installed."""
     for layer in layers:
         attention = attention_of(layer)
         if attention is not None and calls_attention(attention) and not is_mla(layer):
-            call = rebound(type(attention).__call__, **{ATTENTION: attention_with(wiring)})
+            call = rebind_globals(
+                type(attention).__call__, **{ATTENTION: attention_function(wiring)}
+            )
             overrides.replace(attention, call)
 
 
 def check_exact(layers: Sequence[nn.Module], caches: Sequence[Any]) -> None:
     """Raise `SettingsError` for a layer whose attention the kernel cannot compute."""
-    for layer, cache in zip_longest(layers, caches):  # shared keys and values: fewer caches
+    for layer, cache in zip_longest(layers, caches):  # fewer caches where layers share them
         if not _can_be_exact(layer, cache):
             raise SettingsError(
                 f"exact: the attention of {type(layer.self_attn).__name__} has no kernel whose "
@@ -71,7 +74,7 @@ def attends_exactly(model: Any) -> bool:
 
 
 def attention_shape(layer: nn.Module, cache: Any) -> AttentionShape | None:
-    """What a layer would ask of the kernel; None where its attention stays with MLX."""
+    """The attention of a layer as the kernel sees it; None where it stays with MLX."""
     attention = attention_of(layer)
     if attention is None or is_mla(layer) or not calls_attention(attention):
         return None
@@ -88,7 +91,7 @@ def attention_shape(layer: nn.Module, cache: Any) -> AttentionShape | None:
 
 def _can_be_exact(layer: nn.Module, cache: Any) -> bool:
     attention = attention_of(layer)
-    if attention is None:  # a recurrent layer: see `recurrent`
+    if attention is None:  # a recurrent layer
         return True
     plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
     known = plain and calls_attention(attention) and has_key_projection(attention)
@@ -96,13 +99,13 @@ def _can_be_exact(layer: nn.Module, cache: Any) -> bool:
 
 
 def calls_attention(attention: nn.Module) -> bool:
-    """Whether this layer's own code calls attention by the name that is bound anew."""
+    """Whether a layer's own code calls attention by the global name."""
     call = type(attention).__call__
     return isinstance(call, FunctionType) and ATTENTION in call.__code__.co_names
 
 
-def attention_with(wiring: Wiring) -> Callable[..., mx.array]:
-    """What stands for mlx-lm's function: the kernel where the table says so."""
+def attention_function(wiring: Wiring) -> Callable[..., mx.array]:
+    """The replacement of mlx-lm's function: the kernel where the table chooses it."""
     kernel = wiring.kernels.attention
 
     def attend(
@@ -136,7 +139,7 @@ def _key(shape: tuple[int, int, int], cache: Any) -> str:
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
-    """Whether the kernel can attend to what this cache holds under this mask."""
+    """Whether the kernel can read this cache under this mask."""
     if queries.shape[0] != 1 or queries.shape[3] not in HEAD_DIMS:
         return False
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
@@ -156,7 +159,7 @@ def _with_kernel(
     mask: Any,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attend to a cache that has just taken the rows of the queries."""
+    """Attend to a cache that already holds the queries' rows."""
     window = None
     if isinstance(cache, RotatingKVCache):
         window = cache.max_size
@@ -181,14 +184,11 @@ def _in_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     return rows if cache.offset <= rows.shape[2] else in_temporal_order(cache, rows)
 
 
-def _tree(mask: mx.array, past: int) -> Tree:
-    """The tree that a mask [..., N, K] lets its last N columns see; a chain is one too.
-
-    A node's depth is the number of its ancestors.
-    """
+def _tree(mask: mx.array, past: int) -> TreeMask:
+    """The tree of a mask's last N columns [..., N, K]; a chain is one too."""
     nodes = mask.shape[-2]
     ancestors = mask.reshape(nodes, -1)[:, -nodes:]
-    return Tree(past - 1 + ancestors.sum(axis=-1), ancestors)
+    return TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)  # a depth counts ancestors
 
 
 def _key_heads(keys: Any) -> int:

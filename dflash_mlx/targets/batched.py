@@ -1,39 +1,66 @@
-"""Many requests' rows in one forward of the target: a forest of drafts.
+"""Verifying the drafts of many requests in one forward of the target.
 
-All rows lie side by side in one sequence, as many of each request as it proposed. What takes rows
-one by one (embedding, projections, MLPs, experts, norms, the head) reads its weights once for all
-of them. What looks at other rows, attention and recurrence, runs for each request on the request's
-own cache, which is the one that it has alone. So rollback, marks, quantized keys and trees stay
-what they are, widths and commits are each request's own, and nothing is copied or padded when
-requests come and go. `forest_layers` says how.
+All rows lie in one sequence, each request's after another's. Embedding, projections, MLPs, experts,
+norms and the head take all rows, so weights are read once. Attention and recurrence run per request
+on the request's own cache. So rollback, checkpoints, quantized keys and trees work as for a single
+request, every request has its own draft length, and no row is padded or copied.
+
+The layers' own code runs on all rows (level 1). mlx-lm's attention asks its cache for masks and
+positions, has its `rope` rotate rows, and calls attention by a global name. So it gets a cache that
+stands for all requests', a rope that rotates each row by its own position, and a function of that
+name that attends per request. A layer that does more is called once per request (level 0), its
+modules being what they are in that request's own verify.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..proposal import Proposal
-from .forest_layers import Layers
-from .forest_rows import Rows
-from .overrides import Overrides
-from .segment import Segment
+from . import deepseek_v41, mla
+from .attention import attention_function, calls_attention
+from .batched_rows import (
+    AXES,
+    BatchedCache,
+    BatchedKVCache,
+    BatchRows,
+    PerRequest,
+    RequestRows,
+    join,
+    pick,
+)
+from .internals import (
+    ATTENTION,
+    DeepseekV3Attention,
+    DeepseekV32Attention,
+    attention_of,
+    is_mla,
+    mixer_of,
+    scaled_dot_product_attention,
+)
+from .overrides import Entry, Overrides, rebind_globals, swapped_classes
+from .recurrent import RecurrentRollback, batched_recurrence
 from .taps import Taps
 from .target import Target, TargetSession
+from .tree_attention import ropes, why_no_trees
 
 Verified = tuple[mx.array, mx.array]  # logits [N, V], taps [1, N, K*D]
-# What a model raises that wants more of its cache, or of rows, than there is of many requests'.
+# The errors of a model that needs more of its cache or its rows than a batch has.
 UNFIT = (AttributeError, IndexError, TypeError, ValueError)
 
 
 class BatchVerifier:
-    """Verifies what many requests of one target propose.
+    """Verifies the proposals of many requests of one target.
 
     Attributes:
-        level: how far rows stay together. 1: all the way, but for what each looks at. 0: attention
-            or recurrence is called once for each request. None: the model's forward takes one
-            request's rows only, so there is one for each.
+        level: 1 if rows part for attention and recurrence only; 0 if some layers' attention is
+            called per request; None if the model's forward takes one request only, so that there
+            is one forward per request.
     """
 
     def __init__(self, target: Target) -> None:
@@ -48,15 +75,15 @@ class BatchVerifier:
         """One forward over all proposals. Every session is then as after its own `verify`.
 
         Args:
-            sessions: of this target, each of them once.
-            proposals: what each of them verifies; chains and trees, of any numbers of rows.
+            sessions: different sessions of this target.
+            proposals: one per session: chains and trees, of any number of rows.
 
         Returns:
-            Of each session the logits [N, V] after its N rows and their taps [1, N, K*D]. Lazy:
+            Per session the logits [N, V] after its N rows and their taps [1, N, K*D]. Lazy:
             nothing is evaluated yet.
 
         Raises as `TargetSession.verify` does, before anything has changed. Exact verification
-        takes `Wiring.widest` rows at once: more of them, of several requests, are more forwards.
+        takes at most `Wiring.widest` rows per forward, so more rows run in several forwards.
         """
         verified: list[Verified] = self._target.verify_batch(self._forward, sessions, proposals)
         return verified
@@ -64,17 +91,17 @@ class BatchVerifier:
     def _forward(
         self, sessions: Sequence[TargetSession], proposals: Sequence[Proposal]
     ) -> list[Verified]:
-        segments = [one.segment(of) for one, of in zip(sessions, proposals, strict=True)]
+        rows = [one.request_rows(of) for one, of in zip(sessions, proposals, strict=True)]
         results: list[Verified] = []
         for first, end in self._forwards([len(proposal) for proposal in proposals]):
             if self._layers is None or end == first + 1:
                 results.append(sessions[first].verify(proposals[first]))
             else:
-                results += self._verify(self._layers, sessions[first:end], segments[first:end])
+                results += self._verify(self._layers, sessions[first:end], rows[first:end])
         return results
 
     def _forwards(self, widths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The requests whose rows go together: from the first to before the end."""
+        """Which requests share a forward: the first one and the one after the last."""
         wiring, first = self._target.wiring, 0
         most = None if wiring is None else wiring.widest
         for end in range(1, len(widths) + 1):
@@ -84,44 +111,198 @@ class BatchVerifier:
                 first = end
 
     def _verify(
-        self, layers: Layers, sessions: Sequence[TargetSession], segments: Sequence[Segment]
+        self,
+        layers: BatchedLayers,
+        sessions: Sequence[TargetSession],
+        requests: Sequence[RequestRows],
     ) -> list[Verified]:
-        """One forward over several segments."""
-        for session, segment in zip(sessions, segments, strict=True):
-            session.begin(segment.proposal)
+        """One forward over several requests."""
+        for session, request in zip(sessions, requests, strict=True):
+            session.begin(request.proposal, request.tree)
         wanted = [session.tap_layers for session in sessions]
         tapped = tuple(dict.fromkeys(layer for each in wanted for layer in each))
-        rows, (overrides, recorder) = Rows(segments), self._taps(tapped)
+        rows, (overrides, recorder) = BatchRows(requests), self._taps(tapped)
         logits = layers.forward(rows, overrides)
         taps = recorder.take(len(rows))
         parts = zip(rows.split(logits, 0), rows.split(taps), wanted, strict=True)
         return [(part, _columns(tap, tapped, each)) for part, tap, each in parts]
 
     def _taps(self, tapped: tuple[int, ...]) -> tuple[Overrides, Taps]:
-        """What records the outputs of these layers."""
+        """A recorder of these layers, and its overrides."""
         if tapped not in self._tapped:
             with self._target.forward_lock:
                 overrides = self._target.overrides()
                 self._tapped[tapped] = overrides, self._target.tap(tapped, overrides)
         return self._tapped[tapped]
 
-    def _try(self, level: int) -> Layers | None:
+    def _try(self, level: int) -> BatchedLayers | None:
         """The layers at a level; None if the model's forward cannot be built with them.
 
-        It is built over two new requests' rows, and never computed.
+        The forward is built for two new requests and never computed.
         """
         sessions = self._target.start(), self._target.start()
-        segments = [sessions[0].segment(Proposal([0, 0])), sessions[1].segment(Proposal([0]))]
+        proposals = Proposal([0, 0]), Proposal([0])
+        rows = [one.request_rows(of) for one, of in zip(sessions, proposals, strict=True)]
         try:
-            layers = Layers(self._target, segments[0].rollbacks, level)
-            self._verify(layers, sessions, segments)
+            layers = BatchedLayers(self._target, rows[0].rollbacks, level)
+            self._verify(layers, sessions, rows)
         except UNFIT:
             return None
         return layers
 
 
+class BatchedLayers:
+    """A target's layers, overridden to take many requests' rows.
+
+    Raises `TypeError` for layers of unknown kinds.
+
+    Args:
+        target: the target.
+        rollbacks: those of a session, which tell the layers' kinds.
+        level: 1 to keep rows together in attention; 0 to call attention per request.
+
+    Attributes:
+        level: 0 if any layer is called per request.
+    """
+
+    def __init__(self, target: Target, rollbacks: Sequence[Any], level: int) -> None:
+        self._model, self._overrides, self.level = target.model, target.overrides(), 1
+        self._kinds: list[type[BatchedCache]] = []
+        self._layer_of: dict[int, int] = {}  # by the identity of modules called per request
+        self._rows: BatchRows  # of the current forward
+        self._entries: list[dict[int, list[Entry]]] = []  # each request's overrides by layer
+        with target.forward_lock:
+            self._wiring = target.wiring
+            layers = target.layers
+            shared = level and all(
+                _shares_rows(layer, rollback)
+                for layer, rollback in zip_longest(layers, rollbacks)
+                if attention_of(layer) is not None
+            )
+            for index, (layer, rollback) in enumerate(zip_longest(layers, rollbacks)):
+                kind = self._override(index, layer, rollback, level, bool(shared))
+                self._kinds.append(kind)
+            for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
+                if shared and id(rope) not in self._layer_of:
+                    self._overrides.replace(rope, self._by_position(type(rope).__call__))
+
+    def forward(self, rows: BatchRows, taps: Overrides) -> mx.array:
+        """The model's logits [R, V] after each row, with the taps recording."""
+        parts = zip(*(request.caches for request in rows.requests), strict=True)
+        caches = [kind(rows, each) for kind, each in zip(self._kinds, parts, strict=False)]
+        with rows.reading_trees(), self._overrides.installed(taps):
+            self._rows = rows
+            self._entries = [self._by_layer(request.entries) for request in rows.requests]
+            try:
+                return self._model(rows.tokens[None], cache=caches)[0]
+            finally:
+                self._rows, self._entries = BatchRows([]), []  # keep no request's caches alive
+
+    def _by_layer(self, entries: Sequence[Entry]) -> dict[int, list[Entry]]:
+        """A request's overrides of the modules that are called per request."""
+        found: dict[int, list[Entry]] = {}
+        for module, cls in entries:
+            if id(module) in self._layer_of:
+                found.setdefault(self._layer_of[id(module)], []).append((module, cls))
+        return found
+
+    def _override(
+        self, index: int, layer: nn.Module, rollback: Any, level: int, shared: bool
+    ) -> type[BatchedCache]:
+        """Have a layer take many requests' rows; returns the kind of its cache."""
+        attention, mixer = attention_of(layer), mixer_of(layer)
+        if level and isinstance(rollback, RecurrentRollback):
+            self._overrides.replace(mixer, batched_recurrence(index))
+            return BatchedCache
+        if shared and attention is not None:
+            self._overrides.replace(attention, self._attention(index, attention, is_mla(layer)))
+            return BatchedKVCache
+        module = mixer if attention is None else attention
+        if module is None:
+            raise TypeError(f"A {type(layer).__name__} with neither attention nor a recurrence.")
+        self.level, call = 0, self._for_each(index, module, join)
+        if isinstance(rollback, deepseek_v41.CompressedRollback):
+            self._overrides.replace(module, deepseek_v41.batched_attention(call))
+            return deepseek_v41.BatchedCompressedCache
+        self._overrides.replace(module, call)
+        return BatchedCache
+
+    def _for_each(
+        self, index: int, module: nn.Module, join: Callable[[Sequence[Any]], Any]
+    ) -> Callable[..., Any]:
+        """The call of a layer's module that runs once per request."""
+        self._layer_of |= {id(part): index for part in module.modules()}
+        own = type(module)
+
+        def call(module: nn.Module, x: mx.array, *args: Any, **named: Any) -> Any:
+            outputs = []
+            for at, part in enumerate(self._rows.split(x)):
+                entries = self._entries[at].get(index, [])
+                with swapped_classes([(module, own), *entries]):
+                    others = {name: pick(value, at) for name, value in named.items()}
+                    outputs.append(module(part, *(pick(value, at) for value in args), **others))
+            return join(outputs)
+
+        return call
+
+    def _attention(self, index: int, attention: Any, latent: bool) -> Callable[..., Any]:
+        """The call of an attention layer that takes all rows and attends per request."""
+        if type(attention) is DeepseekV32Attention:
+            indexer = self._for_each(index, attention.indexer, PerRequest)
+            self._overrides.replace(attention.indexer, mla.batched_indexer(indexer))
+            return mla.batched_sparse(lambda: self._rows)
+        if latent:
+            attend = self._attend_each(scaled_dot_product_attention)
+            return mla.batched_dense(attend, lambda: self._rows)
+        own = attention_function(self._wiring) if self._wiring else scaled_dot_product_attention
+        return rebind_globals(type(attention).__call__, **{ATTENTION: self._attend_each(own)})
+
+    def _attend_each(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """An attention function that calls `own` for each request."""
+
+        def attend(
+            queries: mx.array,
+            keys: PerRequest,
+            values: PerRequest,
+            cache: BatchedCache | None,
+            scale: float,
+            mask: PerRequest,
+            sinks: mx.array | None = None,
+        ) -> mx.array:
+            """queries [1, H, R, D] -> [1, H, R, Dv]; no cache for an earlier layer's keys."""
+            rows = self._rows.split(queries, 2)
+            caches = [None] * len(rows) if cache is None else cache.parts
+            each = zip(rows, keys.parts, values.parts, caches, mask.parts, strict=True)
+            outputs = [own(q, k, v, one, scale, seen, sinks) for q, k, v, one, seen in each]
+            return mx.concatenate(outputs, axis=2)
+
+        return attend
+
+    def _by_position(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """A rotation of x [1, H, R, D], each row by its own position."""
+
+        def call(rope: nn.Module, x: mx.array, offset: Any = 0, **settings: Any) -> mx.array:
+            if not isinstance(offset, mx.array) or offset.ndim != AXES or x.ndim != 4:
+                raise TypeError("This rotation does not rotate each row by its position.")
+            # Rows on the batch axis: there each may have its own position.
+            positions = self._rows.positions
+            return own(rope, x.swapaxes(0, 2), offset=positions, **settings).swapaxes(0, 2)
+
+        return call
+
+
+def _shares_rows(layer: nn.Module, rollback: Any) -> bool:
+    """Whether a layer's attention can take all requests' rows together."""
+    attention = attention_of(layer)
+    if why_no_trees(layer, rollback) is not None:
+        return False
+    if is_mla(layer):
+        return type(attention) in (DeepseekV3Attention, DeepseekV32Attention)
+    return calls_attention(attention)
+
+
 def _columns(taps: mx.array, tapped: Sequence[int], wanted: Sequence[int]) -> mx.array:
-    """Of taps [1, N, K*D] of the tapped layers those of the wanted ones, in their order."""
+    """The wanted layers' columns, in their order, of taps [1, N, K*D] of the tapped layers."""
     if tuple(tapped) == tuple(wanted) or not tapped:
         return taps
     if not wanted:

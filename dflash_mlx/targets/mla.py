@@ -1,31 +1,37 @@
-"""Multi-head latent attention (MLA) for a few rows, the same way as for one.
+"""Multi-head latent attention (MLA) in the absorbed form, for one row, many rows, many requests.
 
-mlx-lm computes one row in the *absorbed* form (queries are brought into the latent space, where
-all heads share one row of keys) and several rows in the *expanded* form (the whole latent cache is
-multiplied out into keys and values per head). The two differ in their rounding, so a drafted text
-could leave the plain one, and expanding the cache for every verify costs more the longer the
-context is. Verify forwards, of one row or many, therefore use the absorbed form; for one row it is
-what mlx-lm computes, bit for bit. Prefill keeps mlx-lm's expanded form, which suits many rows.
+mlx-lm computes one row in the *absorbed* form (queries move into the latent space, where all heads
+share one row of keys) and several rows in the *expanded* form (the whole latent cache is multiplied
+out into keys and values per head). The two round differently, so drafted text could differ from
+plain text, and expanding costs more the longer the context is. A verify of any number of rows
+therefore uses the absorbed form, which for one row is mlx-lm's own, bit for bit. Prefill keeps the
+expanded form.
+
+In a batch, the projections run over all rows, and rotary scores and attention per request. With
+an indexer (DeepSeek-V3.2), each request picks its own rows and attends to them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from .batched_rows import BatchedCache, BatchRows, PerRequest
 from .internals import (
+    ATTENTION,
     DeepseekV3Attention,
     DeepseekV32Attention,
     attention_of,
     scaled_dot_product_attention,
 )
-from .overrides import Overrides
+from .overrides import Overrides, rebind_globals
 
 
-def absorb(layers: list[nn.Module], overrides: Overrides) -> None:
-    """Have the MLA layers of a model compute all rows in the absorbed form."""
+def use_absorbed_mla(layers: list[nn.Module], overrides: Overrides) -> None:
+    """Have a model's MLA layers compute all rows in the absorbed form."""
     for layer in layers:
         attention = attention_of(layer)
         if type(attention) is DeepseekV3Attention:
@@ -49,7 +55,7 @@ def dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = Non
 
 
 def sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-    """DeepSeek-V3.2's attention: past `index_topk` rows, each query sees those it picks."""
+    """DeepSeek-V3.2's attention: beyond `index_topk` rows, each query sees the rows it picks."""
     residual = self.q_a_layernorm(self.q_a_proj(x))
     parts = _project(self, x, self.q_b_proj(residual), cache[0])
     picked = self.indexer(x, residual, mask, cache=cache[1])
@@ -66,9 +72,9 @@ def attend_to_picked(
     mask: mx.array | None,
     cache: Any,
 ) -> mx.array:
-    """The heads' outputs [1, H, L, v_head_dim] of `_project`'s parts, each query's own rows seen.
+    """The heads' outputs [1, H, L, v_head_dim] of the results of `_project`.
 
-    `picked` [1, 1, L, topk] are these; None for all.
+    `picked` [1, 1, L, topk] are the rows that each query sees; None for all.
     """
     # As in mlx-lm: the indexer's cache is evaluated even while every row is still picked.
     cache[0].keys = mx.depends(cache[0].keys, (cache[1].keys, cache[1].values))
@@ -113,3 +119,43 @@ def rotary_scores(self: Any, q_pe: mx.array, k_pe: mx.array, mask: mx.array | No
 def _heads_to_output(self: Any, output: mx.array) -> mx.array:
     """The output projection of [1, H, L, v_head_dim]."""
     return self.o_proj(output.transpose(0, 2, 1, 3).flatten(2))
+
+
+def batched_dense(
+    attend: Callable[..., mx.array], rows: Callable[[], BatchRows]
+) -> Callable[..., mx.array]:
+    """DeepSeek-V3's attention over many requests; `attend` attends for each of them."""
+
+    def scores(attention: Any, queries: mx.array, keys: PerRequest, mask: PerRequest) -> PerRequest:
+        """The rotary scores [1, H, n, K] of each request, from queries [1, H, R, D]."""
+        each = zip(rows().split(queries, 2), keys.parts, mask.parts, strict=True)
+        return PerRequest(rotary_scores(attention, *parts) for parts in each)
+
+    return rebind_globals(dense, **{ATTENTION: attend, rotary_scores.__name__: scores})
+
+
+def batched_sparse(rows: Callable[[], BatchRows]) -> Callable[..., mx.array]:
+    """DeepSeek-V3.2's attention over many requests, whose indexer returns `PerRequest`."""
+
+    def attend(
+        attention: Any, q: mx.array, q_pe: mx.array, *others: PerRequest | BatchedCache
+    ) -> mx.array:
+        """The outputs [1, H, R, v_head_dim] of all requests' queries."""
+        queries = rows().split(q, 2), rows().split(q_pe, 2)
+        each = zip(*queries, *(other.parts for other in others), strict=True)
+        outputs = [attend_to_picked(attention, *parts) for parts in each]
+        return mx.concatenate(outputs, axis=2)
+
+    return rebind_globals(sparse, **{attend_to_picked.__name__: attend})
+
+
+def batched_indexer(for_each: Callable[..., PerRequest]) -> Callable[..., PerRequest]:
+    """The call of an indexer over many requests; `for_each` calls it for each."""
+
+    def call(
+        indexer: nn.Module, x: mx.array, residual: mx.array, mask: PerRequest, cache: BatchedCache
+    ) -> PerRequest:
+        """The rows that each request's queries pick, from all rows x and residual [1, R, D]."""
+        return for_each(indexer, x, PerRequest(cache.rows.split(residual)), mask, cache=cache)
+
+    return call

@@ -1,11 +1,10 @@
-"""Giving chosen module *instances* another `__call__` while a forward runs.
+"""Giving single module *instances* another `__call__` during a forward.
 
-Each instance gets a subclass of its own class for the length of the forward, and its own class
-back afterwards. Nothing is installed between forwards, so an abandoned request leaves no trace,
-two requests never meet, and parameter names, quantization and other models of the same class are
-untouched. (Wrapping the modules instead would change parameter paths; patching a class would
-reach every model.) A lock of the target's keeps the forwards of two threads apart, and whoever
-looks at classes, as these methods do, holds it too; it is never held between forwards.
+For the length of a forward each instance gets a subclass of its own class. Nothing is installed
+between forwards: an abandoned request leaves no trace, and parameter names, quantization and other
+models of the same class stay as they are. (Wrapping modules would change parameter paths; patching
+a class would reach every model.) The target's lock keeps forwards of different threads apart. Code
+that looks at module classes, like the methods here, holds it too.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import mlx.nn as nn
 
 from ..threads import clean_up_at_end
 
-Entry = tuple[nn.Module, type]  # an instance, and its class while a forward runs
+Entry = tuple[nn.Module, type]  # an instance, and its class during a forward
 
 
 class Overrides:
-    """A set of module instances of one target, and what is called in their place.
+    """Module instances of one target, and what is called in their place.
 
     Args:
         lock: the target's, held while the set is installed.
@@ -52,50 +51,44 @@ class Overrides:
         self.replace(module, call)
 
     def installed(self, *others: Overrides) -> AbstractContextManager[Any]:
-        """Install the subclasses for the forwards run inside, and take them away afterwards.
+        """Install these overrides, then `others` of the same target, for the forwards inside.
 
-        `others` are sets of the same target to install as well; of a module that is in several,
-        the last one counts.
+        Of several entries for one module, the last one counts.
         """
         clean_up_at_end()
         entries = self.entries
         if others:
             entries = [entry for one in (self, *others) for entry in one.entries]
-        return swapped(entries, self._lock) if entries else self._lock
+        return swapped_classes(entries, self._lock) if entries else self._lock
 
 
 @contextmanager
-def swapped(
+def swapped_classes(
     entries: Sequence[Entry], lock: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """Have modules be of other classes meanwhile; of a module's several, the last one counts.
+    """Change modules' classes for the code inside; of a module's several, the last one counts.
 
     Args:
-        entries: the modules, and their classes.
-        lock: the target's; None where it is held already.
+        entries: the modules and their classes.
+        lock: the target's; None where the caller holds it.
     """
     with lock or nullcontext():
         originals = [(module, type(module)) for module, _ in entries]
         try:
-            _put(entries)
+            _set_classes(entries)
             yield
         finally:
-            _put(originals)
+            _set_classes(originals)
 
 
-def _put(entries: Sequence[Entry]) -> None:
+def _set_classes(entries: Sequence[Entry]) -> None:
     for module, cls in entries:
-        object.__setattr__(module, "__class__", cls)  # MLX's own would look for parameters first
+        object.__setattr__(module, "__class__", cls)  # MLX's own looks for parameters first
 
 
-def rebound(call: Any, **names: Any) -> Callable[..., Any]:
-    """A function of the same code as `call`, in which these global names mean something else."""
-    other = FunctionType(
-        call.__code__,
-        {**call.__globals__, **names},
-        call.__name__,
-        call.__defaults__,
-        call.__closure__,
-    )
+def rebind_globals(call: Any, **names: Any) -> Callable[..., Any]:
+    """A function with the code of `call`, in which these global names have other values."""
+    code, scope = call.__code__, {**call.__globals__, **names}
+    other = FunctionType(code, scope, call.__name__, call.__defaults__, call.__closure__)
     other.__kwdefaults__ = call.__kwdefaults__
     return other

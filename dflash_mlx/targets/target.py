@@ -1,14 +1,8 @@
-"""The target model: its parts, and one request's forwards over its caches.
-
-Weights are shared and never change; what a request changes lives in its `TargetSession`. This file
-and its neighbours hold every touch of mlx-lm's model internals.
-"""
-
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,14 +15,15 @@ from ..proposal import Proposal
 from ..threads import evaluate
 from ..validation import text_config
 from . import caches, internals
+from .attention import attend_with, check_exact
+from .batched_rows import RequestRows
 from .caches import Arrays, Checkpoint, make_cache
-from .mla import absorb
+from .mla import use_absorbed_mla
 from .overrides import Overrides
-from .recurrent import RecurrentTape
-from .rollback import rollbacks_for
-from .rows import RowRollback
-from .segment import Segment
+from .recurrent import RecurrentRollback
+from .rollback import RowRollback, rollbacks_for
 from .taps import EMBEDDING, Taps
+from .tree import Tree
 from .tree_attention import TreeReader, why_no_trees
 
 if TYPE_CHECKING:
@@ -37,7 +32,7 @@ if TYPE_CHECKING:
     from ..kernels.modules import Wiring
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
-LAST_STEP = 64  # tokens at most of its last forward, whose logits are asked for
+LAST_STEP = 64  # most tokens of a prompt's last forward, which computes logits
 
 
 class Target:
@@ -49,7 +44,7 @@ class Target:
         config: its config.json.
         name: what it was loaded as.
         num_layers, hidden_size, vocab_size, context_length: its shape.
-        layers: those that are in this process; of a pipeline, others are elsewhere.
+        layers: the layers in this process; in a pipeline, other processes have the rest.
         wiring: which layers run on our Metal kernels; None where none does.
 
     Raises `UnsupportedCacheError` when its caches cannot be rolled back, and `ConfigError` when
@@ -86,13 +81,11 @@ class Target:
         problems = (why_no_trees(*of) for of in zip_longest(self.layers, rollbacks))
         self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
-            from .attention import check_exact
-
             check_exact(self.layers, caches)
         evaluate(model)
 
     def __repr__(self) -> str:
-        """A line: the name and the shape; MLX's own of `model` has every layer."""
+        """The name and the shape; MLX's own of `model` lists every layer."""
         return (
             f"Target({self.name!r}, num_layers={self.num_layers}, "
             f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size})"
@@ -119,13 +112,13 @@ class Target:
     def head(self, hidden: mx.array) -> mx.array:
         """Logits [N, S, V] of normed hidden states [N, S, D], through the model's own module.
 
-        A soft cap of the model's is left out: drafters are trained on the bare head.
+        Without the model's soft cap: drafters are trained on the bare head.
         """
         head = internals.own_head(self._text)
         return head(hidden) if head else self._backbone.embed_tokens.as_linear(hidden)
 
     def head_rows(self, tokens: mx.array) -> mx.array:
-        """The rows of the head's matrix [N, D] that make the logits of these tokens [N]."""
+        """The rows [N, D] of the head's matrix for these tokens [N]."""
         head: Any = getattr(self._text, "lm_head", None) or self._backbone.embed_tokens
         if isinstance(head, nn.QuantizedLinear | nn.QuantizedEmbedding):
             biases = None if head.biases is None else head.biases[tokens]
@@ -148,30 +141,32 @@ class Target:
 
     @property
     def forward_lock(self) -> AbstractContextManager[Any]:
-        """No forward runs inside: every module is of its own class."""
+        """Held by every forward. While another thread has it, modules have their own classes."""
         return self._forwards
 
     def overrides(self) -> Overrides:
-        """An empty set of overrides of this model's modules; two never run at the same time."""
+        """An empty set of overrides of this model's modules."""
         return Overrides(self._forwards)
 
     def tap(self, layers: Sequence[int], overrides: Overrides) -> Taps:
-        """A recorder of these layers' outputs, which works while `overrides` is installed.
+        """A recorder of these layers' outputs, which records while `overrides` is installed.
 
-        Layer -1 stands for the embedding's output.
+        Layer -1 is the embedding's output.
 
         Raises `SettingsError` for a layer the model lacks.
         """
         for layer in layers:
             if not EMBEDDING <= layer < self.num_layers:
-                raise SettingsError(f"Layer {layer} to tap: {self.name} has {self.num_layers}.")
+                raise SettingsError(
+                    f"Layer {layer} cannot be tapped: {self.name} has {self.num_layers} layers."
+                )
         return self._recorder(layers, overrides)
 
     def _recorder(self, layers: Sequence[int], overrides: Overrides) -> Taps:
         return Taps(self.layers, layers, overrides)
 
     def read_last_row(self, overrides: Overrides) -> None:
-        """Have the head read a forward's last row alone while `overrides` is installed."""
+        """Have the head compute a forward's last row only while `overrides` is installed."""
         norm = self._backbone.norm
         own = type(norm).__call__
         overrides.replace(norm, lambda norm, x: own(norm, x[:, -1:]))
@@ -185,14 +180,13 @@ class Target:
 
         Raises `SettingsError` when the model's caches cannot be quantized.
         """
-        with self.forward_lock:  # another thread's would have modules of other classes
+        with self.forward_lock:  # another thread's forward changes the modules' classes
             return TargetSession(self, self.layers, tap_layers, kv_bits)
 
     def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
-        """Bytes of a request's caches after so many tokens. Nothing is computed."""
+        """Bytes of a request's caches after this many tokens. Nothing is computed."""
         session = self.start((), kv_bits)
-        session.expect(tokens)
-        return session.bytes
+        return session.nbytes_after(tokens)
 
     def verify_batch(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
         """Run a `BatchVerifier`'s forward; a distributed target also runs it on the other ranks."""
@@ -222,26 +216,22 @@ class TargetSession:
         target.read_last_row(self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
         self._cache = make_cache(target.model, layers, kv_bits)
-        # What one forward may leave lazy for the next; an indexer's keys, for one, are not always
-        # read, and windows and states are cut anew.
+        # Caches that a forward may leave lazy: its logits do not depend on all of them.
         self._lazy = [cache for cache in self._cache if not caches.is_read_whole(cache)]
         self.can_pipeline = not self._lazy
         self._rollback = rollbacks_for(self._cache, layers, self._verify)
-        # Rows are there or not, so these alone have something to do in every round.
-        self._recording = [way for way in self._rollback if not isinstance(way, RowRollback)]
-        absorb(layers, self._verify)
-        self._widest: int | None = None  # rows of a verify
+        self._recording = [one for one in self._rollback if not isinstance(one, RowRollback)]
+        use_absorbed_mla(layers, self._verify)
+        self._max_rows: int | None = None  # of a verify
         if target.wiring is not None:
-            from .attention import attend_with
-
             attend_with(target.wiring, layers, self._verify)
-            self._widest = target.wiring.widest
+            self._max_rows = target.wiring.widest
             for rollback in self._rollback if target.wiring.exact else ():
-                if isinstance(rollback, RecurrentTape):
-                    rollback.compute_with(target.wiring.kernels, self._verify)
+                if isinstance(rollback, RecurrentRollback):
+                    rollback.kernels = target.wiring.kernels
         self._tree_reader: TreeReader | None = None  # made for the first tree
         self._layers, self.kv_bits = layers, kv_bits
-        self._unsettled = 0  # rows of the last verify that commit has not decided about
+        self._uncommitted = 0  # rows of the last verify
         self.position, self.intact = 0, True
 
     def prefill(
@@ -252,15 +242,14 @@ class TargetSession:
     ) -> Iterator[tuple[mx.array | None, mx.array]]:
         """Read a prompt, forward by forward: logits and taps [1, S, K*D].
 
-        The last forward's logits [1, V] are those after its last row, which the head alone sees;
-        the others' are None. What only logits need, the last layer's MLP for one, is computed for
-        the rows of the last forward, so that one is short; a short prompt needs no other.
-        Caches and logits are computed, taps may not be.
+        Only the last forward has logits [1, V], those after its last row; the others' are None.
+        The last forward is short, because it alone computes what only logits need, such as the
+        last layer's MLP. Caches and logits are computed; taps may still be lazy.
 
         Args:
-            tokens: the prompt's.
+            tokens: the prompt's tokens.
             stops: positions at which a forward ends.
-            step: says how many tokens the next forward may have.
+            step: returns the most tokens of the next forward.
         """
         last_begins = max(0, len(tokens) - LAST_STEP)
         borders = sorted({last_begins, *(at - self.position for at in stops), len(tokens)})
@@ -271,7 +260,7 @@ class TargetSession:
             yield self.read(tokens[start:end], end == len(tokens))
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
-        """One forward of `prefill`, its last one or not."""
+        """One forward of `prefill`; `last` says whether it is the last one."""
         self.intact = False
         with self._prefill.installed():
             logits = self._model(mx.array([list(tokens)]), cache=self._cache)[0, -1:]
@@ -288,46 +277,51 @@ class TargetSession:
         Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
         for more rows than exact verification takes.
         """
-        reader = self._reader_of(proposal)
-        self.begin(proposal)
-        of = self._verify
-        with of.installed() if reader is None else reader.installed(proposal, of):
+        tree = self._tree_of(proposal)
+        self.begin(proposal, tree)
+        with ExitStack() as stack:
+            if tree is None:
+                stack.enter_context(self._verify.installed())
+            else:
+                reader = self._reader()
+                stack.enter_context(reader.reading(tree))
+                stack.enter_context(self._verify.installed(reader.overrides))
             ids = proposal.array(self._target.vocab_size)
             logits = self._model(ids[None], cache=self._cache)
         return logits.squeeze(0), self._verify_taps.take(len(proposal))
 
-    def segment(self, proposal: Proposal) -> Segment:
-        """What a forward over the proposal needs of this request. Raises as `verify` does."""
-        reader = self._reader_of(proposal)
+    def request_rows(self, proposal: Proposal) -> RequestRows:
+        """This request's part of a batched forward. Raises as `verify` does."""
+        tree = self._tree_of(proposal)
+        reader = None if tree is None else self._reader()
         entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
         rows = proposal, proposal.array(self._target.vocab_size), self.position
-        return Segment(*rows, self._cache, self._rollback, entries, reader)
+        return RequestRows(*rows, self._cache, self._rollback, entries, tree, reader)
 
-    def _reader_of(self, proposal: Proposal) -> TreeReader | None:
-        """What reads the proposal, where that is a tree. Raises as `verify` does."""
-        if self._widest is not None and len(proposal) > self._widest:
+    def _tree_of(self, proposal: Proposal) -> Tree | None:
+        """The proposal's tree; None for a chain. Raises as `verify` does."""
+        if self._max_rows is not None and len(proposal) > self._max_rows:
             raise SettingsError(
-                f"exact: at most {self._widest} rows are verified at once; load the model with "
+                f"exact: at most {self._max_rows} rows are verified at once; load the model with "
                 "exact=False (--no-exact) for more."
             )
-        return None if proposal.is_chain else self._reader()
+        if proposal.is_chain:
+            return None
+        self._target.check_trees()
+        return Tree(proposal)
 
-    def begin(self, proposal: Proposal) -> None:
-        """The forward over the proposal is next, whoever runs it; then `commit` follows."""
-        self.intact, self._unsettled = False, len(proposal)
+    def begin(self, proposal: Proposal, tree: Tree | None) -> None:
+        """Prepare the caches for a forward over the proposal; `commit` must follow it."""
+        self.intact, self._uncommitted = False, len(proposal)
         for rollback in self._recording:
-            rollback.begin()
+            rollback.begin(tree)
 
-    def expect(self, tokens: int) -> None:
-        """Have caches of the shapes that they have after so many tokens, and compute nothing."""
+    def nbytes_after(self, tokens: int) -> int:
+        """Bytes of the caches after a prefill of this many tokens, which is not computed."""
         for start in range(0, tokens, PREFILL_STEP):
             chunk = mx.zeros((1, min(PREFILL_STEP, tokens - start)), mx.int32)
             with self._prefill.installed():
                 self._model(chunk, cache=self._cache)
-
-    @property
-    def bytes(self) -> int:
-        """Of the caches."""
         leaves = tree_flatten([caches.arrays(cache) for cache in self._cache])
         return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
@@ -336,18 +330,18 @@ class TargetSession:
         moved = kept[-1] >= len(kept)  # a path with rejected rows in between
         if moved:
             self._reader().move(kept)
-        rejected = self._unsettled - len(kept)
+        rejected = self._uncommitted - len(kept)
         for rollback in self._rollback if rejected else self._recording:
-            rollback.keep(len(kept), rejected)
+            rollback.commit(len(kept), rejected)
         self.position += len(kept)
-        self.intact, self._unsettled = True, 0
+        self.intact, self._uncommitted = True, 0
         # Leave nothing lazy in the caches: the next forward may be another thread's.
         if lazy := self._cache if moved else self._lazy:
             mx.async_eval([caches.arrays(cache) for cache in lazy])
 
     @property
     def can_trim(self) -> bool:
-        """Whether `trim_to` can go back to any position, or only `rewind` to a checkpoint."""
+        """Whether `trim_to` can go back to any position; else only `rewind` to a checkpoint."""
         return all(map(caches.can_trim, self._cache))
 
     def trim_to(self, position: int) -> None:
@@ -357,7 +351,7 @@ class TargetSession:
         self.position = position
 
     def checkpoint(self) -> Checkpoint:
-        """This state, to come back to. It holds what cannot be cut: windows and states."""
+        """This state, to `rewind` to. It holds windows and recurrent states by reference."""
         return caches.checkpoint(self._cache, self.position)
 
     def rewind(self, checkpoint: Checkpoint) -> None:
@@ -366,19 +360,20 @@ class TargetSession:
         self.position = checkpoint.position
 
     def rows(self, start: int, end: int) -> Arrays:
-        """What belongs to the tokens from `start` to `end`, by name: slices, to be copied."""
+        """The cached rows of the tokens from `start` to `end`, by name: lazy slices."""
         return caches.rows_of_all(self._cache, self._layers, start, end)
 
     def state(self) -> Arrays:
-        """The rest: what is good at this position alone, by name."""
+        """The windows and recurrent states, valid at this position only, by name."""
         return caches.state_of_all(self._cache)
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Begin with `position` tokens that other sessions have read.
 
         Args:
-            rows: from `rows`, stretch after stretch, up to the position.
-            state: from `state` at the position.
+            position: the number of tokens.
+            rows: results of `rows`, in order, up to the position.
+            state: the result of `state` at the position.
             room: tokens that are about to follow.
         """
         caches.restore_all(self._cache, position, rows, state, room)
@@ -387,10 +382,9 @@ class TargetSession:
         mx.async_eval([caches.arrays(cache) for cache in self._cache])
 
     def _reader(self) -> TreeReader:
-        """What reads this request's trees. Raises `UnsupportedTreeError`."""
+        """The reader of this request's trees."""
         if self._tree_reader is None:
-            self._target.check_trees()
-            of = (self._layers, self._cache, self._rollback, self._target.overrides())
-            with self._target.forward_lock:  # as in `start`
-                self._tree_reader = TreeReader(*of)
+            parts = self._layers, self._cache, self._rollback, self._target.overrides()
+            with self._target.forward_lock:  # as in `Target.start`
+                self._tree_reader = TreeReader(*parts)
         return self._tree_reader

@@ -1,4 +1,4 @@
-"""The shape of a draft tree as arrays: depths, paths, and what each row of it may see."""
+"""The shape of a draft tree as arrays: depths, paths, and which rows each row sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Tree:
     """A proposal of N rows as arrays.
 
     Attributes:
-        depths: [N] int32, how far each row is from the root.
+        depths: [N] int32, the distance of each row from the root.
         paths: [N, deepest + 1] int32, the row of each ancestor by its depth, the row itself last;
             -1 past it.
         levels: the rows at each depth.
@@ -35,9 +35,9 @@ class Tree:
     def windows(self, size: int, held: int) -> mx.array:
         """The last `size` rows of each row's path, itself the last, [N, size] int32.
 
-        Rows are numbered with `held` older ones before the root; negative: before those.
+        Rows are numbered after the `held` older ones; a number before those is negative.
         """
-        if (size, held) not in self._windows:  # every layer asks for the same
+        if (size, held) not in self._windows:  # the same for every layer
             depths = self.depths[:, None] - mx.arange(size - 1, -1, -1)
             ancestors = mx.take_along_axis(self.paths, mx.maximum(depths, 0), axis=1)
             self._windows[size, held] = held + mx.where(depths < 0, depths, ancestors)
@@ -46,7 +46,7 @@ class Tree:
     def mask(self, held: int, window: int | None) -> mx.array:
         """Which keys each row sees, [N, held + N] bool: `held` older rows, then the tree's own.
 
-        With a window, those fewer than `window` positions back.
+        With a window, only keys fewer than `window` positions back.
         """
         rows = mx.arange(len(self))
         ancestors = (self.paths[:, :, None] == rows).any(axis=1)

@@ -1,16 +1,13 @@
-"""Reading a draft tree in one forward: a node sees its ancestors and no other branch.
+"""Draft trees in one forward: every node sees its ancestors and no other branch.
 
-mlx-lm's models take two things from elsewhere that tell a row where it stands: the attention mask,
-which they ask their caches for, and the rotation of queries and keys, which is their `rope`
-module's. So no family needs a forward of its own. While a tree is verified the caches give the
-ancestor mask and each `rope` rotates a row by its depth in place of its row number; sliding
-windows are measured in depths, too. What has no keys has a file of its own: `recurrent_tree` for
-Gated DeltaNet and `compressed_tree` for DeepSeek-V4.1.
+mlx-lm's models get two things from outside that depend on a row's position: the attention mask,
+from the cache, and the rotation of queries and keys, from the `rope` module. During a tree's verify
+the caches return the ancestor mask, and each `rope` rotates a row by its depth. So no family needs
+a forward of its own. Layers without keys read trees in `recurrent` and `deepseek_v41`.
 
-A commit first puts the kept rows in front, where those of a chain would be; the rollback then
-forgets the rest. They are written from what entered the caches in this verify, so the history is
-neither read nor copied. (Reading them from the cache would be a second use of its array, and MLX
-changes an array in place only when it has no other.)
+A commit first writes the kept rows to the front, where a chain's rows would be; the rollback then
+removes the rest. The rows come from the verify's own keys and values, not from the cache: a second
+reference to the cache's array would make MLX copy it.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UnsupportedTreeError
-from ..proposal import Proposal
 from .internals import (
     ROPES,
     CacheList,
@@ -34,19 +30,18 @@ from .internals import (
     unhook,
 )
 from .overrides import Overrides
-from .rows import RowRollback, TreeRollback
+from .rollback import RowRollback, SupportsTrees
 from .tree import Tree
 
 
 class TreeReader:
-    """Has one request's caches and modules read trees, while a forward asks for it.
+    """Makes one request's caches and modules read trees during a forward.
 
     Args:
         layers: the model's decoder layers.
-        caches: the request's, one per layer (fewer where layers share them).
-        rollbacks: theirs; a `TreeRollback` has its layer read trees in another way.
-        overrides: an empty set of the target's, which is filled and is to be installed with the
-            verify's own.
+        caches: the request's caches, one per layer (fewer where layers share them).
+        rollbacks: their rollbacks; one that `SupportsTrees` reads trees by itself.
+        overrides: an empty set of overrides, to be installed after the verify's own.
     """
 
     def __init__(
@@ -57,31 +52,23 @@ class TreeReader:
         overrides: Overrides,
     ) -> None:
         self.overrides = overrides
-        self._tree: Tree | None = None
-        rows = zip(caches, rollbacks, strict=True)
+        self.tree: Tree  # the one that is read, or was read last
+        pairs = zip(caches, rollbacks, strict=True)
         self._caches = [
-            part for cache, way in rows if isinstance(way, RowRollback) for part in _parts(cache)
+            part for cache, way in pairs if isinstance(way, RowRollback) for part in _parts(cache)
         ]
-        self._new: dict[int, tuple[mx.array, mx.array]] = {}  # what entered each cache
-        self._branches = [way for way in rollbacks if isinstance(way, TreeRollback)]
-        for way in self._branches:
-            way.branch(overrides, lambda: self.tree)
+        self._new: dict[int, tuple[mx.array, mx.array]] = {}  # keys and values of the last verify
+        self._others = [way for way in rollbacks if isinstance(way, SupportsTrees)]
         for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
             overrides.replace(rope, self._by_depth(type(rope).__call__))
 
-    @property
-    def tree(self) -> Tree:
-        """The tree that is read, or was last."""
-        assert self._tree is not None
-        return self._tree
-
     @contextmanager
-    def reading(self, proposal: Proposal) -> Iterator[None]:
-        """Have the forward run inside read this tree.
+    def reading(self, tree: Tree) -> Iterator[None]:
+        """Have the forward inside read this tree.
 
         Raises `UnsupportedTreeError` when it did not ask for a mask.
         """
-        self._tree, self._masks = Tree(proposal), 0
+        self.tree, self._masks = tree, 0
         for index, cache in enumerate(self._caches):
             hook(cache, self._mask_of(cache), self._recorder(index, cache.update_and_fetch))
         try:
@@ -92,23 +79,17 @@ class TreeReader:
         if self._caches and not self._masks:
             raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
 
-    @contextmanager
-    def installed(self, proposal: Proposal, verify: Overrides) -> Iterator[None]:
-        """The same, with the overrides of the verify and those of trees installed."""
-        with self.reading(proposal), verify.installed(self.overrides):
-            yield
-
     def move(self, kept: Sequence[int]) -> None:
-        """Put the kept rows of the tree that was read last, a path, before its other rows."""
-        rows, path = len(self.tree), mx.array(list(kept))
+        """Write the kept rows of the last tree, a path, before its other rows."""
+        path = mx.array(list(kept))
         for index, cache in enumerate(self._caches):
             keys, values = self._new[index]
-            write_rows(cache, keys[..., path, :], values[..., path, :], rows)
-        for way in self._branches:
+            write_rows(cache, keys[..., path, :], values[..., path, :], len(self.tree))
+        for way in self._others:
             way.move(kept)
 
     def _mask_of(self, cache: Any) -> Callable[..., mx.array]:
-        """What stands in for a cache's `make_mask`."""
+        """The replacement of a cache's `make_mask`."""
 
         def make_mask(
             N: int, return_array: bool = False, window_size: int | None = None
@@ -122,7 +103,7 @@ class TreeReader:
         return make_mask
 
     def _recorder(self, index: int, own: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands in for a cache's `update_and_fetch`."""
+        """The replacement of a cache's `update_and_fetch`."""
 
         def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
             self._new[index] = keys, values
@@ -145,9 +126,9 @@ class TreeReader:
 def why_no_trees(layer: nn.Module, rollback: Any) -> str | None:
     """What keeps a decoder layer from reading trees; None when it can.
 
-    `rollback` is of the layer's cache, or None where it has none of its own.
+    `rollback` is that of the layer's cache, or None where it has no cache of its own.
     """
-    if isinstance(rollback, TreeRollback):
+    if isinstance(rollback, SupportsTrees):
         return None
     if not isinstance(rollback, RowRollback | None):
         return f"a {type(layer).__name__} of {type(layer).__module__}"
