@@ -1,4 +1,1 @@
-"""Measuring honestly: what is compared, on which prompts, and how the numbers are summed up.
-
-Nothing here prints; the command line draws the tables.
-"""
+"""Benchmarks: what is compared, on which prompts, and how figures are summed up."""

@@ -1,8 +1,8 @@
-"""One prompt, decoded in turn by plain decoding, by drafting and by mlx-lm itself.
+"""Decode one prompt in turn with plain decoding, with drafting and with mlx-lm itself.
 
-A machine's speed drifts: it warms up, other programs come and go. So the contestants take turns,
-each turn in the opposite order of the last, and medians are reported. mlx-lm takes part because a
-slow baseline of our own would flatter every speedup.
+A machine's speed drifts: it warms up, other programs come and go. So the methods take turns, every
+turn in the opposite order of the last, and medians are reported. mlx-lm takes part because a slow
+baseline of our own would inflate every speedup.
 """
 
 from __future__ import annotations
@@ -27,26 +27,24 @@ from ..policy.rounds import AnyPolicy
 from ..prompt import encode_prompt
 from ..targets import Target
 from .datasets import BenchPrompt
-from .overhead import overhead
-from .summary import DDTREE, MLX_LM, PLAIN, Difference, Measured
+from .summary import DDTREE, MLX_LM, PLAIN, Difference, PromptRuns
 
 WARM_UP_TOKENS = 32
-DRAFTED = "drafted"  # a way that nobody knows what drafted
+DRAFTED = "drafted"  # name of the method when the drafter is unknown
 
 
 @dataclass
 class Comparison:
-    """The runs of one prompt. All speeds are medians over the runs, in tokens per second.
+    """The runs of one prompt. Speeds are medians over the runs, in tokens per second.
 
     Attributes:
-        target, drafter: what runs; see `stream_generate`.
+        target, drafter: see `stream_generate`.
         prompt: token ids.
         max_tokens, block_size, stop, kv_bits, policy: see `stream_generate`.
-        trees: a policy that drafts trees, see `stream_generate`; None leaves them out.
-        sampling: settings of `stream_generate` that say how tokens are chosen, with a seed.
-        against_mlx_lm: whether mlx-lm takes part; of a target on several machines it cannot.
-        plain, drafted, tree, mlx_lm: the runs so far; at least one of each of the first two is
-            needed before the properties can be read.
+        sampling: sampling settings of `stream_generate`, with a seed.
+        tree_policy: a policy that drafts trees; None leaves trees out.
+        with_mlx_lm: whether mlx-lm takes part. It cannot for a target on several machines.
+        plain, drafted, tree, mlx_lm: the runs so far.
     """
 
     target: Target
@@ -58,24 +56,27 @@ class Comparison:
     kv_bits: int | None = None
     policy: AnyPolicy | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    trees: AnyPolicy | None = None
-    against_mlx_lm: bool = True
+    tree_policy: AnyPolicy | None = None
+    with_mlx_lm: bool = True
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
     tree: list[Result] = field(default_factory=list)
     mlx_lm: list[Result] = field(default_factory=list)
 
     @property
-    def ways(self) -> dict[str, list[Result]]:
-        """The runs by the name of what made them, where there are any."""
+    def methods(self) -> dict[str, list[Result]]:
+        """The runs by method, without methods that have none."""
         drafted = DRAFTED if self.drafter is None else label(self.drafter)
-        ways = {PLAIN: self.plain, drafted: self.drafted, DDTREE: self.tree, MLX_LM: self.mlx_lm}
-        return {name: runs for name, runs in ways.items() if runs}
+        runs = {PLAIN: self.plain, drafted: self.drafted, DDTREE: self.tree, MLX_LM: self.mlx_lm}
+        return {name: found for name, found in runs.items() if found}
 
     def untaught(self) -> Comparison:
-        """The same, to add to the same runs; what those teach is not known here."""
-        policy, trees = deepcopy((self.policy, self.trees))
-        return replace(self, policy=policy, trees=trees)
+        """A copy that adds to the same runs, but whose policies learn apart.
+
+        A second run of the same prompt must not profit from what the first one taught.
+        """
+        policy, tree_policy = deepcopy((self.policy, self.tree_policy))
+        return replace(self, policy=policy, tree_policy=tree_policy)
 
     def run_plain(self) -> None:
         """Decode once without a drafter."""
@@ -83,16 +84,16 @@ class Comparison:
 
     def run_drafted(self) -> None:
         """Decode once with the drafter."""
-        settings = {"block_size": self.block_size, "policy": self.policy}
-        self.drafted.append(self._generate(self.drafter, **settings))
+        run = self._generate(self.drafter, block_size=self.block_size, policy=self.policy)
+        self.drafted.append(run)
 
     def run_tree(self) -> None:
-        """Decode once with a tree of the drafter's drafts."""
-        settings = {"block_size": self.block_size, "policy": self.trees}
-        self.tree.append(self._generate(self.drafter, **settings))
+        """Decode once with draft trees."""
+        run = self._generate(self.drafter, block_size=self.block_size, policy=self.tree_policy)
+        self.tree.append(run)
 
     def run_mlx_lm(self) -> None:
-        """Decode once with mlx-lm's own generator. It knows no stop strings."""
+        """Decode once with mlx-lm's own generator, which knows no stop strings."""
         temperature, seed = self.sampling.get("temperature", 0.0), self.sampling.get("seed")
         self.mlx_lm.append(run_mlx_lm(self.target, self.prompt, self.max_tokens, temperature, seed))
 
@@ -100,29 +101,30 @@ class Comparison:
         """Decode plainly and with the drafter, in the opposite order of the last pair."""
         self._take_turns([self.run_plain, self.run_drafted])
 
-    def run_turn(self) -> None:
-        """Decode once in every way, in the opposite order of the last turn."""
-        others = [] if self.trees is None else [self.run_tree]
-        others += [self.run_mlx_lm] if self.against_mlx_lm else []
-        self._take_turns([self.run_plain, self.run_drafted, *others])
+    def run_all(self) -> None:
+        """Decode once with every method, in the opposite order of the last turn."""
+        runs = [self.run_plain, self.run_drafted]
+        runs += [] if self.tree_policy is None else [self.run_tree]
+        runs += [self.run_mlx_lm] if self.with_mlx_lm else []
+        self._take_turns(runs)
 
-    def _take_turns(self, contestants: list[Callable[[], None]]) -> None:
-        for run in reversed(contestants) if len(self.plain) % 2 else contestants:
+    def _take_turns(self, runs: list[Callable[[], None]]) -> None:
+        for run in reversed(runs) if len(self.plain) % 2 else runs:
             run()
 
     def _generate(self, drafter: Drafter | None, **settings: Any) -> Result:
         settings |= {"max_tokens": self.max_tokens, "stop": self.stop, "kv_bits": self.kv_bits}
-        mx.reset_peak_memory()  # a run has the process to itself
+        mx.reset_peak_memory()  # a benchmark run has the process to itself
         return generate(self.target, drafter, self.prompt, **settings, **self.sampling)
 
     @property
     def plain_speed(self) -> float:
-        """Plain decoding."""
+        """Median speed of plain decoding."""
         return median(run.stats.tokens_per_second for run in self.plain)
 
     @property
     def drafted_speed(self) -> float:
-        """Decoding with the drafter."""
+        """Median speed with the drafter."""
         return median(run.stats.tokens_per_second for run in self.drafted)
 
     @property
@@ -137,17 +139,17 @@ class Comparison:
         return first_difference([run.tokens for run in (*self.plain, *self.drafted)], plain)
 
     def differences(self) -> dict[str, Difference | None]:
-        """By way, where the first run that is not the plain text leaves it; None if none does.
+        """By method, where its first differing run departs from the plain text; None if none does.
 
-        mlx-lm's sampling has noise of its own, so there it is left out.
+        mlx-lm samples with noise of its own, so its sampled texts are not compared.
         """
         plain = self.plain[0].tokens
         found: dict[str, Difference | None] = {}
-        for way, runs in self.ways.items():
-            if way == MLX_LM and self.sampling.get("temperature"):
+        for name, runs in self.methods.items():
+            if name == MLX_LM and self.sampling.get("temperature"):
                 continue
             other = next((run.tokens for run in runs if run.tokens != plain), None)
-            found[way] = None if other is None else self._difference(plain, other)
+            found[name] = None if other is None else self._difference(plain, other)
         return found
 
     def _difference(self, plain: list[int], other: list[int]) -> Difference:
@@ -161,56 +163,44 @@ class Comparison:
         return Difference(place, ours, theirs, gap)
 
 
-def measure(prompt: BenchPrompt, ids: list[int], repeats: int, **settings: Any) -> Measured:
-    """Decode one prompt `repeats` times in every way, and its rounds as lean as can be as often.
-
-    Policies, and a drafter that learns, do so from the first time; no other time knows of it.
-
-    Args:
-        prompt: what is asked.
-        ids: the same as token ids.
-        settings: of `Comparison`; the target and the drafter among them.
-    """
-    runs = Comparison(prompt=ids, **settings)
-    overheads, untaught = [], runs.untaught()
-    for turn in range(repeats):  # what the first one teaches is for other prompts
-        (untaught.untaught() if turn else runs).run_turn()
-        of = overhead(runs.target, runs.drafter, ids, runs.drafted[-1], runs.max_tokens)
-        overheads += [] if of is None else [of]
-    beyond = median(overheads) if overheads else None
-    return Measured(prompt, runs.ways, runs.differences(), beyond)
-
-
 def measure_all(
     target: Target,
     drafter: Drafter | None,
     prompts: Sequence[BenchPrompt],
     repeats: int,
     **settings: Any,
-) -> Iterator[Measured]:
+) -> Iterator[PromptRuns]:
     """Measure prompts one after another, each conversation to its end.
 
-    The first prompt is decoded once in every way before anything counts. Every prompt is looked at
-    first, so that none is refused when half of the work is done.
+    The first prompt is decoded once with every method before anything counts. All prompts are
+    encoded first, so that none is refused half-way. What a policy or a drafter learns from the
+    first run of a prompt helps the prompts after it, and no further run of the same prompt.
 
-    Raises `PromptError` for one that does not fit the target; of a file's, `DataError`.
+    Args:
+        repeats: runs of each prompt and method.
+        settings: further attributes of `Comparison`.
+
+    Raises `PromptError` for a prompt that does not fit the target; `DataError` for one of a file.
     """
     settings |= {"target": target, "drafter": drafter}
-    ids = [encoded(target, prompt) for prompt in prompts]
+    ids = [_encoded(target, prompt) for prompt in prompts]
     shorter = settings | {"max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
-    Comparison(prompt=ids[0], **shorter).untaught().run_turn()
+    Comparison(prompt=ids[0], **shorter).untaught().run_all()
     for prompt, tokens in zip(prompts, ids, strict=True):
         turn: BenchPrompt | None = prompt
         while turn is not None:
             if turn is not prompt:
-                tokens = encoded(target, turn)
-            measured = measure(turn, tokens, repeats, **settings)
-            yield measured
-            turn = turn.answered(measured.runs[PLAIN][0].text)
+                tokens = _encoded(target, turn)
+            runs = Comparison(prompt=tokens, **settings)
+            untaught = runs.untaught()
+            runs.run_all()
+            for _ in range(repeats - 1):
+                untaught.untaught().run_all()
+            yield PromptRuns(turn, runs.methods, runs.differences())
+            turn = turn.answered(runs.plain[0].text)
 
 
-def encoded(target: Target, prompt: BenchPrompt) -> list[int]:
-    """A prompt's token ids. Raises `PromptError`; of a file's `DataError`, which names it."""
+def _encoded(target: Target, prompt: BenchPrompt) -> list[int]:
     try:
         return encode_prompt(target, prompt.messages)
     except PromptError as error:
@@ -222,7 +212,7 @@ def encoded(target: Target, prompt: BenchPrompt) -> list[int]:
 def next_logits(target: Target, text: Sequence[int], kv_bits: int | None = None) -> mx.array:
     """The target's logits [V], f32, after the token ids `text`."""
     *_, (logits, _) = target.start((), kv_bits).prefill(text)
-    assert logits is not None  # the last forward's
+    assert logits is not None  # the last forward has them
     return logits[0].astype(mx.float32)
 
 
@@ -233,10 +223,10 @@ def run_mlx_lm(
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> Result:
-    """Decode with `mlx_lm.stream_generate` and time it as our own loop times itself.
+    """Decode with `mlx_lm.stream_generate`, timed like our own loop.
 
-    The clock of decoding starts when the first token is there, which is the prefill's, and counts
-    the others. (mlx-lm's own figure divides n tokens by n - 1 steps.)
+    Decoding time starts when the prefill has brought the first token, and counts the others.
+    (mlx-lm's own figure divides n tokens by n - 1 steps.)
     """
     stats = Stats(prompt_tokens=len(prompt))
     text: list[str] = []
@@ -268,7 +258,7 @@ def run_mlx_lm(
 
 
 def first_difference(runs: Sequence[Sequence[int]], tokens: Sequence[int]) -> int | None:
-    """The first position at which any of the runs is not `tokens`, in either's length."""
+    """The first position at which any run differs from `tokens`, in either's length."""
     places = []
     for run in runs:
         pairs = zip(run, tokens, strict=False)
@@ -279,7 +269,7 @@ def first_difference(runs: Sequence[Sequence[int]], tokens: Sequence[int]) -> in
 
 
 def warm_up(target: Target, drafter: Drafter | None, block_size: int | None = None) -> None:
-    """Run a few short rounds, so that compiling kernels is not counted as decoding."""
+    """Run a few short steps, so that compiling kernels does not count as decoding."""
     prompt = [0] * 8
     generate(target, None, prompt, max_tokens=2)
     if drafter is not None:

@@ -1,7 +1,6 @@
-"""A run as files: JSON that holds everything, CSV and Markdown for people, and back again.
+"""A benchmark run as files: JSON with everything, CSV and Markdown for people.
 
-A folder gets all files of a run or none: they are written aside and put in place when the last one
-is whole. docs/bench.schema.json describes the JSON.
+docs/bench.schema.json describes the JSON.
 """
 
 from __future__ import annotations
@@ -10,29 +9,32 @@ import csv
 import io
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, OutputError
+from ..machine.folders import nearest_there
 from ..validation import read_json
-from . import protocol
-from .summary import Measured, by_category, differences, summarize
+from .protocol import protocol_figures
+from .summary import PLAIN, PromptRuns, differences, grouped, summarize
 
 FORMAT, VERSION = "dflash-mlx bench", 1
 JSON, CSV, MARKDOWN = "bench.json", "bench.csv", "bench.md"
 SPREADS = ("tokens_per_second", "first_token_seconds", "speedup")
+HEADER = (
+    *("category", "method", "tok/s", "speedup", "acceptance"),
+    *("first token", "peak", "identical"),
+)
+COMPARED = ("model", "suite", "max_tokens", "temperature", "block_size")  # settings of a run
 
 
-def run_content(setup: Mapping[str, Any], measured: Sequence[Measured]) -> dict[str, Any]:
-    """Everything there is to know about a run, as JSON holds it.
+def run_content(setup: Mapping[str, Any], measured: Sequence[PromptRuns]) -> dict[str, Any]:
+    """Everything about a run, as JSON holds it.
 
     Args:
-        setup: what ran, how and on which machine.
+        setup: what ran, with which settings, on which machine.
         measured: at least one prompt.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -41,94 +43,93 @@ def run_content(setup: Mapping[str, Any], measured: Sequence[Measured]) -> dict[
         "version": VERSION,
         "measured": now,
         **setup,
-        "protocol_figures": protocol.as_json(measured) if setup.get("protocol") else None,
+        "protocol_figures": protocol_figures(measured) if setup.get("protocol") else None,
         "overall": summarize("all", measured).as_json(),
-        "categories": [row.as_json() for row in by_category(measured)],
+        "categories": [summarize(*group).as_json() for group in grouped(measured).items()],
         "differences": differences(measured),
         "prompts": [_prompt(one) for one in measured],
     }
 
 
-def _prompt(one: Measured) -> dict[str, Any]:
+def _prompt(one: PromptRuns) -> dict[str, Any]:
     """Every run of one prompt, in the order of the turns."""
-    stats = {way: [run.stats for run in runs] for way, runs in one.runs.items()}
+    stats = {name: [run.stats for run in runs] for name, runs in one.runs.items()}
     return {
         "category": one.prompt.category,
-        "prompt_tokens": one.best.stats.prompt_tokens,
-        "output_tokens": one.best.stats.output_tokens,
-        "ways": {
-            way: {
+        "prompt_tokens": one.main.stats.prompt_tokens,
+        "output_tokens": one.main.stats.output_tokens,
+        "methods": {
+            name: {
                 "tokens_per_second": [run.tokens_per_second for run in runs],
                 "first_token_seconds": [run.first_token_seconds for run in runs],
-                "rounds": runs[0].rounds,
+                "steps": runs[0].rounds,
             }
-            for way, runs in stats.items()
+            for name, runs in stats.items()
         },
     }
 
 
 def as_csv(content: Mapping[str, Any]) -> str:
-    """A line for each category and way, then those over all prompts."""
-    spreads = [f"{name}{end}" for name in SPREADS for end in ("", "_low", "_high")]
-    rows = [
+    """A line for each category and method, then those over all prompts."""
+    lines = [
         {
             **{key: row[key] for key in ("category", "prompts", "prompt_tokens", "output_tokens")},
-            "way": name,
-            **{key: way[key] for key in ("tokens_per_round", "identical", "peak_bytes")},
+            "method": name,
+            **{key: method[key] for key in ("acceptance_length", "identical", "peak_bytes")},
             **{
-                f"{spread}{end}": way[spread] and way[spread][value]
+                f"{spread}{end}": method[spread] and method[spread][value]
                 for spread in SPREADS
                 for end, value in (("", "median"), ("_low", "low"), ("_high", "high"))
             },
         }
-        for row in (*content["categories"], content["overall"])
-        for name, way in row["ways"].items()
+        for row in _rows(content)
+        for name, method in row["methods"].items()
     ]
-    first = ("category", "way", "prompts", "prompt_tokens", "output_tokens")
     out = io.StringIO()
-    writer = csv.DictWriter(
-        out, [*first, *spreads, "tokens_per_round", "identical", "peak_bytes"], lineterminator="\n"
-    )
+    writer = csv.DictWriter(out, list(lines[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(lines)
     return out.getvalue()
 
 
 def as_markdown(content: Mapping[str, Any], plots: Sequence[str] = ()) -> str:
-    """The run to be read: setup, machine, a table, and what was not identical."""
-    asked = {key: content[key] for key in content if not isinstance(content[key], dict | list)}
-    del asked["format"], asked["version"]
+    """The run for readers: settings, machine, a table, and texts that differ."""
+    settings = {k: v for k, v in content.items() if not isinstance(v, dict | list)}
+    del settings["format"], settings["version"]
+    table = [cells(r, name, m) for r in _rows(content) for name, m in r["methods"].items()]
     lines = [f"# {content['model']}, measured with dflash-mlx", ""]
-    lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in asked.items() if value]
+    lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in settings.items() if value]
     lines += ["", "Machine: " + ", ".join(f"{k} {v}" for k, v in content["machine"].items()), ""]
     lines += ["Medians, with the quartiles in parentheses.", ""]
-    lines += _table(HEADER, [cells(r, name, w) for r in _rows(content) for name, w in _ways(r)])
+    lines += [f"| {' | '.join(line)} |" for line in (HEADER, ["---"] * len(HEADER), *table)]
     for one in content["differences"]:
-        gap = "one ended" if one["logit_gap"] is None else f"logit gap {one['logit_gap']:.2g}"
-        question = " ".join(one["prompt"].split())[:80]
-        lines += ["", f"Not identical, {one['way']}, token {one['token'] + 1} ({gap}): {question}"]
+        lines += ["", describe_difference(one)]
     for name in plots:
         lines += ["", f"![{Path(name).stem}]({name})"]
     return "\n".join(lines) + "\n"
 
 
-HEADER = ("category", "way", "tok/s", "speedup", "tokens/round", "first token", "peak", "identical")
+def describe_difference(one: Mapping[str, Any]) -> str:
+    """A line about a text that is not the plain one."""
+    gap = "one ended" if one["logit_gap"] is None else f"logit gap {one['logit_gap']:.2g}"
+    question = " ".join(one["prompt"].split())[:80]
+    return f"Not identical: {one['method']}, from token {one['token'] + 1} on ({gap}): {question}"
 
 
-def cells(row: Mapping[str, Any], name: str, way: Mapping[str, Any]) -> list[str]:
+def cells(row: Mapping[str, Any], name: str, method: Mapping[str, Any]) -> list[str]:
     """One line of the table under `HEADER`."""
-    speed, speedup = way["tokens_per_second"], way["speedup"]
+    speed, speedup = method["tokens_per_second"], method["speedup"]
     return [
         row["category"],
         name,
         f"{speed['median']:,.0f} ({speed['low']:,.0f}-{speed['high']:,.0f})",
         f"{speedup['median']:.2f}x ({speedup['low']:.2f}-{speedup['high']:.2f})"
-        if speedup and name != "plain"
+        if speedup and name != PLAIN
         else "",
-        "" if way["tokens_per_round"] is None else f"{way['tokens_per_round']:.2f}",
-        f"{1e3 * way['first_token_seconds']['median']:,.0f} ms",
-        "" if way["peak_bytes"] is None else f"{way['peak_bytes'] / 1e6:,.0f} MB",
-        "" if way["identical"] is None else f"{way['identical']}/{row['prompts']}",
+        "" if method["acceptance_length"] is None else f"{method['acceptance_length']:.2f}",
+        f"{1e3 * method['first_token_seconds']['median']:,.0f} ms",
+        "" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e6:,.0f} MB",
+        "" if method["identical"] is None else f"{method['identical']}/{row['prompts']}",
     ]
 
 
@@ -136,62 +137,43 @@ def _rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*content["categories"], content["overall"]]
 
 
-def _ways(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return list(row["ways"].items())
+def check_folder(folder: Path) -> None:
+    """Check that a run can be written to `folder`, before hours of measuring.
 
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
-
-
-@contextmanager
-def results_folder(folder: Path) -> Iterator[Callable[[Mapping[str, bytes]], None]]:
-    """Make sure now that results can be written to `folder`, and write them when they are there.
-
-    Yields a function that takes the files by name and puts all of them in place, or none. Nothing
-    is left behind when it is not called.
-
-    Raises `OutputError`: no permission, a full disk, or a run that is there already.
+    Raises `OutputError`: not a folder, no permission, or it holds a run already.
     """
-    new = not folder.exists()
+    if (folder / JSON).exists():
+        raise OutputError(f"{folder} holds a run already: choose another folder.")
+    there = nearest_there(folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise OutputError(f"{folder}: cannot be written; choose another folder.")
+
+
+def write_run(folder: Path, content: Mapping[str, Any], plots: Mapping[str, bytes]) -> None:
+    """Write a run's files, the JSON last. After an error none of them is left.
+
+    Raises `OutputError`.
+    """
+    files = {
+        **plots,
+        CSV: as_csv(content).encode(),
+        MARKDOWN: as_markdown(content, list(plots)).encode(),
+        JSON: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode(),
+    }
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / JSON).exists():
-            raise OutputError(f"{folder} holds a run already: choose another folder.")
-        aside = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
+        for name, data in files.items():
+            written.append(folder / name)
+            written[-1].write_bytes(data)
     except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
         raise OutputError.because(folder, error) from error
-
-    def write(files: Mapping[str, bytes]) -> None:
-        try:
-            for name, content in files.items():
-                with (aside / name).open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            for name in files:
-                os.replace(aside / name, folder / name)
-        except OSError as error:
-            raise OutputError.because(folder, error) from error
-
-    try:
-        yield write
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if new and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def write_picture(file: Path, content: bytes) -> None:
-    """Write one picture. Raises `OutputError`."""
-    try:
-        file.write_bytes(content)
-    except OSError as error:
-        raise OutputError.because(file, error) from error
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """What a run's folder, or its JSON file, holds. Raises `DataError`."""
+    """A run, from its folder or its JSON file. Raises `DataError`."""
     file = path / JSON if path.is_dir() else path
     content = read_json(file, DataError)
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
@@ -199,30 +181,19 @@ def read_run(path: Path) -> dict[str, Any]:
     return content
 
 
-def as_files(content: Mapping[str, Any], plots: Mapping[str, bytes]) -> dict[str, bytes]:
-    """A run's files by name, its JSON last: where that one is, all are."""
-    return {
-        **plots,
-        CSV: as_csv(content).encode(),
-        MARKDOWN: as_markdown(content, list(plots)).encode(),
-        JSON: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode(),
-    }
-
-
-def not_alike(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What runs were not asked alike, one line each: figures beside each other may mislead.
+def setup_differences(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The settings in which runs differ, one line each: such runs are hardly comparable.
 
     Args:
-        runs: what their JSON holds, by name.
+        runs: contents of `bench.json`, by name.
     """
+    settings = {name: {key: run.get(key) for key in COMPARED} for name, run in runs.items()}
+    for name, run in runs.items():
+        settings[name]["number of prompts"] = run["overall"]["prompts"]
     found = []
-    for key in ("model", "suite", "max_tokens", "temperature", "context_lengths", "block_size"):
-        values = {name: run.get(key) for name, run in runs.items()}
-        if len({str(value) for value in values.values()}) > 1:
-            told = ", ".join(f"{name} {value}" for name, value in values.items())
-            found.append(f"{key.replace('_', ' ')} differs: {told}")
-    prompts = {name: run["overall"]["prompts"] for name, run in runs.items()}
-    if len(set(prompts.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in prompts.items())
-        found.append(f"number of prompts differs: {told}")
+    for key in (*COMPARED, "number of prompts"):
+        values = {name: of[key] for name, of in settings.items()}
+        if len(set(map(str, values.values()))) > 1:
+            each = ", ".join(f"{name} {value}" for name, value in values.items())
+            found.append(f"{key.replace('_', ' ')} differs: {each}")
     return found

@@ -1,7 +1,7 @@
-"""Any OpenAI-compatible server, asked the same prompts and timed from outside.
+"""Ask an OpenAI-compatible server the same prompts and time it from outside.
 
-One request at a time, streamed: what is measured is what one person would wait for (`clients` has
-many at once). The server's own count of tokens is used; it alone knows its tokenizer.
+Requests are streamed, one at a time or from several clients at once. Token counts are the server's
+own, because only it knows its tokenizer.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
+from statistics import quantiles
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -19,14 +21,15 @@ from urllib.request import Request, urlopen
 from ..errors import ServerError
 from ..events import FinishReason, Result, Stats
 from .datasets import BenchPrompt
-from .summary import SERVER, Measured
+from .summary import SERVER, PromptRuns
 
-TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine may take minutes
+TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine takes minutes
 END = "[DONE]"
+REQUESTS_PER_CLIENT = 2  # at least
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedResult:
     """An answer, and the seconds between its pieces of text."""
 
     result: Result
@@ -34,13 +37,13 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Server:
-    """A server and the model that it is asked for.
+class ServerClient:
+    """Sends requests to one server and model.
 
     Attributes:
-        url: up to and with /v1, or what comes before it.
-        model: the name it goes by there.
-        key: that it asks for; None brings none.
+        url: the server's address, ending in /v1.
+        model: the model's name on the server.
+        key: the API key; None sends none.
     """
 
     url: str
@@ -48,10 +51,10 @@ class Server:
     key: str | None = None
 
     @classmethod
-    def find(cls, url: str, model: str | None, key: str | None = None) -> Server:
-        """A server at this address; without a model the first one that it offers.
+    def find(cls, url: str, model: str | None, key: str | None = None) -> ServerClient:
+        """A client for the server at this address; `model` None takes the first that it lists.
 
-        An address without a scheme, as localhost:8000, is http. Raises `ServerError`.
+        An address without a scheme, like localhost:8000, is http. Raises `ServerError`.
         """
         base = (url if "://" in url else f"http://{url}").rstrip("/")
         base = base if base.endswith("/v1") else f"{base}/v1"
@@ -59,11 +62,11 @@ class Server:
             return cls(base, model, key)
         offered = cls(base, "", key).offered()
         if not offered:
-            raise ServerError(f"{base}/models names no model: give --model.")
+            raise ServerError(f"{base}/models lists no model: give --model.")
         return cls(base, offered[0], key)
 
     def offered(self) -> list[str]:
-        """The models that it names; none where it does not say. Raises `ServerError`."""
+        """Names of the server's models, empty where it does not list them. Raises `ServerError`."""
         with _open(f"{self.url}/models", key=self.key) as response:
             try:
                 return [str(one["id"]) for one in json.load(response)["data"]]
@@ -72,32 +75,24 @@ class Server:
 
     def ask(
         self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
-    ) -> Result:
-        """One streamed answer; as `timed`."""
-        return self.timed(messages, max_tokens, temperature, seed).result
+    ) -> TimedResult:
+        """Stream one answer. Its token ids are unknown.
 
-    def timed(
-        self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
-    ) -> Timed:
-        """One streamed answer and its times; token ids are unknown.
-
-        Decoding is timed from the first piece of text to the last one, and brings all tokens but
-        the first, as our own does.
-
-        Raises `ServerError`.
+        Decoding time runs from the first piece of text to the last and counts all tokens but the
+        first, like our own loop. Raises `ServerError`.
         """
         settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-        if temperature:  # at 0 it says nothing, and mlx-lm's server batches no request that has one
+        if temperature:  # mlx-lm's server does not batch requests that have a seed
             settings["seed"] = seed
         stats, text, times = Stats(), [], []
         finish_reason: FinishReason = "length"
         start = time.perf_counter()
-        for part in self.parts(messages, **settings):
-            usage = part.get("usage") or {}
+        for chunk in self.chunks(messages, **settings):
+            usage = chunk.get("usage") or {}
             stats.prompt_tokens = usage.get("prompt_tokens", stats.prompt_tokens)
             stats.output_tokens = usage.get("completion_tokens", stats.output_tokens)
-            for choice in part.get("choices") or ():
-                if piece := piece_of(choice.get("delta") or {}):
+            for choice in chunk.get("choices") or ():
+                if piece := text_of(choice.get("delta") or {}):
                     times.append(time.perf_counter())
                     text.append(piece)
                 if choice.get("finish_reason") == "stop":
@@ -107,64 +102,116 @@ class Server:
             stats.prefill_seconds = stats.first_token_seconds = times[0] - start
             stats.decode_seconds = times[-1] - times[0]
         gaps = [later - earlier for earlier, later in pairwise(times)]
-        return Timed(Result("".join(text), [], finish_reason, stats), gaps)
+        return TimedResult(Result("".join(text), [], finish_reason, stats), gaps)
 
-    def parts(
+    def chunks(
         self, messages: Sequence[dict[str, str]], **settings: Any
     ) -> Generator[dict[str, Any]]:
-        """The objects of one streamed answer, the last of them with the usage.
+        """The JSON chunks of one streamed answer; the last one has the usage.
 
-        Whoever closes it has the server stop. Raises `ServerError`.
+        Closing the generator ends the request. Raises `ServerError`.
         """
-        content = {"model": self.model, "messages": list(messages), "stream": True}
-        content |= {"stream_options": {"include_usage": True}, **settings}
-        with _open(f"{self.url}/chat/completions", content, self.key) as response:
-            yield from _parts(response, self.url)
+        body = {"model": self.model, "messages": list(messages), "stream": True}
+        body |= {"stream_options": {"include_usage": True}, **settings}
+        with _open(f"{self.url}/chat/completions", body, self.key) as response:
+            yield from _read_events(response, self.url)
 
 
 def measure_server(
-    server: Server,
+    client: ServerClient,
     prompts: Sequence[BenchPrompt],
     repeats: int,
     max_tokens: int,
     temperature: float,
     seed: int,
-) -> Iterator[Measured]:
-    """Ask every prompt `repeats` times, each conversation to its end, after one that warms up.
+) -> Iterator[PromptRuns]:
+    """Ask every prompt `repeats` times, each conversation to its end, after one warm-up request.
 
     Raises `ServerError`.
     """
-    server.ask(prompts[0].messages, min(8, max_tokens), temperature, seed)
+    settings = (max_tokens, temperature, seed)
+    client.ask(prompts[0].messages, min(8, max_tokens), temperature, seed)
     for prompt in prompts:
         turn: BenchPrompt | None = prompt
         while turn is not None:
-            asked = turn.messages
-            runs = [server.ask(asked, max_tokens, temperature, seed) for _ in range(repeats)]
-            yield Measured(turn, {SERVER: runs})
+            runs = [client.ask(turn.messages, *settings).result for _ in range(repeats)]
+            yield PromptRuns(turn, {SERVER: runs})
             turn = turn.answered(runs[0].text)
 
 
-def _open(url: str, content: dict[str, Any] | None = None, key: str | None = None) -> HTTPResponse:
+def measure_concurrency(
+    client: ServerClient,
+    prompts: Sequence[BenchPrompt],
+    clients: int,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Ask with several clients at once; each sends its next request when it has its answer.
+
+    Only the first turn of a conversation is asked. Returns tokens per second over all answers, and
+    percentiles of the seconds to the first text and between pieces of text. Raises `ServerError`.
+    """
+    count = max(len(prompts), REQUESTS_PER_CLIENT * clients)
+
+    def ask(prompt: BenchPrompt) -> TimedResult:
+        return client.ask(prompt.messages, max_tokens, temperature, seed)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(clients) as threads:
+        answers = list(threads.map(ask, islice(cycle(prompts), count)))
+    seconds = time.perf_counter() - start
+    stats = [answer.result.stats for answer in answers]
+    tokens = sum(one.output_tokens for one in stats)
+    waits = [one.first_token_seconds for one in stats if one.first_token_seconds]
+    return {
+        "clients": clients,
+        "requests": len(answers),
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "first_token_seconds": percentiles(waits),
+        "gap_seconds": percentiles([gap for answer in answers for gap in answer.gaps]),
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, 95th percentile and maximum; only the median of one value, nothing of none."""
+    if len(values) < 2:
+        return {"median": round(values[0], 4)} if values else {}
+    percent = quantiles(values, n=100, method="inclusive")
+    return {
+        "median": round(percent[49], 4),
+        "p95": round(percent[94], 4),
+        "max": round(max(values), 4),
+    }
+
+
+def text_of(delta: dict[str, Any]) -> str:
+    """The text of a chunk: the answer's, or the reasoning's before it."""
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+
+
+def _open(url: str, body: dict[str, Any] | None = None, key: str | None = None) -> HTTPResponse:
     """GET, or POST of JSON. Raises `ServerError`."""
-    data = None if content is None else json.dumps(content).encode()
+    data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     try:
-        request = Request(url, data, headers)
-        response: HTTPResponse = urlopen(request, timeout=TIMEOUT)
+        response: HTTPResponse = urlopen(Request(url, data, headers), timeout=TIMEOUT)
     except HTTPError as error:
         with error:
-            told = _told(error.read(4000).decode(errors="replace"))
-        raise ServerError(f"{url}: the server refuses ({error.code}): {told}") from error
+            message = _error_message(error.read(4000).decode(errors="replace"))
+        raise ServerError(f"{url}: the server refuses ({error.code}): {message}") from error
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ServerError(f"{url}: cannot be reached ({reason}).") from error
     return response
 
 
-def _told(text: str) -> str:
-    """What an error says: of one in OpenAI's form message and code, of others the beginning."""
+def _error_message(text: str) -> str:
+    """Message and code of an error in OpenAI's form; the beginning of any other text."""
     try:
         error = json.loads(text)["error"]
         text = f"{error['message']} ({error['code']})" if error.get("code") else error["message"]
@@ -173,7 +220,7 @@ def _told(text: str) -> str:
     return " ".join(str(text)[:300].split())
 
 
-def _parts(response: HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
+def _read_events(response: HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
     """The objects of a stream of server-sent events. Raises `ServerError` when it breaks off."""
     try:
         for line in response:
@@ -182,15 +229,10 @@ def _parts(response: HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
                 continue  # empty lines, comments, other events
             if value.strip() == END:
                 return
-            part = json.loads(value)
-            if "error" in part:
-                raise ServerError(f"{url}: the server gave up: {part['error']}")
-            yield part
+            chunk = json.loads(value)
+            if "error" in chunk:
+                raise ServerError(f"{url}: the server gave up: {chunk['error']}")
+            yield chunk
     except (OSError, HTTPException, ValueError, TypeError, RecursionError) as error:
         raise ServerError(f"{url}: the answer broke off or is no event stream.") from error
     raise ServerError(f"{url}: the answer broke off before its end.")
-
-
-def piece_of(delta: dict[str, Any]) -> str:
-    """The text of a part: the answer's, or the thinking's before it."""
-    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""

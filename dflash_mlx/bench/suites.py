@@ -1,7 +1,7 @@
-"""The benchmarks that people quote, asked as the DFlash paper's own benchmark asks.
+"""The benchmark suites that papers quote, with the wording of the DFlash paper's own benchmark.
 
 Repositories, files and columns are those of the data sets' pages. Files are downloaded whole,
-through huggingface-hub and its cache, or read from a folder of one's own.
+through huggingface-hub and its cache, or read from a local folder.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ CONTEST = (
     "You will NOT return anything except for the program\n\n### Question:\n{}\n\n### Format: {}\n"
     "```python\n{}\n```\n\n### Answer: (use the provided format with backticks)"
 )
-GIVEN = "Use the following code structure:"
-FREE = "Write your code in the following format:"
-# Of LongBench's tasks one of each kind that is in English: questions about one text and about
-# several, a summary, a search, and code to be completed.
+WITH_STARTER = "Use the following code structure:"
+WITHOUT_STARTER = "Write your code in the following format:"
+# One English task of LongBench of each kind: one document, several, summary, search, code.
 LONG_TASKS = ("multifieldqa_en", "hotpotqa", "gov_report", "passage_retrieval_en", "lcc")
 
 
@@ -46,8 +45,8 @@ class Suite:
     Attributes:
         repository: owner/name of the data set.
         file: the file in it: .jsonl, .parquet, or .zip with .jsonl files in it.
-        columns: what `turns` reads of a row; of names parted by a bar, the first that is there.
-        turns: a row's columns -> what the user says, one turn after another.
+        columns: the columns that `turns` reads. In "a|b" the first that exists counts.
+        turns: a row's columns -> the user's messages, one per turn.
         members: the files inside a .zip.
         more: further files like the first.
     """
@@ -60,9 +59,9 @@ class Suite:
     more: tuple[str, ...] = ()
 
     def prompts(self, name: str, path: Path) -> list[BenchPrompt]:
-        """The suite's prompts in their order, read from its file at `path`.
+        """Read the prompts from the suite's file at `path`, in their order.
 
-        Raises `DataError` for a file that is not what it should be, `MissingDependencyError`.
+        Raises `DataError` for a file of another form, and `MissingDependencyError`.
         """
         found = []
         for number, row in enumerate(_rows(path, self.members), start=1):
@@ -76,19 +75,19 @@ class Suite:
 
 
 def _column(row: dict[str, Any], names: str, where: str) -> Any:
-    """A row's value under the first of some names that it has. Raises `DataError`."""
+    """A row's value under the first of the names that it has. Raises `DataError`."""
     found = next((name for name in names.split("|") if name in row), None)
     if found is None:
         raise DataError(f"{where}: there is no column {' or '.join(map(repr, names.split('|')))}.")
     return row[found]
 
 
-def _asked(template: str) -> Callable[[str], Turns]:
+def _template(template: str) -> Callable[[str], Turns]:
     return lambda question: (template.format(question),)
 
 
-def _alpaca(instruction: str, given: str) -> Turns:
-    return (f"{instruction}\n\nInput:\n{given}" if given else instruction,)
+def _alpaca(instruction: str, inputs: str) -> Turns:
+    return (f"{instruction}\n\nInput:\n{inputs}" if inputs else instruction,)
 
 
 def _long(context: str, question: str) -> Turns:
@@ -96,32 +95,38 @@ def _long(context: str, question: str) -> Turns:
 
 
 def _contest(question: str, starter: str) -> Turns:
-    return (CONTEST.format(question, GIVEN if starter else FREE, starter or "# YOUR CODE HERE"),)
+    form = WITH_STARTER if starter else WITHOUT_STARTER
+    return (CONTEST.format(question, form, starter or "# YOUR CODE HERE"),)
 
 
 SUITES = {
-    "gsm8k": Suite("openai/gsm8k", "main/test-00000-of-00001.parquet", ("question",), _asked(MATH)),
-    "math500": Suite("HuggingFaceH4/MATH-500", "test.jsonl", ("problem",), _asked(MATH)),
+    "gsm8k": Suite(
+        "openai/gsm8k", "main/test-00000-of-00001.parquet", ("question",), _template(MATH)
+    ),
+    "math500": Suite("HuggingFaceH4/MATH-500", "test.jsonl", ("problem",), _template(MATH)),
     "humaneval": Suite(
         "openai/openai_humaneval",
         "openai_humaneval/test-00000-of-00001.parquet",
         ("prompt",),
-        _asked(CODE),
+        _template(CODE),
     ),
     "mbpp": Suite(
         "google-research-datasets/mbpp",
         "sanitized/test-00000-of-00001.parquet",
         ("prompt|text",),
-        _asked("{}"),
+        _template("{}"),
     ),
     "mt-bench": Suite(
         "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", ("prompt|turns",), tuple
     ),
     "aime24": Suite(
-        "HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet", ("problem",), _asked(MATH)
+        "HuggingFaceH4/aime_2024",
+        "data/train-00000-of-00001.parquet",
+        ("problem",),
+        _template(MATH),
     ),
     "aime25": Suite(
-        "MathArena/aime_2025", "data/train-00000-of-00001.parquet", ("problem",), _asked(MATH)
+        "MathArena/aime_2025", "data/train-00000-of-00001.parquet", ("problem",), _template(MATH)
     ),
     "alpaca": Suite(
         "tatsu-lab/alpaca",
@@ -136,18 +141,18 @@ SUITES = {
         _contest,
         more=tuple(f"test{number}.jsonl" for number in range(2, 7)),
     ),
-    "lbpp": Suite("CohereLabs/lbpp", "python/test.parquet", ("instruction",), _asked("{}")),
+    "lbpp": Suite("CohereLabs/lbpp", "python/test.parquet", ("instruction",), _template("{}")),
     "swe-bench": Suite(
         "princeton-nlp/SWE-bench_Lite",
         "data/test-00000-of-00001.parquet",
         ("problem_statement",),
-        _asked(ISSUE),
+        _template(ISSUE),
     ),
     "arena-hard-v2": Suite(
         "lmarena-ai/arena-hard-auto",
         "data/arena-hard-v2.0/question.jsonl",
         ("prompt",),
-        _asked("{}"),
+        _template("{}"),
     ),
     "longbench": Suite(
         "THUDM/LongBench",
@@ -160,15 +165,15 @@ SUITES = {
 
 
 def suite_prompts(name: str, hub: Hub, folder: Path | None = None) -> list[BenchPrompt]:
-    """The prompts of a suite of `SUITES`, downloaded unless they are on this disk.
+    """The prompts of a suite of `SUITES`, downloaded unless they are cached.
 
     Args:
         folder: where to read it instead; see `local_files`.
 
     Raises:
         ModelNotFoundError, DownloadError: see `Hub.fetch`.
-        MissingDependencyError: a .parquet file, and pyarrow is not installed.
-        DataError: a file that is missing from the folder, or not what it should be.
+        MissingDependencyError: pyarrow is not installed and the file is a .parquet.
+        DataError: a file is missing from the folder or has another form.
     """
     suite = SUITES[name]
     if folder is not None:
@@ -180,9 +185,9 @@ def suite_prompts(name: str, hub: Hub, folder: Path | None = None) -> list[Bench
 
 
 def local_files(name: str, folder: Path) -> list[Path]:
-    """The files of a suite in a folder: those of its repository, or one that is named after it.
+    """The files of a suite in a folder: those of its repository, or one named after it.
 
-    For "mt-bench": mt-bench.jsonl, mt_bench.jsonl, mt_bench_test.jsonl, or .parquet for .jsonl.
+    For "mt-bench": mt-bench.jsonl, mt_bench.jsonl, mt_bench_test.jsonl, or the same as .parquet.
     Raises `DataError`.
     """
     suite = SUITES[name]
@@ -200,7 +205,7 @@ def local_files(name: str, folder: Path) -> list[Path]:
 
 
 def _rows(path: Path, members: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The rows of a file, as objects; of several members in turn, one of each."""
+    """The rows of a file as objects; the members of a .zip take turns."""
     if path.suffix == ".parquet":
         return _parquet(path)
     if path.suffix == ".zip":
@@ -217,7 +222,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
         yield from parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a Parquet file, or not a whole one.") from error
+        raise DataError(f"{path}: not a complete Parquet file.") from error
 
 
 def _zipped(path: Path, members: tuple[str, ...]) -> list[list[dict[str, Any]]]:
@@ -225,7 +230,7 @@ def _zipped(path: Path, members: tuple[str, ...]) -> list[list[dict[str, Any]]]:
         with zipfile.ZipFile(path) as archive:
             texts = [io.TextIOWrapper(archive.open(name), "utf-8").readlines() for name in members]
     except (zipfile.BadZipFile, KeyError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not the archive that was expected ({error}).") from error
+        raise DataError(f"{path}: not the expected archive ({error}).") from error
     return [
         [parse_object(line, f"{path}, {name}, line {n}") for n, line in enumerate(lines, start=1)]
         for name, lines in zip(members, texts, strict=True)

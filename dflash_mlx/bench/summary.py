@@ -1,4 +1,4 @@
-"""From the runs of many prompts to the figures people read: one row per category, one for all."""
+"""Sum up the runs of many prompts: one row per category, one for all prompts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 from ..events import Result
 from .datasets import BenchPrompt
 
-# The ways to decode that are compared; one more, on trial, is called by what drafts.
+# Names of decoding methods. Drafting with chains goes by the drafter's label ("DFlash", "lookup").
 PLAIN, DDTREE, MLX_LM, SERVER = "plain", "DDTree", "mlx-lm", "server"
 BASELINES = (PLAIN, MLX_LM, SERVER)
 
 
-def drafting(ways: Iterable[str]) -> list[str]:
-    """Those of some ways that draft, chains before trees."""
-    return sorted((way for way in ways if way not in BASELINES), key=DDTREE.__eq__)
+def drafting_methods(methods: Iterable[str]) -> list[str]:
+    """The methods that draft, chains before trees."""
+    return sorted((name for name in methods if name not in BASELINES), key=DDTREE.__eq__)
 
 
-def on_trial(ways: Iterable[str]) -> str | None:
-    """The one of some ways that drafts chains; None without a drafter."""
-    return next((way for way in drafting(ways) if way != DDTREE), None)
+def chain_method(methods: Iterable[str]) -> str | None:
+    """The method that drafts chains; None without a drafter."""
+    return next((name for name in drafting_methods(methods) if name != DDTREE), None)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a text left the plain one.
+    """Where a text departs from the plain one.
 
     Attributes:
         token: the first position that differs.
-        plain, other: the token ids there; None where that text had already ended.
-        logit_gap: how far above `other` the target holds `plain` there, read from a forward of its
-            own; near 0 it is a tie that rounding decides. None where a text had ended.
+        plain, other: token ids there; None where that text has already ended.
+        logit_gap: the target's logit of `plain` minus that of `other`, from a separate forward.
+            Near 0 it is a tie that rounding decides. None where a text has ended.
     """
 
     token: int
@@ -44,44 +44,42 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A prompt and what was measured on it.
+class PromptRuns:
+    """A prompt and all runs of it.
 
     Attributes:
-        prompt: what was asked.
-        runs: by the way in which they were made, the runs in the order of the turns.
-        differences: by way, where its text leaves the plain one, None if it does not; no entry
-            where texts are not compared.
-        overhead_seconds: per round of drafting, beyond the leanest; None where there is none.
+        prompt: the question.
+        runs: runs by method, in the order in which they were made.
+        differences: by method, where its text departs from the plain one; None if it does not. A
+            method whose texts are not compared has no entry.
     """
 
     prompt: BenchPrompt
     runs: Mapping[str, Sequence[Result]]
     differences: Mapping[str, Difference | None] = field(default_factory=dict)
-    overhead_seconds: float | None = None
 
     @property
-    def best(self) -> Result:
-        """The first run of the way that is on trial: with a drafter if there is one."""
-        return self.runs[on_trial(self.runs) or next(iter(self.runs))][0]
+    def main(self) -> Result:
+        """The first drafted run, or the first run of all without a drafter."""
+        return self.runs[chain_method(self.runs) or next(iter(self.runs))][0]
 
     @property
     def exact(self) -> bool | None:
         """Whether the text is the known answer; None if none is known."""
         if self.prompt.answer is None:
             return None
-        return self.best.text.strip() == self.prompt.answer.strip()
+        return self.main.text.strip() == self.prompt.answer.strip()
 
-    def speedups(self, way: str) -> list[float]:
-        """Each run's speed over that of the plain run of the same turn."""
-        pairs = zip(self.runs.get(way, ()), self.runs.get(PLAIN, ()), strict=False)
+    def speedups(self, method: str) -> list[float]:
+        """The speed of each run over the plain run of the same turn."""
+        pairs = zip(self.runs.get(method, ()), self.runs.get(PLAIN, ()), strict=False)
         speeds = ((a.stats.tokens_per_second, b.stats.tokens_per_second) for a, b in pairs)
-        return [ours / plain if plain else 1.0 for ours, plain in speeds]
+        return [speed / plain if plain else 1.0 for speed, plain in speeds]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and the quartiles around it: half of the runs lie between `low` and `high`."""
+    """A median with quartiles: half of the values lie between `low` and `high`."""
 
     low: float
     median: float
@@ -89,7 +87,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        """The spread of some values; None of none."""
+        """The spread of some values; None without any."""
         found = list(values)
         if not found:
             return None
@@ -99,49 +97,47 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Way:
-    """The figures of one way to decode, over all runs of some prompts.
+class MethodSummary:
+    """The figures of one decoding method over all runs of some prompts.
 
     Attributes:
-        tokens_per_second: of decoding, the prefill left out.
-        first_token_seconds: from the start to the first token, the prefill included.
-        speedup: over the plain run of the same turn; None where nothing ran plainly.
-        tokens_per_round: tokens per verify forward, over all rounds together.
-        accepted: drafted tokens kept in a round -> rounds, of one run of each prompt.
-        peak_bytes: the most memory that any run took; None of another process.
-        identical: prompts whose every text is the plain one; None where texts are not compared.
+        tokens_per_second: decoding speed, without the prefill.
+        first_token_seconds: time to the first token, with the prefill.
+        speedup: over the plain run of the same turn; None where there is no plain run.
+        acceptance_length: output tokens per verify forward, over all steps together.
+        accepted: accepted draft tokens of a step -> number of steps, in one run of each prompt.
+        peak_bytes: the most memory that any run took; None for another process.
+        identical: prompts whose texts all equal the plain one; None where texts are not compared.
     """
 
     tokens_per_second: Spread
     first_token_seconds: Spread
     speedup: Spread | None
-    tokens_per_round: float | None
+    acceptance_length: float | None
     accepted: dict[int, int]
     peak_bytes: int | None
     identical: int | None
 
 
 @dataclass(frozen=True)
-class Row:
-    """The figures of some prompts: what they have in common, and each way's own."""
+class CategorySummary:
+    """The figures of some prompts, by method."""
 
     category: str
     prompts: int
     prompt_tokens: float  # median
-    output_tokens: int  # of one run of each prompt, drafted if there is a drafter
+    output_tokens: int  # of one run of each prompt
     exact: int | None  # prompts answered with the known answer
-    with_answer: int  # prompts that have one
-    overhead_ms_per_round: float | None
-    ways: dict[str, Way]
+    with_answer: int  # prompts that have a known answer
+    methods: dict[str, MethodSummary]
 
     def as_json(self) -> dict[str, Any]:
-        """The row, and beside it the figures that are asked for first."""
-        plain, mlx_lm = self.ways.get(PLAIN), self.ways.get(MLX_LM)
-        trial = on_trial(self.ways)
-        drafted = None if trial is None else self.ways[trial]
+        """The summary, and the main figures on its top level."""
+        plain, mlx_lm = self.methods.get(PLAIN), self.methods.get(MLX_LM)
+        drafted = self.methods.get(chain_method(self.methods) or "")
         speedup = drafted.speedup if drafted else None
         return asdict(self) | {
-            "acceptance_length": drafted.tokens_per_round if drafted else None,
+            "acceptance_length": drafted.acceptance_length if drafted else None,
             "speedup": speedup.median if speedup else None,
             "identical": drafted.identical if drafted else None,
             "identical_to_mlx_lm": mlx_lm.identical if mlx_lm else None,
@@ -151,56 +147,54 @@ class Row:
         }
 
 
-def summarize(category: str, measured: Sequence[Measured]) -> Row:
-    """The row of these prompts, of which there is at least one."""
-    best = [one.best.stats for one in measured]
+def summarize(category: str, measured: Sequence[PromptRuns]) -> CategorySummary:
+    """Sum up at least one prompt."""
+    stats = [one.main.stats for one in measured]
     exact = [one.exact for one in measured if one.exact is not None]
-    overheads = [one.overhead_seconds for one in measured if one.overhead_seconds is not None]
-    return Row(
+    return CategorySummary(
         category=category,
         prompts=len(measured),
-        prompt_tokens=median(stats.prompt_tokens for stats in best),
-        output_tokens=sum(stats.output_tokens for stats in best),
+        prompt_tokens=median(one.prompt_tokens for one in stats),
+        output_tokens=sum(one.output_tokens for one in stats),
         exact=sum(exact) if exact else None,
         with_answer=len(exact),
-        overhead_ms_per_round=1e3 * median(overheads) if overheads else None,
-        ways={way: _way(way, measured) for way in measured[0].runs},
+        methods={name: _summarize_method(name, measured) for name in measured[0].runs},
     )
 
 
-def _way(name: str, measured: Sequence[Measured]) -> Way:
+def _summarize_method(name: str, measured: Sequence[PromptRuns]) -> MethodSummary:
     runs = [run.stats for one in measured for run in one.runs[name]]
-    once = [one.runs[name][0].stats for one in measured]
+    first_runs = [one.runs[name][0].stats for one in measured]
     compared = [one.differences[name] for one in measured if name in one.differences]
-    rounds = sum(stats.rounds for stats in once)
+    steps = sum(stats.rounds for stats in first_runs)
     speeds = Spread.of(stats.tokens_per_second for stats in runs)
     waits = Spread.of(stats.first_token_seconds for stats in runs)
-    assert speeds and waits  # every way has run
-    return Way(
+    assert speeds and waits  # every method has run
+    return MethodSummary(
         tokens_per_second=speeds,
         first_token_seconds=waits,
         speedup=Spread.of(speedup for one in measured for speedup in one.speedups(name)),
-        tokens_per_round=sum(stats.round_tokens for stats in once) / rounds if rounds else None,
-        accepted=dict(sorted(Counter(n for s in once for n in s.accepted_per_round).items())),
+        acceptance_length=sum(s.round_tokens for s in first_runs) / steps if steps else None,
+        accepted=dict(sorted(Counter(n for s in first_runs for n in s.accepted_per_round).items())),
         peak_bytes=max(stats.peak_bytes for stats in runs) or None,
         identical=sum(difference is None for difference in compared) if compared else None,
     )
 
 
-def by_category(measured: Sequence[Measured]) -> list[Row]:
-    """One row per category, in the order in which the categories first appear."""
-    groups: dict[str, list[Measured]] = {}
+def grouped(measured: Sequence[PromptRuns]) -> dict[str, list[PromptRuns]]:
+    """The prompts by category, in the order in which categories first appear."""
+    groups: dict[str, list[PromptRuns]] = {}
     for one in measured:
         groups.setdefault(one.prompt.category, []).append(one)
-    return [summarize(category, group) for category, group in groups.items()]
+    return groups
 
 
-def differences(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Every prompt and way whose text is not the plain one, with the place and the gap there."""
+def differences(measured: Sequence[PromptRuns]) -> list[dict[str, Any]]:
+    """Every prompt and method whose text is not the plain one, as JSON holds it."""
     return [
-        {"category": one.prompt.category, "prompt": one.prompt.question, "way": way}
+        {"category": one.prompt.category, "prompt": one.prompt.question, "method": name}
         | asdict(difference)
         for one in measured
-        for way, difference in one.differences.items()
+        for name, difference in one.differences.items()
         if difference is not None
     ]

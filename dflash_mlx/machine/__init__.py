@@ -1,1 +1,1 @@
-"""What this machine is: its BLAS, its chip, its folders, its software."""
+"""This machine: its BLAS, chip, folders and software."""

@@ -1,14 +1,13 @@
-"""A real BLAS under MLX on Linux, put in place before MLX is imported.
+"""Put a fast BLAS under MLX on Linux, before MLX is imported.
 
-MLX's Linux wheel bundles the reference BLAS, whose cost is linear in the number of rows: 16 rows
-cost 16 rows, so verifying a draft at once saves nothing. MLX looks `cblas_sgemm` up by name, and a
-library that was loaded globally before it answers first. That is all that happens here: nothing is
-patched, no setting is read from the environment, and MLX's own files stay as they are.
+MLX's Linux wheel bundles the reference BLAS, whose cost is linear in the number of rows: verifying
+16 rows costs 16 times one row, so drafting saves nothing. MLX looks `cblas_sgemm` up by name, and a
+library that was loaded globally before it answers first. Nothing is patched, and MLX's own files
+stay as they are.
 
-In this order: an OpenBLAS of the system; the OpenBLAS inside numpy, reached through `blas_shim.c`,
-which is compiled once and kept in ~/.cache/dflash-mlx, or compiled at every start where nothing
-can be kept; the stock BLAS. What was chosen and why is
-in the `BlasInfo` that `use_fast_blas` returns. On macOS MLX uses Accelerate and nothing is done.
+The first of these is used: an OpenBLAS of the system; the OpenBLAS inside numpy, reached through
+`blas_shim.c`, which is compiled once into ~/.cache/dflash-mlx (or at every start if that folder
+cannot be written); the stock BLAS. On macOS MLX uses Accelerate and nothing is done.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class BlasInfo:
     """Which BLAS does MLX's matrix products on the CPU, and why that one.
 
     Attributes:
-        name: "openblas" (the system's), "numpy-openblas", "accelerate", "preloaded" (somebody else
-            loaded one globally) or "stock" (whatever MLX came with).
-        path: the library's file; None where MLX's own is used.
-        reason: one line a person can read.
+        name: "openblas" (the system's), "numpy-openblas", "accelerate", "preloaded" (loaded
+            globally before) or "stock" (MLX's own).
+        path: the library's file, where this module loaded one.
+        reason: why this BLAS, in one line.
         flushes_denormals: whether MLX's threads treat denormal numbers as zero.
     """
 
@@ -54,21 +53,20 @@ class BlasInfo:
 
 
 def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool = False) -> BlasInfo:
-    """Put the best BLAS found on this machine under MLX. Call it before anything imports MLX.
+    """Put the best BLAS of this machine under MLX. Call it before anything imports MLX.
 
-    A BLAS that cannot be found or built is no error: MLX keeps its own and `reason` says why.
+    If no fast BLAS can be found or built, MLX keeps its own and `reason` says why.
 
     Args:
-        stock: leave MLX's own BLAS in place.
-        threads: threads of one matrix product. The setting belongs to the OpenBLAS that was
-            chosen, so where that is numpy's, numpy's own products follow it too.
+        stock: keep MLX's own BLAS.
+        threads: threads per matrix product. With numpy's OpenBLAS this applies to numpy, too.
         flush_denormals: treat denormal numbers as zero on every thread where MLX multiplies
             matrices. Training needs it (denormals made it 7 times slower); decoding does not, and
             without it the arithmetic is IEEE's.
 
     Raises:
-        SettingsError: MLX is already imported, with its own BLAS, and another one is wanted (Linux
-            only), or `threads` is not a whole number, 1 or more.
+        SettingsError: MLX is already imported with its own BLAS (Linux only), or `threads` is not
+            a whole number, 1 or more.
     """
     if not isinstance(threads, Integral) or isinstance(threads, bool) or threads < 1:
         raise SettingsError("threads must be a whole number, 1 or more: give it, or leave it out.")
@@ -78,10 +76,9 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
         return BlasInfo("stock", None, f"no other BLAS is known for {sys.platform}")
     everywhere = ctypes.CDLL(None)
     if hasattr(everywhere, "cblas_sgemm"):
-        path = _file_of(everywhere.cblas_sgemm)
-        return BlasInfo("preloaded", path, "a cblas_sgemm was loaded globally before this call")
+        return BlasInfo("preloaded", None, "a cblas_sgemm was loaded globally before this call")
     if stock:
-        return BlasInfo("stock", None, "asked for")
+        return BlasInfo("stock", None, "chosen by the caller")
     if "mlx.core" in sys.modules:
         raise SettingsError(
             "MLX is already imported and keeps its BLAS: call use_fast_blas() before any import "
@@ -94,18 +91,18 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
 
 
 class _NoShim(Exception):
-    """The shim cannot be had on this machine; the message says why."""
+    """The shim cannot be built or loaded; the message says why."""
 
 
 def _use_system(library: ctypes.CDLL, threads: int, flush_denormals: bool) -> BlasInfo:
     library.openblas_set_num_threads(threads)
-    path, reason = _file_of(library.cblas_sgemm), "found on this system"
+    path, reason = library._name, "found on this system"
     if flush_denormals:
         try:
             flushes = _route("int", library.cblas_sgemm, library.cblas_dgemm, True)
             return BlasInfo("openblas", path, reason, flushes)
         except _NoShim as error:
-            reason += f"; denormals are kept: {error}"
+            reason += f"; denormals are not flushed: {error}"
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     return BlasInfo("openblas", path, reason)
 
@@ -120,11 +117,11 @@ def _use_numpy(threads: int, flush_denormals: bool) -> BlasInfo:
     except _NoShim as error:
         return BlasInfo("stock", None, f"no OpenBLAS on this system; numpy's is unused: {error}")
     library.scipy_openblas_set_num_threads64_(threads)
-    return BlasInfo("numpy-openblas", _file_of(sgemm), "bundled with numpy", flushes)
+    return BlasInfo("numpy-openblas", library._name, "bundled with numpy", flushes)
 
 
 def _system_openblas() -> ctypes.CDLL | None:
-    """The system's OpenBLAS with 32-bit sizes, which MLX can call as it is."""
+    """The system's OpenBLAS with 32-bit sizes, which MLX can call directly."""
     for name in _SYSTEM_NAMES:
         try:
             library = ctypes.CDLL(name)
@@ -140,7 +137,7 @@ def _system_openblas() -> ctypes.CDLL | None:
 
 
 def _numpy_openblas() -> ctypes.CDLL | None:
-    """The OpenBLAS inside numpy's wheel: 64-bit sizes, and names of its own. None elsewhere."""
+    """The OpenBLAS inside numpy's wheel, with 64-bit sizes and prefixed names; None without."""
     numpy = importlib.util.find_spec("numpy")
     if numpy is None or numpy.origin is None:
         return None
@@ -157,7 +154,7 @@ def _numpy_openblas() -> ctypes.CDLL | None:
 
 
 def _route(blas_int: str, sgemm: Any, dgemm: Any, flush_denormals: bool) -> bool:
-    """Load the shim globally with `sgemm` and `dgemm` behind it; whether it flushes denormals."""
+    """Load the shim globally, forwarding to these functions; returns whether denormals flush."""
     try:
         with _shim(blas_int) as path:
             shim = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -169,9 +166,9 @@ def _route(blas_int: str, sgemm: Any, dgemm: Any, flush_denormals: bool) -> bool
 
 @contextmanager
 def _shim(blas_int: str) -> Iterator[Path]:
-    """The compiled shim, from the user's cache folder or freshly built into it.
+    """The compiled shim, from the user's cache folder; built if missing.
 
-    Where nothing can be kept there, it is built for this process alone.
+    If the folder cannot be written, it is built for this process only.
     """
     source = Path(__file__).with_name("blas_shim.c").read_bytes()
     version = hashlib.sha256(source + blas_int.encode()).hexdigest()[:16]
@@ -192,11 +189,11 @@ def _shim(blas_int: str) -> Iterator[Path]:
 
 
 def _compile(source: bytes, blas_int: str, path: Path) -> None:
-    """Compile `source` into the shared library `path`, which appears whole or not at all."""
+    """Compile `source` into the shared library `path`, atomically."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise _NoShim("there is no C compiler (install gcc)")
-    # A name of its own for every process: two may build at once, and the last one's file stays.
+    # Two processes may build at once, so each has a temporary name; the last one's file stays.
     handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     built = Path(name)
@@ -207,27 +204,9 @@ def _compile(source: bytes, blas_int: str, path: Path) -> None:
         built.chmod(0o700)
         built.replace(path)
     except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+        lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise _NoShim(f"{compiler} fails to build the shim: {lines[-1]}") from error
     except subprocess.TimeoutExpired as error:
         raise _NoShim(f"{compiler} did not finish in 60 s") from error
     finally:
         built.unlink(missing_ok=True)
-
-
-class _SymbolInfo(ctypes.Structure):
-    """Dl_info of dladdr(3)."""
-
-    _fields_ = [
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    ]
-
-
-def _file_of(function: Any) -> str:
-    """The file of the library that a foreign function was loaded from."""
-    info = _SymbolInfo()
-    ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
-    return os.fsdecode(info.file or b"")

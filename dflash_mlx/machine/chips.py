@@ -1,4 +1,4 @@
-"""Apple's chips, as far as the cost of a forward depends on them; the data is in chips.toml."""
+"""Bandwidth and peak speed of Apple's chips; the data is in chips.toml."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib.resources import files
 
 from ..errors import SettingsError
 
-BANDWIDTH_SHARE = 0.85  # of the memory's bandwidth that a kernel reads weights with
-TILE_SHARE = 0.65  # of the peak that a 16-row tile computes with
+BANDWIDTH_SHARE = 0.85  # of the memory bandwidth, reached when reading weights
+TILE_SHARE = 0.65  # of the peak, reached by a 16-row tile
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Chip:
     stock_share: float
 
     def reading(self, size: float) -> float:
-        """Seconds to read so many bytes."""
+        """Seconds to read `size` bytes."""
         return size / (self.bandwidth * BANDWIDTH_SHARE)
 
     def multiplying(self, rows: int, weights: float, share: float = TILE_SHARE) -> float:
-        """Seconds of so many rows times so many weights, at a share of the peak."""
+        """Seconds to multiply `rows` rows by `weights` weights, at a share of the peak."""
         return 2 * rows * weights / (self.flops * share)
 
 
 def chips() -> list[Chip]:
-    """All chips that are known, the oldest first."""
+    """All known chips, the oldest first."""
     content = tomllib.loads(files("dflash_mlx.machine").joinpath("chips.toml").read_text("utf-8"))
     return [
         Chip(
@@ -55,7 +55,7 @@ def chips() -> list[Chip]:
 
 
 def find_chip(name: str) -> Chip | None:
-    """The chip of this name, "M4 Max", "m4max" or as the device calls itself, "Apple M4 Max"."""
+    """The chip called "M4 Max", "m4max" or, like MLX's device name, "Apple M4 Max"."""
     wanted = _joined(name.lower().removeprefix("apple"))
     return next((chip for chip in chips() if _joined(chip.name.lower()) == wanted), None)
 
@@ -65,10 +65,9 @@ def _joined(name: str) -> str:
 
 
 def chip_named(name: str) -> Chip:
-    """As `find_chip`. Raises `SettingsError` for a name that is not known."""
+    """Like `find_chip`, but raises `SettingsError` for an unknown name."""
     chip = find_chip(name)
     if chip is None:
-        raise SettingsError(
-            f"No chip {name!r} is known: {', '.join(chip.name for chip in chips())} are."
-        )
+        known = ", ".join(chip.name for chip in chips())
+        raise SettingsError(f"Unknown chip {name!r}: choose one of {known}.")
     return chip

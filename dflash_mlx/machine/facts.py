@@ -1,4 +1,4 @@
-"""What a measurement was made on: without it no number can be compared with another."""
+"""Hardware and software of this machine, recorded with every measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GB = 1e9
 
 
 def computer() -> dict[str, str]:
-    """The machine and its software, each in a word or two, as far as it is known without MLX."""
+    """Machine and software, without MLX."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "os": _system(),
@@ -24,7 +24,7 @@ def computer() -> dict[str, str]:
 
 
 def machine(blas: BlasInfo) -> dict[str, str]:
-    """The same with the device, the BLAS and the libraries that decode. Needs MLX."""
+    """`computer` with the device, the BLAS and the libraries that decode. Needs MLX."""
     import mlx.core as mx
 
     device = str(mx.default_device().type).rpartition(".")[2]
@@ -39,12 +39,12 @@ def machine(blas: BlasInfo) -> dict[str, str]:
 
 
 def memory_bytes() -> int:
-    """Bytes of the machine's memory."""
+    """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _system() -> str:
-    """The operating system with its version, as it names itself."""
+    """Name and version of the operating system."""
     if platform.system() == "Darwin":
         return f"macOS {platform.mac_ver()[0]}"
     try:
@@ -54,14 +54,14 @@ def _system() -> str:
 
 
 def _usable_cores() -> int | None:
-    """The cores this process may run on: fewer than there are when it is pinned."""
+    """Number of cores that this process may run on: fewer when it is pinned."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package; None without it."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

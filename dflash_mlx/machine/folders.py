@@ -1,4 +1,4 @@
-"""Where measurements of this machine are kept between runs, and what is there of a folder."""
+"""The cache folder, and helpers for folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder(part: str) -> Path:
-    """Where this platform keeps what can be made again; the folder need not exist."""
+    """A subfolder of this platform's cache folder; it need not exist."""
     cache = Path("Library") / "Caches" if sys.platform == "darwin" else Path(".cache")
     try:
         return Path.home() / cache / "dflash-mlx" / part
@@ -17,7 +17,7 @@ def cache_folder(part: str) -> Path:
 
 
 def bytes_in(folder: Path) -> int:
-    """What the files in a folder take, and in those below it; 0 if it is not there."""
+    """Total size of all files below a folder; 0 if it does not exist."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # another program may have deleted it meanwhile
@@ -26,5 +26,5 @@ def bytes_in(folder: Path) -> int:
 
 
 def nearest_there(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there: whose disk and permissions count."""
+    """The folder itself or its nearest existing parent: its disk and permissions count."""
     return next(path for path in (folder, *folder.parents) if path.exists())

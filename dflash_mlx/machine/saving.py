@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Write safetensors files atomically."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..errors import OutputError
 
 
 def save_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file in one move: a crash or a full disk leaves the old one, or none.
+    """Write a safetensors file. After a crash or a full disk the old file, or none, is there.
 
-    Raises `OutputError` when it cannot be written.
+    Raises `OutputError`.
     """
     part = path.with_name("unfinished.safetensors")
     try:
@@ -21,8 +21,7 @@ def save_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
         part.replace(path)
     except OSError as error:
         raise OutputError.because(path, error) from error
-    except RuntimeError as error:  # MLX's word for a write that failed
+    except RuntimeError as error:  # MLX raises this when a write fails
         raise OutputError(
-            f"{path}: cannot be written ({error}); make room on the disk, and the same command "
-            "goes on from what is whole."
+            f"{path}: cannot be written ({error}); free disk space and run the same command again."
         ) from error

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, for a while, in other hands."""
+"""Handle Ctrl-C and SIGTERM for a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `handler`; afterwards whom they called before. Main thread only."""
+    """Have SIGINT and SIGTERM call `handler`, then restore the old handlers. Main thread only."""
     before = {sent: signal.signal(sent, handler) for sent in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
