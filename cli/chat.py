@@ -110,12 +110,12 @@ def _check_is_the_servers(context: typer.Context) -> None:
 
 def _served(url: str, names: options.Names, key: str | None, settings: dict[str, Any]) -> Dialogue:
     """With the model of a server."""
-    from dflash_mlx.bench.server import Server
+    from dflash_mlx.bench.server import ServerClient
 
     from .chat_server import Served
 
     model = None if names.model == EMBEDDED else names.model
-    server = Server.find(url, model, key)
+    server = ServerClient.find(url, model, key)
     if model is not None:
         _say_if_unknown(server)
     return Served(server, settings)

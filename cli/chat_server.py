@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from dflash_mlx.bench.server import Server, piece_of
+from dflash_mlx.bench.server import ServerClient, text_of
 from dflash_mlx.errors import PromptError, ServerError, SettingsError
 from dflash_mlx.events import Event, FinishReason, Stats
 
@@ -25,7 +25,7 @@ EVERYWHERE: Final = ("temperature", "top_p", "seed", "max_tokens", "stop")
 class Remote:
     """What stands for a pair that is elsewhere."""
 
-    server: Server
+    server: ServerClient
     drafter: None = None
     chains: None = None
 
@@ -47,7 +47,7 @@ class Served(Dialogue):
         settings: as `Dialogue`'s.
     """
 
-    def __init__(self, server: Server, settings: dict[str, Any]) -> None:
+    def __init__(self, server: ServerClient, settings: dict[str, Any]) -> None:
         self.pair: Any = Remote(server)
         self.settings = settings
         self._begin_empty()
@@ -104,12 +104,12 @@ class Served(Dialogue):
         given = {key: v for key in EVERYWHERE if (v := self.settings[key]) not in unsaid}
         further = {"top_k": self.settings["top_k"], "min_p": self.settings["min_p"]}
         given |= {key: value for key, value in further.items() if value}
-        with closing(self.pair.server.parts(self.messages, **given)) as parts:
+        with closing(self.pair.server.chunks(self.messages, **given)) as parts:
             for part in parts:
                 for choice in part.get("choices") or ():
                     delta = choice.get("delta") or {}
                     reason = choice.get("finish_reason") or reason
-                    if not (text := piece_of(delta)):
+                    if not (text := text_of(delta)):
                         continue
                     now, content = time.perf_counter(), delta.get("content") or ""
                     _count(stats, part.get("x_dflash") or {}, now - last, now - start)

@@ -23,22 +23,20 @@ from dflash_mlx.cluster.reach import Reached, reach
 from dflash_mlx.drafter.config import read_json
 from dflash_mlx.errors import ConfigError, DFlashError
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.registry import EMBEDDED, pair_of
 from dflash_mlx.validation import brief, is_integer, text_config
 
 from .doctor_checks import Check
 from .machines import Machines, Member, Place
 from .output import counted, waiting
-from .roofline import EMBEDDED_ACCEPTANCE
-from .roofline_machines import config_folder
+from .roofline import published_acceptance, target_folder
 
 if TYPE_CHECKING:
-    from dflash_mlx.bench.machines import Exchange
     from dflash_mlx.cluster.link_times import LinkTimes
 
 MEASURED = "measured"  # what rank 0 tells, with the times in JSON
 MEASURE_SECONDS = 120.0  # in which ranks start, meet and measure
 LOOK_SECONDS = 0.25
+SUMS_PER_LAYER = 2  # mlx-lm's sharding sums after attention and after the MLP
 SAME = ("dflash-mlx", "mlx", "mlx-lm")  # versions that all machines must have
 JACCL_ADVICE = (
     "RDMA needs macOS 26.2, Thunderbolt 5 and 'rdma_ctl enable' in recovery mode; "
@@ -65,7 +63,7 @@ def look(path: Path | None, model: str, hub: Hub, context: typer.Context) -> Loo
     Raises `SettingsError` for a file that is none, `ConfigError` for a model's without a width, and
     the errors of `Hub.config`.
     """
-    file = config_folder(model, "target", hub) / "config.json"
+    file = target_folder(model, hub) / "config.json"
     config = read_json(file)
     width: Any = text_config(config).get("hidden_size")
     if not is_integer(width):
@@ -190,16 +188,10 @@ def _report(
     speed = f"{times.bandwidth / 1e9:.2g} GB/s"
     detail = f"{counted(times.machines, 'machine')}{over}: {sums}; of 8 MiB {speed}"
     checks = [*checks, Check("link", "ok", detail)]
-    with waiting("Reading the model's shapes"):
-        try:
-            exchanges = _exchanges(model, config, times.machines)
-        except DFlashError as error:
-            advice = "Name another --model, or another number of machines."
-            return Looked([*checks, Check("round", "fail", str(error), advice)], asdict(times))
-    plain, drafted = (_waits(exchanges, times, rows) for rows in (1, 16))
-    each = f"{exchanges.total()} sums and a message"
-    said = f"{model}: {each}: {_ms(plain)} for 1 row, {_ms(drafted)} for 16 rows"
-    tokens = _acceptance(model)
+    count = SUMS_PER_LAYER * int(text_config(config).get("num_hidden_layers", 0))
+    plain, drafted = (count * each + times.message for each in (times.row, times.rows))
+    said = f"{model}: {count} sums and a message: {_ms(plain)} for 1 row, {_ms(drafted)} for 16"
+    tokens = published_acceptance(model)
     if tokens is None:
         said += f"; drafting waits less from {drafted / plain:.1f} tokens a round on"
     else:
@@ -207,31 +199,12 @@ def _report(
         said += f", {plain * tokens / drafted:.1f}x less than plainly"
     measured = asdict(times) | {
         "model": model,
-        "exchanges": exchanges.total(),
+        "sums": count,
         "plain_seconds": plain,
         "drafted_seconds": drafted,
         "tokens": tokens,
     }
     return Looked([*checks, Check("round", "ok", said)], measured)
-
-
-def _exchanges(model: str, config: dict[str, Any], machines: int) -> Counter[Exchange]:
-    from dflash_mlx.bench.machines import shard_of
-    from dflash_mlx.bench.roofline import model_of
-
-    lazy = model_of(config, Path(model), None)
-    return shard_of(lazy, config, 0, machines, model).exchanges
-
-
-def _waits(exchanges: Counter[Exchange], times: LinkTimes, rows: int) -> float:
-    """Seconds that a round of so many rows waits: latencies, bytes, and the message before it."""
-    sums = (n * times.summing(rows * one.width * one.size) for one, n in exchanges.items())
-    return sum(sums) + times.message
-
-
-def _acceptance(model: str) -> float | None:
-    pair = pair_of(model)
-    return pair.acceptance if pair else EMBEDDED_ACCEPTANCE if model == EMBEDDED else None
 
 
 def _us(seconds: float) -> str:

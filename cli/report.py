@@ -1,22 +1,21 @@
-"""`dflash-mlx report`: runs of `bench --out` beside each other, of one machine or of several."""
+"""`dflash-mlx report`: benchmark runs of one or several machines, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from dflash_mlx.bench.report import not_alike, read_run
-from dflash_mlx.bench.summary import PLAIN, drafting
+from dflash_mlx.bench.report import read_run, setup_differences
+from dflash_mlx.bench.summary import PLAIN, drafting_methods
 
 from . import options
-from .output import make_table, note, print_json, stdout
+from .output import NOTHING, make_table, note, print_json, stdout
 
 Runs = dict[str, dict[str, Any]]
+MACHINE = ("chip", "device", "blas", "system", "memory", "mlx", "mlx-lm", "dflash-mlx")
 
 
 def report(
@@ -28,74 +27,69 @@ def report(
 ) -> None:
     """Compare benchmark runs: speeds, speedups by category, and differences in setup."""
     runs = dict(zip(_names(folders), map(read_run, folders), strict=True))
+    different = setup_differences(runs)
     if json:
-        print_json({"runs": runs, "not_alike": not_alike(runs)})
+        print_json({"runs": runs, "setup_differences": different})
         return
     stdout().print(_speeds(runs))
-    every = dict.fromkeys(way for run in runs.values() for way in run["overall"]["ways"])
-    ways = [way for way in drafting(every) if any(_spread(run, way) for run in runs.values())]
-    for way in ways:
-        stdout().print()
-        stdout().print(_speedups(runs, way))
+    overall = [run["overall"]["methods"] for run in runs.values()]
+    for method in drafting_methods({name: None for methods in overall for name in methods}):
+        if any(method in methods and methods[method]["speedup"] for methods in overall):
+            stdout().print()
+            stdout().print(_speedups(runs, method))
     for name, run in runs.items():
-        known = ("chip", "device", "blas", "system", "memory", "mlx", "mlx-lm", "dflash-mlx")
         machine = run["machine"]
-        told = ", ".join(f"{key} {machine[key]}" for key in known if key in machine)
-        note(f"{name}: {run['title']}; {run['measured']}; {told}")
-    for line in not_alike(runs):
-        note(f"not asked alike: {line}")
+        known = ", ".join(f"{key} {machine[key]}" for key in MACHINE if key in machine)
+        note(f"{name}: {run['title']}; {run['measured']}; {known}")
+    for line in different:
+        note(f"not comparable: {line}")
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Their own names, numbered where several have the same."""
+    """The folders' names, numbered where several are the same."""
     names: list[str] = []
     for folder in folders:
-        name = own = folder.resolve().name
-        for number in count(2):
-            if name not in names:
-                break
-            name = f"{own} ({number})"
-        names.append(name)
+        own = folder.resolve().name
+        numbered = (own, *(f"{own} ({number})" for number in range(2, len(folders) + 1)))
+        names.append(next(name for name in numbered if name not in names))
     return names
 
 
-def _spread(run: Mapping[str, Any], way: str) -> Mapping[str, float] | None:
-    """The speedup of a way over all prompts; None where it did not run, or nothing plain did."""
-    found = run["overall"]["ways"].get(way)
-    return found and found["speedup"]
-
-
 def _speeds(runs: Runs) -> Table:
-    """A line for each run and way."""
-    table = make_table(
-        "run", "way", "tok/s", "quartiles", "speedup", "tok/round", "first", "identical"
-    )
+    """A row for each run and method."""
+    titles = ("tok/s", "quartiles", "speedup", "acceptance", "first", "identical")
+    table = make_table("run", "method", *titles)
     for name, run in runs.items():
-        for way, figures in run["overall"]["ways"].items():
+        for method, figures in run["overall"]["methods"].items():
             speed, identical = figures["tokens_per_second"], figures["identical"]
-            speedup = figures["speedup"] if way != PLAIN else None
+            speedup = figures["speedup"] if method != PLAIN else None
+            acceptance = figures["acceptance_length"]
             table.add_row(
                 name,
-                way,
+                method,
                 f"{speed['median']:,.0f}",
                 f"{speed['low']:,.0f}-{speed['high']:,.0f}",
-                f"{speedup['median']:.2f}x" if speedup else "-",
-                f"{figures['tokens_per_round']:.2f}" if figures["tokens_per_round"] else "-",
+                f"{speedup['median']:.2f}x" if speedup else NOTHING,
+                f"{acceptance:.2f}" if acceptance else NOTHING,
                 f"{1e3 * figures['first_token_seconds']['median']:,.0f} ms",
-                "-" if identical is None else f"{identical}/{run['overall']['prompts']}",
+                NOTHING if identical is None else f"{identical}/{run['overall']['prompts']}",
             )
     return table
 
 
-def _speedups(runs: Runs, way: str) -> Table:
-    """A way's speedup: a line for each category, a column for each run."""
-    table = make_table(f"{way}, by category", *runs)
-    rows = {n: [*run["categories"], run["overall"]] for n, run in runs.items()}
-    speedups = {
-        name: {row["category"]: row["ways"][way]["speedup"] for row in of if way in row["ways"]}
-        for name, of in rows.items()
+def _speedups(runs: Runs, method: str) -> Table:
+    """A method's speedup: a row for each category, a column for each run."""
+    table = make_table(f"{method}, by category", *runs)
+    by_run = {
+        name: {row["category"]: row["methods"].get(method) for row in _rows(run)}
+        for name, run in runs.items()
     }
-    for category in dict.fromkeys(row["category"] for of in rows.values() for row in of):
-        found = [speedups[name].get(category) for name in runs]
-        table.add_row(category, *(f"{one['median']:.2f}x" if one else "-" for one in found))
+    for category in dict.fromkeys(row["category"] for run in runs.values() for row in _rows(run)):
+        found = [by_run[name].get(category) for name in runs]
+        speedups = [figures and figures["speedup"] for figures in found]
+        table.add_row(category, *(f"{one['median']:.2f}x" if one else NOTHING for one in speedups))
     return table
+
+
+def _rows(run: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*run["categories"], run["overall"]]

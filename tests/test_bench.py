@@ -6,8 +6,7 @@ import pytest
 import tinymodels
 from oracle import Oracle
 
-from dflash_mlx.bench.context import stretched
-from dflash_mlx.bench.datasets import BenchPrompt, limit_per_category, read_prompts
+from dflash_mlx.bench.datasets import BenchPrompt, read_prompts
 from dflash_mlx.bench.measure import (
     Comparison,
     first_difference,
@@ -18,13 +17,13 @@ from dflash_mlx.bench.measure import (
 )
 from dflash_mlx.bench.summary import (
     Difference,
-    Measured,
+    PromptRuns,
     Spread,
-    by_category,
     differences,
+    grouped,
     summarize,
 )
-from dflash_mlx.errors import DataError, SettingsError
+from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
 from dflash_mlx.policy.costs import Costs
@@ -32,7 +31,7 @@ from dflash_mlx.policy.trees import TreePolicy
 from dflash_mlx.policy.widths import Policy
 
 PROMPT = [5, 40, 80, 13]
-WAYS = ["plain", "DFlash", "mlx-lm"]
+METHODS = ["plain", "DFlash", "mlx-lm"]
 ASKED = BenchPrompt("sums", ({"role": "user", "content": "what is 37 + 48?"},), "85")
 
 
@@ -94,11 +93,6 @@ def test_a_bad_file_is_named(content, tmp_path):
         read_prompts(file)
 
 
-def test_the_limit_counts_by_category():
-    prompts = [BenchPrompt(category, ()) for category in "abaab"]
-    assert [p.category for p in limit_per_category(prompts, 2)] == ["a", "b", "a", "b"]
-
-
 @pytest.mark.parametrize(
     "runs, place",
     [
@@ -127,7 +121,7 @@ def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
     assert comparison.first_difference is None
     assert comparison.differences() == {"plain": None, "Oracle": None, "mlx-lm": None}
     assert comparison.plain_speed > 0 and comparison.drafted_speed > 0
-    for runs in comparison.ways.values():
+    for runs in comparison.methods.values():
         assert all(run.stats.tokens_per_second > 0 < run.stats.peak_bytes for run in runs)
         assert all(0 < run.stats.first_token_seconds for run in runs)
 
@@ -156,8 +150,8 @@ def test_turns_change_their_order():
         comparison.run_pair()
     assert comparison.order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
     comparison.order, comparison.plain = [], []
-    for comparison.trees in (None, TreePolicy.fixed(8)):
-        comparison.run_turn()
+    for comparison.tree_policy in (None, TreePolicy.fixed(8)):
+        comparison.run_all()
     there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "tree", "drafted", "plain"]
     assert comparison.order == there + back
 
@@ -221,23 +215,23 @@ def test_measure_prompts():
     pair = tinymodels.target(), tinymodels.random_drafter()
     settings = {"max_tokens": 10, "block_size": 4}
     one, first, second = measure_all(*pair, [ASKED, more], 2, **settings)
-    assert {way: len(runs) for way, runs in one.runs.items()} == dict.fromkeys(WAYS, 2)
-    assert one.differences == dict.fromkeys(WAYS)
-    assert one.exact is False and one.overhead_seconds is not None
+    assert {name: len(runs) for name, runs in one.runs.items()} == dict.fromkeys(METHODS, 2)
+    assert one.differences == dict.fromkeys(METHODS)
+    assert one.exact is False
     said = [message["content"] for message in second.prompt.messages]
     assert said == [first.prompt.question, first.runs["plain"][0].text, "and 1 more?"]
 
 
 def test_trees_take_part_where_they_are_asked_for():
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, trees=TreePolicy.fixed(8))
+    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, tree_policy=TreePolicy.fixed(8))
     assert list(one.runs) == ["plain", "DFlash", "DDTree", "mlx-lm"]
     assert one.differences == dict.fromkeys(one.runs)
     [drafted] = one.runs["DDTree"]
     assert max(drafted.stats.widths) == 8
 
 
-@pytest.mark.parametrize("of", ["policy", "trees"])
+@pytest.mark.parametrize("of", ["policy", "tree_policy"])
 def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     """Else the median is of turns that were drafted by a policy which has seen the answer."""
     knew = []
@@ -278,45 +272,27 @@ def test_no_prompt_is_refused_when_half_of_the_work_is_done():
         next(measured)
 
 
-@pytest.mark.parametrize("length", [64, 200])
-def test_prompts_are_stretched(length):
-    target = tinymodels.target()
-    prompts = [ASKED, BenchPrompt("b", ({"role": "user", "content": "tell me of the sea"},))]
-    longer = stretched(target, prompts, length, 10)
-    for before, after in zip(prompts, longer, strict=True):
-        assert after.category == f"{length} tokens"
-        assert after.question.endswith(f"\n\n{before.question}")
-        tokens = len(target.tokenizer.apply_chat_template(after.messages))
-        assert tokens == pytest.approx(length, rel=0.15)
-
-
-def test_a_context_without_room_is_refused():
-    with pytest.raises(SettingsError, match="8,192"):
-        stretched(tinymodels.target(), [ASKED], 8190, 10)
-
-
-def measured_as(prompt, drafted: Result, overhead: float, **differences) -> Measured:
+def measured_as(prompt, drafted: Result, **differences) -> PromptRuns:
     """A prompt whose plain run took three seconds."""
     runs = {"plain": [result([1] * 6, 3.0)], "DFlash": [drafted]}
-    return Measured(prompt, runs, dict.fromkeys(runs) | differences, overhead)
+    return PromptRuns(prompt, runs, dict.fromkeys(runs) | differences)
 
 
 def test_rows_sum_up_their_prompts():
     right, wrong = result([1] * 6, 1.0, " 85\n"), result([1] * 5 + [2], 1.0, "86")
     place = Difference(5, 1, 2, 0.25)
     measured = [
-        measured_as(ASKED, right, 0.002),
-        measured_as(BenchPrompt("tales", ASKED.messages), right, 0.004),
-        measured_as(ASKED, wrong, 0.006, DFlash=place),
+        measured_as(ASKED, right),
+        measured_as(BenchPrompt("tales", ASKED.messages), right),
+        measured_as(ASKED, wrong, DFlash=place),
     ]
-    sums, tales = by_category(measured)
-    assert (sums.category, sums.prompts, sums.ways["DFlash"].identical) == ("sums", 2, 1)
+    sums, tales = (summarize(*group) for group in grouped(measured).items())
+    assert (sums.category, sums.prompts, sums.methods["DFlash"].identical) == ("sums", 2, 1)
     assert (sums.exact, sums.with_answer, tales.exact, tales.with_answer) == (1, 2, None, 0)
     whole = summarize("all", measured)
-    drafted = whole.ways["DFlash"]
-    assert drafted.tokens_per_round == 2.5 and drafted.accepted == {0: 3, 3: 3}
+    drafted = whole.methods["DFlash"]
+    assert drafted.acceptance_length == 2.5 and drafted.accepted == {0: 3, 3: 3}
     assert drafted.speedup == Spread(3.0, 3.0, 3.0) and whole.output_tokens == 18
-    assert whole.overhead_ms_per_round == pytest.approx(4.0)
     headline = whole.as_json()
     assert (headline["speedup"], headline["acceptance_length"]) == (3.0, 2.5)
     assert headline["identical"] == 2 and headline["identical_to_mlx_lm"] is None
@@ -324,7 +300,7 @@ def test_rows_sum_up_their_prompts():
     assert difference == {
         "category": "sums",
         "prompt": "what is 37 + 48?",
-        "way": "DFlash",
+        "method": "DFlash",
         "token": 5,
         "plain": 1,
         "other": 2,

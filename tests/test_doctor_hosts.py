@@ -2,12 +2,10 @@
 
 import json
 import sys
-from collections import Counter
 
 import pytest
 from program import run, start
 
-from dflash_mlx.bench.machines import Exchange
 from dflash_mlx.cli import doctor_hosts
 from dflash_mlx.cluster.hosts import Host, Hosts
 from dflash_mlx.cluster.link_times import LinkTimes
@@ -114,13 +112,6 @@ def test_a_model_without_a_width_is_told(tmp_path):
     done = run("doctor", "--hosts", path, "--model", tmp_path, "--offline")
     assert done.returncode == 1 and not done.stdout
     assert "config.json: hidden_size must be 1 or more, not None." in done.stderr
-
-
-def test_a_round_by_hand():
-    """3 sums of 2,000 bytes a row at 0.1 ms and 1 GB/s, and the message of 0.3 ms."""
-    exchanges = Counter({Exchange(1000, 2): 3})
-    assert doctor_hosts._waits(exchanges, TIMES, 1) == pytest.approx(3 * 102e-6 + 300e-6)
-    assert doctor_hosts._waits(exchanges, TIMES, 16) == pytest.approx(3 * 132e-6 + 300e-6)
 
 
 class Played:

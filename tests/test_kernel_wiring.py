@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten
 from oracle import Oracle
 
 import dflash_mlx as dm
-from dflash_mlx.bench.kernels import kernel_rows
+from dflash_mlx.bench.kernels import time_shapes
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.gated import UNITS, VerifySwitchGLU
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
@@ -270,7 +270,7 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
     def clock() -> int:
         return sum(launches.counts.values())
 
-    rows = list(kernel_rows(model, config, kernels, {}, (1, 2), clock))
+    rows = list(time_shapes(model, config, kernels, {}, (1, 2), clock))
     assert [type(module) for module in model.modules()] == types
     shapes = [matrix.key for _, _, matrix in matrices(model, config)]
     shapes += ["attention 4/2 heads of 64"] * config["num_hidden_layers"]
@@ -279,7 +279,7 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
         assert row.timing.stock == {1: 0, 2: 0} and row.timing.first_row is None
         assert all(1 <= launched <= 2 for launched in row.timing.ours.values())
     known, before = {row.key: row.timing for row in rows}, clock()
-    assert list(kernel_rows(model, config, kernels, known, (1, 2), clock)) == rows
+    assert list(time_shapes(model, config, kernels, known, (1, 2), clock)) == rows
     assert clock() == before, "what is known was timed again"
 
 

@@ -1,11 +1,8 @@
 """A run's files: what is in them, that a folder gets all or none, and runs beside each other."""
 
-import csv
 import errno
-import io
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +14,15 @@ import tinymodels
 from typer.testing import CliRunner
 
 from dflash_mlx.bench.plots import caption
-from dflash_mlx.bench.report import as_markdown, not_alike, read_run, results_folder
+from dflash_mlx.bench.report import as_markdown, read_run, setup_differences, write_run
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.bench_comparison import show
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import DataError, OutputError
 from dflash_mlx.machine.blas import BlasInfo
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "bench.schema.json").read_text())
-PLOTS = ["acceptance.png", "context.png", "speedup.png"]
-FILES = [*PLOTS, "bench.csv", "bench.json", "bench.md"]
+PLOTS = ["acceptance.png", "speedup.png"]
+FILES = [*PLOTS, "bench.json", "bench.md"]
 HERE = BlasInfo("openblas", None, "made up")
 
 
@@ -77,27 +73,20 @@ def test_the_json_is_what_the_schema_says(folder):
     assert [row["category"] for row in content["categories"]] == ["sums", "more"]
     assert content["overall"]["identical"] == content["overall"]["identical_to_mlx_lm"] == 2
     assert {"chip", "os", "blas", "mlx", "mlx-lm"} <= set(content["machine"])
-    speeds = content["prompts"][0]["ways"]["DFlash"]["tokens_per_second"]
+    speeds = content["prompts"][0]["methods"]["DFlash"]["tokens_per_second"]
     assert len(speeds) == 2 and min(speeds) > 0
 
 
 def test_the_histogram_counts_every_round(folder):
     content = read_run(folder)
-    rounds = sum(one["ways"]["DFlash"]["rounds"] for one in content["prompts"])
-    accepted = content["overall"]["ways"]["DFlash"]["accepted"]
+    rounds = sum(one["methods"]["DFlash"]["steps"] for one in content["prompts"])
+    accepted = content["overall"]["methods"]["DFlash"]["accepted"]
     assert sum(accepted.values()) == rounds
     tokens = sum(int(kept) * count for kept, count in accepted.items()) + rounds
     assert tokens + len(content["prompts"]) == content["overall"]["output_tokens"] == 24
 
 
-def test_the_table_files_say_the_same(folder):
-    content = read_run(folder)
-    rows = list(csv.DictReader(io.StringIO((folder / "bench.csv").read_text())))
-    assert [row["way"] for row in rows] == ["plain", "DFlash", "mlx-lm"] * 3
-    figures = content["overall"]["ways"]["DFlash"]
-    [row] = [row for row in rows if (row["category"], row["way"]) == ("all", "DFlash")]
-    assert float(row["speedup_high"]) == figures["speedup"]["high"]
-    assert float(row["tokens_per_second"]) == figures["tokens_per_second"]["median"]
+def test_the_table_says_the_same(folder):
     text = (folder / "bench.md").read_text()
     assert text.count("| DFlash |") == 3 and all(f"]({name})" in text for name in PLOTS)
     assert "openblas" in text and "- max tokens: 12" in text
@@ -112,14 +101,14 @@ def test_the_plots_are_images(folder):
 
 def test_differences_are_told(folder):
     content = read_run(folder)
-    place = {"category": "sums", "prompt": "a\nb", "way": "DFlash", "token": 4, "plain": 1}
+    place = {"category": "sums", "prompt": "a\nb", "method": "DFlash", "token": 4, "plain": 1}
     content["differences"] = [
         place | {"other": 2, "logit_gap": 0.012},
         place | {"other": None, "logit_gap": None},
     ]
     jsonschema.validate(content, SCHEMA)
     text = as_markdown(content)
-    assert "DFlash, token 5 (logit gap 0.012): a b" in text and "(one ended)" in text
+    assert "DFlash, from token 5 on (logit gap 0.012): a b" in text and "(one ended)" in text
 
 
 def test_json_for_programs(tiny, tmp_path):
@@ -137,25 +126,9 @@ def test_json_for_programs(tiny, tmp_path):
     assert {"chip", "blas", "mlx", "mlx-lm", "python"} <= set(content["machine"])
 
 
-def test_a_context_sweep_has_a_row_for_each_length(tiny, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "what is 37 + 48?"}')
-    options = ["--prompts", prompts, "-n", "4", "--repeats", "1", "--context-length", "60,120"]
-    done = program("bench", *options, "--out", tmp_path / "run")
-    assert done.exit_code == 0, done.output
-    content = read_run(tmp_path / "run")
-    assert [row["category"] for row in content["categories"]] == ["60 tokens", "120 tokens"]
-    assert [row["prompt_tokens"] for row in content["categories"]] == [
-        pytest.approx(length, rel=0.15) for length in (60, 120)
-    ]
-    jsonschema.validate(content, SCHEMA)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        ["--context-length", "many"],
-        ["--context-length", "0"],
         ["--suite", "nope"],
         ["--tree-budget", "1"],
         ["--tree-budget", "many"],
@@ -216,68 +189,23 @@ def test_plots_say_what_was_measured(folder):
         assert part in said, said
 
 
-@pytest.mark.parametrize("overhead, busy", [(-0.5, True), (0.5, False)])
-def test_an_overhead_below_nothing_is_blamed_on_the_machine(overhead, busy, folder, capsys):
-    content = json.loads((folder / "bench.json").read_text())
-    content["overall"]["overhead_ms_per_round"] = overhead
-    show(content)
-    said = capsys.readouterr().err
-    assert ("the machine was busy" in said) == busy
-    assert ("leanest: 0.50 ms" in said) != busy
+def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, tmp_path):
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "bench.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.touch()
 
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_full_disk_leaves_nothing_behind(there, monkeypatch, tmp_path):
-    out = tmp_path / "run"
-    if there:
-        out.mkdir()
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    synced = iter([None, full])
-
-    def fsync(descriptor: int) -> None:
-        if error := next(synced):
-            raise error
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OutputError, match="the disk is full") as error:
-        with results_folder(out) as write:
-            write({"one": b"1", "two": b"2"})
-    assert "\n" not in str(error.value)
-    assert out.exists() == there and not list(tmp_path.rglob("one"))
-
-
-def test_a_disk_that_is_really_full(tmp_path):
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(mounted)]
-    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        with pytest.raises(OutputError, match="the disk is full"):
-            with results_folder(mounted / "run") as write:
-                write({"small": b"1", "large": bytes(100_000)})
-        assert not list(mounted.iterdir())
-    finally:
-        subprocess.run(["umount", str(mounted)], check=True)
-
-
-def test_files_come_together_or_not_at_all(tmp_path):
-    out = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        with results_folder(out):
-            assert not [name for name in os.listdir(out) if not name.startswith(".")]
-            raise KeyboardInterrupt
-    assert not out.exists()
-    with results_folder(out) as write:
-        write({"one": b"1", "two": b"2"})
-    assert sorted(os.listdir(out)) == ["one", "two"]
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OutputError, match="the disk is full"):
+        write_run(tmp_path / "run", read_run(folder), {"one.png": b"1"})
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
     other = read_run(folder)
     other["machine"]["chip"] = "Apple M5 Max"
     other["max_tokens"] = 256
-    other["overall"]["ways"]["DFlash"]["speedup"]["median"] = 4.375
+    other["overall"]["methods"]["DFlash"]["speedup"]["median"] = 4.375
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "bench.json").write_text(json.dumps(other))
     done = program("report", folder, tmp_path / "second" / "bench.json")
@@ -285,8 +213,8 @@ def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
     assert "Apple M5 Max" in done.stderr
     assert "max tokens differs: first 12, bench.json 256" in done.stderr.replace("\n", " ")
     content = json.loads(program("report", folder, tmp_path / "second", "--json").stdout)
-    assert list(content["runs"]) == ["first", "second"] and len(content["not_alike"]) == 1
-    assert not_alike({"a": other, "b": other}) == []
+    assert list(content["runs"]) == ["first", "second"] and len(content["setup_differences"]) == 1
+    assert setup_differences({"a": other, "b": other}) == []
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"format": "dflash-mlx bench"}'])

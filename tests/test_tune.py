@@ -6,13 +6,14 @@ import mlx.core as mx
 from program import run
 from rich.console import Console
 
-from dflash_mlx.bench.kernels import KernelRow
-from dflash_mlx.cli.tune import _table as costs_table
-from dflash_mlx.cli.tune_kernels import as_json, table
+from dflash_mlx.bench.kernels import ShapeTiming
+from dflash_mlx.cli.tune import _cost_table, _kernel_json, _kernel_table
 from dflash_mlx.kernels.calibration import Timing
 from dflash_mlx.policy.costs import keep_costs, read_costs
 
-ROW = KernelRow("4096x4096 affine 4-bit g64", 36, Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4}))
+ROW = ShapeTiming(
+    "4096x4096 affine 4-bit g64", 36, Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4})
+)
 
 
 def test_costs_are_kept_until_they_are_asked_for_again(pair, tmp_path, monkeypatch):
@@ -41,7 +42,7 @@ def test_costs_are_kept_until_they_are_asked_for_again(pair, tmp_path, monkeypat
     assert not first["corrected_by_rounds"] and "corrected" not in shown.stderr
     [kept] = (tmp_path / ".cache" / "dflash-mlx" / "costs").glob("measure-*.json")
     keep_costs(kept, read_costs(kept).corrected({1: 1.0, 16: 2.0}, 16))
-    assert "have corrected what was measured" in " ".join(tuned().stderr.split())
+    assert "have corrected these figures" in " ".join(tuned().stderr.split())
     anew = json.loads(tuned("--again", "--json").stdout)
     assert anew["milliseconds"]["chains"] != chains and not anew["corrected_by_rounds"]
 
@@ -56,12 +57,12 @@ def test_costs_that_cannot_be_kept(pair, tmp_path, monkeypatch):
 
 def test_figures_of_many_widths_have_a_unit_on_a_narrow_terminal(capsys):
     """Learnt costs have a figure for nearly every width, more than 80 columns hold."""
-    Console(width=80).print(costs_table({"chains": {64: dict.fromkeys(range(1, 17), 12.5)}}))
-    assert capsys.readouterr().out.startswith("ms a round, by its rows\n")
+    Console(width=80).print(_cost_table({"chains": {64: dict.fromkeys(range(1, 17), 12.5)}}))
+    assert capsys.readouterr().out.startswith("ms per step, by rows\n")
 
 
 def test_the_table_of_timings(capsys):
-    Console(width=100).print(table([ROW]))
+    Console(width=100).print(_kernel_table([ROW]))
     printed = capsys.readouterr().out
     assert "100/200" in printed and "500/300" in printed and printed.split()[-1] == "16"
-    assert as_json(ROW)["ours_from"] == 16
+    assert _kernel_json(ROW)["ours_from"] == 16

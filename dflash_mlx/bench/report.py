@@ -1,12 +1,10 @@
-"""A benchmark run as files: JSON with everything, CSV and Markdown for people.
+"""A benchmark run as files: JSON with everything, Markdown for people.
 
 docs/bench.schema.json describes the JSON.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -21,8 +19,7 @@ from .protocol import protocol_figures
 from .summary import PLAIN, PromptRuns, differences, grouped, summarize
 
 FORMAT, VERSION = "dflash-mlx bench", 1
-JSON, CSV, MARKDOWN = "bench.json", "bench.csv", "bench.md"
-SPREADS = ("tokens_per_second", "first_token_seconds", "speedup")
+JSON, MARKDOWN = "bench.json", "bench.md"
 HEADER = (
     *("category", "method", "tok/s", "speedup", "acceptance"),
     *("first token", "peak", "identical"),
@@ -67,29 +64,6 @@ def _prompt(one: PromptRuns) -> dict[str, Any]:
             for name, runs in stats.items()
         },
     }
-
-
-def as_csv(content: Mapping[str, Any]) -> str:
-    """A line for each category and method, then those over all prompts."""
-    lines = [
-        {
-            **{key: row[key] for key in ("category", "prompts", "prompt_tokens", "output_tokens")},
-            "method": name,
-            **{key: method[key] for key in ("acceptance_length", "identical", "peak_bytes")},
-            **{
-                f"{spread}{end}": method[spread] and method[spread][value]
-                for spread in SPREADS
-                for end, value in (("", "median"), ("_low", "low"), ("_high", "high"))
-            },
-        }
-        for row in _rows(content)
-        for name, method in row["methods"].items()
-    ]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return out.getvalue()
 
 
 def as_markdown(content: Mapping[str, Any], plots: Sequence[str] = ()) -> str:
@@ -156,7 +130,6 @@ def write_run(folder: Path, content: Mapping[str, Any], plots: Mapping[str, byte
     """
     files = {
         **plots,
-        CSV: as_csv(content).encode(),
         MARKDOWN: as_markdown(content, list(plots)).encode(),
         JSON: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode(),
     }

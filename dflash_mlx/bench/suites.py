@@ -6,11 +6,10 @@ through huggingface-hub and its cache, or read from a local folder.
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,9 @@ class Suite:
 
     Attributes:
         repository: owner/name of the data set.
-        file: the file in it: .jsonl, .parquet, or .zip with .jsonl files in it.
+        file: the file in it: .jsonl, .parquet, or .zip with a .jsonl of each of `LONG_TASKS`.
         columns: the columns that `turns` reads. In "a|b" the first that exists counts.
         turns: a row's columns -> the user's messages, one per turn.
-        members: the files inside a .zip.
         more: further files like the first.
     """
 
@@ -55,7 +53,6 @@ class Suite:
     file: str
     columns: tuple[str, ...]
     turns: Callable[..., Turns]
-    members: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
 
     def prompts(self, name: str, path: Path) -> list[BenchPrompt]:
@@ -64,7 +61,7 @@ class Suite:
         Raises `DataError` for a file of another form, and `MissingDependencyError`.
         """
         found = []
-        for number, row in enumerate(_rows(path, self.members), start=1):
+        for number, row in enumerate(_rows(path), start=1):
             where = f"{name}, row {number} of {path}"
             first, *then = self.turns(*(_column(row, column, where) for column in self.columns))
             question = ({"role": "user", "content": first},)
@@ -154,13 +151,7 @@ SUITES = {
         ("prompt",),
         _template("{}"),
     ),
-    "longbench": Suite(
-        "THUDM/LongBench",
-        "data.zip",
-        ("context", "input"),
-        _long,
-        members=tuple(f"data/{task}.jsonl" for task in LONG_TASKS),
-    ),
+    "longbench": Suite("THUDM/LongBench", "data.zip", ("context", "input"), _long),
 }
 
 
@@ -204,13 +195,11 @@ def local_files(name: str, folder: Path) -> list[Path]:
     raise DataError(f"{folder}: neither {suite.file} nor {name}.jsonl is there.")
 
 
-def _rows(path: Path, members: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The rows of a file as objects; the members of a .zip take turns."""
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
         return _parquet(path)
     if path.suffix == ".zip":
-        each = _zipped(path, members)
-        return (row for row in chain.from_iterable(zip_longest(*each)) if row is not None)
+        return _zipped_tasks(path)
     return (parse_object(line, f"{path}, line {number}") for number, line in lines_of(path))
 
 
@@ -225,13 +214,12 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}: not a complete Parquet file.") from error
 
 
-def _zipped(path: Path, members: tuple[str, ...]) -> list[list[dict[str, Any]]]:
+def _zipped_tasks(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of all tasks in turns, so that a few rows have some of each."""
     try:
         with zipfile.ZipFile(path) as archive:
-            texts = [io.TextIOWrapper(archive.open(name), "utf-8").readlines() for name in members]
+            tasks = [archive.read(f"data/{task}.jsonl").decode() for task in LONG_TASKS]
     except (zipfile.BadZipFile, KeyError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not the expected archive ({error}).") from error
-    return [
-        [parse_object(line, f"{path}, {name}, line {n}") for n, line in enumerate(lines, start=1)]
-        for name, lines in zip(members, texts, strict=True)
-    ]
+    for lines in zip_longest(*(task.split("\n") for task in tasks), fillvalue=""):
+        yield from (parse_object(line, str(path)) for line in lines if line)
