@@ -6,10 +6,10 @@ docs/bench.schema.json describes the JSON.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..errors import DataError, OutputError
@@ -118,9 +118,11 @@ def check_folder(folder: Path) -> None:
     """
     if (folder / JSON).exists():
         raise OutputError(f"{folder} holds a run already: choose another folder.")
-    there = nearest_there(folder)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise OutputError(f"{folder}: cannot be written; choose another folder.")
+    try:
+        with TemporaryDirectory(dir=nearest_there(folder)):
+            pass
+    except OSError as error:
+        raise OutputError.because(folder, error) from error
 
 
 def write_run(folder: Path, content: Mapping[str, Any], plots: Mapping[str, bytes]) -> None:
