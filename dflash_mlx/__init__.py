@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .loop import generate, stream_generate
     from .machine.blas import use_fast_blas
     from .policy.widths import Policy
-    from .prefix.store import PrefixStore
+    from .prefix.cache import PrefixStore
     from .proposal import Proposal
     from .targets import Target
 
@@ -78,7 +78,7 @@ _HOME = {
     "Job": ".engine.job",
     "MissingDependencyError": ".errors",
     "Policy": ".policy.widths",
-    "PrefixStore": ".prefix.store",
+    "PrefixStore": ".prefix.cache",
     "Proposal": ".proposal",
     "Result": ".events",
     "Stats": ".events",

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from .drafter.protocol import Drafter, DraftSession, check_pair, start_session
 from .errors import SettingsError
-from .prefix.protocol import Prefix
+from .prefix.cache import PrefixCache
 from .sampling import Sampler
 from .targets import Target, TargetSession
 from .targets.caches import check_kv_bits
@@ -65,11 +65,11 @@ class Conversation:
         drafter: Drafter | None,
         kv_bits: int | None = None,
         *,
-        prefix: Prefix | None = None,
+        prefix: PrefixCache | None = None,
         salt: str = "",
     ) -> None:
         check_pair(target, drafter)
-        check_type("prefix", prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
+        check_type("prefix", prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)")
         check_kv_bits(kv_bits)
         if not isinstance(salt, str):
             raise SettingsError(f"salt must be text, not {brief(salt)}.")
@@ -133,7 +133,7 @@ class Conversation:
 
         Args:
             prompt, sampler: the request's.
-            ends: where other prompts will part from this one, for the store (`Prefix.stops`).
+            ends: where other prompts are likely to diverge, for `PrefixCache`.
         """
         pairs = zip(self.ids, prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -179,7 +179,7 @@ class Conversation:
         stops: list[int] = []
         if self._prefix is not None:
             sessions = self.target, self.drafter
-            stops = self._prefix.stops(*sessions, prompt, self._ends, self._salt)
+            stops = self._prefix.checkpoint_positions(*sessions, prompt, self._ends, self._salt)
         self._prompt, self._reader_thread, self._settled = prompt, threading.get_ident(), False
         for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, step):
             last_begins = self.target.position == len(prompt) - LAST_STEP
@@ -217,7 +217,7 @@ class Conversation:
     def keep(self, mark: bool = True) -> None:
         """Store what the caches hold, if there is a store; at the end of a request, with a mark."""
         if self._prefix is not None:
-            self._prefix.keep(self.target, self.drafter, self.ids, mark, self._salt)
+            self._prefix.insert(self.target, self.drafter, self.ids, mark, self._salt)
 
     def extend(
         self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int] | None = None

@@ -14,7 +14,7 @@ from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Stats
 from .policy.rounds import AnyPolicy, plan_rounds
-from .prefix.protocol import Prefix
+from .prefix.cache import PrefixCache
 from .prompt import Prompt, branch_points, encode_prompt
 from .request import Request
 from .sampling import Sampler
@@ -58,7 +58,7 @@ class GenerationSettings(SamplingSettings):
     stop: str | Sequence[str] | None = None
     continues: bool = False
     conversation: Conversation | None = None
-    prefix: Prefix | None = None
+    prefix: PrefixCache | None = None
     salt: str = ""
 
     def __post_init__(self) -> None:
@@ -71,7 +71,9 @@ class GenerationSettings(SamplingSettings):
             check_integer("block_size", self.block_size)
         check_type("policy", self.policy, AnyPolicy, "dm.Policy.of(target, drafter)")
         check_type("conversation", self.conversation, Conversation, "dm.Conversation(...)")
-        check_type("prefix", self.prefix, Prefix, "dm.PrefixStore(target, drafter, memory=...)")
+        check_type(
+            "prefix", self.prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)"
+        )
         check_kv_bits(self.kv_bits)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         if not isinstance(self.continues, bool):

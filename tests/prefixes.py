@@ -1,6 +1,6 @@
-"""Sessions without a model, for the store: each row is a hash of all tokens up to its own.
+"""Sessions without a model for the prefix cache: each row is a hash of all tokens up to its own.
 
-So whatever the store mixes up, a parent, a border, a window of another place, is seen in the rows.
+So the rows show a wrong parent, block border or checkpoint.
 """
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ def hashes(ids, start=0):
 
 
 class Session(DraftSession):
-    """What target and drafter keep: rows, and a state where they cannot be cut."""
+    """Rows of a target or drafter, and a state if they cannot be trimmed."""
 
     intact = storable = can_trim = True
 
@@ -54,7 +54,7 @@ class Session(DraftSession):
 
 
 class Target:
-    """What the store asks of a target; `seed` is of its weights."""
+    """What the cache needs of a target; `seed` is of its weights."""
 
     tokenizer = None
 
@@ -78,28 +78,28 @@ class Drafter:
 
 
 def store(target, drafter=None, **settings):
-    """A store of small chunks, with room for all."""
+    """A prefix cache of small blocks, with room for all."""
     settings = {"memory": 2**30, "chunk": CHUNK, "stride": 4 * CHUNK, "disk_left": 0} | settings
     return dm.PrefixStore(target, drafter or Drafter(), **settings)
 
 
 def request(store, prompt, answer=(), step=8, kv_bits=None, salt="", ends=()):
-    """A request as `Conversation` makes it; the tokens that it began with, which are right."""
+    """A request as `Conversation` makes it; returns the tokens that it started with, checked."""
     of = {"kv_bits": kv_bits, "salt": salt}
     target, drafter, held = store.open(prompt, Sampler(), **of)
     sessions = target, drafter
     for session in sessions:
         assert session.values == hashes(prompt[:held])
     assert held < len(prompt)
-    stops = store.stops(*sessions, prompt, ends, salt)
+    stops = store.checkpoint_positions(*sessions, prompt, ends, salt)
     for stop in (*stops, len(prompt)):
         while target.position < stop:
             more = prompt[target.position : min(stop, target.position + step)]
             for session in sessions:
                 session.take(more)
-            store.keep(*sessions, prompt[: target.position], target.position in stops, salt)
+            store.insert(*sessions, prompt[: target.position], target.position in stops, salt)
     text = [*prompt, *answer[:-1]]  # the last token of an answer is in no cache
     for session in sessions:
         session.take(text[len(prompt) :])
-    store.keep(*sessions, text, True, salt)
+    store.insert(*sessions, text, True, salt)
     return held

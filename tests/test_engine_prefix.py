@@ -75,8 +75,8 @@ def test_the_store_is_told_what_is_alive():
     model = target()
     store = dm.PrefixStore(model, None, memory=2**28, chunk=CHUNK)
     rooms: list[int] = []
-    leave = store.leave_room
-    store.leave_room = lambda size: rooms.append(size) or leave(size)
+    leave = store.reserve
+    store.reserve = lambda size: rooms.append(size) or leave(size)
     with dm.Engine(model, None, prefix=store) as engine:
         for job in [engine.submit(prompt_of(30, seed), max_tokens=4) for seed in range(3)]:
             job.result()

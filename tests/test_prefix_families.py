@@ -11,7 +11,7 @@ from tinymodels import target as tiny_target
 import dflash_mlx as dm
 from dflash_mlx.drafter.combined import CombinedDrafter
 from dflash_mlx.drafter.lookup import LookupDrafter
-from dflash_mlx.prefix.store import CHUNK
+from dflash_mlx.prefix.cache import CHUNK
 from dflash_mlx.sampling import Sampler
 
 GIB = 2**30
@@ -90,22 +90,21 @@ def test_chunks_of_the_real_size(family):
 def read(store, ids, prompt):
     """Have a store read a prompt, and an answer as if it had been decoded in blocks."""
     target, drafter, _ = store.open(ids[:prompt], Sampler())
-    stops = store.stops(target, drafter, ids[:prompt])
+    stops = store.checkpoint_positions(target, drafter, ids[:prompt])
     for _, taps in target.prefill(ids[target.position : prompt], stops):
         take(drafter, ids[: target.position], taps)
-        store.keep(target, drafter, ids[: target.position], mark=target.position in stops)
+        store.insert(target, drafter, ids[: target.position], checkpoint=target.position in stops)
     while target.position < len(ids):
         block = ids[target.position : target.position + 40]
         _, taps = target.verify(dm.Proposal(block))
         target.commit(range(len(block)))
         take(drafter, ids[: target.position], taps)
-    store.keep(target, drafter, ids, mark=True)
+    store.insert(target, drafter, ids, checkpoint=True)
 
 
 def take(drafter, ids, taps):
     """Tell a drafter what came last."""
-    if hasattr(drafter, "read"):
-        drafter.read_tokens(ids[len(ids) - taps.shape[1] :])
+    drafter.read_tokens(ids[len(ids) - taps.shape[1] :])
     drafter.extend(taps)
 
 

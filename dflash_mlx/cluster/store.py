@@ -9,13 +9,13 @@ from typing import Any
 
 from ..drafter.protocol import Drafter
 from ..errors import SettingsError
-from ..prefix.store import PrefixStore
+from ..prefix.cache import PrefixCache
 from ..targets.caches import strip_prefix
 from .sessions import PIECE, LeadingTarget, number_of
 from .wire import Kind
 
 
-class LeadingStore(PrefixStore):
+class LeadingStore(PrefixCache):
     """Rank 0's store. `memory` is what each machine keeps.
 
     Raises `SettingsError` for a folder: the others' parts would not be in it.
@@ -27,10 +27,10 @@ class LeadingStore(PrefixStore):
         super().__init__(target, drafter, **settings)
         self._leader = target.leader
 
-    def _let_go(self, key: bytes) -> None:
+    def _evict(self, key: bytes) -> None:
         arrays = self._entries[key].arrays or {}
         for part in ("rows", "state"):
             piece = strip_prefix(arrays, f"target.{part}.")
             if PIECE in piece:
                 self._leader.tell(Kind.FREE, number_of(piece))
-        super()._let_go(key)
+        super()._evict(key)

@@ -22,7 +22,7 @@ from ..policy.costs import Meanwhile
 from ..policy.rounds import AnyPolicy
 from ..policy.trees import TreePolicy
 from ..policy.widths import Policy
-from ..prefix.protocol import Prefix
+from ..prefix.cache import PrefixCache
 from ..prompt import Prompt
 from ..request import Request
 from ..sampling import Sampler
@@ -70,7 +70,7 @@ class Engine(AbstractContextManager["Engine", None]):
         *,
         policy: AnyPolicy | None = None,
         memory: int | None = None,
-        prefix: Prefix | None = None,
+        prefix: PrefixCache | None = None,
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
         together: Together | None = None,

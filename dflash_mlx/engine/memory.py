@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..drafter.protocol import Drafter, cache_bytes
 from ..errors import NotEnoughMemoryError
-from ..prefix.protocol import Prefix
+from ..prefix.cache import PrefixCache
 from ..request import Request
 from ..targets import Target
 
@@ -35,7 +35,7 @@ class Memory:
         target: Target,
         drafter: Drafter | None,
         size: int | None,
-        store: Prefix | None = None,
+        store: PrefixCache | None = None,
         ahead: int = AHEAD,
     ) -> None:
         self._target, self._drafter, self._store = target, drafter, store
@@ -65,7 +65,7 @@ class Memory:
         if self._size is None and self._store is None:
             return False
         needed = sum(self.bytes(each, each.stats.block_size) for each in requests)
-        stored = self._store is None or self._store.leave_room(needed)
+        stored = self._store is None or self._store.reserve(needed)
         return not stored or (self._size is not None and needed > self._size)
 
     def bytes(self, request: Request, further: int) -> int:

@@ -1,1 +1,1 @@
-"""What requests share of what they have read: prompts that begin alike are read once."""
+"""A cache of what requests have read: prompts with a common prefix are read once."""

@@ -1,9 +1,8 @@
-"""Entries on disk: a safetensors file each, so that hits outlast the process.
+"""A prefix cache's entries on disk: a safetensors file each.
 
-A file's name says what it is and its checksum, so the folder needs no index, and whatever is not as
-it was written is a miss: it is removed. Nothing that goes wrong here concerns a request. One thread
-writes; it takes up arrays that others have computed, and computes none. It ends with the program,
-after its last file.
+A file's name holds its key and checksum, so the folder needs no index. A damaged file is a miss and
+is removed; no error here reaches a request. One thread writes; it computes no arrays. The program
+ends after its last file.
 """
 
 from __future__ import annotations
@@ -28,40 +27,40 @@ import mlx.core as mx
 
 from ..errors import OutputError
 from ..threads import clean_up_at_end
-from .entries import Entry, Place, Places
+from .blocks import CheckpointIndex, Entry, Location
 
 NAME = re.compile(
-    r"(rows|mark)-(?P<key>[0-9a-f]{64})(-(?P<chunk>[0-9a-f]{64})-(?P<length>\d{1,9}))?"
-    r"-(?P<checksum>[0-9a-f]{8})\.safetensors"
+    r"(block|checkpoint)-(?P<key>[0-9a-f]{64})"
+    r"(-(?P<block>[0-9a-f]{64})-(?P<length>\d{1,9}))?-(?P<checksum>[0-9a-f]{8})\.safetensors"
 )
 UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.\d+")
-STALE = 3600  # seconds after which an unfinished file is nobody's
+STALE_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
 
 
 @dataclass
 class File:
-    """An entry's file: its name, its bytes, and the place of a mark."""
+    """An entry's file: its name, its bytes, and the location of a checkpoint."""
 
     name: str
     size: int
-    place: Place | None
+    location: Location | None
 
 
-class Folder:
-    """The files of a store's folder, in the order in which they are let go.
+class DiskCache:
+    """The files of a folder, in least-recently-used order.
 
     Args:
-        path: a folder `prefix` in it is made and used, open to this user alone.
+        path: the files are in its subfolder `prefix`, which is created for this user only.
         budget: bytes of all files.
-        left_free: bytes of the disk that are never used.
+        left_free: bytes of the disk that stay free.
 
-    Raises `OutputError` when the folder cannot be made or read.
+    Raises `OutputError` when the folder cannot be created or read.
     """
 
     def __init__(self, path: Path, budget: int, left_free: int) -> None:
         self._path, self._budget, self._left_free = path / "prefix", budget, left_free
         self._files: OrderedDict[bytes, File] = OrderedDict()
-        self._places, self._lock = Places(), threading.Lock()
+        self._index, self._lock = CheckpointIndex(), threading.Lock()
         self._warned = False
         self._last: Future[None] | None = None
         try:
@@ -72,61 +71,60 @@ class Folder:
             raise OutputError.because(self._path, error) from error
         self._writer = ThreadPoolExecutor(1, "dflash-prefix", initializer=clean_up_at_end)
 
-    def after(self, chunk: bytes) -> list[tuple[int, bytes]]:
-        """As `Places.after`, of the marks that are here."""
-        with self._lock:
-            return self._places.after(chunk)
-
-    def has(self, key: bytes) -> bool:
-        """Whether there is a file of this name; what is in it is seen when it is read."""
+    def __contains__(self, key: bytes) -> bool:
+        """Whether there is a file for this key, damaged or not."""
         return key in self._files
 
-    def read(self, key: bytes) -> Entry | None:
-        """An entry, computed; None, and no file any more, if it is not what was written."""
+    def checkpoints_after(self, block: bytes) -> set[tuple[int, bytes]]:
+        """Length and key of every checkpoint behind a block."""
         with self._lock:
-            file = self._files.get(key)
+            return self._index.after(block)
+
+    def read(self, key: bytes) -> Entry | None:
+        """An entry, computed; None for a damaged file, which is removed."""
+        file = self._files.get(key)
         if file is None:
             return None
         try:
             data = (self._path / file.name).read_bytes()
-            if file.name != _name(key, file.place, data):
-                raise ValueError("another checksum")
+            if file.name != _name(key, file.location, data):
+                raise ValueError("wrong checksum")
             loaded: Any = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
-            arrays, said = loaded
-            if said.get("key") != key.hex():
-                raise ValueError("another entry")
+            arrays, metadata = loaded
+            if metadata.get("key") != key.hex():
+                raise ValueError("wrong key")
             mx.eval(arrays)
         except (OSError, RuntimeError, ValueError):
-            self.drop(key)
+            self.remove(key)
             return None
-        return Entry(key, arrays, file.place)
+        return Entry(key, arrays, file.location)
 
-    def keep(self, path: Sequence[bytes], new: Sequence[Entry] = ()) -> None:
-        """Write entries, soon, and have this place, with all before it, be the last to go.
+    def write(self, path: Sequence[bytes], new: Sequence[Entry] = ()) -> None:
+        """Write new entries in the background, and mark all entries of a text as used.
 
         Args:
-            path: keys of the place and, in front of it, of what it needs.
-            new: entries of it, computed or about to be.
+            path: the keys of the text's entries, in order.
+            new: those that have no file yet; their arrays are computed or being computed.
         """
-        with suppress(RuntimeError):  # the program ends
-            self._last = self._writer.submit(self._keep, path, new)
+        with suppress(RuntimeError):  # the program is ending
+            self._last = self._writer.submit(self._write_all, path, new)
 
     def flush(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         if self._last is not None:
             self._last.result()
 
-    def drop(self, key: bytes) -> None:
+    def remove(self, key: bytes) -> None:
         """Remove an entry's file."""
         with self._lock:
-            self._drop(key)
+            self._remove(key)
 
-    def _keep(self, path: Sequence[bytes], new: Iterable[Entry]) -> None:
-        """In the writer's thread."""
+    def _write_all(self, path: Sequence[bytes], new: Iterable[Entry]) -> None:
+        """Runs in the writer's thread."""
         try:
             for entry in new:
-                if not self.has(entry.key) and not self._write(entry, set(path)):
-                    break  # what comes after it would be of no use
+                if entry.key not in self and not self._write(entry, set(path)):
+                    break  # the entries after it are useless without it
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -137,10 +135,14 @@ class Folder:
             for later, key in enumerate(reversed(path)):
                 if key in self._files:
                     self._files.move_to_end(key)
-                    self._stamp(key, now + 1000 * later)
+                    when = now + 1000 * later
+                    try:
+                        os.utime(self._path / self._files[key].name, ns=(when, when))
+                    except OSError:  # another process removed it
+                        self._remove(key)
 
     def _write(self, entry: Entry, needed: set[bytes]) -> bool:
-        """Write a file whole or not at all; False without room beside what is needed."""
+        """Write an entry's file in one move; False if it was evicted or there is no room."""
         arrays = entry.arrays
         if arrays is None:
             return False
@@ -149,7 +151,7 @@ class Folder:
         data = buffer.getbuffer()
         if not self._make_room(len(data), needed):
             return False
-        name = _name(entry.key, entry.place, data)
+        name = _name(entry.key, entry.location, data)
         unfinished = self._path / f".{entry.key.hex()}.{os.getpid()}"
         try:
             opened = os.open(unfinished, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
@@ -159,18 +161,18 @@ class Folder:
         finally:
             unfinished.unlink(missing_ok=True)
         with self._lock:
-            self._add(entry.key, File(name, len(data), entry.place))
+            self._add(entry.key, File(name, len(data), entry.location))
         return True
 
     def _make_room(self, size: int, needed: set[bytes]) -> bool:
-        """Let old files go until another fits."""
+        """Remove the least recently used files, except `needed`, until `size` bytes fit."""
         with self._lock:
             held = sum(file.size for file in self._files.values())
             for key in [key for key in self._files if key not in needed]:
                 if self._fits(held + size, size):
                     return True
                 held -= self._files[key].size
-                self._drop(key)
+                self._remove(key)
             return self._fits(held + size, size)
 
     def _fits(self, total: int, size: int) -> bool:
@@ -179,45 +181,37 @@ class Folder:
 
     def _add(self, key: bytes, file: File) -> None:
         self._files[key] = file
-        if file.place is not None:
-            self._places.add(key, file.place)
+        self._index.add(key, file.location)
 
-    def _drop(self, key: bytes) -> None:
+    def _remove(self, key: bytes) -> None:
         file = self._files.pop(key, None)
-        self._places.forget(key)
         if file is not None:
-            with suppress(OSError):  # it may not be ours to remove: it is not asked for again
+            self._index.remove(key, file.location)
+            with suppress(OSError):
                 (self._path / file.name).unlink(missing_ok=True)
 
-    def _stamp(self, key: bytes, when: int) -> None:
-        """Write down when a file was used; one that another process has removed is none."""
-        try:
-            os.utime(self._path / self._files[key].name, ns=(when, when))
-        except OSError:
-            self._drop(key)
-
     def _scan(self) -> None:
-        """Learn what is here; remove what a process that was killed left behind."""
+        """Find the files of earlier processes; remove unfinished ones."""
         found = []
         for item in os.scandir(self._path):
             try:
                 named, status = NAME.fullmatch(item.name), item.stat(follow_symlinks=False)
             except FileNotFoundError:
-                continue  # another process has finished it, or removed it
+                continue  # another process has just finished or removed it
             if named is not None:
-                chunk = named["chunk"]
-                place = Place(bytes.fromhex(chunk), int(named["length"])) if chunk else None
-                file = File(item.name, status.st_size, place)
+                block, location = named["block"], None
+                if block is not None:
+                    location = Location(bytes.fromhex(block), int(named["length"]))
+                file = File(item.name, status.st_size, location)
                 found.append((status.st_mtime_ns, bytes.fromhex(named["key"]), file))
-            elif UNFINISHED.fullmatch(item.name) and status.st_mtime < time.time() - STALE:
+            elif UNFINISHED.fullmatch(item.name) and status.st_mtime < time.time() - STALE_SECONDS:
                 Path(item.path).unlink(missing_ok=True)
-        found.sort(key=lambda each: each[0])
-        for _, key, file in found:
+        for _, key, file in sorted(found, key=lambda each: each[0]):
             self._add(key, file)
 
 
-def _name(key: bytes, place: Place | None, data: bytes | memoryview) -> str:
-    """The name of an entry's file: what it is, and a checksum of all of it."""
-    where = "" if place is None else f"-{place.chunk.hex()}-{place.length}"
-    kind = "rows" if place is None else "mark"
+def _name(key: bytes, location: Location | None, data: bytes | memoryview) -> str:
+    """The name of an entry's file, with a checksum of its contents."""
+    where = "" if location is None else f"-{location.block.hex()}-{location.length}"
+    kind = "block" if location is None else "checkpoint"
     return f"{kind}-{key.hex()}{where}-{zlib.crc32(data):08x}.safetensors"

@@ -1,0 +1,169 @@
+"""Blocks and checkpoints of a prefix cache, and their keys.
+
+A text is cut into blocks of equal length. The key of a block is a hash of the key before it and of
+the block's tokens; the first one hangs on a root key: the models, `kv_bits` and the salt. So equal
+keys mean equal rows, in this process or an earlier one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..drafter.combined import CombinedDrafter
+from ..drafter.protocol import Drafter, DraftSession
+from ..targets import Target, TargetSession
+from ..targets.caches import Arrays, strip_prefix
+
+FORMAT = 2  # of the stored arrays and their keys
+SAMPLE = 1024  # numbers of each weight array that the fingerprint reads
+
+
+@dataclass(frozen=True)
+class Location:
+    """The position of a checkpoint: `length` tokens after a block, fewer than a block has."""
+
+    block: bytes
+    length: int
+
+
+@dataclass
+class Entry:
+    """The rows of a block, or what a session needs to start from a checkpoint.
+
+    The arrays share no memory with caches or other entries, so evicting an entry frees its bytes.
+
+    Attributes:
+        key: of the block or checkpoint.
+        arrays: contiguous, by session and name; None after eviction.
+        location: of a checkpoint; None for a block.
+    """
+
+    key: bytes
+    arrays: Arrays | None
+    location: Location | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(x.nbytes for x in (self.arrays or {}).values())
+
+
+class CheckpointIndex:
+    """Finds checkpoints by the block before them."""
+
+    def __init__(self) -> None:
+        self._after: dict[bytes, dict[bytes, int]] = {}
+
+    def add(self, key: bytes, location: Location | None) -> None:
+        """Add a checkpoint; a block, which has no location, is ignored."""
+        if location is not None:
+            self._after.setdefault(location.block, {})[key] = location.length
+
+    def remove(self, key: bytes, location: Location | None) -> None:
+        """Remove a checkpoint; a block is ignored."""
+        if location is not None:
+            found = self._after[location.block]
+            del found[key]
+            if not found:
+                del self._after[location.block]
+
+    def after(self, block: bytes) -> set[tuple[int, bytes]]:
+        """Length and key of every checkpoint behind a block."""
+        return {(length, key) for key, length in self._after.get(block, {}).items()}
+
+
+def fingerprint(target: Target, drafter: Drafter | None) -> bytes:
+    """A hash of everything that determines the rows of a pair: weights, configs, mlx-lm.
+
+    Of each array it reads name, shape, type and `SAMPLE` evenly spaced numbers: training changes
+    nearly all of them.
+    """
+    mlx_lm = ".".join(version("mlx-lm").split(".")[:2])
+    digest = sha256(f"dflash-mlx {FORMAT}, mlx-lm {mlx_lm}".encode())
+    _add_model(digest, target.model, target.config)
+    network = drafter.network if isinstance(drafter, CombinedDrafter) else drafter
+    digest.update(type(drafter).__qualname__.encode())
+    if isinstance(network, nn.Module):
+        _add_model(digest, network, repr(getattr(network, "config", None)))
+    return digest.digest()
+
+
+def root_key(pair: bytes, kv_bits: int | None, salt: str, size: int) -> bytes:
+    """The key before the first block, for a pair's `fingerprint` and a block size in tokens.
+
+    Requests with another `kv_bits` or salt share nothing.
+    """
+    return _hash(b"root", pair, json.dumps([kv_bits, salt, size]).encode())
+
+
+def block_keys(root: bytes, ids: Sequence[int], size: int) -> list[bytes]:
+    """The keys of the full blocks at the start of these tokens."""
+    packed, keys, key = _packed(ids), [], root
+    for end in range(size, len(ids) + 1, size):
+        key = _hash(b"block", key, packed[end - size : end].tobytes())
+        keys.append(key)
+    return keys
+
+
+def checkpoint_key(block: bytes, tail: Sequence[int]) -> bytes:
+    """The key of a checkpoint some tokens, fewer than a block, after a block."""
+    return _hash(b"checkpoint", block, _packed(tail).tobytes())
+
+
+def copy_rows(target: TargetSession, drafter: DraftSession, start: int, end: int) -> Arrays:
+    """A copy of the rows of both sessions from `start` to `end`."""
+    rows = _named("target.rows.", target.rows(start, end))
+    return rows | _named("draft.rows.", drafter.rows(start, end))
+
+
+def copy_state(target: TargetSession, drafter: DraftSession) -> Arrays:
+    """A copy of the states of both sessions at their position."""
+    return _named("target.state.", target.state()) | _named("draft.state.", drafter.state())
+
+
+def restore(
+    target: TargetSession, drafter: DraftSession, position: int, pieces: Sequence[Arrays], room: int
+) -> None:
+    """Start new sessions with `position` tokens.
+
+    Args:
+        target, drafter: new sessions.
+        position: tokens in the pieces.
+        pieces: the arrays of blocks, then of a checkpoint, if the pair needs one.
+        room: tokens that are about to follow.
+    """
+    session: TargetSession | DraftSession
+    for name, session in (("target", target), ("draft", drafter)):
+        rows = [strip_prefix(piece, f"{name}.rows.") for piece in pieces]
+        session.restore(position, rows, strip_prefix(pieces[-1], f"{name}.state."), room)
+
+
+def _named(prefix: str, arrays: Arrays) -> Arrays:
+    return {f"{prefix}{name}": mx.contiguous(x) for name, x in arrays.items()}
+
+
+def _packed(ids: Sequence[int]) -> Any:
+    return np.asarray(ids, dtype="<u4")
+
+
+def _hash(*parts: bytes) -> bytes:
+    return sha256(b"".join(parts)).digest()
+
+
+def _add_model(digest: Any, model: nn.Module, config: Any) -> None:
+    digest.update(json.dumps(config, sort_keys=True, default=repr).encode())
+    for name, array in sorted(tree_flatten(model.parameters())):
+        step = max(1, array.size // SAMPLE)
+        sample = mx.contiguous(array.reshape(-1)[::step]).view(mx.uint8)
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        digest.update(np.asarray(sample).tobytes())

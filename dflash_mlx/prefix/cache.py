@@ -1,0 +1,309 @@
+"""The prefix cache: what requests have read, for prompts that begin the same way.
+
+Blocks of a text are found by their keys, one after another. A pair whose caches cannot be trimmed
+to any position (sliding windows, recurrent states) also needs a checkpoint at or before the end of
+the match.
+
+Entries are evicted in least-recently-used order. A use moves the last entry of a text to the end of
+that order, and behind it the ones before it, last to first. So a block is never evicted before what
+needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..drafter.protocol import Drafter, DraftSession, check_pair, start_session
+from ..errors import SettingsError
+from ..sampling import Sampler
+from ..targets import Target, TargetSession
+from ..targets.caches import Arrays
+from ..validation import MAX_BYTES, check_integer
+from .blocks import (
+    CheckpointIndex,
+    Entry,
+    Location,
+    block_keys,
+    checkpoint_key,
+    copy_rows,
+    copy_state,
+    fingerprint,
+    restore,
+    root_key,
+)
+from .disk import DiskCache
+
+CHUNK = 256  # tokens of a block
+STRIDE = 4096  # tokens of a long prompt between checkpoints
+MAX_CHECKPOINTS = 8  # of one text
+UNCACHED = 2  # last tokens of a prompt that are always read: one row is computed differently
+TAIL = 16  # tokens at a prompt's end that the next turn may not repeat: "<|assistant|><think>"
+
+
+class PrefixCache:
+    """What requests of one pair have read, so that a common prefix is read once.
+
+    A request starts where the longest cached prefix of its prompt ends, and reads the rest. Its
+    text is the same as without the cache. Pass it to `stream_generate(..., prefix=cache)` or
+    `Conversation(..., prefix=cache)`; any number of requests and threads may share it.
+
+    Prompts and answers can be recovered from the folder, and the time to the first token shows
+    whether a prefix was cached: give users that must not learn this different salts.
+
+    Args:
+        target, drafter: the pair; None for no drafter. With a drafter whose sessions are not
+            `storable` (`DraftSession`), nothing is cached.
+        memory: bytes for cached entries and for the caches of live requests together.
+        folder: where entries are written as well, so that they outlast the process; it is created,
+            readable by this user only.
+        disk: bytes of its files.
+        disk_left: bytes of the disk that stay free.
+        chunk: tokens of a block. Small blocks leave less to read again and take longer to find.
+        stride: tokens of a long prompt between checkpoints.
+
+    Raises:
+        SettingsError: not a pair, or a number out of its range.
+        OutputError: the folder cannot be created.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        memory: int,
+        folder: str | Path | None = None,
+        disk: int = 32 << 30,
+        disk_left: int = 10 << 30,
+        chunk: int = CHUNK,
+        stride: int = STRIDE,
+    ) -> None:
+        check_pair(target, drafter)
+        disk = check_integer("disk", disk, most=MAX_BYTES)
+        disk_left = check_integer("disk_left", disk_left, least=0, most=MAX_BYTES)
+        self.capacity = check_integer("memory", memory, most=MAX_BYTES)
+        self.reserved = 0  # bytes for live requests
+        self.used = 0  # bytes of entries
+        self._target, self._drafter = target, drafter
+        self._pair = fingerprint(target, drafter)
+        self._chunk, self._stride = check_integer("chunk", chunk), check_integer("stride", stride)
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._index = CheckpointIndex()
+        self._disk = (
+            None if folder is None else DiskCache(Path(folder).expanduser(), disk, disk_left)
+        )
+        self._lock = threading.RLock()
+
+    def check(self, target: Target, drafter: Drafter | None) -> None:
+        """Raise `SettingsError` unless the cache belongs to this pair."""
+        if self._target is not target or self._drafter is not drafter:
+            raise SettingsError("The prefix store is of another target or drafter: make a new one.")
+
+    def open(
+        self, prompt: Sequence[int], sampler: Sampler, kv_bits: int | None = None, salt: str = ""
+    ) -> tuple[TargetSession, DraftSession, int]:
+        """New sessions of both, and how many tokens of the prompt they hold already.
+
+        At least two tokens of the prompt are left to read. Requests with another `kv_bits` or salt
+        share nothing.
+        """
+        taps = () if self._drafter is None else self._drafter.tap_layers
+        target = self._target.start(taps, kv_bits)
+        drafter = start_session(self._drafter, self._target, sampler)
+        if not drafter.storable:
+            return target, drafter, 0
+        cacheable = prompt[: max(0, len(prompt) - UNCACHED)]
+        with self._lock:
+            position, pieces = self._find(target, drafter, cacheable, salt)
+        if position:
+            room = len(prompt) - position + self._chunk
+            restore(target, drafter, position, pieces, room)
+            drafter.read_tokens(prompt[:position])
+        return target, drafter, position
+
+    def checkpoint_positions(
+        self,
+        target: TargetSession,
+        drafter: DraftSession,
+        prompt: Sequence[int],
+        ends: Sequence[int] = (),
+        salt: str = "",
+    ) -> list[int]:
+        """Where reading the rest of a prompt should pause for an `insert` with a checkpoint.
+
+        Empty for a pair whose caches can be trimmed to any position. All are ends of blocks: before
+        the positions in `ends`, where other prompts are likely to diverge (by default before the
+        prompt's end), every `stride` tokens, and where this prompt diverges from a cached one.
+        """
+        if not drafter.storable or can_trim(target, drafter):
+            return []
+        keys = block_keys(self._root(target.kv_bits, salt), prompt, self._chunk)
+        with self._lock:
+            diverges = len(self._cached_prefix(keys)) * self._chunk
+        ends = [end // self._chunk * self._chunk for end in ends or [len(prompt) - TAIL]]
+        strides = range(0, len(prompt), -(-self._stride // self._chunk) * self._chunk)
+        last = len(prompt) - UNCACHED
+        return sorted(p for p in {diverges, *ends, *strides} if target.position < p <= last)
+
+    def insert(
+        self,
+        target: TargetSession,
+        drafter: DraftSession,
+        ids: Sequence[int],
+        checkpoint: bool = False,
+        salt: str = "",
+    ) -> None:
+        """Cache what is new of these tokens, between two forwards. Does not wait for the device.
+
+        Args:
+            target, drafter: a request's sessions, from `open` or not.
+            ids: all tokens that both hold.
+            checkpoint: make this position one to start from, also for a pair that needs one.
+            salt: as in `open`.
+        """
+        if not drafter.storable or not target.intact:
+            return
+        if not len(ids) == target.position == drafter.position:
+            return
+        root, size = self._root(target.kv_bits, salt), self._chunk
+        keys = block_keys(root, ids, size)
+        with self._lock:
+            new = [
+                Entry(key, copy_rows(target, drafter, at * size, (at + 1) * size))
+                for at, key in enumerate(keys)
+                if key not in self._entries
+            ]
+            path = list(keys)
+            if checkpoint and ids and not can_trim(target, drafter):
+                start, last = len(keys) * size, [root, *keys][-1]
+                path.append(key := checkpoint_key(last, ids[start:]))
+                if key not in self._entries:
+                    rows = copy_rows(target, drafter, start, len(ids)) if start < len(ids) else {}
+                    arrays = rows | copy_state(target, drafter)
+                    new.append(Entry(key, arrays, Location(last, len(ids) - start)))
+                    self._thin_out([root, *keys], ids)
+            self._add(new, path)
+            kept = [entry for entry in new if entry.arrays is not None]
+            mx.async_eval([entry.arrays for entry in kept])
+            if self._disk is not None:
+                self._disk.write(path, kept)
+
+    def reserve(self, size: int) -> bool:
+        """Leave this many bytes to live requests, evicting entries; False if there are fewer."""
+        with self._lock:
+            if size > self.capacity:
+                return False
+            self.reserved = size
+            self._shrink()
+            return True
+
+    def flush(self) -> None:
+        """Wait until all entries are written to the folder, if there is one."""
+        if self._disk is not None:
+            self._disk.flush()
+
+    def clear(self) -> None:
+        """Evict everything from memory; a folder keeps its files."""
+        with self._lock:
+            while self._entries:
+                self._evict(next(iter(self._entries)))
+
+    def _root(self, kv_bits: int | None, salt: str) -> bytes:
+        return root_key(self._pair, kv_bits, salt, self._chunk)
+
+    def _cached_prefix(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The first of these keys that are all in memory or on disk."""
+
+        def is_cached(key: bytes) -> bool:
+            return key in self._entries or (self._disk is not None and key in self._disk)
+
+        return list(takewhile(is_cached, keys))
+
+    def _find(
+        self, target: TargetSession, drafter: DraftSession, ids: Sequence[int], salt: str
+    ) -> tuple[int, list[Arrays]]:
+        """The length of the longest cached prefix, and the arrays that make it up."""
+        root = self._root(target.kv_bits, salt)
+        keys = block_keys(root, ids, self._chunk)
+        while True:
+            path = self._cached_prefix(keys)
+            position = len(path) * self._chunk
+            if not can_trim(target, drafter):
+                found = self._checkpoints([root, *path], ids)
+                position, last = found[-1] if found else (0, None)
+                path = [] if last is None else [*path[: position // self._chunk], last]
+            entries = [entry for entry in map(self._get, path) if entry is not None]
+            if len(entries) == len(path):
+                break  # otherwise a file was damaged and is gone now: search again
+        pieces = [entry.arrays or {} for entry in entries]
+        self._add([entry for entry in entries if entry.key not in self._entries], path)
+        if self._disk is not None and path:
+            self._disk.write(path)
+        return position, pieces
+
+    def _checkpoints(self, keys: Sequence[bytes], ids: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Position and key of the checkpoints of these tokens, in order.
+
+        keys: the root's and those of the leading blocks.
+        """
+        found = []
+        for at, block in enumerate(keys):
+            start = at * self._chunk
+            on_disk = set() if self._disk is None else self._disk.checkpoints_after(block)
+            for length, key in sorted(self._index.after(block) | on_disk):
+                tail = ids[start : start + length]
+                if len(tail) == length and checkpoint_key(block, tail) == key:
+                    found.append((start + length, key))
+        return found
+
+    def _get(self, key: bytes) -> Entry | None:
+        """An entry from memory or disk; None if its file is damaged."""
+        entry = self._entries.get(key)
+        if entry is None and self._disk is not None:
+            return self._disk.read(key)
+        return entry
+
+    def _thin_out(self, keys: Sequence[bytes], ids: Sequence[int]) -> None:
+        """Drop early checkpoints of a text with too many; the first may be a system prompt's."""
+        found = self._checkpoints(keys, ids)
+        for _, key in found[1 : max(1, len(found) + 2 - MAX_CHECKPOINTS)]:
+            if self._disk is not None:
+                self._disk.remove(key)
+            if key in self._entries:
+                self._evict(key)
+
+    def _add(self, new: Sequence[Entry], path: Sequence[bytes]) -> None:
+        """Add entries, and mark all entries of a text as used."""
+        for entry in new:
+            self._entries[entry.key] = entry
+            self.used += entry.size
+            self._index.add(entry.key, entry.location)
+        for key in reversed(path):
+            if key in self._entries:
+                self._entries.move_to_end(key)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while self._entries and self.used + self.reserved > self.capacity:
+            self._evict(next(iter(self._entries)))
+
+    def _evict(self, key: bytes) -> None:
+        """Remove an entry from memory; if it is not on disk yet, it is not written any more."""
+        entry = self._entries.pop(key)
+        self.used -= entry.size
+        entry.arrays = None
+        self._index.remove(key, entry.location)
+
+
+def can_trim(target: TargetSession, drafter: DraftSession) -> bool:
+    """Whether a pair can start from any position of its rows, without checkpoints."""
+    return target.can_trim and drafter.can_trim
+
+
+PrefixStore = PrefixCache  # the public name
