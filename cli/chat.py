@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_mlx.errors import PromptError, ServerError
+from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.registry import EMBEDDED
 
 from . import options
-from .chat_commands import obey, reader
-from .chat_dialogue import Dialogue, read_talk
-from .chat_loop import Chat
-from .chat_settings import check
-from .generate_options import System
-from .generate_question import utf8
-from .output import note
-from .pair import Pair, open_pair
+from .chat_commands import read_conversation, run_command
+from .chat_conversation import Chat
+from .chat_models import ChatModel, LocalModel, ServedModel
+from .generate_prompt import System, check_text
+from .output import counted, note
+from .pair import open_pair
 
 if TYPE_CHECKING:
     from dflash_mlx import Target
 
+    from .chat_input import LineReader
+
+HINT = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
+
 Resume = Annotated[
     Path | None,
     options.value(
-        "--resume",
-        group=options.DECODING,
-        metavar="FILE",
-        help="Go on with a conversation that /save has written.",
+        group=options.DECODING, metavar="FILE", help="Continue a conversation saved with /save."
     ),
 ]
-
-
 Address = Annotated[
     str | None,
     options.value(
         "--server",
-        group=options.DECODING,
+        group=options.MODEL,
         metavar="URL",
-        help="Talk to a server that runs; no model is loaded here.",
+        help="Talk to a running server instead of loading a model.",
     ),
 ]
 ApiKey = Annotated[
     str | None,
-    options.value("--api-key", group=options.DECODING, metavar="KEY", help="The server's key."),
+    options.value(group=options.MODEL, metavar="KEY", help="The key for --server."),
 ]
 
 
@@ -56,76 +56,83 @@ def chat(
     names: options.Names,
     no_draft: options.NoDraft = False,
     weights: options.Weights,
+    server: Address = None,
+    api_key: ApiKey = None,
     max_tokens: options.MaxTokens = 1024,
     sampling: options.Sampling,
     rounds: options.Rounds,
     stop: options.Stop = None,
     system: System = None,
     resume: Resume = None,
-    server: Address = None,
-    api_key: ApiKey = None,
     verbose: options.Verbose = False,
 ) -> None:
-    """Chat with a model. In a pipe, each line is a turn and stdout has only the answers."""
-    talk = None if resume is None else read_talk(resume.expanduser())
+    """Chat with a model. In a pipe, each line is a message and stdout has only the answers."""
+    if api_key is not None and server is None:
+        raise typer.BadParameter("needs --server", param_hint="--api-key")
     if system is not None:
-        utf8(system, "The system message")
+        check_text(system, "The system message")
+    messages = [] if resume is None else read_conversation(resume.expanduser())
     settings = sampling.settings() | {"max_tokens": max_tokens, "stop": stop or ()}
+    model: ChatModel
     if server is not None:
-        _check_is_the_servers(context)
-        dialogue = _served(server, names, api_key, settings)
-    elif api_key is not None:
-        raise typer.BadParameter("goes with --server", param_hint="--api-key")
+        _check_served(context)
+        model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
     else:
-        pair = open_pair(names, weights, rounds, no_draft, check=_can_chat)
-        dialogue = _loaded(pair, settings)
-    if talk is not None:
-        dialogue.go_on(*talk)
+        pair = open_pair(names, weights, rounds, no_draft, check=_check_can_chat)
+        model = LocalModel(pair)
+    conversation = Chat(model, settings, messages, verbose)
     if system is not None:
-        dialogue.set_system(system)
-    Chat(dialogue, obey, reader, verbose).run()
+        conversation.set_system(system)
+    _run(conversation)
 
 
-def _can_chat(target: Target) -> None:
+def _check_can_chat(target: Target) -> None:
     if not target.tokenizer.has_chat_template:
         raise PromptError(f"{target.name} has no chat template: it cannot chat.")
 
 
-def _loaded(pair: Pair, settings: dict[str, Any]) -> Dialogue:
-    """With a model in this process."""
-    decoding = {"block_size": pair.block_size, "kv_bits": pair.kv_bits, "policy": pair.policy}
-    check(settings, pair.target.vocab_size)
-    return Dialogue(pair, settings | decoding)
-
-
-def _check_is_the_servers(context: typer.Context) -> None:
-    """Refuse the options of a pair and its rounds: those a server has chosen for itself."""
-    pairs = [field.name for group in (options.Weights, options.Rounds) for field in fields(group)]
-    ours = ["draft", "no_draft", *pairs, "verbose"]
-    if given := [options.spelled(name) for name in ours if options.is_given(name, context)]:
+def _check_served(context: typer.Context) -> None:
+    """Refuse the options that a server has already decided."""
+    groups: tuple[Any, ...] = (options.Weights, options.Rounds)
+    names = ["draft", "no_draft", "verbose", *(f.name for group in groups for f in fields(group))]
+    given = [options.spelled(name) for name in names if options.is_given(name, context)]
+    if given:
         raise typer.BadParameter(
-            f"goes without {', '.join(given)}: that is the server's affair", param_hint="--server"
+            f"cannot be combined with {', '.join(given)}", param_hint="--server"
         )
 
 
-def _served(url: str, names: options.Names, key: str | None, settings: dict[str, Any]) -> Dialogue:
-    """With the model of a server."""
-    from dflash_mlx.bench.server import ServerClient
+def _run(chat: Chat) -> None:
+    """Take turns until the person leaves. Raises `DFlashError` only in a pipe."""
+    read: Callable[[], str | None] = _read_piped
+    if chat.interactive:
+        from .chat_input import LineReader
 
-    from .chat_server import Served
+        note(f"{chat.model.title}\n{HINT}")
+        if chat.messages:
+            note(f"{counted(len(chat.messages), 'message')} so far.")
+        read = partial(_read_typed, LineReader())
+    typed = sys.stdin.isatty()  # a pipe may send anything, so it sends no commands
+    while not chat.leaving and (line := read()) is not None:
+        if line.strip() and not (typed and run_command(chat, line)):
+            chat.ask(line)
 
-    model = None if names.model == EMBEDDED else names.model
-    server = ServerClient.find(url, model, key)
-    if model is not None:
-        _say_if_unknown(server)
-    return Served(server, settings)
 
-
-def _say_if_unknown(server: Any) -> None:
-    """Say that a server does not name the model it is asked for: it may answer by another."""
+def _read_piped() -> str | None:
+    """The next line of stdin; None at its end."""
     try:
-        offered = server.offered()
-    except ServerError:  # not all say; the first question tells whether it is there at all
-        return
-    if offered and server.model not in offered:
-        note(f"{server.url} serves {', '.join(offered)}, which may be what answers.")
+        line = sys.stdin.buffer.readline().decode()
+    except UnicodeError as error:
+        raise PromptError("The input is not UTF-8 text.") from error
+    return line.rstrip("\n") if line else None
+
+
+def _read_typed(reader: LineReader) -> str | None:
+    """The next message of a person; None when they leave."""
+    try:
+        return reader.read()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        note("Ctrl-D or /quit leaves.")
+        return ""

@@ -1,94 +1,72 @@
-"""An answer on its way to the screen: thinking dimmed, and a ribbon of what every round kept."""
+"""An answer on its way to stdout: whole words on a terminal, reasoning dimmed."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
 
-from .chat_wrap import DIM, NORMAL, Wrapped
+from rich.cells import cell_len
 
-BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
-ROUNDS = 72  # of a ribbon
+DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+# A model's answer must not control the terminal.
+CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd")
+CONTROL |= {ord("\n"): "\n", ord("\t"): "    ", ord("\r"): ""}
 
 
 class Writer:
-    """Writes text to stdout as it comes.
+    """Writes an answer as it comes.
 
-    Args:
-        tags: what begins and ends thinking; None for a model that does not think.
-        thinking: whether the text begins in the middle of it, as the prompt said.
-        styled: whether thinking is dimmed; without, the text is written as it is.
-        size: the columns and rows of the terminal, where lines are to be broken between words.
+    On a terminal it breaks lines between words: a word is written when it is known to be complete.
+    In a pipe the text is written as it is.
     """
 
-    def __init__(
-        self,
-        tags: tuple[str, str] | None,
-        thinking: bool = False,
-        styled: bool = True,
-        size: Callable[[], tuple[int, int]] | None = None,
-    ) -> None:
-        self._wrapped = None if size is None else Wrapped(size, sys.stdout.write)
-        self._tags = tags if styled else None
-        self._thinking = thinking and self._tags is not None
-        self._held = ""  # may be the start of a tag
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._word, self._column, self._dim = "", 0, False
         self._last = "\n"
 
-    def write(self, text: str) -> None:
-        """Write all that is certain to be no half of a tag."""
-        if self._wrapped is not None:
-            self._wrapped.fit()
-        self._held += text
-        while self._tags is not None:
-            tag = self._tags[self._thinking]
-            before, found, after = self._held.partition(tag)
-            if not found:
-                break
-            # The tags belong to the thinking and are dimmed with it.
-            self._put(before, self._thinking)
-            self._put(tag, True)
-            self._held, self._thinking = after, not self._thinking
-        border = len(self._held) - self._possible_tag()
-        self._put(self._held[:border], self._thinking)
-        self._held = self._held[border:]
+    def write(self, parts: list[tuple[str, bool]]) -> None:
+        """Write pieces of text, each with whether it is reasoning."""
+        for text, dim in parts:
+            if text:
+                self._last = text[-1]
+            if not self._terminal:
+                sys.stdout.write(text)
+                continue
+            if dim != self._dim:
+                self._flush()
+                self._dim = dim
+            for character in text.translate(CONTROL):
+                self._lay(character)
         sys.stdout.flush()
 
     def end(self) -> None:
         """Write what is left, and end the line."""
-        self._put(self._held, self._thinking)
-        self._held = ""
-        if self._wrapped is not None:
-            self._wrapped.fit()
+        self._flush()
         if self._last != "\n":
-            self._put("\n", False)
+            sys.stdout.write("\n")
         sys.stdout.flush()
 
-    def _put(self, text: str, dim: bool) -> None:
-        if not text:
-            return
-        self._last = text[-1]
-        if self._wrapped is not None:
-            self._wrapped.put(text, dim)
+    def _lay(self, character: str) -> None:
+        if character == "\n":
+            self._flush()
+            sys.stdout.write("\n")
+            self._column = 0
+        elif character == " ":
+            self._flush()
+            self._word = " "
         else:
-            sys.stdout.write(f"{DIM}{text}{NORMAL}" if dim else text)
+            if cell_len(character) > 1:  # scripts of wide letters break anywhere
+                self._flush()
+            self._word += character
 
-    def _possible_tag(self) -> int:
-        """How many of the last held characters may be the start of a tag."""
-        if self._tags is None:
-            return 0
-        tag = self._tags[self._thinking]
-        lengths = range(min(len(tag) - 1, len(self._held)), 0, -1)
-        return next((n for n in lengths if tag.startswith(self._held[-n:])), 0)
-
-
-def terminal_size() -> tuple[int, int]:
-    """Columns and rows of the terminal at stdout, as they are now."""
-    return os.get_terminal_size(sys.stdout.fileno())
-
-
-def ribbon(accepted: Sequence[int], most: int, rounds: int = ROUNDS, bars: str = BARS) -> str:
-    """A bar for each of the last rounds, as high as the share of `most` drafts that it kept."""
-    steps = len(bars) - 1
-    drawn = (bars[min(steps, round(steps * count / max(1, most)))] for count in accepted[-rounds:])
-    return ("…" if len(accepted) > rounds else "") + "".join(drawn)
+    def _flush(self) -> None:
+        """Write the waiting word, on a new line if it does not fit on this one."""
+        word = self._word
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns if self._terminal else 0
+        if self._column and self._column + cell_len(word) > columns > 0:
+            sys.stdout.write("\n")
+            self._column, word = 0, word.lstrip(" ")
+        self._column += cell_len(word)
+        sys.stdout.write(f"{DIM}{word}{NORMAL}" if self._dim and word else word)
+        self._word = ""

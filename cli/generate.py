@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import cache
-from itertools import count, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import dflash_mlx
 from dflash_mlx.errors import PromptError, SettingsError
 
-from . import generate_options, options
-from .counters import counter_lines, counters
-from .generate_question import STANDARD, as_messages, read_prompt, read_schema
-from .generate_summary import as_json, event_as_json, summary
+from . import options
+from .generate_prompt import STDIN, Files, Prompt, System, as_messages, read_prompt, read_schema
+from .generate_summary import as_json, event_as_json, stats_as_json, stats_as_lines, summary
 from .machines import Machines, joined, shared, stdin_ends
+from .options import DECODING, OUTPUT
 from .output import as_line, check_writable, note, panel, print_json, stderr, waiting, write_file
 from .pair import Pair, check_plain, explain, open_pair
 
@@ -26,15 +24,37 @@ if TYPE_CHECKING:
     from dflash_mlx import Event, Result, Target
     from dflash_mlx.bench.measure import Comparison
 
-# One short answer is over in a tenth of a second, far too short to time once.
-COMPARE_SECONDS, COMPARE_PAIRS = 2.0, 9
+# A short answer takes a tenth of a second, which is too short to time once.
+COMPARE_SECONDS, MAX_COMPARED = 2.0, 9
+
+Raw = Annotated[
+    bool,
+    options.flag("--no-chat-template", DECODING, "Continue the prompt as plain text."),
+]
+JsonSchema = Annotated[
+    Path | None,
+    options.option(DECODING, "FILE", "Answer with JSON that fits the schema in FILE."),
+]
+Compare = Annotated[
+    bool,
+    options.flag("--compare/--no-compare", OUTPUT, "Also decode without the drafter, to compare."),
+]
+ShowStats = Annotated[bool, options.flag("--stats", OUTPUT, "Show token counts, times and memory.")]
+Output = Annotated[
+    Path | None,
+    options.option(OUTPUT, "FILE", "Write to FILE when the answer is complete.", "--output", "-o"),
+]
+JsonLines = Annotated[
+    bool,
+    options.flag("--json-lines", OUTPUT, "Print a JSON object for each step, and one at the end."),
+]
 
 
 def generate(
     context: typer.Context,
     *,
-    prompt: generate_options.Prompt = None,
-    files: generate_options.Files = None,
+    prompt: Prompt = None,
+    files: Files = None,
     names: options.Names,
     no_draft: options.NoDraft = False,
     weights: options.Weights,
@@ -42,79 +62,82 @@ def generate(
     sampling: options.Sampling,
     rounds: options.Rounds,
     stop: options.Stop = None,
-    system: generate_options.System = None,
-    raw: generate_options.Raw = False,
-    json_schema: generate_options.JsonSchema = None,
-    compare: generate_options.Compare = False,
+    system: System = None,
+    raw: Raw = False,
+    json_schema: JsonSchema = None,
+    compare: Compare = False,
     verbose: options.Verbose = False,
-    stats: generate_options.Stats = False,
+    stats: ShowStats = False,
     machines: Machines,
-    output: generate_options.Output = None,
+    output: Output = None,
     json: options.Json = False,
-    json_lines: generate_options.JsonLines = False,
+    json_lines: JsonLines = False,
 ) -> None:
-    """Answer one prompt: the text goes to stdout, a summary to stderr."""
+    """Answer one prompt. The text goes to stdout, a summary to stderr."""
     if shared(machines, names, weights, context):
         return
     if raw and system is not None:
-        raise typer.BadParameter("goes without --no-chat-template", param_hint="--system")
+        raise typer.BadParameter(
+            "cannot be combined with --system", param_hint="--no-chat-template"
+        )
     if json and json_lines:
-        raise typer.BadParameter("goes without --json", param_hint="--json-lines")
+        raise typer.BadParameter("cannot be combined with --json", param_hint="--json-lines")
     check_plain(no_draft, names, {"--compare": compare})
     text = read_prompt(prompt, files or [], stdin_ends(context))
     asked = text if raw else as_messages(text, system)
     schema = read_schema(json_schema)
-    if output is not None and str(output) == STANDARD:
-        output = None
+    output = None if str(output) == STDIN else output
     if output is not None:
         check_writable(output)
-    # Asked for before costs are measured, and again when they are: a long prompt is read once.
-    encoded = cache(lambda target: _encoded(target, asked))
+    encoded = cache(lambda target: _encode(target, asked))  # a long prompt is encoded once
     pair = open_pair(names, weights, rounds, no_draft, compare, joined(context), encoded)
-    comparison = _comparison(pair, encoded(pair.target), max_tokens, stop or [])
-    comparison.sampling = sampling.settings() | _fitting(pair, schema)
-    in_json = json or json_lines
+    settings = sampling.settings() | _schema_settings(pair, schema)
+    comparison = _comparison(pair, encoded(pair.target), max_tokens, stop or [], settings)
     untaught = comparison.untaught() if compare else comparison
-    events = _stream(comparison, _shown_as(output is None, json, json_lines))
+    shown = "" if output is not None or json else "json" if json_lines else "text"
+    events = _stream(comparison, shown)
     result = _result(events)
     comparison.drafted.append(result)
-    if output is None and not in_json and result.text and not result.text.endswith("\n"):
-        print(flush=True)
+    if not (json or json_lines):
+        _write_text(result, output)
     if compare and pair.drafter is not None and result.tokens:
         with waiting("Decoding plainly, to compare"):
             _compare(untaught)
-    content = as_json(pair, comparison, result) if in_json else None
-    if content is not None:
-        content |= {"stats": counters(result.stats)} if stats else {}
-        content = {"event": "end"} | content if json_lines else content
-    _write(output, result, content, events if json_lines else [])
-    if content is None:
+    if json or json_lines:
+        content = as_json(pair, comparison, result)
+        content |= {"stats": stats_as_json(result.stats)} if stats else {}
+        lines = [*map(event_as_json, range(len(events)), events)] if json_lines else []
+        _write_json({"event": "end"} | content if json_lines else content, lines, output)
+    else:
         stderr().print(panel(pair.title, summary(pair, comparison, result)))
-        for line in counter_lines(result.stats) if stats else ():
+        for line in stats_as_lines(result.stats) if stats else ():
             note(line)
     if verbose:
         explain(pair, result.stats)
-    if pair.chains is not None:
-        pair.chains.keep()
+    pair.keep_costs()
     if schema is not None and result.finish_reason == "length":
-        raise SettingsError(f"The JSON is not whole: {pair.limit_reached(result.stats)}.")
+        raise SettingsError(f"The JSON is incomplete: {pair.limit_reached(result.stats)}.")
 
 
-def _write(
-    output: Path | None, result: Result, content: dict[str, Any] | None, events: list[Event]
-) -> None:
-    """What is to come at the end: a whole file, or the last line of JSON."""
-    if output is not None and content is None:
-        write_file(output, result.text.removesuffix("\n") + "\n")
-    elif output is not None:
-        lines = [*starmap(event_as_json, enumerate(events)), content]
-        write_file(output, "".join(as_line(line) for line in lines if line is not None))
-    elif content is not None:
+def _write_text(result: Result, output: Path | None) -> None:
+    """End the line on stdout, or write the file."""
+    newline = "\n" if result.text and not result.text.endswith("\n") else ""
+    if output is not None:
+        write_file(output, result.text + newline)
+    else:
+        print(newline, end="", flush=True)
+
+
+def _write_json(content: dict[str, Any], lines: list[dict[str, Any]], output: Path | None) -> None:
+    """Print the last object, or write the file with all lines."""
+    if output is None:
         print_json(content)
+    else:
+        write_file(output, "".join(map(as_line, [*lines, content])))
 
 
-def _fitting(pair: Pair, schema: dict[str, Any] | None) -> dict[str, Any]:
-    """The setting that keeps an answer to a schema."""
+def _schema_settings(pair: Pair, schema: dict[str, Any] | None) -> dict[str, Any]:
+    """The setting that keeps an answer to a JSON schema."""
     if schema is None:
         return {}
     from dflash_mlx.structured import JsonSchema
@@ -122,8 +145,8 @@ def _fitting(pair: Pair, schema: dict[str, Any] | None) -> dict[str, Any]:
     return {"logits_processors": [JsonSchema(pair.target, schema)]}
 
 
-def _encoded(target: Target, prompt: str | list[dict[str, str]]) -> list[int]:
-    """Its token ids. Raises `PromptError` where the target cannot read it."""
+def _encode(target: Target, prompt: str | list[dict[str, str]]) -> list[int]:
+    """The prompt's token ids. Raises `PromptError`."""
     from dflash_mlx.prompt import encode_prompt
 
     if not isinstance(prompt, str) and not target.tokenizer.has_chat_template:
@@ -131,7 +154,9 @@ def _encoded(target: Target, prompt: str | list[dict[str, str]]) -> list[int]:
     return encode_prompt(target, prompt)
 
 
-def _comparison(pair: Pair, ids: list[int], max_tokens: int, stop: list[str]) -> Comparison:
+def _comparison(
+    pair: Pair, ids: list[int], max_tokens: int, stop: list[str], sampling: dict[str, Any]
+) -> Comparison:
     from dflash_mlx.bench.measure import Comparison
 
     return Comparison(
@@ -139,33 +164,14 @@ def _comparison(pair: Pair, ids: list[int], max_tokens: int, stop: list[str]) ->
         pair.drafter,
         ids,
         max_tokens,
-        pair.block_size,
-        stop,
-        kv_bits=pair.kv_bits,
-        policy=pair.policy,
+        stop=stop,
+        sampling=sampling,
+        **pair.settings,
     )
 
 
-def _shown_as(now: bool, json: bool, json_lines: bool) -> Callable[[Event], None]:
-    """What is done with an event as it comes."""
-    numbers = count()
-
-    def line(event: Event) -> None:
-        print_json(event_as_json(next(numbers), event))
-
-    def text(event: Event) -> None:
-        print(event.text, end="", flush=True)
-
-    def nothing(event: Event) -> None:
-        """The answer is written when it is whole."""
-
-    if not now or json:
-        return nothing
-    return line if json_lines else text
-
-
-def _stream(comparison: Comparison, show: Callable[[Event], None]) -> list[Event]:
-    """Generate once and show what comes; the events, of which there is at least one."""
+def _stream(comparison: Comparison, shown: str) -> list[Event]:
+    """Generate once, and show events as they come: as "text", as "json" or not at all."""
     events: list[Event] = []
     for event in dflash_mlx.stream_generate(
         comparison.target,
@@ -178,8 +184,11 @@ def _stream(comparison: Comparison, show: Callable[[Event], None]) -> list[Event
         policy=comparison.policy,
         **comparison.sampling,
     ):
+        if shown == "text":
+            print(event.text, end="", flush=True)
+        elif shown == "json":
+            print_json(event_as_json(len(events), event))
         events.append(event)
-        show(event)
     return events
 
 
@@ -193,12 +202,12 @@ def _result(events: list[Event]) -> Result:
 
 
 def _compare(untaught: Comparison) -> None:
-    """Complete the first pair, and run more of them while that takes no time to speak of.
+    """Decode plainly, and repeat both while that takes little time.
 
-    Each is drafted as the first one was: what this very prompt has taught the policy and the
-    drafter would show a speed that its answer did not have.
+    `untaught` has a policy and a drafter that have not seen this prompt: what the answer taught
+    them would show a speed that the answer did not have.
     """
     start = time.perf_counter()
     untaught.run_plain()
-    while len(untaught.plain) < COMPARE_PAIRS and time.perf_counter() - start < COMPARE_SECONDS:
+    while len(untaught.plain) < MAX_COMPARED and time.perf_counter() - start < COMPARE_SECONDS:
         untaught.untaught().run_pair()

@@ -1,4 +1,4 @@
-"""What `generate` says of an answer: a panel for people, an object for programs."""
+"""What `generate` reports about an answer: a panel for people, an object for programs."""
 
 from __future__ import annotations
 
@@ -8,49 +8,28 @@ from rich.console import Group
 from rich.text import Text
 
 from .output import MIN_STEPS, counted, speeds
-from .pair import Pair
+from .pair import Pair, steps_by_rows
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Result, Stats
     from dflash_mlx.bench.measure import Comparison
 
 
-def plain_by_cost(pair: Pair, stats: Stats) -> float | None:
-    """Tokens per second of plain decoding by measured costs; None where none were measured.
-
-    As many as there were rounds in a second at least: a plain one takes no longer than any other,
-    whatever the machine was busy with when costs were measured.
-    """
-    if pair.chains is None:
-        return None
-    # The depth in the middle of the answer: attention makes later tokens dearer.
-    seconds = pair.chains.plain_seconds(stats.prompt_tokens + stats.output_tokens // 2)
-    return max(1 / seconds, stats.tokens_per_second / stats.acceptance_length)
-
-
-def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
-    """What the panel says; a figure that was computed and not run is marked with ~."""
-    stats, runs = result.stats, comparison
-    name = pair.drafts
-    plain = None
-    if not runs.plain and runs.drafter is not None and stats.rounds >= MIN_STEPS:
-        plain = plain_by_cost(pair, stats)
+def summary(pair: Pair, runs: Comparison, result: Result) -> Group:
+    """The content of the panel; a figure behind a ~ is estimated, not measured."""
+    stats, name = result.stats, pair.drafts
+    rows = [(name, stats.tokens_per_second, "")]
     if runs.plain:
-        rows = [
-            ("plain", runs.plain_speed, ""),
-            (name, runs.drafted_speed, f"{runs.speedup:.2f}x"),
-        ]
-    elif plain:
-        speedup = f"~{stats.tokens_per_second / plain:.2f}x"
-        rows = [("~plain", plain, ""), (name, stats.tokens_per_second, speedup)]
-    else:
-        rows = [(name, stats.tokens_per_second, "")]
+        speedup = f"{runs.speedup:.2f}x"
+        rows = [("plain", runs.plain_speed, ""), (name, runs.drafted_speed, speedup)]
+    elif pair.drafter is not None and stats.rounds >= MIN_STEPS:
+        if plain := pair.plain_speed(stats):
+            speedup = f"~{stats.tokens_per_second / plain:.2f}x"
+            rows = [("~plain", plain, ""), (name, stats.tokens_per_second, speedup)]
     counts = counted(stats.output_tokens, "token")
-    if runs.drafter is not None and stats.rounds:
-        # The first one is the prompt's: no round made it.
-        each = "each of " if stats.rounds > 1 else ""
-        counts += f": the first, then {stats.acceptance_length:.1f} in {each}"
-        counts += counted(stats.rounds, "round")
+    if pair.drafter is not None and stats.rounds:
+        steps = counted(stats.rounds, "step")
+        counts += f": 1 from the prompt, then {stats.acceptance_length:.1f} per step in {steps}"
     lines = [Text(counts)]
     if result.finish_reason == "length":
         lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")
@@ -60,16 +39,15 @@ def summary(pair: Pair, comparison: Comparison, result: Result) -> Group:
 
 
 def _verdict(difference: int | None) -> Text:
-    if difference is None:
-        return Text.assemble("identical to plain decoding: ", ("yes", "bold green"))
-    return Text.assemble(
-        "identical to plain decoding: ", (f"no, from token {difference + 1} on", "bold red")
-    )
+    text, style = "yes", "bold green"
+    if difference is not None:
+        text, style = f"no, from token {difference + 1} on", "bold red"
+    return Text.assemble("identical to plain decoding: ", (text, style))
 
 
-def as_json(pair: Pair, comparison: Comparison, result: Result) -> dict[str, Any]:
+def as_json(pair: Pair, runs: Comparison, result: Result) -> dict[str, Any]:
     """The object of `--json`, and the last line of `--json-lines`."""
-    stats, runs = result.stats, comparison
+    stats = result.stats
     content = {
         "model": pair.target.name,
         "text": result.text,
@@ -97,7 +75,7 @@ def as_json(pair: Pair, comparison: Comparison, result: Result) -> dict[str, Any
 
 
 def event_as_json(number: int, event: Event) -> dict[str, Any]:
-    """A line of `--json-lines`: what the prefill (number 0) or one round made certain."""
+    """A line of `--json-lines`: what the prefill (number 0) or one step added."""
     return {
         "event": "round" if number else "first",
         "text": event.text,
@@ -105,3 +83,30 @@ def event_as_json(number: int, event: Event) -> dict[str, Any]:
         "drafted": event.drafted,
         "accepted": event.accepted,
     }
+
+
+def stats_as_json(stats: Stats) -> dict[str, Any]:
+    """The counters that `--stats` adds to `--json`."""
+    names = (
+        "prompt_tokens reused_tokens output_tokens rounds drafted_tokens accepted_tokens "
+        "acceptance_length acceptance_rate widths trees prefill_seconds decode_seconds "
+        "first_token_seconds peak_bytes"
+    )
+    return {name: getattr(stats, name) for name in names.split()}
+
+
+def stats_as_lines(stats: Stats) -> list[str]:
+    """The same counters for people, one in each line."""
+    rows = {
+        "prompt": f"{counted(stats.prompt_tokens, 'token')}, {stats.reused_tokens} of them reused",
+        "output": f"{counted(stats.output_tokens, 'token')} in {counted(stats.rounds, 'step')}",
+        "drafted": counted(stats.drafted_tokens, "token"),
+        "accepted": f"{counted(stats.accepted_tokens, 'token')} ({stats.acceptance_rate:.1%})",
+        "acceptance length": f"{stats.acceptance_length:.2f} tokens per step",
+        "steps x rows": steps_by_rows(stats.widths),
+        "prefill": f"{stats.prefill_seconds:.3f} s",
+        "decode": f"{stats.decode_seconds:.3f} s",
+        "first token": f"after {stats.first_token_seconds:.3f} s",
+        "peak memory": f"{stats.peak_bytes / 1e6:,.1f} MB",
+    }
+    return [f"{name:18}{value}" for name, value in rows.items()]

@@ -1,4 +1,4 @@
-"""The options that several commands share, each declared once; those of a kind are a dataclass."""
+"""The options that several commands share. Those of one kind are a dataclass, see `spread`."""
 
 from __future__ import annotations
 
@@ -35,18 +35,23 @@ class QuantMode(StrEnum):
     nvfp4 = "nvfp4"
 
 
+def option(group: str, metavar: str, help: str, *names: str, **limits: Any) -> Any:
+    """An option with a value; without names it is called like the parameter."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=group, **limits)
+
+
 def flag(name: str, group: str, help: str) -> Any:
-    """A switch; Typer would show it with a value to be given."""
+    """A switch."""
     return typer.Option(name, metavar="", help=help, rich_help_panel=group)
 
 
 def value(*names: str, group: str, metavar: str, help: str, **limits: Any) -> Any:
-    """An option with a value; without a name it is called like the parameter."""
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=group, **limits)
+    """As `option`, by keyword."""
+    return option(group, metavar, help, *names, **limits)
 
 
 def named(path: str) -> Path:
-    """The path of an option. An empty one, as of a variable that is not set, would be "here"."""
+    """The path of an option. An empty one, as of an unset variable, would be the current folder."""
     if not path:
         raise typer.BadParameter("the name is empty.")
     return Path(path)
@@ -59,119 +64,114 @@ def targets_beginning(incomplete: str) -> list[str]:
 
 
 def drafters_beginning(incomplete: str) -> list[str]:
-    """What drafts, likewise."""
+    """The known drafters that a shell may complete a name to."""
     names = (LOOKUP, NONE, f"{EMBEDDED}-dflash2", *(pair.drafter for pair in pairs()))
     return [name for name in names if name.startswith(incomplete)]
 
 
 Model = Annotated[
     str,
-    value(
+    option(
+        MODEL,
+        "NAME",
+        "Folder, GGUF file, hub repository or smollm2.",
         "--model",
         "-m",
-        group=MODEL,
-        metavar="NAME",
-        help="Folder, GGUF file, hub name, smollm2.",
         autocompletion=targets_beginning,
     ),
 ]
+Draft = Annotated[
+    str | None,
+    option(
+        MODEL,
+        "NAME",
+        "A drafter, NAME+lookup, lookup (from the text itself) or none. Default: known+lookup.",
+        "--draft",
+        "-d",
+        autocompletion=drafters_beginning,
+    ),
+]
 NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]
-TargetBits = Annotated[
-    Bits | None, value(group=MODEL, metavar="4|8", help="Quantize the model's weights on load.")
+TargetBits = Annotated[Bits | None, option(MODEL, "4|8", "Quantize the model's weights on load.")]
+DraftBits = Annotated[Bits | None, option(MODEL, "4|8", "Quantize the drafter's weights on load.")]
+Mode = Annotated[QuantMode, option(MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")]
+GroupSize = Annotated[int | None, option(MODEL, "N", "Weights per scale. Default: the mode's own.")]
+Exact = Annotated[
+    bool | None,
+    flag(
+        "--exact/--no-exact",
+        MODEL,
+        "Verify bit for bit on Metal. Default: if free.",
+    ),
 ]
 Offline = Annotated[bool, flag("--offline", MODEL, "Use only what is already downloaded.")]
-StockBlas = Annotated[
-    bool, flag("--stock-blas", MODEL, "On Linux, keep the slow BLAS that ships with MLX.")
-]
+StockBlas = Annotated[bool, flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")]
 MaxTokens = Annotated[
-    int,
-    value("--max-tokens", "-n", group=DECODING, metavar="N", help="Stop after N tokens.", min=0),
+    int, option(DECODING, "N", "Stop after N tokens.", "--max-tokens", "-n", min=0)
 ]
 Temperature = Annotated[
     float,
-    value(
-        "--temperature",
-        "-t",
-        group=DECODING,
-        metavar="T",
-        help="0 picks the likeliest token; 1 samples.",
-        min=0,
+    option(DECODING, "T", "0 picks the likeliest token; 1 samples.", "--temperature", "-t", min=0),
+]
+TopP = Annotated[float, option(DECODING, "P", "Only tokens within probability P.", min=0, max=1)]
+TopK = Annotated[int, option(DECODING, "K", "Only the K likeliest tokens; 0 for all.", min=0)]
+MinP = Annotated[float, option(DECODING, "P", "Only tokens over P x the top one.", min=0, max=1)]
+Seed = Annotated[
+    int | None, option(DECODING, "N", "The same seed gives the same text, drafted or not.", min=0)
+]
+Stop = Annotated[list[str] | None, option(DECODING, "TEXT", "Stop before this text. Repeatable.")]
+BlockSize = Annotated[
+    int | None,
+    option(
+        DECODING,
+        "N",
+        "Verify N tokens in each step. Default: what is fastest.",
+        "--block-size",
+        "-b",
+        min=1,
     ),
 ]
+TreeBudget = Annotated[str, option(DECODING, "N", "Verify draft trees of N tokens, or 'auto'.")]
 KvBits = Annotated[
-    Bits | None,
-    value(group=DECODING, metavar="4|8", help="Quantize the KV cache, if the model allows it."),
+    Bits | None, option(DECODING, "4|8", "Quantize the KV cache, if the model allows it.")
 ]
-Stop = Annotated[
-    list[str] | None,
-    value(group=DECODING, metavar="TEXT", help="Stop before this text. Repeatable."),
+NoPolicy = Annotated[
+    bool, flag("--no-policy", DECODING, "Always draft whole blocks, even where that is slower.")
 ]
-Verbose = Annotated[
-    bool, flag("--verbose", OUTPUT, "Explain the width of the rounds, and show the seed.")
-]
+Verbose = Annotated[bool, flag("--verbose", OUTPUT, "Explain the draft lengths; show the seed.")]
 Json = Annotated[bool, flag("--json", OUTPUT, "Print one JSON object and nothing else.")]
 
 
 @dataclass(frozen=True)
 class Names:
-    """Which model, and what drafts for it."""
+    """The model and its drafter."""
 
-    model: Model = "tiny"
-    draft: Annotated[
-        str | None,
-        value(
-            "--draft",
-            "-d",
-            group=MODEL,
-            metavar="NAME",
-            help="The drafter; unless given, the known one and, beside it, 'lookup', which "
-            "drafts from the text itself. NAME+lookup is such a pair, 'none' does not draft.",
-            autocompletion=drafters_beginning,
-        ),
-    ] = None
+    model: Model = EMBEDDED
+    draft: Draft = None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How weights are found, quantized and multiplied."""
+    """How weights are loaded. Raises `typer.BadParameter` for a mode without bits."""
 
     target_bits: TargetBits = None
-    draft_bits: Annotated[
-        Bits | None,
-        value(group=MODEL, metavar="4|8", help="Quantize the drafter's weights on load."),
-    ] = None
-    quant_mode: Annotated[
-        QuantMode,
-        value(group=MODEL, metavar="MODE", help="One of affine, mxfp4, mxfp8, nvfp4."),
-    ] = QuantMode.affine
-    group_size: Annotated[
-        int | None,
-        value(group=MODEL, metavar="N", help="Weights per scale. Default: the mode's own."),
-    ] = None
-    exact: Annotated[
-        bool | None,
-        flag(
-            "--exact/--no-exact",
-            MODEL,
-            "Bit for bit, on Metal. Default: where it costs nothing.",
-        ),
-    ] = None
+    draft_bits: DraftBits = None
+    quant_mode: Mode = QuantMode.affine
+    group_size: GroupSize = None
+    exact: Exact = None
     offline: Offline = False
     stock_blas: StockBlas = False
 
     def __post_init__(self) -> None:
-        """Raise `typer.BadParameter` for how to quantize without what."""
-        if self.target_bits is None and self.draft_bits is None:
-            given = {"--quant-mode": self.quant_mode is not QuantMode.affine}
-            given["--group-size"] = self.group_size is not None
-            if alone := [option for option, is_there in given.items() if is_there]:
-                raise typer.BadParameter(
-                    "goes with --target-bits or --draft-bits", param_hint=alone[0]
-                )
+        if self.target_bits or self.draft_bits:
+            return
+        if self.quant_mode is not QuantMode.affine or self.group_size is not None:
+            name = "--quant-mode" if self.group_size is None else "--group-size"
+            raise typer.BadParameter("needs --target-bits or --draft-bits", param_hint=name)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of `dflash_mlx.load`, but for the bits of both models."""
+        """Of `dflash_mlx.load`, without the bits of the two models."""
         return {
             "mode": self.quant_mode.value,
             "group_size": self.group_size,
@@ -184,111 +184,56 @@ class Sampling:
     """How tokens are chosen."""
 
     temperature: Temperature = 0.0
-    top_p: Annotated[
-        float,
-        value(
-            group=DECODING,
-            metavar="P",
-            help="Likeliest tokens only, up to probability P.",
-            min=0,
-            max=1,
-        ),
-    ] = 1.0
-    top_k: Annotated[
-        int,
-        value(
-            group=DECODING,
-            metavar="K",
-            help="Sample from the K most likely tokens; 0 means all.",
-            min=0,
-        ),
-    ] = 0
-    min_p: Annotated[
-        float,
-        value(
-            group=DECODING,
-            metavar="P",
-            help="Ignore tokens under P times the top probability.",
-            min=0,
-            max=1,
-        ),
-    ] = 0.0
-    seed: Annotated[
-        int | None,
-        value(
-            group=DECODING,
-            metavar="N",
-            help="The same seed gives the same text, drafted or not.",
-            min=0,
-        ),
-    ] = None
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    seed: Seed = None
 
     def settings(self) -> dict[str, Any]:
-        """Of `stream_generate`, with a seed if one is needed; what has no effect is said."""
+        """Of `stream_generate`, with a seed if one is needed; notes options without effect."""
         settings = dict(vars(self))
         given = [name for name, value in settings.items() if value != getattr(Sampling, name)]
         if given and not self.temperature:
-            say_idle(", ".join(map(spelled, given)))
+            note(f"{', '.join(map(spelled, given))} has no effect at temperature 0.")
         if self.temperature > 0 and self.seed is None:
-            # Drawn here, so that plain decoding can have the same.
+            # Drawn here, so that plain decoding can use the same one.
             settings["seed"] = secrets.randbits(32)
         return settings
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How much is drafted and verified at once."""
+    """How much is drafted and verified in a step."""
 
-    block_size: Annotated[
-        int | None,
-        value(
-            "--block-size",
-            "-b",
-            group=DECODING,
-            metavar="N",
-            help="Tokens to verify at once. Default: what is fastest.",
-            min=1,
-        ),
-    ] = None
-    tree_budget: Annotated[
-        str, value(group=DECODING, metavar="N", help="Verify draft trees of N tokens, or 'auto'.")
-    ] = OFF
+    block_size: BlockSize = None
+    tree_budget: TreeBudget = OFF
     kv_bits: KvBits = None
-    no_policy: Annotated[
-        bool, flag("--no-policy", DECODING, "Always draft whole blocks, even where that is slower.")
-    ] = False
+    no_policy: NoPolicy = False
 
 
 def tree_rows(text: str) -> int | str | None:
-    """What --tree-budget says; None is chains. Raises `typer.BadParameter`."""
+    """The value of --tree-budget; None is chains. Raises `typer.BadParameter`."""
     if text == OFF:
         return None
     if text == AUTO:
         return AUTO
     if not (text.isdecimal() and int(text) > 1):
-        raise typer.BadParameter(
-            f"{text} is neither a number from 2 on, nor {AUTO}, nor {OFF}",
-            param_hint="--tree-budget",
-        )
+        wanted = f"must be 2 or more, {AUTO} or {OFF}, not {text}"
+        raise typer.BadParameter(wanted, param_hint="--tree-budget")
     return int(text)
 
 
 def bits_of(bits: Bits | None) -> int | None:
-    """The number an option stands for."""
+    """The number of an option."""
     return None if bits is None else int(bits.value)
 
 
-def say_idle(settings: str) -> None:
-    """Say that settings of sampling have no effect."""
-    note(f"At temperature 0 the most likely token is picked: {settings} changes nothing.")
-
-
 def spelled(parameter: str) -> str:
-    """A parameter as the option that it is on the command line."""
+    """A parameter as an option of the command line."""
     return f"--{parameter.replace('_', '-')}"
 
 
 def is_given(parameter: str, context: typer.Context) -> bool:
-    """Whether an option was given, and is not its default."""
+    """Whether an option was given on the command line."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"

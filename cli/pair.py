@@ -1,4 +1,4 @@
-"""From the options to a target and its drafter, in the one order that works: BLAS, MLX, weights."""
+"""From options to a loaded target and drafter, in the one order that works: BLAS, MLX, weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, check_name, known_drafter, short
 from dflash_mlx.machine.blas import BlasInfo
 
-from .counters import rounds_by_rows
 from .options import AUTO, Names, Rounds, Weights, bits_of, tree_rows
 from .output import note, sized, waiting
 
@@ -34,7 +33,11 @@ WHOLE_BLOCKS = Rounds(no_policy=True)
 
 @dataclass(frozen=True)
 class Pair:
-    """What was loaded; `drafter` is None for plain decoding."""
+    """A loaded target and its drafter; `drafter` is None for plain decoding.
+
+    Attributes:
+        member: this machine among several that share the target.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -43,7 +46,7 @@ class Pair:
     kv_bits: int | None = None
     policy: Policy | TreePolicy | None = None
     tree_budget: int | str | None = None
-    member: Member | None = None  # of the machines that share the target
+    member: Member | None = None
 
     @property
     def rows(self) -> int:
@@ -54,14 +57,19 @@ class Pair:
 
     @property
     def drafts(self) -> str:
-        """What drafts, in a word; "plain" for nothing."""
+        """The drafter's kind in a word; "plain" without one."""
         from dflash_mlx.drafter.protocol import label
 
         return "plain" if self.drafter is None else label(self.drafter)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Of `stream_generate`, for every request to this pair."""
+        return {"block_size": self.block_size, "kv_bits": self.kv_bits, "policy": self.policy}
+
+    @property
     def chains(self) -> Policy | None:
-        """What knows the costs of rounds; None where no costs were measured."""
+        """The policy of chains, which has the measured costs; None where none were measured."""
         from dflash_mlx.policy.trees import TreePolicy
 
         if isinstance(self.policy, TreePolicy):
@@ -73,16 +81,31 @@ class Pair:
         """The model and what its speed depends on, in a few words."""
         drafting = "no drafter" if self.drafter is None else f"block size {self.rows}"
         if self.tree_budget is not None:
-            sizes = "as large as pays" if self.tree_budget == AUTO else f"of {self.tree_budget}"
-            drafting = f"trees {sizes}"
+            drafting = "trees" if self.tree_budget == AUTO else f"trees of {self.tree_budget}"
         elif self.policy is not None:
-            drafting = "block size as large as pays"
+            drafting = "adaptive block size"
         exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
-        spread = "" if self.member is None else f" · {self.member.cluster.size} machines"
-        return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{spread}"
+        machines = "" if self.member is None else f" · {self.member.cluster.size} machines"
+        return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{machines}"
+
+    def plain_speed(self, stats: Stats) -> float | None:
+        """Estimated tokens per second of plain decoding; None where no costs were measured.
+
+        At least the steps per second of this request: a plain step is no slower than another one.
+        """
+        if self.chains is None:
+            return None
+        # In the middle of the answer: attention slows later tokens down.
+        seconds = self.chains.plain_seconds(stats.prompt_tokens + stats.output_tokens // 2)
+        return max(1 / seconds, stats.tokens_per_second / stats.acceptance_length)
+
+    def keep_costs(self) -> None:
+        """Store what the policy has learnt for the next start."""
+        if self.chains is not None:
+            self.chains.keep()
 
     def limit_reached(self, stats: Stats) -> str:
-        """Which limit ended a text of finish reason "length"."""
+        """The limit behind the finish reason "length"."""
         if stats.prompt_tokens + stats.output_tokens >= self.target.context_length:
             return "the context is full"
         return "cut off by --max-tokens"
@@ -97,27 +120,28 @@ def open_pair(
     member: Member | None = None,
     check: Callable[[Target], object] | None = None,
 ) -> Pair:
-    """Put the BLAS in place and load the weights.
+    """Choose the BLAS, load the weights and measure what steps cost.
 
-    `member` is of the machines that share the target. `warm` runs a few rounds, too, which compile
-    what is compiled: for whoever compares speeds, or asks more than once. `check` refuses what the
-    target cannot do, before seconds go into costs.
+    Args:
+        warm: whether to run a few steps, which compile what MLX compiles, before anything is timed.
+        member: this machine among several that share the target.
+        check: refuses a target before costs are measured.
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
-    of_drafts = {
+    plain_only = {
         "--draft": no_draft and names.draft,
         "--block-size": rounds.block_size,
         "--no-policy": rounds.no_policy,
         "--draft-bits": weights.draft_bits,
     }
-    check_plain(no_draft, names, of_drafts)
+    check_plain(no_draft, names, plain_only)
     draft = _drafting(names, no_draft)
-    budget = _tree_budget(rounds, no_draft, draft)
+    budget = _tree_budget(rounds, draft)
     check_name(names.model)  # before the seconds that MLX takes to start
     hub = Hub(offline=weights.offline)
     announce(names.model, hub)
-    with suppress(ModelNotFoundError, DownloadError):  # loading says it, and what else can draft
+    with suppress(ModelNotFoundError, DownloadError):  # loading reports it
         announce_drafter(draft or known_drafter(names.model), hub)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
@@ -125,17 +149,15 @@ def open_pair(
     target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
     settings = weights.settings | {"exact": weights.exact}
     settings |= {} if member is None else {"cluster": member.cluster}
+    downloads = any(map(on_hub, filter(None, (names.model, names.draft))))
     drafter: Drafter | None = None
-    with waiting(f"Loading {names.model}", quiet=_is_remote(names)):
+    with waiting(f"Loading {names.model}", quiet=downloads):  # downloads have their own bars
         if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:
             target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
     if draft == LOOKUP and names.draft is None:
-        note(
-            f"No drafter is known for {names.model}: lookup drafts. --draft NAME names another "
-            f"one, --draft {LOOKUP} asks for this one, --draft {NONE} does not draft."
-        )
+        note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
     if check is not None:
         check(target)
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
@@ -143,7 +165,7 @@ def open_pair(
     pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
     file = pair.chains.file if pair.chains else None
     if file and not os.path.exists(file):
-        note(f"{file.parent} cannot be written: this machine is measured anew at every start.")
+        note(f"{file.parent} is not writable: step costs are measured again at every start.")
     if warm:
         from dflash_mlx.bench.measure import warm_up
 
@@ -155,20 +177,20 @@ def open_pair(
 def check_drafts(names: Names) -> None:
     """Raise `BadParameter` where nothing would draft."""
     if names.draft == NONE:
-        raise typer.BadParameter(f"not {NONE}: name what drafts", param_hint="--draft")
+        raise typer.BadParameter(f"must not be {NONE} here: name a drafter", param_hint="--draft")
 
 
 def check_plain(no_draft: bool, names: Names, given: Mapping[str, Any]) -> None:
-    """Raise `BadParameter` for a given option about drafts where none are made."""
+    """Raise `BadParameter` for options about drafting where nothing drafts."""
     if not no_draft and names.draft != NONE:
         return
-    for option in (option for option, value in given.items() if value):
-        hint = "--no-draft" if no_draft else f"--draft {NONE}"
-        raise typer.BadParameter(f"goes without {option}", param_hint=hint)
+    hint = "--no-draft" if no_draft else f"--draft {NONE}"
+    if option := next((name for name, is_given in given.items() if is_given), None):
+        raise typer.BadParameter(f"cannot be combined with {option}", param_hint=hint)
 
 
 def _drafting(names: Names, no_draft: bool) -> str | None:
-    """What drafts: what --draft names, a known drafter (None), or lookup where none is known."""
+    """The drafter: as --draft names it, the known one (None), or lookup where none is known."""
     if no_draft:
         return NONE
     if names.draft is None and known_drafter(names.model) is None:
@@ -176,24 +198,23 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
     return names.draft
 
 
-def _tree_budget(rounds: Rounds, no_draft: bool, draft: str | None) -> int | str | None:
-    """What --tree-budget says; None is chains."""
+def _tree_budget(rounds: Rounds, draft: str | None) -> int | str | None:
+    """The value of --tree-budget; None is chains."""
     rows = tree_rows(rounds.tree_budget)
     if rows is None:
         return None
-    without_trees = not no_draft and draft in (LOOKUP, NONE)
-    wrong: dict[str, Any] = {"--no-draft": no_draft, f"--draft {draft}": without_trees}
+    wrong: dict[str, Any] = {f"--draft {draft}": draft in (LOOKUP, NONE)}
     if rows == AUTO:
         wrong |= {"--block-size": rounds.block_size, "--no-policy": rounds.no_policy}
     if other := next((option for option, given in wrong.items() if given), None):
-        raise typer.BadParameter(f"{rows} goes without {other}", param_hint="--tree-budget")
+        raise typer.BadParameter(f"cannot be combined with {other}", param_hint="--tree-budget")
     return rows
 
 
 def _policy(
     rounds: Rounds, budget: int | str | None, target: Target, drafter: Drafter
 ) -> Policy | TreePolicy | None:
-    """What decides about the rounds, where not every one is a whole block."""
+    """The policy that chooses draft lengths; None drafts whole blocks."""
     if isinstance(budget, int):
         from dflash_mlx.policy.trees import TreePolicy
 
@@ -210,17 +231,17 @@ def _policy(
 
 @contextmanager
 def measuring(what: str) -> Iterator[None]:
-    """Say that costs are measured meanwhile."""
-    note(f"Measuring what {what} costs, once for this pair and machine: some seconds.")
+    """Say that costs are being measured."""
+    note(f"Measuring what {what} costs, once for this pair and machine.")
     with waiting("Measuring"):
         yield
 
 
 def explain(pair: Pair, stats: Stats) -> None:
-    """Say how wide the rounds of a generation were, and what made a policy choose so."""
-    note(f"rounds x rows: {rounds_by_rows(stats.widths)}")
+    """Explain the draft lengths of a generation, and show its seed."""
+    note(f"steps x rows: {steps_by_rows(stats.widths)}")
     if pair.tree_budget is not None:
-        note(f"of these, trees: {rounds_by_rows(stats.trees)}")
+        note(f"of these, trees: {steps_by_rows(stats.trees)}")
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
     context = stats.prompt_tokens + stats.output_tokens
@@ -228,33 +249,30 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(line)
 
 
-def announce(name: str, hub: Hub) -> None:
-    """Say how much is about to be downloaded, where something is, and whether a target fits.
+def steps_by_rows(widths: Mapping[int, int]) -> str:
+    """How many steps verified how many rows: "3 x 8, 1 x 16"."""
+    return ", ".join(f"{count} x {rows}" for rows, count in sorted(widths.items())) or "none"
 
-    Raises the errors of `Hub.fetch`.
-    """
+
+def announce(name: str, hub: Hub) -> None:
+    """Say how much will be downloaded, and whether the target fits. Raises as `Hub.fetch`."""
     if on_hub(name) and not hub.offline and hub.downloaded(name) is None:
         size = hub.remote_bytes(name, WEIGHTS)
         note(f"{name}: {sized(size)} to download, {fits_here(size, looks_quantized(name))}")
 
 
 def announce_drafter(name: str | None, hub: Hub) -> None:
-    """Say what drafts, where it is a repository, and how large it is. Raises as `announce`."""
+    """Name a drafter from the hub, and say how large it is. Raises as `Hub.fetch`."""
     name = name.removesuffix(WITH_LOOKUP) if name else None
     if name is None or not on_hub(name):
         return
     size = hub.downloaded(name)
     if size is not None:
-        note(f"drafted by {name}, {sized(size)}")
+        note(f"drafter {name}, {sized(size)}")
     elif not hub.offline:
-        note(f"drafted by {name}, {sized(hub.remote_bytes(name, WEIGHTS))} to download")
+        note(f"drafter {name}, {sized(hub.remote_bytes(name, WEIGHTS))} to download")
 
 
 def on_hub(name: str) -> bool:
-    """Whether a name is a repository's, and not one of what is on this disk."""
+    """Whether a name is a repository's, and not a file or folder here."""
     return "/" in name and not Path(name).expanduser().exists()
-
-
-def _is_remote(names: Names) -> bool:
-    """Whether something may be fetched, whose own progress bars need the screen."""
-    return any(map(on_hub, filter(None, (names.model, names.draft))))

@@ -65,4 +65,4 @@ def test_what_has_no_effect_at_temperature_0_is_said(capsys):
     Sampling().settings()
     assert not capsys.readouterr().err
     Sampling(seed=7, top_p=0.9).settings()
-    assert "--top-p, --seed changes nothing" in capsys.readouterr().err
+    assert "--top-p, --seed has no effect" in capsys.readouterr().err

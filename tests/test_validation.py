@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.bench.datasets import parse_object
 from dflash_mlx.bench.report import read_run
-from dflash_mlx.cli.chat_dialogue import read_talk
+from dflash_mlx.cli.chat_commands import read_conversation
 from dflash_mlx.errors import ConfigError, DataError, DFlashError, WeightsError
 from dflash_mlx.train.answers import whole_lines
 from dflash_mlx.train.data import parse_record
@@ -144,7 +144,7 @@ def test_whoever_reads_lines_and_files_of_people_says_it_in_one_line(tmp_path):
         lambda: parse_object(DEEP, "here"),
         lambda: parse_record(DEEP, "here"),
         lambda: whole_lines(lines_in(tmp_path / "answers.jsonl")),
-        *(partial(read, path) for read in (read_run, read_talk) for path in (deep, pipe)),
+        *(partial(read, path) for read in (read_run, read_conversation) for path in (deep, pipe)),
     ):
         with pytest.raises(DataError) as caught:
             read()

@@ -1,0 +1,173 @@
+"""The conversation of a chat: its messages and settings, its answers and their speed."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from itertools import chain
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dflash_mlx.errors import DFlashError, PromptError
+
+from .chat_writer import Writer
+from .output import MIN_STEPS, counted, error_line, note, waiting
+from .pair import explain
+
+if TYPE_CHECKING:
+    from .chat_models import ChatModel, Messages, Piece
+
+
+class Chat:
+    """A conversation with a model, on a terminal or in a pipe.
+
+    Args:
+        model: what answers.
+        settings: of `stream_generate`, for the next answers; /set changes them.
+        messages: that were said before.
+        verbose: whether to explain the draft lengths after each answer.
+
+    Raises `SettingsError` for settings that the model cannot use.
+
+    Attributes:
+        interactive: whether a person types; a pipe gets only the answers on stdout.
+        leaving: set by /quit.
+    """
+
+    def __init__(
+        self,
+        model: ChatModel,
+        settings: dict[str, Any],
+        messages: Messages,
+        verbose: bool = False,
+    ) -> None:
+        self.model, self.messages, self._verbose = model, messages, verbose
+        self.settings: dict[str, Any] = {}
+        self.change(settings)
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self.leaving = False
+
+    def ask(self, text: str) -> None:
+        """Answer a message."""
+        self.answer([*self.messages, {"role": "user", "content": text}])
+
+    def answer(self, messages: Messages) -> None:
+        """Answer a conversation and go on from there; after an error all is as it was before.
+
+        Ctrl-C stops the answer and keeps its text. Raises `DFlashError` only in a pipe.
+        """
+        writer, content, piece = Writer(), "", None
+        try:
+            with (
+                _ctrl_c_stops(self.interactive) as interrupt,
+                closing(self.model.stream(messages, dict(self.settings))) as pieces,
+            ):
+                for piece in _awaited(pieces):
+                    interrupt.streaming = True
+                    writer.write(piece.parts)
+                    content += piece.content
+                    if interrupt.pressed:
+                        break
+        except DFlashError as error:
+            if not self.interactive:
+                raise
+            writer.end()
+            hint = " /clear starts a new conversation." * isinstance(error, PromptError)
+            error_line(f"{error}{hint}")
+            return
+        except KeyboardInterrupt:
+            if not self.interactive:
+                raise
+            interrupt.pressed = True
+        writer.end()
+        if piece is not None:
+            self.messages = [*messages, {"role": "assistant", "content": content}]
+            self._report(piece, interrupt.pressed)
+
+    def change(self, settings: dict[str, Any]) -> None:
+        """Change settings for the next answers, or raise `SettingsError` and change none."""
+        from dflash_mlx.generation import GenerationSettings
+
+        changed = self.settings | settings
+        if changed["temperature"] > 0 and changed["seed"] is None:
+            changed["seed"] = secrets.randbits(32)
+        checked = GenerationSettings(**changed)
+        if self.model.pair is not None:
+            checked.check_vocabulary(self.model.pair.target.vocab_size)
+        self.settings = changed
+
+    def _report(self, piece: Piece, stopped: bool) -> None:
+        """A line about an answer: its length, speed and speedup, and what was read for it."""
+        stats, pair = piece.stats, self.model.pair
+        parts = [counted(stats.output_tokens, "token")]
+        if stats.decode_seconds:
+            parts.append(f"{stats.tokens_per_second:,.0f} tok/s")
+        if pair and stats.rounds >= MIN_STEPS and (plain := pair.plain_speed(stats)):
+            parts.append(f"~{stats.tokens_per_second / plain:.1f}x plain")
+        if pair and pair.drafter is not None and stats.rounds:
+            parts.append(f"{stats.acceptance_length:.1f} tokens per step")
+        if stopped:
+            parts.append("stopped")
+        elif piece.finish_reason == "length":
+            parts.append(pair.limit_reached(stats) if pair else "cut off by --max-tokens")
+        new = stats.prompt_tokens - stats.reused_tokens
+        note(" · ".join([*parts, f"prompt: {new} new, {stats.reused_tokens} cached"]))
+        if pair is not None:
+            pair.keep_costs()
+            if self._verbose:
+                explain(pair, stats)
+
+    @property
+    def system(self) -> str:
+        """The system message; empty without one."""
+        return next((m["content"] for m in self.messages if m["role"] == "system"), "")
+
+    def set_system(self, text: str) -> None:
+        """Set the system message, or remove it with an empty text."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *others] if text else others
+
+    @property
+    def last_question(self) -> int | None:
+        """The index of the last message of the person."""
+        asked = [at for at, message in enumerate(self.messages) if message["role"] == "user"]
+        return asked[-1] if asked else None
+
+
+def _awaited(pieces: Generator[Piece]) -> Iterator[Piece]:
+    """The pieces; a spinner shows while the prompt is read."""
+    with waiting("Reading the prompt"):
+        first = next(pieces, None)
+    return iter(()) if first is None else chain([first], pieces)
+
+
+class Interrupt:
+    """Whether an answer streams, and whether Ctrl-C was pressed meanwhile."""
+
+    streaming = pressed = False
+
+
+@contextmanager
+def _ctrl_c_stops(interactive: bool) -> Iterator[Interrupt]:
+    """Record Ctrl-C, so that an answer stops between two steps and the caches stay whole.
+
+    Before the first piece, and the second time, Ctrl-C interrupts at once.
+    """
+    interrupt = Interrupt()
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if interrupt.pressed or not interrupt.streaming:
+            raise KeyboardInterrupt
+        interrupt.pressed = True
+
+    if not interactive:
+        yield interrupt
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,91 @@
+"""A person's line: history over sessions, completion, and messages of several lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import (
+    CompleteEvent,
+    Completer,
+    Completion,
+    PathCompleter,
+    WordCompleter,
+)
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from dflash_mlx.machine.folders import cache_folder
+
+from .chat_commands import COMMANDS, SETTINGS
+from .output import note
+
+QUOTES = '"""'
+
+
+class CommandCompleter(Completer):
+    """Completes commands, file names behind /save and /load, and settings behind /set."""
+
+    def __init__(self) -> None:
+        path = PathCompleter(expanduser=True)
+        self._arguments = {"/save": path, "/load": path, "/set": WordCompleter([*SETTINGS])}
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+        """What the text before the cursor may go on with."""
+        name, space, argument = document.text_before_cursor.partition(" ")
+        if not space and name.startswith("/"):
+            found = (command for command in COMMANDS if command.startswith(name))
+            yield from (Completion(command, start_position=-len(name)) for command in found)
+        elif completer := self._arguments.get(name):
+            yield from completer.get_completions(Document(argument), event)
+
+
+class LineReader:
+    """Reads what a person types; Ctrl-X Ctrl-E edits it in $VISUAL or $EDITOR."""
+
+    def __init__(self) -> None:
+        # Pasted text is one message, because the terminal marks it. Completions go below the line,
+        # where a menu would not fit narrow terminals.
+        self._session: PromptSession[str] = PromptSession(
+            history=_open_history(),
+            completer=CommandCompleter(),
+            complete_style=CompleteStyle.READLINE_LIKE,
+            complete_while_typing=False,
+            enable_open_in_editor=True,
+            multiline=Condition(lambda: is_unfinished(get_app().current_buffer.text)),
+            prompt_continuation="... ",
+        )
+
+    def read(self) -> str:
+        """A message. Raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C."""
+        return joined(self._session.prompt(">>> "))
+
+
+def is_unfinished(text: str) -> bool:
+    """Whether Enter begins another line: after a backslash, or inside triple quotes."""
+    if text.startswith(QUOTES):
+        return not text[len(QUOTES) :].rstrip().endswith(QUOTES)
+    return text.endswith("\\")
+
+
+def joined(text: str) -> str:
+    """The message without the marks of its several lines."""
+    if text.startswith(QUOTES):
+        return text.strip().removeprefix(QUOTES).removesuffix(QUOTES)
+    return text.replace("\\\n", "\n")
+
+
+def _open_history() -> History:
+    """The file of earlier messages, which only its owner can read; else none that outlives this."""
+    path = cache_folder("chat") / "history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        with path.open("a"):
+            return FileHistory(path)
+    except OSError as error:
+        note(f"The history of this chat is not kept: {path}: {error.strerror}.")
+        return InMemoryHistory()
