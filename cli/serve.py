@@ -29,10 +29,10 @@ from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:
     from dflash_mlx import Engine, PrefixStore, Target
-    from dflash_mlx.serve.access import Access
-    from dflash_mlx.serve.desk import Desk
+    from dflash_mlx.serve.auth import Auth
+    from dflash_mlx.serve.handler import RequestHandler
     from dflash_mlx.serve.metrics import Metrics
-    from dflash_mlx.serve.run import Server
+    from dflash_mlx.serve.server import APIServer
 
 STUCK_SECONDS: Final = 30.0  # a chunk of a long prompt may take a large model as long
 STUCK_CODE: Final = 1
@@ -59,15 +59,15 @@ def serve(
     Settings of decoding are for requests that do not bring their own.
     """
     try:
-        from dflash_mlx.serve.access import Access
-        from dflash_mlx.serve.run import listen
+        from dflash_mlx.serve.auth import Auth
+        from dflash_mlx.serve.server import listen
     except ModuleNotFoundError as error:
         raise MissingDependencyError.of(f"{error.name} is not installed", "serve") from error
     _check_load(load)
     keys = _keys(reached)
     if keys and reached.no_auth:
         raise typer.BadParameter("goes without a key", param_hint="--no-auth")
-    access = Access(
+    auth = Auth(
         reached.host,
         keys,
         frozenset(name.lower() for name in reached.allow_host or ()),
@@ -80,14 +80,14 @@ def serve(
     _log(verbose)
     with (
         inherited(context) or listening() as socket,  # a taken port is told before all else
-        _serving(socket, access, load) as (server, metrics, over),
+        _serving(socket, auth, load) as (server, metrics, over),
     ):
         check = partial(_check_sampling, sampling)
         pair = open_pair(names, weights, rounds, no_draft, member=joined(context), check=check)
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
-        engine = _open(server, pair, names.model, access, load, settings, metrics)
+        engine = _open(server, pair, names.model, auth, load, settings, metrics)
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
@@ -130,40 +130,38 @@ def _close(engine: Engine) -> None:
 
 @contextmanager
 def _serving(
-    socket: Any, access: Access, load: Load
-) -> Iterator[tuple[Server, Metrics, Future[None]]]:
+    socket: Any, auth: Auth, load: Load
+) -> Iterator[tuple[APIServer, Metrics, Future[None]]]:
     """A server in a thread of its own, which says that the model loads until there is one.
 
     So loading stays in the main thread, where Ctrl-C ends it.
     """
-    from dflash_mlx.serve.front import make_waiting_app
     from dflash_mlx.serve.metrics import Metrics
-    from dflash_mlx.serve.run import Limits, Server
+    from dflash_mlx.serve.server import APIServer, make_loading_app
 
     metrics = Metrics()
-    limits = Limits(drain_seconds=load.drain_seconds)
-    server = Server(make_waiting_app(access, metrics), limits)
+    server = APIServer(make_loading_app(auth, metrics), load.drain_seconds)
     with ThreadPoolExecutor(1, "dflash-http") as threads:
         over = threads.submit(server.run, sockets=[socket])
         try:
             yield server, metrics, over
         finally:
             if not over.done():  # loading failed, or was interrupted
-                server.tell()
+                server.stop()
 
 
 def _open(
-    server: Server,
+    server: APIServer,
     pair: Pair,
     name: str,
-    access: Access,
+    auth: Auth,
     load: Load,
     settings: dict[str, Any],
     metrics: Metrics,
 ) -> Engine:
     """Have the model answer; what makes its answers."""
-    from dflash_mlx.serve.app import Options, make_app
-    from dflash_mlx.serve.desk import Desk
+    from dflash_mlx.serve.app import make_app
+    from dflash_mlx.serve.handler import RequestHandler
 
     engine = dflash_mlx.Engine(
         pair.target,
@@ -174,32 +172,34 @@ def _open(
         most_jobs=load.concurrency,
         meanwhile=measuring,
     )
-    desk = Desk(pair.target, engine, settings, load.concurrency + load.queue, metrics)
-    server.open(make_app(desk, Options(name, access)), desk)
+    handler = RequestHandler(pair.target, engine, settings, load.concurrency + load.queue, metrics)
+    server.set_app(make_app(handler, name, auth), handler)
     if pair.member is not None:
-        pair.member.end = partial(_give_up, engine, desk, server)
+        pair.member.end = partial(_give_up, engine, handler, server)
         pair.member.tell(READY)
     return engine
 
 
-def _give_up(engine: Engine, desk: Desk, server: Server, error: DFlashError) -> None:
+def _give_up(
+    engine: Engine, handler: RequestHandler, server: APIServer, error: DFlashError
+) -> None:
     """The machines have lost each other: clients are told, and then the process ends."""
-    desk.draining = desk.lost = True
+    handler.draining = handler.lost = True
     engine.abandon(error)
-    last = threading.Timer(LAST_SECONDS, server.tell)
+    last = threading.Timer(LAST_SECONDS, server.stop)
     last.daemon = True
     last.start()
 
 
 def _end(
-    server: Server, over: Future[None], seconds: float, number: int, frame: FrameType | None
+    server: APIServer, over: Future[None], seconds: float, number: int, frame: FrameType | None
 ) -> None:
     """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
     if over.done():  # nobody is answered any more, and the engine is not waited for
         os._exit(0)
-    if server.finishes:
+    if server.busy:
         note(f"Finishing what is being answered, {seconds:g} s at most; again to end at once.")
-    server.tell()
+    server.stop()
 
 
 def _prefix(pair: Pair, load: Load) -> PrefixStore | None:

@@ -7,6 +7,7 @@ What stands below the mark in a page is written by people and stays. tests/test_
 a page is not what this would write.
 """
 
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 from typer.main import get_command
 
 from dflash_mlx.cli.app import app
+from dflash_mlx.serve.body import Body
 from dflash_mlx.serve.chat import ChatBody
 from dflash_mlx.serve.completions import CompletionsBody
-from dflash_mlx.serve.fields import Body, support
 from dflash_mlx.serve.messages import CountBody, MessagesBody
 from dflash_mlx.serve.responses import ResponsesBody
 
@@ -89,25 +90,58 @@ def pages() -> dict[Path, str]:
 
 
 def fields() -> str:
-    """What each request may say, and what becomes of it."""
+    """The fields of every request."""
     lines = [
         "# Fields of requests",
         "",
-        "Made from the models that read them, by `scripts/make_docs.py`. *yes*: it counts. "
-        "*ignored*: it changes no",
-        "answer and is read over. *refused*: it would change the answer and is answered with 400; "
-        "*only* names the",
-        "values that ask for nothing. A field that is not here is one that no dialect knows: it is "
-        "read over,",
-        "a misspelt one too. Of `stop` and `stop_sequences` empty strings are left out, of `seed` "
-        "the last 32 bits count.",
+        "`scripts/make_docs.py` writes this page from the models that validate requests.",
+        "",
+        "- *yes*: supported, with the range of its values.",
+        "- *ignored*: changes no answer.",
+        "- *refused*: would change the answer, and is answered with 400; *only* names the values "
+        "that are accepted.",
+        "",
+        "Fields that are not listed are ignored, misspelt ones too. Empty strings in `stop` and "
+        "`stop_sequences`",
+        "are dropped. Of `seed` the last 32 bits count.",
         "",
     ]
     for body in BODIES:
+        rows = sorted([*support(body), *((name, "ignored") for name in body.ignored)])
         lines += [f"## {body.__doc__}", "", "| field | |", "|---|---|"]
-        lines += [f"| `{name}` | {said} |" for name, said in sorted(support(body))]
+        lines += [f"| `{name}` | {text} |" for name, text in rows]
         lines.append("")
     return "\n".join(lines)
+
+
+def support(body: type[Body]) -> Iterator[tuple[str, str]]:
+    """The declared fields of a request by name: "yes" and a range, "refused", or "only ..."."""
+    for name, schema in body.model_json_schema()["properties"].items():
+        merged: dict[str, Any] = {}
+        for one in [*schema.get("anyOf", ()), schema]:
+            merged |= one
+        if merged.get("type") == "null" and "anyOf" not in schema:
+            yield name, "refused"
+        elif "const" in merged:
+            yield name, f"only `{merged['const']!r}`"
+        elif "const" in merged.get("items", {}):
+            yield name, f"only `{[merged['items']['const']]!r}`"
+        elif merged.get("maxItems") == 0:
+            yield name, "only `[]`"
+        else:
+            yield name, "yes" + _range(merged)
+
+
+def _range(schema: dict[str, Any]) -> str:
+    """The bounds of a field's values, as ", 0 to 2"."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if (above := schema.get("exclusiveMinimum")) is not None:
+        return f", above {above}" + (f", {high} at most" if high is not None else "")
+    if "maxItems" in schema:
+        return f", {schema['maxItems']} at most in a list"
+    if low is None and high is None:
+        return ""
+    return f", {low} to {high}" if high is not None else f", {low} or more"
 
 
 def main() -> None:

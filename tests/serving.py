@@ -1,4 +1,4 @@
-"""A server's application without a socket, over an engine that says what a test has it say."""
+"""The server over a fake engine, without a socket (`client`) or with one (`running`)."""
 
 import asyncio
 import json
@@ -14,12 +14,11 @@ from transformers import AutoTokenizer
 
 import dflash_mlx
 from dflash_mlx.events import Event, Stats
-from dflash_mlx.serve.access import Access
-from dflash_mlx.serve.app import Options, make_app
-from dflash_mlx.serve.desk import Desk
-from dflash_mlx.serve.front import make_waiting_app
+from dflash_mlx.serve.app import make_app
+from dflash_mlx.serve.auth import Auth
+from dflash_mlx.serve.handler import RequestHandler
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.run import Limits, Server, listen
+from dflash_mlx.serve.server import APIServer, listen, make_loading_app
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -30,15 +29,15 @@ CHATML = (
 )
 
 
-def a_target(
+def make_target(
     parser: Any = None, template: str = CHATML, thinking: str | None = None, context: int = 2**20
 ) -> Any:
-    """What a server needs of a target: the embedded tokenizer, with a family's syntax of calls.
+    """The embedded tokenizer as a target, with a family's call syntax.
 
     Args:
         parser: a module of mlx_lm.tool_parsers.
-        template: of chats.
-        thinking: put behind the generation prompt.
+        template: the chat template.
+        thinking: text after the generation prompt.
     """
     folder = f"{dflash_mlx.__path__[0]}/tiny/target"
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -60,13 +59,13 @@ def a_target(
 
 
 @dataclass
-class SaidJob:
-    """A job whose rounds are known: pieces of text, then an end or an error."""
+class FakeJob:
+    """A job with given events, then an end or an error."""
 
     events: Iterable[Event]
     error: Exception | None = None
     cancelled: bool = False
-    waits: bool = False  # for ever, after its events
+    waits: bool = False  # after its events
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aiter__(self):
@@ -86,37 +85,37 @@ class SaidJob:
 
 
 @dataclass
-class Says:
-    """An engine that answers every request with the same rounds.
+class FakeEngine:
+    """An engine that answers every request with the same steps.
 
     Attributes:
-        rounds: their texts.
-        reason: why the answer ends; None lets it wait for ever.
-        error: raised in its place.
-        asked: (prompt, settings) of every job.
+        steps: the text of each.
+        reason: why the answer ends; None for one that never ends.
+        error: raised instead of the end.
+        submitted: (prompt, settings) of every job.
     """
 
     target: Any
-    rounds: Sequence[str] = ("Hello", " world")
+    steps: Sequence[str] = ("Hello", " world")
     reason: str | None = "stop"
     error: Exception | None = None
     cached: int = 0
     progressed: float = 0.0
-    busy: bool = False  # but for those who wait
-    asked: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
-    jobs: list[SaidJob] = field(default_factory=list)
+    busy: bool = False
+    submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
+    jobs: list[FakeJob] = field(default_factory=list)
 
     def submit(self, prompt, **settings):
-        self.asked.append((list(prompt), settings))
+        self.submitted.append((list(prompt), settings))
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=self.cached)
-        job = SaidJob(list(self._events(stats)), self.error, waits=self.reason is None)
+        job = FakeJob(list(self._events(stats)), self.error, waits=self.reason is None)
         self.jobs.append(job)
         return job
 
     def _events(self, stats):
-        last = len(self.rounds) - 1
+        last = len(self.steps) - 1
         ends = sorted(self.target.tokenizer.eos_token_ids)
-        for number, text in enumerate(self.rounds):
+        for number, text in enumerate(self.steps):
             tokens = self.target.tokenizer.encode(text, add_special_tokens=False)
             over = number == last and self.error is None and self.reason is not None
             tokens += ends[:1] if over and self.reason == "stop" else []
@@ -126,47 +125,41 @@ class Says:
 
     def prompt(self) -> str:
         """The text of the last prompt."""
-        return self.target.tokenizer.decode(self.asked[-1][0])
+        return self.target.tokenizer.decode(self.submitted[-1][0])
 
 
-def a_desk(engine: Any, room: int = 64, defaults: Any = None) -> Desk:
-    """Of a server with this engine."""
-    return Desk(engine.target, engine, defaults or {}, room, Metrics())
+def make_handler(engine: Any, capacity: int = 64, defaults: Any = None) -> RequestHandler:
+    """The handler of a server with this engine."""
+    return RequestHandler(engine.target, engine, defaults or {}, capacity, Metrics())
 
 
-def client(engine: Any, room: int = 64, **more: Any) -> TestClient:
-    """Of the application, in this process."""
-    access = more.pop("access", Access())
-    desk = a_desk(engine, room, more.pop("defaults", {}))
-    app = make_app(desk, Options("told", access, **more))
+def client(engine: Any, capacity: int = 64, defaults: Any = None, auth: Any = None) -> TestClient:
+    """A client of the application, in this process."""
+    app = make_app(make_handler(engine, capacity, defaults), "fake", auth or Auth())
     return TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
 
 
 def frames(text: str) -> list[dict[str, Any]]:
-    """The objects of a stream of events, but for the comments and the last word."""
+    """The objects of a stream of events."""
     lines = (line for line in text.splitlines() if line.startswith("data: "))
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 
-LIMITS = Limits(head_seconds=60, drain_seconds=0.05)  # what is slow is no fault by itself
-
-
 @asynccontextmanager
-async def running(engine, limits=LIMITS, loaded=True, **options):
-    """A server in this event loop, and its port; not `loaded` it still waits for its model."""
-    desk = a_desk(engine)
-    server = Server(make_waiting_app(Access(), desk.metrics), limits)
+async def running(engine, loaded=True, drain_seconds=0.05):
+    """A server in this event loop; if not `loaded`, its model still loads."""
+    handler = make_handler(engine)
+    server = APIServer(make_loading_app(Auth(), handler.metrics), drain_seconds)
     if loaded:
-        server.open(make_app(desk, Options("told", Access(), **options)), desk)
+        server.set_app(make_app(handler, "fake", Auth()), handler)
     bound = listen("127.0.0.1", 0)
-    server.port, server.desk = bound.getsockname()[1], desk
-    task = asyncio.create_task(server.serve(sockets=[bound]))
+    server.port, server.handler = bound.getsockname()[1], handler
+    server.task = asyncio.create_task(server.serve(sockets=[bound]))
     while not server.started:
         await asyncio.sleep(0)
-    server.task = task
     try:
         yield server
     finally:
-        server.handle_exit(2, None)
-        server.handle_exit(2, None)
-        await task
+        server.stop()
+        server.stop()
+        await server.task

@@ -1,12 +1,12 @@
-"""The server: dialects of others' clients over one internal request.
+"""The HTTP server: the APIs of OpenAI and Anthropic over one internal request.
 
-A dialect is a file that turns its JSON into an `Ask` and the pieces of answers back into its JSON,
-whole or as a stream. What they share comes in the order of a request:
+Each API has a file, which turns its JSON into a `GenerationRequest` and the answer into its JSON.
+They share, in the order of a request:
 
-    guard      who may speak, and how much: hosts, origins, keys, sizes, times
-    body       bytes -> JSON within bounds
-    ask        the internal request; template: its messages -> token ids
-    desk       asks the engine, counts; answering: follows its jobs
-    parts      text -> reasoning, tool calls, text; tools and grammar: their syntax
-    *_answers  pieces of all choices, usage, in each dialect
+    middleware, auth       keys, hosts, origins, request ids, logs
+    body                   bytes -> a validated pydantic model
+    request, template      the internal request; its messages -> token ids
+    handler                submits jobs to the engine and follows their events
+    parts, tools, grammar  text -> text, reasoning and tool calls; forced calls and schemas
+    sse, openai_common     streams; usage and log-probabilities
 """

@@ -1,128 +1,79 @@
-"""The dialect of OpenAI's chat completions: what is asked. chat_answers.py has what is answered."""
+"""OpenAI's chat completions: POST /v1/chat/completions."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from .ask import Ask, Tool, given
-from .body import parse_object
-from .errors import Refusal
-from .fields import Body, Ignored, Only, Refused, Several
+from .body import Body, ListOf
+from .errors import RequestError, new_id
+from .handler import Finish, ResponseStream, StepOutput
+from .logprobs import TokenLogprob
+from .openai_common import (
+    ContentPart,
+    Effort,
+    SamplingBody,
+    StreamOptions,
+    drafting,
+    format_logprob,
+    make_tool,
+    read_content,
+    step_drafting,
+    template_call,
+    thinking_settings,
+    usage,
+)
+from .parts import Reasoning, Text
+from .request import GenerationRequest, ToolChoice
+from .sse import DONE, Frames, frame
+from .tools import ToolCall
 
-Biases = dict[int, Annotated[float, Field(ge=-100, le=100)]]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-STOPS, MOST_CHOICES, MOST_TOP = 16, 8, 20
-SEEDS, MOST_BIASES = 2**32, 16384
-
-
-def _few(biases: Any) -> Any:
-    """A check before any other: pydantic would tell of every wrong one."""
-    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
-        raise ValueError(f"more than {MOST_BIASES:,} tokens")
-    return biases
-
-
-class Sampled(Body):
-    """How tokens are chosen, which chat and completions say alike."""
-
-    model: Annotated[str, Field(max_length=512)] = "default"
-    stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: int | None = None
-    stop: str | Annotated[Several[str], Field(max_length=STOPS)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: Annotated[Biases | None, BeforeValidator(_few)] = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    draft: bool | None = None
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-
-    def settings(self, max_tokens: int | None) -> dict[str, Any]:
-        """Those of the engine that are named."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        return given(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=None if self.top_k is None else max(0, self.top_k),
-            min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % SEEDS,
-            stop=[one for one in stop if one] if stop else None,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-            block_size=1 if self.draft is False else None,
-        )
+MAX_TOP_LOGPROBS = 20
 
 
-class ContentPart(Body):
-    """A piece of a message; of the kinds that there are only text."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def said(self) -> str:
-        """Its text. Raises `Refusal` for an image, a sound or a file."""
-        if self.type not in ("text", "refusal"):
-            raise Refusal(f"Content of type {self.type!r} is not supported: text is.")
-        return (self.text if self.type == "text" else self.refusal) or ""
-
-
-class CalledFunction(Body):
-    """Of a call in the history."""
+class ChatCallFunction(Body):
+    """The function of an earlier call."""
 
     name: str
     arguments: str = "{}"
 
 
-class CallMade(Body):
-    """A call in the history."""
+class ChatCall(Body):
+    """An earlier call."""
 
     id: str = ""
-    type: Annotated[str, Only("function")] = "function"
-    function: CalledFunction
+    type: Literal["function"] | None = "function"
+    function: ChatCallFunction
 
 
-class Message(Body):
-    """One turn."""
+class ChatMessage(Body):
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Several[ContentPart] | None = None
+    content: str | ListOf[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Several[CallMade] | None = None
+    tool_calls: ListOf[ChatCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
-    audio: Refused = None
-    function_call: Refused = None
+    audio: None = None
+    function_call: None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: content is text, arguments are objects."""
-        parts = self.content
-        text = "".join(one.said() for one in parts) if isinstance(parts, list) else parts
+        """The message as chat templates take it."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text or self.refusal or ""}
-        reasoning = self.reasoning_content or self.reasoning
-        if reasoning:
+        content = read_content(self.content, "") or self.refusal or ""
+        message: dict[str, Any] = {"role": role, "content": content}
+        if reasoning := self.reasoning_content or self.reasoning:
             message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [
-                history_call(one.id, one.function.name, one.function.arguments)
-                for one in self.tool_calls
+                template_call(call.id, call.function.name, call.function.arguments)
+                for call in self.tool_calls
             ]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
@@ -131,156 +82,254 @@ class Message(Body):
         return message
 
 
-def history_call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in the history, as chat templates expect it."""
-    try:
-        read = parse_object(arguments.encode()) if arguments.strip() else {}
-    except (Refusal, UnicodeEncodeError):
-        read = {"arguments": arguments}  # what the model wrote then was no JSON either
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": read}}
-
-
-class Function(Body):
-    """What may be called."""
+class ChatFunction(Body):
+    """The function of a tool."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def tool(self) -> Tool:
-        """The internal form."""
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        return Tool(self.name, self.description or "", parameters, bool(self.strict))
+
+class ChatTool(Body):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"] | None = "function"
+    function: ChatFunction
 
 
-class ToolGiven(Body):
-    """A tool; of the kinds that there are only functions."""
-
-    type: Annotated[str, Only("function")] = "function"
-    function: Function
-
-
-class Named(Body):
-    """Names a function."""
+class ChatFunctionName(Body):
+    """The name of a function."""
 
     name: str
 
 
-class ToolNamed(Body):
-    """A tool by its function's name."""
+class ChatToolName(Body):
+    """A tool by the name of its function."""
 
     type: Literal["function"]
-    function: Named
+    function: ChatFunctionName
 
 
-class AllowedTools(Body):
-    """Some of the tools, and whether one has to be called."""
+class ChatAllowedTools(Body):
+    """The tools of `ChatAllowedChoice`."""
 
     mode: Literal["auto", "required"] = "auto"
-    tools: Several[ToolNamed]
+    tools: ListOf[ChatToolName]
 
 
-class ToolsAllowed(Body):
+class ChatAllowedChoice(Body):
     """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+    allowed_tools: ChatAllowedTools
 
 
-class JsonSchemaGiven(Body):
-    """A schema with a name."""
+class ChatJsonSchema(Body):
+    """The schema of a response format."""
 
+    ignored: ClassVar[tuple[str, ...]] = ("description", "strict")
     name: str = "answer"
-    description: Ignored = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: Ignored = None
 
 
-class ResponseFormat(Body):
-    """What an answer has to look like."""
+class ChatResponseFormat(Body):
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaGiven | None = None
+    json_schema: ChatJsonSchema | None = None
 
-    def schema_of_answer(self) -> Mapping[str, Any] | None:
-        """Its schema; None leaves it free."""
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """The schema of the answer; None for free text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
             return {"type": "object"}
         if self.json_schema is None:
-            raise Refusal("json_schema is missing.", param="response_format.json_schema")
+            raise RequestError("json_schema is missing.", param="response_format.json_schema")
         return self.json_schema.schema_ or {}
 
 
-class StreamOptions(Body):
-    """How an answer is streamed."""
-
-    include_usage: bool | None = None
-    include_obfuscation: Ignored = None
-
-
-class ChatBody(Sampled):
+class ChatBody(SamplingBody):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[Several[Message], Field(min_length=1)]
+    ignored: ClassVar[tuple[str, ...]] = (
+        *SamplingBody.ignored,
+        *("prediction", "prompt_cache_retention", "safety_identifier"),
+    )
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    tools: Several[ToolGiven] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolNamed | ToolsAllowed | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: ListOf[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatToolName | ChatAllowedChoice | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
+    response_format: ChatResponseFormat | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    audio: Refused = None
-    function_call: Refused = None
-    functions: Refused = None
-    modalities: Annotated[Several[str] | None, Only(["text"])] = None
-    verbosity: Annotated[str | None, Only("medium")] = None
-    web_search_options: Refused = None
-    prediction: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    modalities: ListOf[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: None = None
 
-    def ask(self) -> Ask:
-        """The internal request. Raises `Refusal`."""
-        most = self.max_completion_tokens
-        choice, allowed = _chosen(self.tool_choice)
+    def generation_request(self) -> GenerationRequest:
+        """The internal request. Raises `RequestError`."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise Refusal("top_logprobs goes with logprobs only.", param="top_logprobs")
-        return Ask(
+            raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
+        limit = self.max_completion_tokens
+        functions = [tool.function for tool in self.tools or ()]
+        choice, allowed = self._tool_choice()
+        return GenerationRequest(
             self.model,
             [message.for_template() for message in self.messages],
-            self.settings(self.max_tokens if most is None else most),
-            [one.function.tool() for one in self.tools or ()],
+            self.settings(self.max_tokens if limit is None else limit),
+            [make_tool(one.name, one.description, one.parameters, one.strict) for one in functions],
             choice,
             allowed,
-            self.parallel_tool_calls is not False and not isinstance(self.tool_choice, ToolNamed),
-            None if self.response_format is None else self.response_format.schema_of_answer(),
-            self.n or 1,
-            (self.top_logprobs or 0) if self.logprobs else None,
-            effort_settings(self.reasoning_effort) | (self.chat_template_kwargs or {}),
+            parallel_calls=self.parallel_tool_calls is not False
+            and not isinstance(self.tool_choice, ChatToolName),
+            schema=self.response_format.answer_schema() if self.response_format else None,
+            n=self.n or 1,
+            top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            template_settings=thinking_settings(self.reasoning_effort)
+            | (self.chat_template_kwargs or {}),
         )
 
+    def _tool_choice(self) -> tuple[ToolChoice, frozenset[str] | None]:
+        choice = self.tool_choice
+        if isinstance(choice, ChatToolName):
+            return "required", frozenset({choice.function.name})
+        if isinstance(choice, ChatAllowedChoice):
+            allowed = choice.allowed_tools
+            return allowed.mode, frozenset(tool.function.name for tool in allowed.tools)
+        return choice or "auto", None
 
-def _chosen(choice: Any) -> tuple[Any, frozenset[str] | None]:
-    if isinstance(choice, ToolNamed):
-        return "required", frozenset({choice.function.name})
-    if isinstance(choice, ToolsAllowed):
-        allowed = choice.allowed_tools
-        return allowed.mode, frozenset(one.function.name for one in allowed.tools)
-    return choice or "auto", None
+
+class ChatChoice:
+    """One answer, put together from its steps."""
+
+    def __init__(self) -> None:
+        self.text = self.reasoning = ""
+        self.calls: list[ToolCall] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.finish: Finish | None = None
+
+    def add(self, step: StepOutput) -> None:
+        """Add a step."""
+        for part in step.parts:
+            if isinstance(part, Text):
+                self.text += part.text
+            elif isinstance(part, Reasoning):
+                self.reasoning += part.text
+            else:
+                self.calls.append(part)
+        if step.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *step.logprobs]
+        self.finish = step.finish or self.finish
+
+    def format(self, index: int) -> dict[str, Any]:
+        """An item of the response's `choices`."""
+        content = None if self.calls and not self.text else self.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = message["reasoning"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [_format_call(call) for call in self.calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": _format_logprobs(self.logprobs),
+            "finish_reason": self.finish.reason if self.finish else None,
+        }
 
 
-def effort_settings(effort: str | None) -> dict[str, Any]:
-    """What a chat template is told of how much to think."""
-    if effort is None:
-        return {}
-    if effort == "none":
-        return {"enable_thinking": False}
-    return {"reasoning_effort": effort, "enable_thinking": True}
+async def complete(stream: ResponseStream) -> dict[str, Any]:
+    """The whole response. Raises `RequestError`."""
+    choices = [ChatChoice() for _ in range(stream.request.n)]
+    async for step in stream.steps():
+        choices[step.choice].add(step)
+    finishes = [one.finish for one in choices if one.finish is not None]
+    return {
+        **_head(stream, "chat.completion"),
+        "choices": [one.format(index) for index, one in enumerate(choices)],
+        "usage": usage(stream.prompt_tokens, finishes),
+        "x_dflash": drafting(finishes),
+    }
+
+
+async def stream_frames(stream: ResponseStream, include_usage: bool) -> Frames:
+    """The response as a stream, one item per decode step; an error is its last frame."""
+    head = _head(stream, "chat.completion.chunk")
+    chunk_head = head | {"usage": None} if include_usage else head
+
+    def chunk(index: int, delta: dict[str, Any], extra: Any = None, **choice: Any) -> bytes:
+        fields = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return frame({**chunk_head, "choices": [fields | choice], **(extra or {})})
+
+    finishes: list[Finish] = []
+    calls = [0] * stream.request.n  # so far, of each answer
+    start = {"role": "assistant", "content": ""}
+    yield b"".join(chunk(index, start) for index in range(stream.request.n))
+    try:
+        async for step in stream.steps():
+            frames = []
+            deltas = _deltas(step, calls)
+            if deltas or step.logprobs:
+                delta, *others = deltas or [{}]
+                extra = {"x_dflash": step_drafting(step)}
+                logprobs = _format_logprobs(step.logprobs)
+                frames.append(chunk(step.choice, delta, extra, logprobs=logprobs))
+                frames += [chunk(step.choice, delta) for delta in others]
+            if step.finish is not None:
+                finishes.append(step.finish)
+                frames.append(chunk(step.choice, {}, finish_reason=step.finish.reason))
+            if frames:
+                yield b"".join(frames)
+    except RequestError as error:
+        yield frame(error.openai())
+        return
+    if include_usage:
+        total = usage(stream.prompt_tokens, finishes)
+        yield frame(head | {"choices": [], "usage": total, "x_dflash": drafting(finishes)}) + DONE
+    else:
+        yield DONE
+
+
+def _deltas(step: StepOutput, calls: list[int]) -> list[dict[str, Any]]:
+    """The deltas of a step; `calls` counts the calls of each answer."""
+    deltas: list[dict[str, Any]] = []
+    for part in step.parts:
+        if isinstance(part, Text):
+            deltas.append({"content": part.text})
+        elif isinstance(part, Reasoning):
+            deltas.append({"reasoning_content": part.text, "reasoning": part.text})
+        else:
+            deltas.append({"tool_calls": [{"index": calls[step.choice], **_format_call(part)}]})
+            calls[step.choice] += 1
+    return deltas
+
+
+def _head(stream: ResponseStream, kind: str) -> dict[str, Any]:
+    return {
+        "id": new_id("chatcmpl-"),
+        "object": kind,
+        "created": int(time.time()),
+        "model": stream.request.model,
+    }
+
+
+def _format_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _format_logprobs(tokens: list[TokenLogprob] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    return {"content": [format_logprob(token) for token in tokens], "refusal": None}

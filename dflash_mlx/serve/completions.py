@@ -1,152 +1,133 @@
-"""The dialect of OpenAI's completions: text that is continued, without a template."""
+"""OpenAI's completions: POST /v1/completions, which continues a text without a chat template."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .answering import Answering, End, Step
-from .ask import Ask
-from .chat import Sampled, StreamOptions
-from .errors import Refusal
-from .fields import Ignored, Only, Refused, Several
+from .body import ListOf
+from .errors import RequestError, new_id
+from .handler import Finish, ResponseStream, StepOutput
 from .logprobs import TokenLogprob
-from .openai_forms import drafting, new_id, of_round, usage
+from .openai_common import SamplingBody, StreamOptions, drafting, step_drafting, usage
 from .parts import Text
-from .sse import Chunks, Frames, frame
+from .request import GenerationRequest
+from .sse import DONE, Frames, frame
 
-MOST_PROMPTS, MOST_TOP = 32, 5
-DEFAULT_TOKENS = 16  # of OpenAI's
-DONE = b"data: [DONE]\n\n"
+MAX_PROMPTS, MAX_TOP_LOGPROBS = 32, 5
+DEFAULT_TOKENS = 16  # OpenAI's
 
-Ids = Annotated[Several[int], Field(min_length=1)]
-Texts = Annotated[Several[str], Field(min_length=1)]
-Lists = Annotated[Several[Ids], Field(min_length=1)]
+TokenIds = Annotated[ListOf[int], Field(min_length=1)]
+Texts = Annotated[ListOf[str], Field(min_length=1)]
+TokenIdLists = Annotated[ListOf[TokenIds], Field(min_length=1)]
 
 
-class CompletionsBody(Sampled):
+class CompletionsBody(SamplingBody):
     """POST /v1/completions"""
 
-    prompt: Annotated[
-        str | Texts | Ids | Lists, Field(json_schema_extra={"maxItems": MOST_PROMPTS})
-    ]
+    prompt: str | Texts | TokenIds | TokenIdLists
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
-    best_of: Annotated[int | None, Only(1)] = None
-    suffix: Annotated[str | None, Only("")] = None
-    response_format: Refused = None
-    tools: Refused = None
-    prompt_cache_key: Ignored = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+    response_format: None = None
+    tools: None = None
 
-    def asks(self) -> list[Ask]:
-        """A request for each prompt. Raises `Refusal`."""
+    def generation_requests(self) -> list[GenerationRequest]:
+        """A request for each prompt. Raises `RequestError`."""
         if self.echo and self.logprobs is not None:
-            raise Refusal("echo goes without logprobs: the prompt has none.", param="echo")
-        prompts = self._prompts()
-        if len(prompts) > MOST_PROMPTS:
-            told = (
-                f"{len(prompts)} prompts, and a request has at most {MOST_PROMPTS}: send several."
-            )
-            raise Refusal(told, param="prompt")
-        most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
-        settings = self.settings(most)
+            raise RequestError("echo cannot be combined with logprobs.", param="echo")
+        prompts: Sequence[Any] = self.prompt
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            prompts = [self.prompt]
+        if len(prompts) > MAX_PROMPTS:
+            message = f"{len(prompts)} prompts are more than {MAX_PROMPTS}: send several requests."
+            raise RequestError(message, param="prompt")
+        limit = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         return [
-            Ask(
+            GenerationRequest(
                 self.model,
                 prompt,
-                settings,
+                self.settings(limit),
                 n=self.n or 1,
                 top_logprobs=self.logprobs,
-                origin="prompt",
+                prompt_field="prompt",
             )
             for prompt in prompts
         ]
 
-    def _prompts(self) -> Sequence[str | list[int]]:
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt[0], int):
-            return [prompt]
-        return prompt
 
-
-class Answers:
-    """The answers to all prompts of a request, one prompt after the other.
+class CompletionsResponse:
+    """The response to all prompts of a request, one prompt after the other.
 
     Args:
-        body: what was asked.
-        answering: of each prompt.
-        prompts: their texts, for echo.
+        body: the request.
+        streams: one for each prompt.
+        tokenizer: decodes prompts of token ids for `echo`.
     """
 
     def __init__(
-        self, body: CompletionsBody, answering: Sequence[Answering], prompts: Sequence[str]
+        self, body: CompletionsBody, streams: Sequence[ResponseStream], tokenizer: Any
     ) -> None:
-        self._body, self._answering, self._prompts = body, answering, prompts
-        self._each = body.n or 1
-        self._ends: list[End] = []
-        self._offsets = [len(self._echo(one)) for one in range(len(answering) * self._each)]
+        self._body, self._streams = body, streams
+        self._n = body.n or 1
+        self._echoes = [""] * len(streams) * self._n
+        if body.echo:
+            prompts = (stream.request.prompt for stream in streams)
+            texts = [one if isinstance(one, str) else tokenizer.decode(one) for one in prompts]
+            self._echoes = [text for text in texts for _ in range(self._n)]
+        self._offsets = [0] * len(self._echoes)  # of the next token's text
+        self._finishes: list[Finish] = []
 
-    def leave(self) -> None:
-        """Nobody waits for the rest."""
-        for one in self._answering:
-            one.leave()
+    def close(self) -> None:
+        """Cancel what is not finished."""
+        for stream in self._streams:
+            stream.close()
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer at once. Raises `Refusal`."""
-        count = len(self._answering) * self._each
-        texts = [self._echo(index) for index in range(count)]
-        told: list[list[TokenLogprob]] = [[] for _ in range(count)]
+    async def complete(self) -> dict[str, Any]:
+        """The whole response. Raises `RequestError`."""
+        texts = [*self._echoes]
+        tokens: list[list[TokenLogprob]] = [[] for _ in texts]
         async for index, step in self._steps():
             texts[index] += _text(step)
-            told[index] += step.logprobs or ()
+            tokens[index] += step.logprobs or ()
         choices = [
-            {
-                "index": index,
-                "text": texts[index],
-                "logprobs": self._logprobs(index, told[index]),
-                "finish_reason": self._ends[index].reason,
-            }
-            for index in range(count)
+            _choice(index, text, self._logprobs(index, tokens[index]), self._finishes[index])
+            for index, text in enumerate(texts)
         ]
         return {**self._head(), "choices": choices, **self._totals()}
 
-    async def stream(self) -> Frames:
-        """The answer as frames; an error is the last of them."""
-        head = self._head()
-        include = bool(self._body.stream_options and self._body.stream_options.include_usage)
-        chunks = Chunks(head | {"usage": None} if include else head)
-        if self._body.echo:
-            for index in range(len(self._answering) * self._each):
-                yield chunks.frame({"choices": [_choice(index, self._echo(index))]})
+    async def stream_frames(self) -> Frames:
+        """The response as a stream; an error is its last frame."""
+        head, options = self._head(), self._body.stream_options
+        include_usage = bool(options and options.include_usage)
+        chunk_head = head | {"usage": None} if include_usage else head
+        for index, echo in enumerate(self._echoes):
+            if echo:
+                yield frame(chunk_head | {"choices": [_choice(index, echo)]})
         try:
             async for index, step in self._steps():
-                choice = _choice(index, _text(step))
-                choice["logprobs"] = self._logprobs(index, step.logprobs or [])
-                choice["finish_reason"] = step.end.reason if step.end else None
-                yield chunks.frame({"choices": [choice], "x_dflash": of_round(step)})
-        except Refusal as refusal:
-            yield frame(refusal.openai())
+                logprobs = self._logprobs(index, step.logprobs or [])
+                choice = _choice(index, _text(step), logprobs, step.finish)
+                yield frame(chunk_head | {"choices": [choice], "x_dflash": step_drafting(step)})
+        except RequestError as error:
+            yield frame(error.openai())
             return
-        if include:
+        if include_usage:
             yield frame(head | {"choices": [], **self._totals()})
         yield DONE
 
-    async def _steps(self) -> AsyncIterator[tuple[int, Step]]:
-        for place, answering in enumerate(self._answering):
-            async for step in answering.steps():
-                if step.end is not None:
-                    self._ends.append(step.end)
-                yield place * self._each + step.choice, step
-
-    def _echo(self, index: int) -> str:
-        return self._prompts[index // self._each] if self._body.echo else ""
+    async def _steps(self) -> AsyncIterator[tuple[int, StepOutput]]:
+        for place, stream in enumerate(self._streams):
+            async for step in stream.steps():
+                if step.finish is not None:
+                    self._finishes.append(step.finish)
+                yield place * self._n + step.choice, step
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -157,28 +138,31 @@ class Answers:
         }
 
     def _totals(self) -> dict[str, Any]:
-        prompt = sum(one.prompt_tokens for one in self._answering)
-        return {"usage": usage(prompt, self._ends), "x_dflash": drafting(self._ends)}
+        prompt_tokens = sum(stream.prompt_tokens for stream in self._streams)
+        return {"usage": usage(prompt_tokens, self._finishes), "x_dflash": drafting(self._finishes)}
 
-    def _logprobs(self, index: int, told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """The next ones of an answer, in the old form: lists that belong together."""
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """The log-probabilities of the next tokens of an answer, as parallel lists."""
         if self._body.logprobs is None:
             return None
         offsets = []
-        for one in told:
+        for token in tokens:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(one.chosen.text)
+            self._offsets[index] += len(token.chosen.text)
         return {
-            "tokens": [one.chosen.text for one in told],
-            "token_logprobs": [one.chosen.logprob for one in told],
-            "top_logprobs": [{best.text: best.logprob for best in one.top} for one in told],
+            "tokens": [token.chosen.text for token in tokens],
+            "token_logprobs": [token.chosen.logprob for token in tokens],
+            "top_logprobs": [{one.text: one.logprob for one in token.top} for token in tokens],
             "text_offset": offsets,
         }
 
 
-def _choice(index: int, text: str) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None = None, finish: Finish | None = None
+) -> dict[str, Any]:
+    reason = finish.reason if finish else None
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _text(step: Step) -> str:
+def _text(step: StepOutput) -> str:
     return "".join(part.text for part in step.parts if isinstance(part, Text))

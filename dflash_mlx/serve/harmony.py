@@ -1,8 +1,7 @@
-"""An answer of gpt-oss in its parts: its channels are reasoning, text and calls.
+"""Answers of gpt-oss in the harmony format, whose channels are reasoning, text and calls.
 
-Written after OpenAI's description of the format ("harmony"). Their own parser, `openai-harmony`,
-fetches its vocabulary from the network when it is first used; the tokenizer here has it already,
-and what is left to do is to read headers.
+Written after OpenAI's description of the format. Their parser, `openai-harmony`, downloads its
+vocabulary when it is first used; here mlx-lm's tokenizer has it.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
 """
@@ -15,102 +14,100 @@ from typing import Any, Final
 
 from mlx_lm.generate import TextStateMachine
 
-from ..errors import DFlashError
-from ..validation import ErrorWrapper
-from .ask import Tool
-from .body import parse_object
-from .parts import Part, Reasoning, Text, joined
-from .tools import Call, NotACallError, Syntax, checked_call
+from .parts import Part, Reasoning, Text, merge_texts
+from .request import Tool
+from .tools import NotACallError, ToolCall, ToolSyntax, check_call
 
 NAME: Final = "harmony"
 _TOKENS: Final = frozenset({"<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"})
 _HEADER, _BODY = "header", "body"
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"to=functions\.([^\s<]+)")
-_MACHINE: Final = {
+_TRANSITIONS: Final = {
     _HEADER: [("<|message|>", _BODY)],
     _BODY: [("<|end|>", _HEADER), ("<|call|>", _HEADER), ("<|return|>", _HEADER)],
 }
 
 
-def speaks_harmony(tokenizer: Any) -> bool:
-    """Whether a tokenizer is one of gpt-oss."""
+def uses_harmony(tokenizer: Any) -> bool:
+    """Whether a tokenizer is gpt-oss's."""
     return _TOKENS <= set(tokenizer.get_vocab())
 
 
-def syntax() -> Syntax:
-    """Its calls, which have a channel and no markers."""
-    return Syntax(NAME, "", "", _read, native=True)
-
-
-def _read(body: str, tools: Any) -> Any:
-    """Arguments alone; the name is in the header."""
-    return {"arguments": parse_object(body.encode())}
+# Calls have a channel and no markers, and their name is in the header: `HarmonyParser` reads them.
+SYNTAX: Final = ToolSyntax(NAME, "", "", lambda text, tools: None, native=True)
 
 
 def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as its template has it, which knows reasoning before calls alone."""
-    said = dict(message)
-    thought = said.pop("reasoning_content", None)
-    if thought and not said["content"] and "tool_calls" in said:
-        said["thinking"] = thought
-    return said
+    """A message as gpt-oss's template takes it, which has reasoning only before calls."""
+    copy = dict(message)
+    reasoning = copy.pop("reasoning_content", None)
+    if reasoning and not copy["content"] and "tool_calls" in copy:
+        copy["thinking"] = reasoning
+    return copy
+
+
+def _is_reasoning(header: str) -> bool:
+    channel = _CHANNEL.search(header)
+    return channel is not None and channel[1] == "analysis"
 
 
 def reasoning_tokens(tokens: Sequence[int], tokenizer: Any) -> int:
-    """How many tokens of an answer are the model's reasoning, their headers and markers included.
+    """The number of reasoning tokens of an answer, headers and markers included.
 
     Args:
-        tokens: of the answer, which begins in a header.
+        tokens: the answer's, which begins in a header.
         tokenizer: mlx-lm's, of gpt-oss.
     """
     message = tokenizer.convert_tokens_to_ids("<|message|>")
-    ends = tokenizer.convert_tokens_to_ids([marker for marker, _ in _MACHINE[_BODY]])
-    counted, begins, thinks = 0, 0, False
+    ends = tokenizer.convert_tokens_to_ids([marker for marker, _ in _TRANSITIONS[_BODY]])
+    count, start, reasoning = 0, 0, False
     for at, token in enumerate(tokens):
         if token == message:
-            header = tokenizer.decode(list(tokens[begins:at]))
-            channel = _CHANNEL.search(header)
-            thinks = channel is not None and channel[1] == "analysis" and "to=" not in header
+            header = tokenizer.decode(list(tokens[start:at]))
+            reasoning = _is_reasoning(header) and "to=" not in header
         if token in ends or at == len(tokens) - 1:
-            counted += (at + 1 - begins) * thinks
-            begins, thinks = at + 1, False
-    return counted
+            count += (at + 1 - start) * reasoning
+            start, reasoning = at + 1, False
+    return count
 
 
-class HarmonySplitter:
-    """One answer's parts; as `parts.Splitter`.
+class HarmonyParser:
+    """Splits one answer into parts, as `parts.AnswerParser` does.
 
     Args:
-        tools: that may be called.
-        parallel: whether there may be a second call.
+        tools: the tools that may be called.
+        parallel: whether more than one call is allowed.
+
+    Attributes:
+        calls: the number of calls so far.
     """
 
     def __init__(self, tools: Sequence[Tool], parallel: bool = True) -> None:
-        self._machine = TextStateMachine(_MACHINE).make_state(_HEADER)
+        self._machine = TextStateMachine(_TRANSITIONS).make_state(_HEADER)
         self._tools, self._parallel = tools, parallel
         self._state, self._header, self._body = _HEADER, "", ""
         self.calls = 0
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that a round's text makes certain."""
+        """The parts of the next text of the answer."""
         self._machine, segments = TextStateMachine.split(self._machine, text)
-        return joined([part for state, piece in segments for part in self._take(state, piece)])
+        return merge_texts([part for state, piece in segments for part in self._read(state, piece)])
 
-    def finish(self, cut: bool) -> list[Part]:
-        """What is left at the end; `cut` when the limit of tokens was reached."""
+    def finish(self, truncated: bool) -> list[Part]:
+        """The rest of the parts; `truncated` if `max_tokens` ended the answer."""
         self._machine, rest, _ = TextStateMachine.flush(self._machine)
-        parts = self._take(self._state, rest)
+        parts = self._read(self._state, rest)
         if self._state == _BODY and self._recipient is not None:
-            parts += self._close(readable=not cut)
-        return joined(parts)
+            parts += self._end_call(complete=not truncated)
+        return merge_texts(parts)
 
-    def _take(self, state: str, text: str) -> list[Part]:
+    def _read(self, state: str, text: str) -> list[Part]:
         parts: list[Part] = []
         if state != self._state:
             if state == _HEADER:
                 if self._recipient is not None:
-                    parts += self._close()
+                    parts += self._end_call()
                 self._header = self._body = ""
             self._state = state
         if state == _HEADER:
@@ -118,27 +115,23 @@ class HarmonySplitter:
         elif self._recipient is not None:
             self._body += text
         elif text:
-            channel = _CHANNEL.search(self._header)
-            thinks = channel is not None and channel[1] == "analysis"
-            parts.append(Reasoning(text) if thinks else Text(text))
+            parts.append(Reasoning(text) if _is_reasoning(self._header) else Text(text))
         return parts
 
     @property
     def _recipient(self) -> str | None:
-        """The function that the message is for; None of one for people."""
+        """The function that the message calls; None for other messages."""
         found = _RECIPIENT.search(self._header)
         return None if found is None or not self._tools else found[1]
 
-    def _close(self, readable: bool = True) -> list[Part]:
-        """A message to a function has ended."""
+    def _end_call(self, complete: bool = True) -> list[Part]:
+        """The call whose message has ended; text if it is not a call."""
         body, self._body = self._body, ""
-        call: Call | None = None
-        if readable:
+        call: ToolCall | None = None
+        if complete:
             try:
-                with ErrorWrapper(NotACallError, "not a call"):
-                    read: Any = _read(body, None)
-                call = checked_call({"name": self._recipient, **read}, self._tools)
-            except DFlashError:
+                call = check_call({"name": self._recipient, "arguments": body}, self._tools)
+            except NotACallError:
                 call = None
         if call is None:
             return [Text(f"{self._header}<|message|>{body}")]

@@ -1,24 +1,39 @@
-"""The dialect of Anthropic's messages: what is asked. messages_answers.py has what is answered."""
+"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
-from .ask import Ask, Tool, given
-from .chat import effort_settings
-from .errors import Refusal
-from .fields import Body, Ignored, Only, Refused, Several
+from .body import Body, ListOf
+from .errors import RequestError, new_id
+from .handler import Finish, ResponseStream
+from .openai_common import drafting, thinking_settings
+from .parts import Part, Reasoning, Text
+from .request import GenerationRequest, Tool, ToolChoice, without_none
+from .sse import Frames, frame
+from .tools import ToolCall
 
-# Claude Code's first block of the system prompt. It differs from session to session, and a prompt
-# that differs at its start shares nothing with another one.
-BILLING: Final = "x-anthropic-billing-header:"
+# The first system block of Claude Code. It differs between sessions, and a prompt that differs at
+# its start shares nothing in the prefix cache.
+BILLING_HEADER: Final = "x-anthropic-billing-header:"
+MAX_STOPS: Final = 16
+PING: Final = frame({"type": "ping"}, "ping")
+_STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
+    "auto": "auto",
+    "any": "required",
+    "tool": "required",
+    "none": "none",
+}
 
 
-class Block(Body):
-    """A piece of a turn: text, a call, its result, what the model thought."""
+class ContentBlock(Body):
+    """A block of a message: text, a call, a result or reasoning."""
 
+    ignored: ClassVar[tuple[str, ...]] = ("cache_control", "citations", "signature")
     type: str
     text: str | None = None
     thinking: str | None = None
@@ -26,183 +41,279 @@ class Block(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Several[Block] | None = None
+    content: str | ListOf[ContentBlock] | None = None
     is_error: bool | None = None
-    cache_control: Ignored = None
-    citations: Ignored = None
-    signature: Ignored = None
 
-    def said(self) -> str:
-        """Its text. Raises `Refusal` for an image, a document and all others without one."""
+    def read_text(self) -> str:
+        """The text. Raises `RequestError` for images, documents and others without one."""
         if self.type != "text":
-            raise Refusal(f"Content of type {self.type!r} is not supported: text is.")
+            raise RequestError(f"Content of type {self.type[:40]!r} is not supported: send text.")
         return self.text or ""
 
+    def template_call(self) -> dict[str, Any]:
+        """A `tool_use` block as chat templates take it."""
+        function = {"name": self.name or "", "arguments": self.input or {}}
+        return {"id": self.id or "", "type": "function", "function": function}
 
-class Turn(Body):
-    """One turn; of a result and what the user says to it come two."""
+    def template_result(self) -> dict[str, Any]:
+        """A `tool_result` block as chat templates take it."""
+        text = self.content or ""
+        if isinstance(text, list):
+            text = "\n".join(block.read_text() for block in text)
+        if self.is_error:
+            text = f"Error: {text}"
+        return {"role": "tool", "content": text, "tool_call_id": self.tool_use_id or ""}
+
+
+class AnthropicMessage(Body):
+    """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Several[Block]
+    content: str | ListOf[ContentBlock]
 
     def for_template(self) -> list[dict[str, Any]]:
-        """As chat templates expect it."""
+        """The messages as chat templates take them: tool results are messages of their own."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        results = [_result(one) for one in self.content if one.type == "tool_result"]
-        told = {"tool_result", "tool_use", "thinking", "redacted_thinking"}
-        text = "\n".join(one.said() for one in self.content if one.type not in told)
-        message: dict[str, Any] = {"role": self.role, "content": text}
-        calls = [_call(one) for one in self.content if one.type == "tool_use"]
-        thought = "\n".join(one.thinking or "" for one in self.content if one.type == "thinking")
-        if thought:
-            message["reasoning_content"] = thought
+        results, calls, texts, thoughts = [], [], [], []
+        for block in self.content:
+            if block.type == "tool_result":
+                results.append(block.template_result())
+            elif block.type == "tool_use":
+                calls.append(block.template_call())
+            elif block.type == "thinking":
+                thoughts.append(block.thinking or "")
+            elif block.type != "redacted_thinking":
+                texts.append(block.read_text())
+        message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
+        if any(thoughts):
+            message["reasoning_content"] = "\n".join(thoughts)
         if calls:
             message["tool_calls"] = calls
-        return [*results, *([message] if text or calls or thought or not results else [])]
+        empty = len(message) == 2 and not message["content"]
+        return results if results and empty else [*results, message]
 
 
-def _call(block: Block) -> dict[str, Any]:
-    function = {"name": block.name or "", "arguments": block.input or {}}
-    return {"id": block.id or "", "type": "function", "function": function}
+class AnthropicTool(Body):
+    """A tool of the client; tools that run on Anthropic's servers are not supported."""
 
-
-def _result(block: Block) -> dict[str, Any]:
-    content = block.content
-    text = "\n".join(one.said() for one in content) if isinstance(content, list) else content or ""
-    if block.is_error:
-        text = f"Error: {text}"
-    return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id or ""}
-
-
-class ToolGiven(Body):
-    """A tool of the client's; Anthropic's own, which run on its servers, are refused."""
-
-    type: Annotated[str | None, Only("custom")] = None
+    ignored: ClassVar[tuple[str, ...]] = ("cache_control",)
+    type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: Ignored = None
-
-    def tool(self) -> Tool:
-        """The internal form."""
-        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
 
 
-class ToolChoice(Body):
+class AnthropicToolChoice(Body):
     """Whether a tool has to be called, and which."""
 
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers."""
+    """Whether the model reasons before it answers."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Ignored = None
-    display: Ignored = None
+    ignored: ClassVar[tuple[str, ...]] = ("budget_tokens", "display")
+    type: Literal["enabled", "adaptive", "disabled"] = "disabled"
 
 
-class Format(Body):
-    """What an answer has to look like."""
+class OutputFormat(Body):
+    """The format of the answer."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """How hard to try, and what the answer has to look like."""
+    """The reasoning effort and the format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: Format | None = None
+    format: OutputFormat | None = None
 
 
 class CountBody(Body):
     """POST /v1/messages/count_tokens"""
 
+    ignored: ClassVar[tuple[str, ...]] = ("cache_control", "context_management")
     model: Annotated[str, Field(max_length=512)] = "default"
-    messages: Annotated[Several[Turn], Field(min_length=1)]
-    system: str | Several[Block] | None = None
-    tools: Several[ToolGiven] | None = None
-    tool_choice: ToolChoice | None = None
+    messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
+    system: str | ListOf[ContentBlock] | None = None
+    tools: ListOf[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Ignored = None
-    context_management: Ignored = None
-    mcp_servers: Annotated[Any, Only([])] = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
-    def ask(self, **settings: Any) -> Ask:
-        """The internal request. Raises `Refusal`."""
-        choice, output = self.tool_choice, self.output_config
-        kinds: dict[str, Literal["none", "auto", "required"]]
-        kinds = {"any": "required", "tool": "required", "none": "none"}
+    def generation_request(self) -> GenerationRequest:
+        """The internal request. Raises `RequestError`."""
+        choice = self.tool_choice or AnthropicToolChoice()
+        output = self.output_config or OutputConfig()
         allowed = None
-        if choice is not None and choice.type == "tool":
+        if choice.type == "tool":
             if choice.name is None:
-                raise Refusal("name is missing.", param="tool_choice.name")
+                raise RequestError("name is missing.", param="tool_choice.name")
             allowed = frozenset({choice.name})
-        messages = [
-            *self._system(),
-            *(one for turn in self.messages for one in turn.for_template()),
-        ]
+        thinks = (self.thinking or Thinking()).type != "disabled"
+        messages = self._system_messages()
+        for message in self.messages:
+            messages += message.for_template()
         last = messages[-1]
-        return Ask(
+        return GenerationRequest(
             self.model,
             messages,
-            settings,
-            [one.tool() for one in self.tools or ()],
-            kinds.get(choice.type, "auto") if choice else "auto",
+            self._settings(),
+            [
+                Tool(tool.name, tool.description or "", tool.input_schema, bool(tool.strict))
+                for tool in self.tools or ()
+            ],
+            _TOOL_CHOICES[choice.type],
             allowed,
-            not (choice and choice.disable_parallel_tool_use),
-            output.format.schema_ if output and output.format else None,
-            template=self._template(),
-            continues=last["role"] == "assistant"
+            parallel_calls=not choice.disable_parallel_tool_use,
+            schema=output.format.schema_ if output.format else None,
+            template_settings=thinking_settings(output.effort) | {"enable_thinking": thinks},
+            continues_message=last["role"] == "assistant"
             and bool(last["content"])
             and "tool_calls" not in last,
         )
 
-    def _system(self) -> list[dict[str, Any]]:
-        """The system prompt without what differs from one session to the next."""
-        blocks = [self.system] if isinstance(self.system, str) else self.system or []
-        texts = [one if isinstance(one, str) else one.said() for one in blocks]
-        text = "\n\n".join(one for one in texts if one and not one.startswith(BILLING))
-        return [{"role": "system", "content": text}] if text else []
+    def _settings(self) -> dict[str, Any]:
+        """The engine's settings that the request names."""
+        return {}
 
-    def _template(self) -> dict[str, Any]:
-        effort = self.output_config.effort if self.output_config else None
-        settings = effort_settings(effort)
-        if self.thinking is None or self.thinking.type == "disabled":
-            settings["enable_thinking"] = False
-        else:
-            settings["enable_thinking"] = True
-        return settings
+    def _system_messages(self) -> list[dict[str, Any]]:
+        """The system prompt, without the part that differs between sessions."""
+        blocks = [self.system] if isinstance(self.system, str) else self.system or []
+        texts = [one if isinstance(one, str) else one.read_text() for one in blocks]
+        text = "\n\n".join(one for one in texts if one and not one.startswith(BILLING_HEADER))
+        return [{"role": "system", "content": text}] if text else []
 
 
 class MessagesBody(CountBody):
     """POST /v1/messages"""
 
+    ignored: ClassVar[tuple[str, ...]] = (
+        *CountBody.ignored,
+        *("metadata", "service_tier", "inference_geo", "speed"),
+    )
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop_sequences: Annotated[Several[str], Field(max_length=16)] | None = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    inference_geo: Ignored = None
-    speed: Ignored = None
-    container: Refused = None
+    stop_sequences: Annotated[ListOf[str], Field(max_length=MAX_STOPS)] | None = None
+    container: None = None
 
-    def ask(self, **settings: Any) -> Ask:
-        """The internal request. Raises `Refusal`."""
-        named = given(
+    def _settings(self) -> dict[str, Any]:
+        return without_none(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
-            stop=[one for one in self.stop_sequences or () if one] or None,
+            stop=[text for text in self.stop_sequences or () if text] or None,
         )
-        return super().ask(**named | settings)
+
+
+async def complete(stream: ResponseStream) -> dict[str, Any]:
+    """The whole response. Raises `RequestError`."""
+    blocks: list[dict[str, Any]] = []
+    finish: Finish | None = None
+    async for step in stream.steps():
+        for part in step.parts:
+            _add_part(blocks, part)
+        finish = step.finish or finish
+    assert finish is not None  # `steps` raises otherwise
+    return {
+        **_head(stream),
+        "content": blocks,
+        **_stop(finish),
+        "usage": _usage(stream, finish),
+        "x_dflash": drafting([finish]),
+    }
+
+
+def _add_part(blocks: list[dict[str, Any]], part: Part) -> None:
+    block = _new_block(part)
+    kind = block["type"]
+    if isinstance(part, ToolCall):
+        blocks.append(block | {"input": from_json(part.arguments)})
+        return
+    if not blocks or blocks[-1]["type"] != kind:
+        blocks.append(block)
+    blocks[-1][kind] += part.text
+
+
+def _new_block(part: Part) -> dict[str, Any]:
+    """An empty content block."""
+    if isinstance(part, Text):
+        return {"type": "text", "text": "", "citations": None}
+    if isinstance(part, Reasoning):
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    call_id = part.id.replace("call_", "toolu_")  # the prefix that Anthropic's ids have
+    return {"type": "tool_use", "id": call_id, "name": part.name, "input": {}}
+
+
+async def stream_frames(stream: ResponseStream, request_id: str) -> Frames:
+    """The response as a stream, one item per decode step; an error is its last frame."""
+    usage = {"input_tokens": stream.prompt_tokens, "output_tokens": 0}
+    stop = {"stop_reason": None, "stop_sequence": None}
+    message = {**_head(stream), "content": [], **stop, "usage": usage}
+    yield _event("message_start", message=message) + PING
+    index, open_kind = -1, ""
+    try:
+        async for step in stream.steps():
+            frames = []
+            for part in step.parts:
+                block = _new_block(part)
+                if block["type"] != open_kind or isinstance(part, ToolCall):
+                    if open_kind:
+                        frames.append(_event("content_block_stop", index=index))
+                    index, open_kind = index + 1, block["type"]
+                    frames.append(_event("content_block_start", index=index, content_block=block))
+                frames.append(_event("content_block_delta", index=index, delta=_delta(part)))
+            if step.finish is not None:
+                if open_kind:
+                    frames.append(_event("content_block_stop", index=index))
+                total, drafted = _usage(stream, step.finish), drafting([step.finish])
+                delta = _stop(step.finish)
+                frames.append(_event("message_delta", delta=delta, usage=total, x_dflash=drafted))
+                frames.append(_event("message_stop"))
+            if frames:
+                yield b"".join(frames)
+    except RequestError as error:
+        yield frame(error.anthropic(request_id), "error")
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"type": "text_delta", "text": part.text}
+    if isinstance(part, Reasoning):
+        return {"type": "thinking_delta", "thinking": part.text}
+    return {"type": "input_json_delta", "partial_json": part.arguments}
+
+
+def _event(kind: str, **content: Any) -> bytes:
+    return frame({"type": kind, **content}, kind)
+
+
+def _head(stream: ResponseStream) -> dict[str, Any]:
+    model = stream.request.model
+    return {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
+
+
+def _stop(finish: Finish) -> dict[str, Any]:
+    stopped = finish.stop_string is not None
+    reason = "stop_sequence" if stopped else _STOP_REASONS[finish.reason]
+    return {"stop_reason": reason, "stop_sequence": finish.stop_string}
+
+
+def _usage(stream: ResponseStream, finish: Finish) -> dict[str, Any]:
+    cached = finish.stats.reused_tokens
+    return {
+        "input_tokens": stream.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": finish.stats.output_tokens,
+    }

@@ -1,4 +1,4 @@
-"""Counters for Prometheus, named as vLLM names what means the same."""
+"""Prometheus metrics, with vLLM's names where they mean the same."""
 
 from __future__ import annotations
 
@@ -13,67 +13,52 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 
 
 class Metrics:
-    """What one server counts.
-
-    Attributes:
-        open: answers that are worked on or wait.
-        first_token: seconds from a request to its first round's end.
-        gap: seconds between two rounds' ends of one answer.
-        responses: by status.
-        failed: answers that could not be finished, by a fault that is not the client's.
-    """
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        registry = self._registry
-        self.open = Gauge("dflash_open_answers", "Answers running or waiting", registry=registry)
-        self.first_token = Histogram(
-            "dflash_time_to_first_token_seconds",
-            "From a request to the end of its first round",
-            registry=registry,
-            buckets=_SECONDS,
+        self.open = self._gauge("open_answers", "Answers running or waiting")
+        self.since_step = self._gauge(
+            "seconds_since_last_round", "Since the last decode step; 0 while there is nothing to do"
         )
-        self.gap = Histogram(
-            "dflash_inter_round_seconds",
-            "Between the ends of two rounds of one answer",
-            registry=registry,
-            buckets=_SECONDS,
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request to the end of its first decode step"
         )
-        self.responses = Counter(
-            "dflash_responses", "Responses by their HTTP status", ["status"], registry=registry
+        self.step_gap = self._histogram(
+            "inter_round_seconds", "Between two decode steps of one answer"
         )
-        self.since_round = Gauge(
-            "dflash_seconds_since_last_round",
-            "Since a round ended, 0 while there is nothing to do",
-            registry=registry,
-        )
-        self._finished = Counter(
-            "dflash_request_success", "Answers by why they ended", ["reason"], registry=registry
-        )
+        self.responses = self._counter("responses", "Responses by HTTP status", "status")
         self.failed = self._counter("request_failure", "Answers that could not be finished")
+        self._finished = self._counter("request_success", "Answers by finish reason", "reason")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts")
-        self._cached = self._counter("cached_tokens", "Tokens of prompts read earlier")
+        self._cached = self._counter("cached_tokens", "Prompt tokens from the prefix cache")
         self._generated = self._counter("generation_tokens", "Tokens of answers")
         self._drafted = self._counter("drafted_tokens", "Tokens drafted and verified")
-        self._accepted = self._counter("accepted_tokens", "Tokens drafted and kept")
-        self._rounds = self._counter("rounds", "Rounds of single answers")
+        self._accepted = self._counter("accepted_tokens", "Drafted tokens that were accepted")
+        self._steps = self._counter("rounds", "Decode steps, counted per answer")
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(f"dflash_{name}", help, registry=self._registry)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"dflash_{name}", help, labels, registry=self._registry)
 
-    def count_round(self, event: Event) -> None:
-        """A round of one answer is over."""
-        self._rounds.inc()
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(f"dflash_{name}", help, registry=self._registry)
+
+    def _histogram(self, name: str, help: str) -> Histogram:
+        return Histogram(f"dflash_{name}", help, registry=self._registry, buckets=_SECONDS)
+
+    def count_step(self, event: Event) -> None:
+        """Count a decode step of one answer."""
+        self._steps.inc()
         self._generated.inc(len(event.tokens))
         self._drafted.inc(event.drafted)
         self._accepted.inc(event.accepted)
 
-    def count_end(self, stats: Stats, reason: str) -> None:
-        """An answer is whole."""
+    def count_finish(self, stats: Stats, reason: str) -> None:
+        """Count a finished answer."""
         self._prompt.inc(stats.prompt_tokens)
         self._cached.inc(stats.reused_tokens)
         self._finished.labels(reason).inc()
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)

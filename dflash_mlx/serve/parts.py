@@ -1,8 +1,8 @@
-"""An answer's text, as it comes, in its parts: reasoning, text, calls of tools.
+"""An answer's text split into text, reasoning and tool calls while it streams.
 
-The borders are found by mlx-lm's `TextStateMachine`, in text and not in tokens, so a round may
-bring several of them at once or half of one. What stands between the markers of a call is held back
-until they close, and comes as a call, or, if it is none, as the text that it was.
+mlx-lm's `TextStateMachine` finds the markers, in text and not in tokens, so that a step may bring
+several markers or half of one. The text of a call is held back until the call ends. It becomes a
+call, or stays text if it does not parse as one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from .ask import Tool
-from .tools import Call, NotACallError, Syntax
+from .request import Tool
+from .tools import NotACallError, ToolCall, ToolSyntax
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
-_BREAK: Final = "\n"
+_NEWLINE: Final = "\n"
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Text:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
-Part = Text | Reasoning | Call
+Part = Text | Reasoning | ToolCall
 
 
 @dataclass(frozen=True)
 class _Markers:
-    """What `make_text_state_machine` reads of a tokenizer."""
+    """The attributes of a tokenizer that `make_text_state_machine` reads."""
 
     has_thinking: bool
     think_start: str
@@ -51,23 +51,26 @@ class _Markers:
     response_transitions: dict[str, list[tuple[str, str]]]
 
 
-class Splitter:
-    """One answer's parts.
+class AnswerParser:
+    """Splits one answer into parts.
 
     Args:
         tokenizer: mlx-lm's, of the target.
-        syntax: of calls.
-        tools: that may be called; without any, what looks like a call is text.
-        thinking: whether the prompt ends where the model's reasoning starts.
-        parallel: whether there may be a second call.
+        syntax: how the model writes calls.
+        tools: the tools that may be called; without any, nothing is a call.
+        starts_in_reasoning: whether the prompt ends where reasoning starts.
+        parallel: whether more than one call is allowed.
+
+    Attributes:
+        calls: the number of calls so far.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        syntax: Syntax,
+        syntax: ToolSyntax,
         tools: Sequence[Tool],
-        thinking: bool,
+        starts_in_reasoning: bool,
         parallel: bool = True,
     ) -> None:
         markers = _Markers(
@@ -80,67 +83,67 @@ class Splitter:
             tokenizer.structural_markers,
             tokenizer.response_transitions if tools or not syntax.native else {},
         )
-        initial = REASONING if thinking else tokenizer.response_initial_state or NORMAL
-        self._machine = make_text_state_machine(markers).make_state(initial)
+        initial = tokenizer.response_initial_state or NORMAL
+        self._state = REASONING if starts_in_reasoning else initial
+        self._machine = make_text_state_machine(markers).make_state(self._state)
         self._syntax, self._tools, self._parallel = syntax, tools, parallel
-        self._state = initial
-        self._body = ""  # of a call that has not closed
-        self._breaks = ""  # line breaks whose place is not known yet
-        self._bare = thinking  # before the first character of what follows a marker
+        self._call_text = ""  # of a call that has not ended
+        self._newlines = ""  # held back: dropped if a marker follows
+        self._after_marker = starts_in_reasoning
         self.calls = 0
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that a round's text makes certain."""
+        """The parts of the next text of the answer."""
         self._machine, segments = TextStateMachine.split(self._machine, text)
-        return self._take(segments)
+        return self._read(segments)
 
-    def finish(self, cut: bool) -> list[Part]:
-        """What is left at the end; `cut` when the limit of tokens was reached."""
+    def finish(self, truncated: bool) -> list[Part]:
+        """The rest of the parts; `truncated` if `max_tokens` ended the answer."""
         self._machine, rest, _ = TextStateMachine.flush(self._machine)
-        parts = self._take([(self._state, rest)])
+        parts = self._read([(self._state, rest)])
         if self._state == TOOL:
-            parts += self._close("", readable=not cut or not self._syntax.end)
-        self._breaks = ""
-        return joined(parts)
+            parts += self._end_call("", complete=not truncated or not self._syntax.end)
+        return merge_texts(parts)
 
-    def _take(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
+    def _read(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
         parts: list[Part] = []
         for state, text in segments:
             if state != self._state:
                 if self._state == TOOL:
-                    parts += self._close(self._syntax.end)
-                self._breaks, self._bare = "", True
+                    parts += self._end_call(self._syntax.end)
+                self._newlines, self._after_marker = "", True
                 self._state = state
             if state == TOOL:
-                self._body += text
+                self._call_text += text
             else:
-                parts += self._show(state, text)
-        return joined(parts)
+                parts += self._read_text(state, text)
+        return merge_texts(parts)
 
-    def _show(self, state: str, text: str) -> list[Part]:
-        """Text or reasoning, without the line breaks between it and a marker."""
-        if self._bare:
-            text = text.lstrip(_BREAK)
+    def _read_text(self, state: str, text: str) -> list[Part]:
+        """Text or reasoning, without the newlines beside markers."""
+        if self._after_marker:
+            text = text.lstrip(_NEWLINE)
         if not text:
             return []
-        self._bare = False
-        text = self._breaks + text
-        self._breaks = ""
-        if state == REASONING:
-            shown = text.rstrip(_BREAK)
-            self._breaks = text[len(shown) :]
-            return [Reasoning(shown)] if shown else []
-        return [Text(text)]
+        self._after_marker = False
+        text, self._newlines = self._newlines + text, ""
+        if state != REASONING:
+            return [Text(text)]
+        stripped = text.rstrip(_NEWLINE)
+        self._newlines = text[len(stripped) :]
+        return [Reasoning(stripped)] if stripped else []
 
-    def _close(self, end: str, readable: bool = True) -> list[Part]:
-        """What a call is, now that it has ended, with this marker."""
-        body, self._body = self._body, ""
-        try:
-            calls = self._syntax.read(body, self._tools) if readable else []
-        except NotACallError:
-            calls = []
-        if not calls and not readable and self.calls:
-            return []  # the limit cut a further call off: nobody can use it
+    def _end_call(self, end: str, complete: bool = True) -> list[Part]:
+        """The call whose text has ended, with the marker `end`; text if it is not a call."""
+        body, self._call_text = self._call_text, ""
+        calls: list[ToolCall] = []
+        if complete:
+            try:
+                calls = self._syntax.parse(body, self._tools)
+            except NotACallError:
+                calls = []
+        elif self.calls:
+            return []  # truncated after a complete call: of no use to the client
         if not calls:
             return [Text(self._syntax.start + body + end)]
         if not self._parallel:
@@ -149,13 +152,20 @@ class Splitter:
         return [*calls]
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Neighbouring texts in one."""
-    joined: list[Part] = []
+def merge_texts(parts: Sequence[Part]) -> list[Part]:
+    """The parts, with neighbours of one kind merged."""
+    merged: list[Part] = []
     for part in parts:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         if isinstance(part, Text | Reasoning) and type(last) is type(part):
-            joined[-1] = type(part)(last.text + part.text)
+            merged[-1] = type(part)(last.text + part.text)
         else:
-            joined.append(part)
-    return joined
+            merged.append(part)
+    return merged
+
+
+def find_tokens(tokens: Sequence[int], marker: Sequence[int]) -> int:
+    """The index of a marker in a list of tokens, or -1."""
+    width = len(marker)
+    places = range(len(tokens) - width + 1)
+    return next((at for at in places if tuple(tokens[at : at + width]) == tuple(marker)), -1)

@@ -1,90 +1,82 @@
-"""The dialect of OpenAI's responses: what is asked. responses_answers.py has what is answered.
+"""OpenAI's responses: POST /v1/responses.
 
-Without a memory: a conversation comes whole with every request, as Codex sends it.
+Responses are not stored: each request brings the whole conversation, as Codex does.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from .ask import Ask, Tool, given
-from .chat import Effort, effort_settings, history_call
-from .errors import Refusal
-from .fields import Body, Ignored, Only, Refused, Several
+from .body import Body, ListOf
+from .errors import RequestError, new_id
+from .handler import Finish, ResponseStream, StepOutput
+from .openai_common import (
+    ContentPart,
+    Effort,
+    drafting,
+    format_logprob,
+    make_tool,
+    read_content,
+    template_call,
+    thinking_settings,
+    usage,
+)
+from .parts import Part, Text
+from .request import GenerationRequest, Tool, ToolChoice, without_none
+from .sse import Frames, frame
+from .tools import ToolCall
 
-LOGPROBS: Final = "message.output_text.logprobs"
+INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
+MAX_TOP_LOGPROBS: Final = 20
 
 log = logging.getLogger("dflash_mlx.serve")
 
 
-class Content(Body):
-    """A piece of a message or of what a tool said."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def said(self) -> str:
-        """Its text. Raises `Refusal` for an image, a sound or a file."""
-        if self.type not in ("input_text", "output_text", "text", "refusal"):
-            raise Refusal(f"Content of type {self.type!r} is not supported: text is.")
-        return (self.refusal if self.type == "refusal" else self.text) or ""
-
-
-class Thought(Body):
-    """A piece of the model's reasoning."""
-
-    text: str = ""
-
-
-class Item(Body):
+class InputItem(Body):
     """A message, a call, its result, or reasoning."""
 
+    ignored: ClassVar[tuple[str, ...]] = ("id", "status", "phase", "encrypted_content")
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Several[Content] | None = None
-    summary: Several[Thought] | None = None
+    content: str | ListOf[ContentPart] | None = None
+    summary: ListOf[ContentPart] | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     call_id: str | None = None
-    output: str | Several[Content] | None = None
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
-    encrypted_content: Ignored = None
+    output: str | ListOf[ContentPart] | None = None
 
 
-class Format(Body):
-    """What an answer has to look like."""
+class TextFormat(Body):
+    """The format of the answer."""
 
+    ignored: ClassVar[tuple[str, ...]] = ("strict", "description")
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: Ignored = None
-    description: Ignored = None
 
 
-class TextGiven(Body):
-    """How an answer is written."""
+class TextOptions(Body):
+    """How the answer is written."""
 
-    format: Format | None = None
-    verbosity: Annotated[str | None, Only("medium")] = None
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
-class ReasoningGiven(Body):
-    """How much the model thinks."""
+class ReasoningOptions(Body):
+    """How much the model reasons."""
 
+    ignored: ClassVar[tuple[str, ...]] = ("summary", "generate_summary")
     effort: Effort | None = None
-    summary: Ignored = None
-    generate_summary: Ignored = None
 
 
-class ToolGiven(Body):
+class ResponsesTool(Body):
     """A function, a namespace of functions, or a tool of OpenAI's, which is left out."""
 
     type: str
@@ -92,141 +84,138 @@ class ToolGiven(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    tools: Several[ToolGiven] | None = None
+    tools: ListOf[ResponsesTool] | None = None
 
 
-class ToolNamed(Body):
-    """A function to be called."""
+class ResponsesToolName(Body):
+    """A function by its name."""
 
     type: Literal["function"]
     name: str
 
 
-class ToolsAllowed(Body):
-    """Some of the tools, and whether one has to be called."""
+class ResponsesAllowedChoice(Body):
+    """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
-    tools: Several[ToolNamed]
+    tools: ListOf[ResponsesToolName]
 
 
 class ResponsesBody(Body):
     """POST /v1/responses"""
 
+    ignored: ClassVar[tuple[str, ...]] = (
+        *("client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("service_tier", "store", "stream_options", "user"),
+    )
     model: Annotated[str, Field(max_length=512)] = "default"
-    input: str | Several[Item]
+    input: str | ListOf[InputItem]
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     draft: bool | None = None
-    include: Several[str] | None = None
-    tools: Several[ToolGiven] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolNamed | ToolsAllowed | None = None
+    include: ListOf[str] | None = None
+    tools: ListOf[ResponsesTool] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | ResponsesToolName | ResponsesAllowedChoice | None
+    ) = None
     parallel_tool_calls: bool | None = None
-    text: TextGiven | None = None
-    reasoning: ReasoningGiven | None = None
-    background: Annotated[bool | None, Only(False)] = None
-    conversation: Refused = None
-    max_tool_calls: Refused = None
-    previous_response_id: Refused = None
-    prompt: Refused = None
-    truncation: Annotated[str | None, Only("disabled")] = None
-    client_metadata: Ignored = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     metadata: dict[str, Any] | None = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    store: Ignored = None
-    stream_options: Ignored = None
-    user: Ignored = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    max_tool_calls: None = None
+    previous_response_id: None = None
+    prompt: None = None
+    truncation: Literal["disabled"] | None = None
 
-    def ask(self) -> Ask:
-        """The internal request. Raises `Refusal`."""
-        choice: Literal["none", "auto", "required"] = "auto"
-        allowed = None
-        if isinstance(self.tool_choice, ToolNamed):
-            choice, allowed = "required", frozenset({self.tool_choice.name})
-        elif isinstance(self.tool_choice, ToolsAllowed):
-            choice = self.tool_choice.mode
-            allowed = frozenset(one.name for one in self.tool_choice.tools)
-        elif self.tool_choice is not None:
-            choice = self.tool_choice
-        for tool in self.tools or ():
-            if tool.type not in ("function", "namespace"):
-                log.warning("a tool of type %s is left out", ascii(tool.type[:40]))
-        return Ask(
+    def generation_request(self) -> GenerationRequest:
+        """The internal request. Raises `RequestError`."""
+        choice, allowed = self._tool_choice()
+        return GenerationRequest(
             self.model,
             self._messages(),
-            given(
+            without_none(
                 max_tokens=self.max_output_tokens,
                 temperature=self.temperature,
                 top_p=self.top_p,
                 block_size=1 if self.draft is False else None,
             ),
-            [tool for _, _, tool in self.functions()],
+            [tool for _, _, tool in self.functions],
             choice,
             allowed,
-            self.parallel_tool_calls is not False and not isinstance(self.tool_choice, ToolNamed),
-            self._schema(),
-            top_logprobs=(self.top_logprobs or 0) if self.tells_logprobs else None,
-            template=effort_settings(self.reasoning.effort if self.reasoning else None),
-            origin="input",
+            parallel_calls=self.parallel_tool_calls is not False
+            and not isinstance(self.tool_choice, ResponsesToolName),
+            schema=self._answer_schema(),
+            top_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            template_settings=thinking_settings(self.reasoning.effort if self.reasoning else None),
+            prompt_field="input",
         )
 
     @property
-    def tells_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
-        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+    def wants_logprobs(self) -> bool:
+        """Whether the response has log-probabilities."""
+        return bool(self.top_logprobs) or INCLUDE_LOGPROBS in (self.include or ())
 
+    @cached_property
     def functions(self) -> list[tuple[str | None, str, Tool]]:
-        """Namespace, name there, and internal form of each function. Raises `Refusal`."""
+        """The functions as (namespace, name in it, tool). Raises `RequestError`."""
         found: list[tuple[str | None, str, Tool]] = []
         for tool in self.tools or ():
             if tool.type == "function":
                 found.append(_function(None, tool))
             elif tool.type == "namespace":
-                inside = (one for one in tool.tools or () if one.type == "function")
-                found += (_function(tool.name, one) for one in inside)
+                inner = (one for one in tool.tools or () if one.type == "function")
+                found += (_function(tool.name, one) for one in inner)
+            else:
+                log.warning("a tool of type %s is left out", ascii(tool.type[:40]))
         return found
 
+    def _tool_choice(self) -> tuple[ToolChoice, frozenset[str] | None]:
+        choice = self.tool_choice
+        if isinstance(choice, ResponsesToolName):
+            return "required", frozenset({choice.name})
+        if isinstance(choice, ResponsesAllowedChoice):
+            return choice.mode, frozenset(tool.name for tool in choice.tools)
+        return choice or "auto", None
+
     def _messages(self) -> list[dict[str, Any]]:
-        items = (
-            [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        )
-        messages = list(_turns(items))
+        items = self.input
+        if isinstance(items, str):
+            items = [InputItem(role="user", content=items)]
+        messages = list(_messages_of(items))
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
-            raise Refusal("There is nothing to answer.", param="input")
+            raise RequestError("The input is empty.", param="input")
         return messages
 
-    def _schema(self) -> Mapping[str, Any] | None:
+    def _answer_schema(self) -> dict[str, Any] | None:
         kind = self.text.format if self.text else None
         if kind is None or kind.type == "text":
             return None
         return {"type": "object"} if kind.type == "json_object" else kind.schema_ or {}
 
 
-def flat_name(namespace: str | None, name: str) -> str:
-    """What the model calls a function of a namespace."""
+def _flat_name(namespace: str | None, name: str) -> str:
+    """The name that the model reads for a function of a namespace."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def _function(namespace: str | None, tool: ToolGiven) -> tuple[str | None, str, Tool]:
+def _function(namespace: str | None, tool: ResponsesTool) -> tuple[str | None, str, Tool]:
     if not tool.name:
-        raise Refusal("A function has no name.", param="tools")
-    parameters = tool.parameters or {"type": "object", "properties": {}}
-    name = flat_name(namespace, tool.name)
-    function = Tool(name, tool.description or "", parameters, bool(tool.strict))
-    return namespace, tool.name, function
+        raise RequestError("A function has no name.", param="tools")
+    name = _flat_name(namespace, tool.name)
+    return namespace, tool.name, make_tool(name, tool.description, tool.parameters, tool.strict)
 
 
-def _turns(items: Sequence[Item]) -> Iterable[dict[str, Any]]:
-    """Messages as chat templates expect them: reasoning, text and calls are one turn."""
+def _messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
+    """The messages as chat templates take them: reasoning, text and calls in a row become one."""
     turn: dict[str, Any] = {}
     for item in items:
         kind = "assistant" if item.role == "assistant" else item.type
@@ -235,41 +224,215 @@ def _turns(items: Sequence[Item]) -> Iterable[dict[str, Any]]:
                 yield turn
                 turn = {}
             turn = turn or {"role": "assistant", "content": ""}
-            _add(turn, item, kind)
+            _add_to_turn(turn, item, kind)
             continue
         if turn:
             yield turn
             turn = {}
         if kind == "message":
             role = "system" if item.role == "developer" else item.role or "user"
-            yield {"role": role, "content": _text(item.content)}
+            yield {"role": role, "content": read_content(item.content, "\n")}
         elif kind == "function_call_output":
-            yield {
-                "role": "tool",
-                "content": _text(item.output),
-                "tool_call_id": item.call_id or "",
-            }
+            content = read_content(item.output, "\n")
+            yield {"role": "tool", "content": content, "tool_call_id": item.call_id or ""}
         else:
-            raise Refusal(f"An item of type {item.type[:40]!r} is not supported.", param="input")
+            message = f"An item of type {item.type[:40]!r} is not supported."
+            raise RequestError(message, param="input")
     if turn:
         yield turn
 
 
-def _add(turn: dict[str, Any], item: Item, kind: str) -> None:
+def _add_to_turn(turn: dict[str, Any], item: InputItem, kind: str) -> None:
     if kind == "assistant":
-        turn["content"] = _text(item.content)
+        turn["content"] = read_content(item.content, "\n")
     elif kind == "reasoning":
         parts = item.content if isinstance(item.content, list) else ()
-        thought = "\n".join(one.text or "" for one in (*parts, *(item.summary or ())))
-        if thought:
-            turn["reasoning_content"] = thought
+        if text := "\n".join(part.text or "" for part in (*parts, *(item.summary or ()))):
+            turn["reasoning_content"] = text
     else:
-        name = flat_name(item.namespace, item.name or "")
-        call = history_call(item.call_id or "", name, item.arguments or "")
+        name = _flat_name(item.namespace, item.name or "")
+        call = template_call(item.call_id or "", name, item.arguments or "")
         turn.setdefault("tool_calls", []).append(call)
 
 
-def _text(content: str | list[Content] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(one.said() for one in content)
-    return content or ""
+Events = Iterator[dict[str, Any]]
+
+
+class ResponsesResponse:
+    """One response, put together from its steps. A stream sends its events on the way.
+
+    Args:
+        body: the request.
+        stream: the answer.
+    """
+
+    def __init__(self, body: ResponsesBody, stream: ResponseStream) -> None:
+        self._body, self._stream = body, stream
+        self._id, self._created = new_id("resp_"), int(time.time())
+        self._output: list[dict[str, Any]] = []
+        self._is_open = False  # whether the last item may grow
+        self._logprobs: list[dict[str, Any]] = []  # for the next text
+        self._finish: Finish | None = None
+        self._names = {tool.name: (space, name) for space, name, tool in body.functions}
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole response. Raises `RequestError`."""
+        async for step in self._stream.steps():
+            for _ in self._add_step(step):
+                pass
+        return self._response()
+
+    async def stream_frames(self) -> Frames:
+        """The response as a stream, one item per decode step; an error is its last frame."""
+        number = -1
+
+        def numbered(kind: str, fields: dict[str, Any]) -> bytes:
+            nonlocal number
+            number += 1
+            return frame({"type": kind, **fields, "sequence_number": number}, kind)
+
+        for kind in ("response.created", "response.in_progress"):
+            yield numbered(kind, {"response": self._response()})
+        try:
+            async for step in self._stream.steps():
+                if events := [numbered(event.pop("type"), event) for event in self._add_step(step)]:
+                    yield b"".join(events)
+        except RequestError as error:
+            code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+            details = {"code": code, "message": str(error)}
+            response = self._response() | {"status": "failed", "error": details}
+            yield numbered("response.failed", {"response": response})
+            return
+        response = self._response()
+        yield numbered(f"response.{response['status']}", {"response": response})
+
+    def _add_step(self, step: StepOutput) -> Events:
+        self._logprobs += [format_logprob(token) for token in step.logprobs or ()]
+        for part in step.parts:
+            if isinstance(part, ToolCall):
+                yield from self._add_call(part)
+            else:
+                yield from self._add_text(part)
+        if step.finish is not None:
+            self._finish = step.finish
+            yield from self._close_item()
+
+    def _add_text(self, part: Part) -> Events:
+        assert not isinstance(part, ToolCall)
+        kind = "message" if isinstance(part, Text) else "reasoning"
+        if not self._is_open or self._output[-1]["type"] != kind:
+            yield from self._close_item()
+            yield from self._open_item(kind)
+        (content,) = self._output[-1]["content"]
+        content["text"] += part.text
+        event = {**self._place(), "content_index": 0, "delta": part.text}
+        if kind == "reasoning":
+            yield {"type": "response.reasoning_text.delta", **event}
+            return
+        logprobs, self._logprobs = self._logprobs, []
+        content["logprobs"] += logprobs
+        yield {"type": "response.output_text.delta", **event, "logprobs": logprobs}
+
+    def _add_call(self, call: ToolCall) -> Events:
+        yield from self._close_item()
+        namespace, name = self._names[call.name]
+        item = {
+            "type": "function_call",
+            "id": new_id("fc_"),
+            "call_id": call.id,
+            "name": name,
+            "arguments": "",
+            "status": "in_progress",
+            **without_none(namespace=namespace),
+        }
+        self._output.append(item)
+        yield self._item_event("added")
+        kind, place, arguments = "response.function_call_arguments", self._place(), call.arguments
+        yield {"type": f"{kind}.delta", **place, "delta": arguments}
+        yield {"type": f"{kind}.done", **place, "arguments": arguments, "name": name}
+        item |= {"arguments": arguments, "status": "completed"}
+        yield self._item_event("done")
+
+    def _open_item(self, kind: str) -> Events:
+        """Begin an item of text or reasoning."""
+        self._is_open = True
+        item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
+        if kind == "message":
+            item |= {"id": new_id("msg_"), "role": "assistant"}
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
+            part["logprobs"] = []
+        else:
+            item |= {"id": new_id("rs_"), "summary": []}
+            part = {"type": "reasoning_text", "text": ""}
+        self._output.append(item)
+        yield self._item_event("added")
+        item["content"] = [part]
+        event = {**self._place(), "content_index": 0, "part": dict(part)}
+        yield {"type": "response.content_part.added", **event}
+
+    def _close_item(self) -> Events:
+        """End an item of text or reasoning."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self._output[-1]
+        truncated = self._finish is not None and self._finish.reason == "length"
+        item["status"] = "incomplete" if truncated else "completed"
+        (part,) = item["content"]
+        event = {**self._place(), "content_index": 0}
+        done = {key: part[key] for key in ("text", "logprobs") if key in part}
+        yield {"type": f"response.{part['type']}.done", **event, **done}
+        yield {"type": "response.content_part.done", **event, "part": dict(part)}
+        yield self._item_event("done")
+
+    def _item_event(self, kind: str) -> dict[str, Any]:
+        index = len(self._output) - 1
+        item = dict(self._output[-1])
+        return {"type": f"response.output_item.{kind}", "output_index": index, "item": item}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _response(self) -> dict[str, Any]:
+        """The response object so far."""
+        body, finish = self._body, self._finish
+        truncated = finish is not None and finish.reason == "length"
+        status = "in_progress" if finish is None else "incomplete" if truncated else "completed"
+        fields = body.model_dump(by_alias=True, include={"text", "reasoning", "tool_choice"})
+        named = body.tool_choice is not None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": [dict(item) for item in self._output],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": fields["reasoning"] or {"effort": None, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": (fields["text"] or {}).get("format") or {"type": "text"}},
+            "tool_choice": fields["tool_choice"] if named else "auto",
+            "tools": [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if finish else None,
+            **({"x_dflash": drafting([finish])} if finish else {}),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        assert self._finish is not None
+        total = usage(self._stream.prompt_tokens, [self._finish])
+        return {
+            "input_tokens": total["prompt_tokens"],
+            "input_tokens_details": total["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": total["completion_tokens"],
+            "output_tokens_details": total["completion_tokens_details"],
+            "total_tokens": total["total_tokens"],
+        }

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 from mlx_lm.tool_parsers import json_tools
-from serving import Says, a_target, running
+from serving import FakeEngine, make_target, running
 
 from dflash_mlx.cli.launch import PACKAGES, Agent
 
@@ -30,7 +30,7 @@ COMMANDS = {
 }
 
 
-class CallsItsShell(Says):
+class CallsItsShell(FakeEngine):
     """Runs a command, and says what came of it."""
 
     def submit(self, prompt, **settings):
@@ -51,7 +51,7 @@ def test_an_agent_calls_a_tool_and_ends_its_turn(agent, tmp_path):
         pytest.skip(f"{agent} is not installed: npm install -g {PACKAGES[Agent(agent)]}")
 
     async def turn():
-        engine = CallsItsShell(a_target(json_tools))
+        engine = CallsItsShell(make_target(json_tools))
         async with running(engine) as server:
             command = [sys.executable, "-m", "dflash_mlx", "launch", agent]
             process = await asyncio.create_subprocess_exec(
@@ -70,7 +70,7 @@ def test_an_agent_calls_a_tool_and_ends_its_turn(agent, tmp_path):
             finally:
                 if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)  # the agent, which launch has started
-            return process.returncode, said.decode(), told.decode(), len(engine.asked)
+            return process.returncode, said.decode(), told.decode(), len(engine.submitted)
 
     code, said, told, asked = asyncio.run(turn())
     assert code == 0, told

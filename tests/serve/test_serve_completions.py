@@ -1,7 +1,7 @@
 """OpenAI's completions: text that is continued."""
 
 import pytest
-from serving import Says, a_target, client, frames
+from serving import FakeEngine, client, frames, make_target
 
 PATH = "/v1/completions"
 
@@ -12,7 +12,7 @@ def ask(**more):
 
 @pytest.fixture(scope="module")
 def target():
-    return a_target()
+    return make_target()
 
 
 def accumulated(chunks):
@@ -35,14 +35,14 @@ def accumulated(chunks):
     ],
 )
 def test_prompts_of_all_kinds_whole_and_streamed(target, prompt, prompts):
-    engine = Says(target)
+    engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(prompt=prompt, n=2, echo=True)).json()
         more = {"stream": True, "stream_options": {"include_usage": True}}
         chunks = frames(server.post(PATH, json=ask(prompt=prompt, n=2, echo=True, **more)).text)
     tokenizer = target.tokenizer
     ids = [one if isinstance(one, list) else tokenizer.encode(one) for one in prompts]
-    asked = [prompt for prompt, _ in engine.asked[: len(engine.asked) // 2]]
+    asked = [prompt for prompt, _ in engine.submitted[: len(engine.submitted) // 2]]
     assert asked == [one for one in ids for _ in range(2)]
     texts = [f"{tokenizer.decode(one)}Hello world" for one in ids for _ in range(2)]
     assert [one["text"] for one in answer["choices"]] == texts
@@ -54,21 +54,21 @@ def test_prompts_of_all_kinds_whole_and_streamed(target, prompt, prompts):
 
 
 def test_without_a_limit_it_is_short(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     with client(engine, defaults={"max_tokens": 4096}) as server:
         server.post(PATH, json=ask())
-    assert engine.asked[0][1]["max_tokens"] == 16
+    assert engine.submitted[0][1]["max_tokens"] == 16
 
 
 @pytest.mark.parametrize("prompt", ["", [10**6], "word " * 50])
 def test_the_prompt_is_what_is_wrong(prompt):
-    with client(Says(a_target(context=20))) as server:
+    with client(FakeEngine(make_target(context=20))) as server:
         answer = server.post(PATH, json=ask(prompt=prompt))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
 
 
 def test_a_prompt_that_is_refused_leaves_nothing_open(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(prompt=["One", ""]))
         metrics = server.get("/metrics").text
@@ -92,19 +92,19 @@ def test_a_prompt_that_is_refused_leaves_nothing_open(target):
     ],
 )
 def test_what_is_not_supported_is_refused(target, wrong):
-    engine = Says(target)
+    engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(**wrong))
-    assert answer.status_code == 400 and not engine.asked
+    assert answer.status_code == 400 and not engine.submitted
 
 
 def test_too_many_prompts_are_counted(target):
-    with client(Says(target)) as server:
+    with client(FakeEngine(target)) as server:
         told = server.post(PATH, json=ask(prompt=["One"] * 33)).json()["error"]
     assert told["param"] == "prompt" and "33 prompts" in told["message"] and "32" in told["message"]
 
 
 def test_as_many_prompts_as_there_may_be_are_answered(target):
-    with client(Says(target)) as server:
+    with client(FakeEngine(target)) as server:
         answer = server.post(PATH, json=ask(prompt=["One"] * 32))
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 32

@@ -5,13 +5,12 @@ import json
 import threading
 
 import pytest
-from serving import a_desk, client, frames, running
+from serving import client, frames, make_handler, running
 
 import dflash_mlx as dm
 from dflash_mlx.engine.together import Flat
-from dflash_mlx.serve.access import Access
-from dflash_mlx.serve.app import Endpoints, Options
-from dflash_mlx.serve.ask import Ask
+from dflash_mlx.serve.app import Endpoints
+from dflash_mlx.serve.request import GenerationRequest
 
 
 class Faulty(Flat):
@@ -117,7 +116,7 @@ def test_a_forward_that_fails_ends_one_answer_and_no_other(pair):
                 questions = ["What is 37 plus 48?", long, "What is 12 plus 9?", long]
                 asked = (said(server, one, stream=at == 3) for at, one in enumerate(questions))
                 answers = await asyncio.gather(*asked)
-                assert not server.desk.busy
+                assert not server.handler.busy
                 return answers
 
     sound, faulty = asyncio.run(ask(10**9)), asyncio.run(ask(60))
@@ -162,17 +161,19 @@ def test_an_answer_that_a_schema_shapes_is_the_librarys_own(pair):
 def test_a_device_that_does_not_come_back_is_told_by_health(pair):
     async def ask():
         with engine_of(pair, stuck=2) as engine:
-            desk = a_desk(engine)
-            ends = Endpoints(desk, Options("tiny", Access(), stalled_seconds=0.05))
-            answering = await desk.ask(Ask("m", "What is 37", {"max_tokens": 24}))
+            handler = make_handler(engine)
+            ends = Endpoints(handler, "tiny", 0.05)
+            (stream,) = await handler.start(
+                [GenerationRequest("m", "What is 37", {"max_tokens": 24})]
+            )
             device = engine._seats._together
             await asyncio.to_thread(device.waiting.wait, 60)
             while (told := await ends.health(None)).status_code == 200:
                 await asyncio.sleep(0.01)
             assert b"stalled" in told.body
             device.freed.set()
-            steps = [step async for step in answering.steps()]
-            assert steps[-1].end is not None and not desk.busy
+            steps = [step async for step in stream.steps()]
+            assert steps[-1].finish is not None and not handler.busy
             assert (await ends.health(None)).status_code == 200
 
     asyncio.run(ask())
@@ -183,18 +184,22 @@ def test_a_device_that_does_not_come_back_is_told_when_all_have_left(pair):
 
     async def ask():
         with engine_of(pair, stuck=2) as engine:
-            desk = a_desk(engine)
-            answering = await desk.ask(Ask("m", "What is 37", {"max_tokens": 24}))
+            handler = make_handler(engine)
+            (stream,) = await handler.start(
+                [GenerationRequest("m", "What is 37", {"max_tokens": 24})]
+            )
             device = engine._seats._together
             await asyncio.to_thread(device.waiting.wait, 60)
-            answering.leave()
-            still = desk.still
-            assert still > 0 and not desk.busy
-            another = await desk.ask(Ask("m", "What is 12", {"max_tokens": 2}))
-            assert desk.still > still
+            stream.close()
+            still = handler.seconds_since_step
+            assert still > 0 and not handler.busy
+            (another,) = await handler.start(
+                [GenerationRequest("m", "What is 12", {"max_tokens": 2})]
+            )
+            assert handler.seconds_since_step > still
             device.freed.set()
-            assert [step async for step in another.steps()][-1].end is not None
-            while desk.still:
+            assert [step async for step in another.steps()][-1].finish is not None
+            while handler.seconds_since_step:
                 await asyncio.sleep(0)
 
     asyncio.run(ask())

@@ -7,16 +7,16 @@ import jsonschema
 import numpy as np
 import pytest
 from mlx_lm.tool_parsers import json_tools
-from serving import a_target
+from serving import make_target
 
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.serve.ask import Ask, Tool
 from dflash_mlx.serve.chat import ChatBody
-from dflash_mlx.serve.errors import Refusal
-from dflash_mlx.serve.grammar import MOST_CALLS, Grammars
-from dflash_mlx.serve.parts import Splitter, Text
+from dflash_mlx.serve.errors import RequestError
+from dflash_mlx.serve.grammar import MAX_CALLS, GrammarFactory
+from dflash_mlx.serve.parts import AnswerParser, Text
+from dflash_mlx.serve.request import GenerationRequest, Tool
 from dflash_mlx.serve.responses import ResponsesBody
-from dflash_mlx.serve.tools import Call, Syntax
+from dflash_mlx.serve.tools import ToolCall, ToolSyntax
 
 SCHEMA = {
     "type": "object",
@@ -33,13 +33,13 @@ FAMILIES = ["json_tools", "qwen3_coder", "glm47", "mistral", "kimi_k2"]
 
 
 def ask(**more):
-    return Ask("m", [{"role": "user", "content": "Hi"}], **more)
+    return GenerationRequest("m", [{"role": "user", "content": "Hi"}], **more)
 
 
 def follows(target, request, thinking=False):
     """A function that says whether a text is an answer that the grammar takes whole."""
-    syntax = Syntax.of(target.tokenizer)
-    (grammar,) = Grammars(target).of(syntax, request, thinking)
+    syntax = ToolSyntax.of(target.tokenizer)
+    (grammar,) = GrammarFactory(target).make(syntax, request, thinking)
     matcher = grammar._matcher
 
     def takes(text):
@@ -55,16 +55,18 @@ def follows(target, request, thinking=False):
 def test_forced_calls_are_written_as_their_parser_reads_them(family, seed):
     """Whatever a model would choose under the grammar is a call that fits."""
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{family}")
-    target = a_target(parser)
-    syntax = Syntax.of(target.tokenizer)
-    (grammar,) = Grammars(target).of(syntax, ask(tools=TOOLS, choice="required"), False)
+    target = make_target(parser)
+    syntax = ToolSyntax.of(target.tokenizer)
+    (grammar,) = GrammarFactory(target).make(
+        syntax, ask(tools=TOOLS, tool_choice="required"), False
+    )
     text = at_random(target.tokenizer, grammar._matcher, np.random.default_rng(seed))
-    split = Splitter(target.tokenizer, syntax, TOOLS, False)
-    calls = split.feed(text) + split.finish(cut=False)
-    assert calls and all(isinstance(one, Call) for one in calls if one != Text("\n")), text
+    split = AnswerParser(target.tokenizer, syntax, TOOLS, False)
+    calls = split.feed(text) + split.finish(truncated=False)
+    assert calls and all(isinstance(one, ToolCall) for one in calls if one != Text("\n")), text
     schemas = {tool.name: tool.parameters for tool in TOOLS}
     for call in calls:
-        if isinstance(call, Call):
+        if isinstance(call, ToolCall):
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
 
 
@@ -84,9 +86,11 @@ def at_random(tokenizer, matcher, random, most=2000):
 
 
 def test_other_families_refuse_to_be_forced(target):
-    syntax = Syntax.of(a_target(importlib.import_module("mlx_lm.tool_parsers.gemma4")).tokenizer)
-    with pytest.raises(Refusal, match="cannot be forced"):
-        Grammars(target).of(syntax, ask(tools=TOOLS, choice="required"), False)
+    syntax = ToolSyntax.of(
+        make_target(importlib.import_module("mlx_lm.tool_parsers.gemma4")).tokenizer
+    )
+    with pytest.raises(RequestError, match="cannot be forced"):
+        GrammarFactory(target).make(syntax, ask(tools=TOOLS, tool_choice="required"), False)
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -94,16 +98,16 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def target():
-    return a_target(json_tools, thinking="<think>\n")
+    return make_target(json_tools, thinking="<think>\n")
 
 
 def test_which_calls_may_be_made(target):
-    takes = follows(target, ask(tools=TOOLS, choice="required"))
+    takes = follows(target, ask(tools=TOOLS, tool_choice="required"))
     assert takes(CALL) and takes(f"{CALL}\n{CALL}") and not takes("Hm") and not takes("")
-    assert takes(CALL * MOST_CALLS) and not takes(CALL * (MOST_CALLS + 1))
-    takes = follows(target, ask(tools=TOOLS, choice="required", parallel=False))
+    assert takes(CALL * MAX_CALLS) and not takes(CALL * (MAX_CALLS + 1))
+    takes = follows(target, ask(tools=TOOLS, tool_choice="required", parallel_calls=False))
     assert takes(CALL) and not takes(f"{CALL}\n{CALL}")
-    named = ask(tools=TOOLS, choice="required", allowed=frozenset({"get_weather"}))
+    named = ask(tools=TOOLS, tool_choice="required", allowed_tools=frozenset({"get_weather"}))
     assert not follows(target, named)(CALL)
 
 
@@ -130,13 +134,14 @@ def test_a_function_that_is_named_is_called_once(named):
             }
         ),
     ]
-    assert [(body.ask().choice, body.ask().parallel) for body in bodies] == [
-        ("required", not named)
-    ] * 2
+    assert [
+        (body.generation_request().tool_choice, body.generation_request().parallel_calls)
+        for body in bodies
+    ] == [("required", not named)] * 2
 
 
 def test_the_model_may_think_first(target):
-    takes = follows(target, ask(tools=TOOLS, choice="required"), thinking=True)
+    takes = follows(target, ask(tools=TOOLS, tool_choice="required"), thinking=True)
     assert takes(f"Hm.\n</think>\n\n{CALL}") and not takes(CALL) and not takes("Hm</think>no")
     takes = follows(target, ask(schema=SCHEMA), thinking=True)
     assert takes('Hm</think>{"city": "Rome", "unit": "C", "days": 3}') and not takes("Hm</think>{}")
@@ -155,5 +160,5 @@ def test_strict_tools_are_strict_and_text_is_free(target):
 
 def test_what_cannot_be_a_grammar_is_refused(target):
     for schema in ({"type": "nonsense"}, {"$ref": "https://example.org/x"}, {"not": {}}):
-        with pytest.raises((SettingsError, Refusal)):
-            Grammars(target).of(Syntax.of(target.tokenizer), ask(schema=schema), False)
+        with pytest.raises((SettingsError, RequestError)):
+            GrammarFactory(target).make(ToolSyntax.of(target.tokenizer), ask(schema=schema), False)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from serving import Says, a_target, client, frames
+from serving import FakeEngine, client, frames, make_target
 
 PATH = "/v1/messages"
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
@@ -20,7 +20,7 @@ def stored(name):
 
 @pytest.fixture(scope="module")
 def target():
-    return a_target()
+    return make_target()
 
 
 def accumulated(events):
@@ -45,7 +45,7 @@ def accumulated(events):
 
 
 def test_an_answer_whole_and_streamed(target):
-    engine = Says(target, ["Hel", "lo", " world"], cached=3)
+    engine = FakeEngine(target, ["Hel", "lo", " world"], cached=3)
     with client(engine) as server:
         answer = server.post(PATH, json=ask()).json()
         events = frames(server.post(PATH, json=ask(stream=True)).text)
@@ -53,7 +53,7 @@ def test_an_answer_whole_and_streamed(target):
     assert answer["stop_reason"] == "end_turn" and answer["stop_sequence"] is None
     usage = answer["usage"]
     prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
-    assert usage["cache_read_input_tokens"] == 3 and prompt == len(engine.asked[0][0])
+    assert usage["cache_read_input_tokens"] == 3 and prompt == len(engine.submitted[0][0])
     streamed = accumulated(events)
     for key in ("content", "usage", "stop_reason", "model", "role"):
         assert streamed[key] == answer[key]
@@ -61,17 +61,17 @@ def test_an_answer_whole_and_streamed(target):
 
 
 def test_the_stop_sequence_that_ended_the_text_is_told(target):
-    engine = Says(target, ["one", " two three"], reason="length")
+    engine = FakeEngine(target, ["one", " two three"], reason="length")
     with client(engine) as server:
         assert server.post(PATH, json=ask()).json()["stop_reason"] == "max_tokens"
-    engine = Says(target, ["one"])
+    engine = FakeEngine(target, ["one"])
     # What the text stream cut away is in the tokens still.
     tokens = target.tokenizer.encode("one two", add_special_tokens=False)
     engine._events = lambda stats: iter([_event("one", tokens, stats)])
     with client(engine) as server:
         answer = server.post(PATH, json=ask(stop_sequences=["x", " two"])).json()
     assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == " two"
-    assert engine.asked[0][1]["stop"] == ["x", " two"]
+    assert engine.submitted[0][1]["stop"] == ["x", " two"]
 
 
 def _event(text, tokens, stats):
@@ -81,7 +81,7 @@ def _event(text, tokens, stats):
 
 
 def test_turns_reach_the_template(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     content = [
         {"type": "thinking", "thinking": "hm", "signature": "s"},
         {"type": "text", "text": "Let me see."},
@@ -105,7 +105,7 @@ def test_turns_reach_the_template(target):
 
 
 def test_an_answer_may_be_begun(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The sum is"}]
     with client(engine) as server:
         assert server.post(PATH, json=ask(messages=turns)).status_code == 200
@@ -125,24 +125,24 @@ def test_an_answer_may_be_begun(target):
     ],
 )
 def test_what_is_not_supported_is_refused(target, wrong):
-    engine = Says(target)
+    engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(**wrong))
-    assert answer.status_code == 400 and not engine.asked
+    assert answer.status_code == 400 and not engine.submitted
     content = answer.json()
     assert content["type"] == "error" and content["error"]["type"] == "invalid_request_error"
     assert content["request_id"] == answer.headers["request-id"]
 
 
 def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_act_on():
-    with client(Says(a_target(context=20))) as server:
+    with client(FakeEngine(make_target(context=20))) as server:
         content = server.post(PATH, json=ask(system="word " * 50)).json()
     assert content["error"]["message"].startswith("prompt is too long: ")
     assert content["error"]["message"].endswith(" tokens > 19 maximum")
 
 
 def test_tokens_are_counted_as_they_are_read(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     body = ask(system="Be brief.")
     with client(engine) as server:
         counted = server.post(f"{PATH}/count_tokens", json=body | {"max_tokens": None}).json()
@@ -151,7 +151,7 @@ def test_tokens_are_counted_as_they_are_read(target):
 
 
 def test_two_sessions_of_claude_code_differ_in_the_tail_alone(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     prompts = []
     with client(engine) as server:
         assert server.head("/").status_code == 200
@@ -159,7 +159,7 @@ def test_two_sessions_of_claude_code_differ_in_the_tail_alone(target):
             request = stored(name)
             answer = server.post(request["path"], json=request["body"], headers=request["headers"])
             assert answer.status_code == 200, answer.text
-            prompts.append(engine.asked[-1][0])
+            prompts.append(engine.submitted[-1][0])
             assert "billing" not in engine.prompt()
     first, second = prompts
     same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
@@ -189,8 +189,8 @@ DROPS = (
 
 @pytest.mark.parametrize("template", [REFUSES, ALTERNATES, DROPS])
 def test_a_system_message_in_the_middle_is_folded_in(template):
-    target = a_target(template=template)
-    engine = Says(target)
+    target = make_target(template=template)
+    engine = FakeEngine(target)
     turns = [
         {"role": "user", "content": "One"},
         {"role": "system", "content": "Two"},
@@ -210,7 +210,7 @@ def test_a_system_message_in_the_middle_is_folded_in(template):
 
 
 def test_a_template_that_takes_it_keeps_a_system_message_where_it_was(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     turns = [{"role": "user", "content": "One"}, {"role": "system", "content": "Two"}]
     with client(engine) as server:
         server.post(PATH, json=ask(messages=turns))
@@ -227,10 +227,10 @@ def test_a_template_that_takes_it_keeps_a_system_message_where_it_was(target):
     ],
 )
 def test_what_goes_on_with_a_text_is_told_to_the_engine(target, path, last, continues):
-    engine, turns = Says(target), [{"role": "user", "content": "Hi"}]
+    engine, turns = FakeEngine(target), [{"role": "user", "content": "Hi"}]
     if last == "assistant":
         turns.append({"role": "assistant", "content": "Well"})
     body = {"prompt": "Once"} if last == "prompt" else {"messages": turns}
     with client(engine) as server:
         assert server.post(path, json={"model": "m", "max_tokens": 9, **body}).status_code == 200
-    assert engine.asked[0][1].get("continues") == continues
+    assert engine.submitted[0][1].get("continues") == continues

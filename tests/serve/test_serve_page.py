@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from serving import Says, a_target, running
+from serving import FakeEngine, make_target, running
 
 SCRIPT = Path(__file__).with_name("page.mjs")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 MODULES = Path(os.environ.get("NODE_PATH", "")) / "playwright-core"
 
 
-class Patient(Says):
+class Patient(FakeEngine):
     """Answers, unless it is told to wait."""
 
     def submit(self, prompt, **settings):
@@ -29,7 +29,7 @@ def test_a_person_and_the_page(tmp_path):
         pytest.skip("needs Chromium, node, and npm's playwright-core below NODE_PATH")
 
     async def look():
-        engine = Patient(a_target(), ["It", " is", " 8", "5."])
+        engine = Patient(make_target(), ["It", " is", " 8", "5."])
         async with running(engine) as server:
             command = ["node", SCRIPT, f"http://127.0.0.1:{server.port}/", CHROMIUM, tmp_path]
             pipe = asyncio.subprocess.PIPE
@@ -43,7 +43,7 @@ def test_a_person_and_the_page(tmp_path):
     assert seen["errors"] == [] and seen["foreign"] == []
     assert seen["answer"] == "It is 85." and seen["rounds"] == 4 == seen["colors"]
     assert "tokens a round" in seen["speed"] and "the same text" in seen["race"]
-    assert "block_size" not in engine.asked[0][1] and engine.asked[1][1]["block_size"] == 1
+    assert "block_size" not in engine.submitted[0][1] and engine.submitted[1][1]["block_size"] == 1
     assert seen["sending"] and engine.jobs[2].cancelled
     assert seen["conversations"] == 2 and seen["reloaded"][0] == 2
     assert seen["dark"] == "rgb(24, 24, 26)" and seen["width"] <= 380 and seen["menu"]

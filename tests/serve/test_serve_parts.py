@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
 from mlx_lm.tool_parsers import json_tools, mistral
-from serving import Says, a_target, client
+from serving import FakeEngine, client, make_target
 
-from dflash_mlx.serve.ask import Tool
-from dflash_mlx.serve.harmony import HarmonySplitter, reasoning_tokens, speaks_harmony
-from dflash_mlx.serve.parts import Reasoning, Splitter, Text
-from dflash_mlx.serve.tools import Call, Syntax
+from dflash_mlx.serve.harmony import HarmonyParser, reasoning_tokens, uses_harmony
+from dflash_mlx.serve.parts import AnswerParser, Reasoning, Text
+from dflash_mlx.serve.request import Tool
+from dflash_mlx.serve.tools import ToolCall, ToolSyntax
 
 SCHEMA = {
     "type": "object",
@@ -53,16 +53,16 @@ CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 
 def splitter(parser=json_tools, thinking=None, tools=TOOLS, parallel=True):
-    target = a_target(parser, thinking=thinking)
-    syntax = Syntax.of(target.tokenizer)
-    return Splitter(target.tokenizer, syntax, tools, thinking is not None, parallel)
+    target = make_target(parser, thinking=thinking)
+    syntax = ToolSyntax.of(target.tokenizer)
+    return AnswerParser(target.tokenizer, syntax, tools, thinking is not None, parallel)
 
 
-def parts_of(split, rounds, cut=False):
+def parts_of(split, rounds, truncated=False):
     """All parts, neighbours of a kind in one, and calls as (name, arguments)."""
     found = []
-    for part in [one for text in rounds for one in split.feed(text)] + split.finish(cut):
-        if isinstance(part, Call):
+    for part in [one for text in rounds for one in split.feed(text)] + split.finish(truncated):
+        if isinstance(part, ToolCall):
             found.append((part.name, json.loads(part.arguments)))
         elif found and type(found[-1]) is type(part):
             found[-1] = type(part)(found[-1].text + part.text)
@@ -88,7 +88,7 @@ def test_a_call_of_each_family_however_rounds_cut_it(family):
 def test_several_calls_have_ids_of_their_own():
     call = f"<tool_call>{WRITTEN['json_tools']}</tool_call>"
     split = splitter()
-    calls = [one for one in split.feed(f"{call}\n{call}") if isinstance(one, Call)]
+    calls = [one for one in split.feed(f"{call}\n{call}") if isinstance(one, ToolCall)]
     assert len(calls) == 2 and calls[0].id != calls[1].id
     assert (
         parts_of(splitter(), [f"{call}\n{call}"])
@@ -124,13 +124,13 @@ def test_what_is_no_call_is_text(body):
 
 def test_a_call_that_is_cut_is_text():
     text = '<tool_call>{"name": "now", "arguments": {}}'
-    assert parts_of(splitter(), [text], cut=True) == [Text(text)]
+    assert parts_of(splitter(), [text], truncated=True) == [Text(text)]
     assert parts_of(splitter(), [text]) == [("now", {})]  # the end of the text ends it, too
 
 
 def test_a_further_call_that_is_none_is_text():
     none = "<tool_call>Hm</tool_call>"
-    assert parts_of(splitter(), [CALL + none], cut=True) == [("now", {}), Text(none)]
+    assert parts_of(splitter(), [CALL + none], truncated=True) == [("now", {}), Text(none)]
 
 
 def test_a_further_call_that_is_cut_is_nothing():
@@ -138,7 +138,7 @@ def test_a_further_call_that_is_cut_is_nothing():
     text = f'{CALL}\n<tool_call>{{"na'
     for width in (1, len(text)):
         rounds = [text[at : at + width] for at in range(0, len(text), width)]
-        assert parts_of(splitter(), rounds, cut=True) == [("now", {})]
+        assert parts_of(splitter(), rounds, truncated=True) == [("now", {})]
 
 
 def test_without_tools_nothing_is_a_call():
@@ -152,12 +152,12 @@ def test_reasoning_is_apart_from_text():
         Text("Yes.\n"),
     ]
     text = "<think>a</think>b<tool_call>{}</tool_call>"
-    target = a_target(json_tools, thinking="")
-    split = Splitter(target.tokenizer, Syntax.of(target.tokenizer), TOOLS, False)
+    target = make_target(json_tools, thinking="")
+    split = AnswerParser(target.tokenizer, ToolSyntax.of(target.tokenizer), TOOLS, False)
     assert parts_of(split, [text]) == [Reasoning("a"), Text("b<tool_call>{}</tool_call>")]
 
 
-THINKS = a_target(json_tools, thinking="<think>\n")
+THINKS = make_target(json_tools, thinking="<think>\n")
 PIECES = st.sampled_from(
     ["a", "\n", "<", "<tool", "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "é", " "]
     + ['{"name": "now", "arguments": {}}']
@@ -169,8 +169,8 @@ PIECES = st.sampled_from(
 def test_where_rounds_end_changes_nothing(pieces, width):
     text = "".join(pieces)
     rounds = [text[at : at + width] for at in range(0, len(text), width)]
-    syntax = Syntax.of(THINKS.tokenizer)
-    small, whole = (Splitter(THINKS.tokenizer, syntax, TOOLS, True) for _ in range(2))
+    syntax = ToolSyntax.of(THINKS.tokenizer)
+    small, whole = (AnswerParser(THINKS.tokenizer, syntax, TOOLS, True) for _ in range(2))
     assert parts_of(small, rounds) == parts_of(whole, [text])
 
 
@@ -187,27 +187,27 @@ def test_channels_of_gpt_oss(width):
     rounds = [HARMONY[at : at + width] for at in range(0, len(HARMONY), width)]
     call = ("get_weather", {"city": "Rome"})
     parts = [Reasoning("Let me see."), Text("One moment."), call]
-    assert parts_of(HarmonySplitter(TOOLS), rounds) == parts
-    assert parts_of(HarmonySplitter(TOOLS), [FINAL]) == [Text("Warm.")]
+    assert parts_of(HarmonyParser(TOOLS), rounds) == parts
+    assert parts_of(HarmonyParser(TOOLS), [FINAL]) == [Text("Warm.")]
     again = f"{HARMONY}<|call|><|start|>assistant{HARMONY}"
-    assert parts_of(HarmonySplitter(TOOLS), [again]) == parts * 2
-    assert parts_of(HarmonySplitter(TOOLS, parallel=False), [again]) == [*parts, *parts[:2]]
+    assert parts_of(HarmonyParser(TOOLS), [again]) == parts * 2
+    assert parts_of(HarmonyParser(TOOLS, parallel=False), [again]) == [*parts, *parts[:2]]
 
 
 def test_channels_that_are_no_calls_are_text():
     for wrong in (HARMONY[:-1], HARMONY.replace("get_weather", "other")):
-        *_, last = parts_of(HarmonySplitter(TOOLS), [wrong])
+        *_, last = parts_of(HarmonyParser(TOOLS), [wrong])
         assert isinstance(last, Text) and last.text.endswith(wrong[-9:])
-    *_, last = parts_of(HarmonySplitter(TOOLS), [HARMONY], cut=True)
+    *_, last = parts_of(HarmonyParser(TOOLS), [HARMONY], truncated=True)
     assert isinstance(last, Text)
 
 
 def test_gpt_oss_is_known_by_its_tokens():
-    target = a_target()
-    assert not speaks_harmony(target.tokenizer)
+    target = make_target()
+    assert not uses_harmony(target.tokenizer)
     marks = ["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"]
     target.tokenizer.add_tokens(marks)
-    engine = Says(target, [HARMONY])
+    engine = FakeEngine(target, [HARMONY])
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER]}
     with client(engine) as server:
         answer = server.post("/v1/chat/completions", json=body).json()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from mlx_lm.tool_parsers import json_tools
-from serving import Says, a_target, client, frames
+from serving import FakeEngine, client, frames, make_target
 
 PATH = "/v1/responses"
 CODEX = Path(__file__).parents[1] / "data" / "requests" / "codex_responses.json"
@@ -21,7 +21,7 @@ def tool(name, **more):
 
 @pytest.fixture(scope="module")
 def target():
-    return a_target(json_tools, thinking="<think>\n")
+    return make_target(json_tools, thinking="<think>\n")
 
 
 def streamed(server, body):
@@ -37,7 +37,7 @@ def comparable(item):
 
 def test_reasoning_text_and_calls_whole_and_streamed(target):
     said = ["Hm", ".\n</think>", "\n\nYes", ".<tool_call>\n", '{"name": "sp__f", "arguments"']
-    engine = Says(target, [*said, ': {"a": 1}}\n</tool_call>'], cached=4)
+    engine = FakeEngine(target, [*said, ': {"a": 1}}\n</tool_call>'], cached=4)
     space = {"type": "namespace", "name": "sp", "tools": [tool("f")]}
     body = ask(tools=[space, {"type": "web_search"}, tool("g")])
     with client(engine) as server:
@@ -57,7 +57,7 @@ def test_reasoning_text_and_calls_whole_and_streamed(target):
     text = "".join(one["delta"] for one in events if one["type"] == "response.output_text.delta")
     assert text == "Yes."
     usage = answer["usage"]
-    assert usage == last["usage"] and usage["input_tokens"] == len(engine.asked[0][0])
+    assert usage == last["usage"] and usage["input_tokens"] == len(engine.submitted[0][0])
     assert usage["input_tokens_details"]["cached_tokens"] == 4
     details = usage["output_tokens_details"]
     reasoning = target.tokenizer.encode("".join(said[:2]), add_special_tokens=False)
@@ -65,16 +65,16 @@ def test_reasoning_text_and_calls_whole_and_streamed(target):
 
 
 def test_no_drafting_is_asked_for_as_in_chat(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     with client(engine) as server:
         server.post(PATH, json=ask(draft=False))
         server.post(PATH, json=ask(draft=True))
-    (_, plain), (_, drafted) = engine.asked
+    (_, plain), (_, drafted) = engine.submitted
     assert plain["block_size"] == 1 and "block_size" not in drafted
 
 
 def test_an_answer_that_is_cut(target):
-    with client(Says(target, ["x</think>cut"], reason="length")) as server:
+    with client(FakeEngine(target, ["x</think>cut"], reason="length")) as server:
         answer = server.post(PATH, json=ask()).json()
         events = streamed(server, ask())
     assert answer["status"] == "incomplete"
@@ -83,7 +83,7 @@ def test_an_answer_that_is_cut(target):
 
 
 def test_items_reach_the_template(target):
-    engine = Says(target)
+    engine = FakeEngine(target)
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
         {"type": "message", "role": "user", "content": "Hi"},
@@ -102,7 +102,7 @@ def test_items_reach_the_template(target):
 
 def test_codex_is_answered(target):
     request = json.loads(CODEX.read_text())
-    engine = Says(target, ["x</think>Hello"])
+    engine = FakeEngine(target, ["x</think>Hello"])
     with client(engine) as server:
         answer = server.post(request["path"], json=request["body"], headers=request["headers"])
     events = frames(answer.text)
@@ -126,19 +126,19 @@ def test_codex_is_answered(target):
     ],
 )
 def test_what_is_not_supported_is_refused(target, wrong):
-    engine = Says(target)
+    engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(**wrong))
-    assert answer.status_code == 400 and answer.json()["error"]["message"] and not engine.asked
+    assert answer.status_code == 400 and answer.json()["error"]["message"] and not engine.submitted
 
 
 def test_the_input_is_what_is_too_long():
-    with client(Says(a_target(context=20))) as server:
+    with client(FakeEngine(make_target(context=20))) as server:
         answer = server.post(PATH, json=ask(input="word " * 50))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "input"
 
 
 def test_nothing_is_stored(target):
-    with client(Says(target)) as server:
+    with client(FakeEngine(target)) as server:
         for method, path in (("GET", "/x"), ("DELETE", "/x"), ("POST", "/x/cancel")):
             assert server.request(method, PATH + path).status_code == 404

@@ -1,13 +1,12 @@
 """What goes over the wire of a stream: frames in few pieces, pings where it is silent."""
 
 import asyncio
-import json
 
-from serving import Says, a_desk, a_target, frames
+from serving import FakeEngine, frames, make_handler, make_target
 
-from dflash_mlx.serve import chat_answers, messages_answers
-from dflash_mlx.serve.ask import Ask
-from dflash_mlx.serve.sse import COMMENT, Chunks, EventStream, frame
+from dflash_mlx.serve import chat, messages
+from dflash_mlx.serve.request import GenerationRequest
+from dflash_mlx.serve.sse import COMMENT, EventStream
 
 
 async def sent(stream):
@@ -25,32 +24,22 @@ async def sent(stream):
     return pieces
 
 
-def test_a_round_is_one_piece():
-    """And none of them is a task: what the loop runs for a stream does not grow with its rounds."""
-    rounds = ["Hel", "lo", " wor", "ld"]
-    target = a_target()
+def test_a_step_is_one_piece():
+    steps = ["Hel", "lo", " wor", "ld"]
 
-    async def ask(make):
-        before = len(asyncio.all_tasks())
-        answering = await a_desk(Says(target, rounds)).ask(Ask("m", "Hi"))
-        most = 0
+    async def ask(make_frames):
+        handler = make_handler(FakeEngine(make_target(), steps))
+        (stream,) = await handler.start([GenerationRequest("m", "Hi")])
+        return await sent(EventStream(make_frames(stream), COMMENT, stream.close))
 
-        async def watched():
-            nonlocal most
-            async for one in make(answering):
-                most = max(most, len(asyncio.all_tasks()) - before)
-                yield one
-
-        return await sent(EventStream(watched(), COMMENT, answering.leave)), most
-
-    pieces, tasks = asyncio.run(ask(lambda one: chat_answers.stream(one, True)))
-    assert len(pieces) == len(rounds) + 3  # the role, the usage with the end, and nothing
-    told = frames(b"".join(pieces).decode())
-    text = "".join(one["choices"][0]["delta"].get("content", "") for one in told[:-1])
-    assert text == "Hello world" and tasks <= 2
-    assert {one["id"] for one in told} == {told[0]["id"]}
-    pieces, tasks = asyncio.run(ask(lambda one: messages_answers.stream(one, "r")))
-    assert len(pieces) == len(rounds) + 2 and tasks <= 2
+    pieces = asyncio.run(ask(lambda stream: chat.stream_frames(stream, True)))
+    assert len(pieces) == len(steps) + 3  # the role, the usage with the end, and nothing
+    chunks = frames(b"".join(pieces).decode())
+    text = "".join(one["choices"][0]["delta"].get("content", "") for one in chunks[:-1])
+    assert text == "Hello world"
+    assert {one["id"] for one in chunks} == {chunks[0]["id"]}
+    pieces = asyncio.run(ask(lambda stream: messages.stream_frames(stream, "r")))
+    assert len(pieces) == len(steps) + 2
 
 
 def test_a_silent_stream_pings():
@@ -71,10 +60,3 @@ def test_a_silent_stream_pings():
     pieces = asyncio.run(told())
     assert pieces[0] == b"one" and pieces[-2:] == [b"two", b""] and left
     assert set(pieces[1:-2]) == {COMMENT}
-
-
-def test_chunks_are_frames_of_the_whole_object():
-    head, rest = {"id": "é", "n": 1.5}, {"choices": [{"text": '"\n'}]}
-    both = Chunks(head).frame(rest)
-    assert both == frame(head | rest) and both.endswith(b"\n\n")
-    assert json.loads(both.removeprefix(b"data: ")) == head | rest

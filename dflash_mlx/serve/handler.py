@@ -1,0 +1,362 @@
+"""From requests to jobs of the engine, and from a job's events to pieces of an answer.
+
+Nothing here blocks the event loop. Worker threads render templates, compile grammars and submit
+jobs; the engine decodes in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ..errors import DFlashError
+from ..events import Event, Stats
+from ..stream import text_of
+from ..threads import clean_up_at_end
+from ..validation import ErrorWrapper
+from . import harmony
+from .errors import RETRY_SECONDS, RequestError, from_library
+from .grammar import GrammarFactory
+from .harmony import HarmonyParser
+from .logprobs import LogprobRecorder, TokenLogprob, Vocabulary
+from .metrics import Metrics
+from .parts import AnswerParser, Part, find_tokens
+from .request import GenerationRequest
+from .template import EncodedPrompt, encode
+from .tools import ToolSyntax
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+    from ..engine.job import Job
+    from ..targets import Target
+
+WORKERS: Final = 4  # compiling a grammar may take one of them a second
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+log = logging.getLogger("dflash_mlx.serve")
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why an answer ended, and its counters."""
+
+    reason: FinishReason
+    stats: Stats
+    reasoning_tokens: int
+    stop_string: str | None = None  # the one that ended it
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one decode step added to an answer.
+
+    Attributes:
+        choice: the index of the answer among the request's n.
+        parts: new text, reasoning and calls.
+        tokens, accepted, drafted: numbers of tokens of the step.
+        logprobs: those of the step's tokens, if requested.
+        finish: set in the last step.
+    """
+
+    choice: int
+    parts: list[Part]
+    tokens: int
+    accepted: int
+    drafted: int
+    logprobs: list[TokenLogprob] | None
+    finish: Finish | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a request's answers: its job, and what reads the job's events."""
+
+    job: Job
+    parser: AnswerParser | HarmonyParser
+    recorder: LogprobRecorder | None
+
+
+class ResponseStream:
+    """The answers to one request while they are generated.
+
+    Attributes:
+        request: the request.
+        prompt_tokens: the length of its prompt.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        request: GenerationRequest,
+        prompt: EncodedPrompt,
+        choices: Sequence[Choice],
+    ) -> None:
+        self.request, self.prompt_tokens = request, len(prompt.ids)
+        self._handler, self._starts_in_reasoning = handler, prompt.starts_in_reasoning
+        self._choices, self._open = choices, True
+        self._start = time.monotonic()
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        """The steps of each answer in turn; the engine generates them at the same time.
+
+        Raises `RequestError` if the engine fails or the server stops.
+        """
+        try:
+            for index, choice in enumerate(self._choices):
+                async for step in self._follow(index, choice):
+                    yield step
+        except DFlashError as error:
+            raise self._handler.request_error(error) from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what is not finished."""
+        if self._open:
+            self._open = False
+            for choice in self._choices:
+                choice.job.cancel()
+            self._handler.closed(self)
+
+    async def _follow(self, index: int, choice: Choice) -> AsyncIterator[StepOutput]:
+        metrics, last = self._handler.metrics, self._start
+        tokens: list[int] = []
+        events = aiter(choice.job)
+        while (event := await self._next(events)) is not None:
+            now = time.monotonic()
+            (metrics.step_gap if tokens else metrics.first_token).observe(now - last)
+            last = now
+            tokens += event.tokens
+            metrics.count_step(event)
+            parts, finish = choice.parser.feed(event.text), None
+            if event.finish_reason is not None:
+                parts += choice.parser.finish(truncated=event.finish_reason == "length")
+                finish = self._finish(event, tokens, bool(choice.parser.calls))
+                metrics.count_finish(event.stats, finish.reason)
+            logprobs = self._logprobs(choice.recorder, event)
+            count = len(event.tokens)
+            yield StepOutput(index, parts, count, event.accepted, event.drafted, logprobs, finish)
+            if finish is not None:
+                return
+        raise RequestError("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+
+    async def _next(self, events: AsyncIterator[Event]) -> Event | None:
+        """The next event, or None after `close`. Raises `DFlashError` for all engine failures."""
+        with ErrorWrapper(DFlashError, "The answer could not be finished"):
+            event = await anext(events, None)
+        return event if self._open else None
+
+    def _finish(self, event: Event, tokens: Sequence[int], has_calls: bool) -> Finish:
+        reasoning = self._reasoning_tokens(tokens)
+        if event.finish_reason == "length":
+            return Finish("length", event.stats, reasoning)
+        reason: FinishReason = "tool_calls" if has_calls else "stop"
+        return Finish(reason, event.stats, reasoning, self._stop_string(tokens))
+
+    def _logprobs(
+        self, recorder: LogprobRecorder | None, event: Event
+    ) -> list[TokenLogprob] | None:
+        """The log-probabilities of a step's tokens, without an EOS token."""
+        if recorder is None:
+            return None
+        eos_ids = self._handler.target.tokenizer.eos_token_ids
+        return [one for one in recorder.take(event.tokens) if one.chosen.token not in eos_ids]
+
+    def _reasoning_tokens(self, tokens: Sequence[int]) -> int:
+        """The number of reasoning tokens of an answer, markers included."""
+        tokenizer = self._handler.target.tokenizer
+        if self._handler.syntax.name == harmony.NAME:
+            return harmony.reasoning_tokens(tokens, tokenizer)
+        if not tokenizer.has_thinking:
+            return 0
+        start = 0
+        if not self._starts_in_reasoning:
+            start = find_tokens(tokens, tokenizer.think_start_tokens)
+        if start < 0:
+            return 0
+        end = find_tokens(tokens, tokenizer.think_end_tokens)
+        return (len(tokens) if end < 0 else end + len(tokenizer.think_end_tokens)) - start
+
+    def _stop_string(self, tokens: Sequence[int]) -> str | None:
+        """The stop string that ended an answer; None if an EOS token did."""
+        tokenizer = self._handler.target.tokenizer
+        stops = self.request.settings.get("stop") or ()
+        if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
+            return None
+        text = text_of(tokenizer, tokens, self.request.continues_text)
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        return min(found)[1] if found else None
+
+
+class RequestHandler:
+    """Accepts requests up to a limit, and follows their jobs.
+
+    Args:
+        target: the model that answers.
+        engine: generates the answers.
+        defaults: settings of requests that do not name them.
+        capacity: how many answers may run or wait at once.
+        metrics: counts them.
+
+    Attributes:
+        syntax: how the model writes calls.
+        draining: the server stops, and accepts no requests.
+        lost: machines that share the model have lost each other.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        engine: Engine,
+        defaults: Mapping[str, Any],
+        capacity: int,
+        metrics: Metrics,
+    ) -> None:
+        self.target, self.metrics = target, metrics
+        tokenizer = target.tokenizer
+        uses_harmony = harmony.uses_harmony(tokenizer)
+        self.syntax = harmony.SYNTAX if uses_harmony else ToolSyntax.of(tokenizer)
+        self.draining = self.lost = False
+        self._engine, self._defaults, self._capacity = engine, dict(defaults), capacity
+        self._grammars, self._vocabulary = GrammarFactory(target), Vocabulary(tokenizer)
+        self._workers = ThreadPoolExecutor(WORKERS, "dflash-serve", clean_up_at_end)
+        self._streams: set[ResponseStream] = set()
+        self._reserved, self._busy_since, self._aborted = 0, 0.0, False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a client waits for an answer."""
+        return bool(self._streams)
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Seconds since the engine's last step; 0 while it has nothing to do.
+
+        Cancelled jobs count as long as the engine has them: the device may hang with them.
+        """
+        if not (self.busy or self._engine.busy):
+            return 0.0
+        return time.monotonic() - max(self._busy_since, self._engine.progressed)
+
+    async def encode(self, request: GenerationRequest) -> EncodedPrompt:
+        """The token ids of a request's prompt. Raises `RequestError`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, encode, self.target, self.syntax, request)
+
+    async def start(
+        self, requests: Sequence[GenerationRequest], salt: str = ""
+    ) -> list[ResponseStream]:
+        """Start to answer all of these requests, or none.
+
+        Args:
+            requests: one, or one for each prompt.
+            salt: separates the prefix caches of users.
+
+        Raises `RequestError`: 400 for what the engine refuses, 429 if the queue is full, 503 if the
+        server stops.
+        """
+        count = sum(request.n for request in requests)
+        self._reserve(count)
+        if not (self.busy or self._engine.busy):
+            self._busy_since = time.monotonic()
+        loop = asyncio.get_running_loop()
+        try:
+            streams = await loop.run_in_executor(self._workers, self._start, requests, salt)
+        except DFlashError as error:
+            self._release(count)
+            raise self.request_error(error) from error
+        self._streams.update(streams)
+        if self._aborted:
+            self.abort()
+        return streams
+
+    def request_error(self, error: DFlashError) -> RequestError:
+        """What the client gets for an error. A failure of ours is also logged and counted."""
+        found = from_library(error)
+        if found.status == 500:
+            self.metrics.failed.inc()
+            log.error("an answer could not be finished", exc_info=error)
+        return found
+
+    def closed(self, stream: ResponseStream) -> None:
+        """A `ResponseStream` has ended."""
+        self._streams.discard(stream)
+        self._release(stream.request.n)
+
+    def abort(self) -> None:
+        """End all answers now, and those that start later."""
+        self._aborted = True
+        for stream in list(self._streams):
+            stream.close()
+
+    def _reserve(self, count: int) -> None:
+        if count > self._capacity:  # waiting would not help
+            raise RequestError(
+                f"This server takes {self._capacity} answers at most, not {count}: ask for fewer."
+            )
+        if self.draining:
+            raise RequestError("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+        if self._reserved + count > self._capacity:
+            raise RequestError(
+                f"The queue is full ({self._capacity} answers): try again later.",
+                429,
+                code="rate_limit_exceeded",
+                retry_after=RETRY_SECONDS,
+            )
+        self._reserved += count
+        self.metrics.open.set(self._reserved)
+
+    def _release(self, count: int) -> None:
+        self._reserved -= count
+        self.metrics.open.set(self._reserved)
+
+    # These run in a worker thread.
+
+    def _start(self, requests: Sequence[GenerationRequest], salt: str) -> list[ResponseStream]:
+        jobs: list[Job] = []
+        try:
+            return [self._start_one(request, salt, jobs) for request in requests]
+        except DFlashError:
+            for job in jobs:
+                job.cancel()
+            raise
+
+    def _start_one(self, request: GenerationRequest, salt: str, jobs: list[Job]) -> ResponseStream:
+        """Submit a request's jobs, and add them to `jobs`."""
+        prompt = encode(self.target, self.syntax, request)
+        grammars = self._grammars.make(self.syntax, request, prompt.starts_in_reasoning)
+        settings = self._defaults | dict(request.settings)
+        if salt:
+            settings["salt"] = salt
+        if request.continues_text:
+            settings["continues"] = True
+        seed, choices = settings.get("seed"), []
+        for index, grammar in enumerate(grammars):
+            if seed is not None:
+                settings["seed"] = (seed + index) % 2**32
+            recorder = None
+            if request.top_logprobs is not None:
+                recorder = LogprobRecorder(self._vocabulary, request.top_logprobs)
+            processors = [one for one in (recorder, grammar) if one is not None]
+            if processors:
+                settings["logits_processors"] = processors
+            jobs.append(self._engine.submit(prompt.ids, **settings))
+            parser = self._parser(request, prompt.starts_in_reasoning)
+            choices.append(Choice(jobs[-1], parser, recorder))
+        return ResponseStream(self, request, prompt, choices)
+
+    def _parser(
+        self, request: GenerationRequest, starts_in_reasoning: bool
+    ) -> AnswerParser | HarmonyParser:
+        tools, parallel = request.callable_tools, request.parallel_calls
+        if self.syntax.name == harmony.NAME:
+            return HarmonyParser(tools, parallel)
+        return AnswerParser(
+            self.target.tokenizer, self.syntax, tools, starts_in_reasoning, parallel
+        )

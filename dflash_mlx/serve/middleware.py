@@ -1,0 +1,127 @@
+"""Middleware: CORS, auth, request ids, counts, log lines, and the bodies of errors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .auth import Auth
+from .errors import RequestError, new_id
+from .metrics import Metrics
+
+NOT_FOUND: Final = (
+    "There is nothing at this path. OpenAI's API is at /v1/chat/completions, /v1/completions, "
+    "/v1/responses and /v1/models, Anthropic's at /v1/messages."
+)
+CLIENT_CLOSED: Final = 499  # nginx's status; only the log shows it
+
+log = logging.getLogger("dflash_mlx.serve")
+
+
+class RequestMiddleware:
+    """Checks the auth of a request, gives it an id, counts and logs it.
+
+    The log has times and statuses, and nothing of a prompt.
+
+    Args:
+        app: the application behind it.
+        auth: who may use the server.
+        metrics: counts responses.
+    """
+
+    def __init__(self, app: ASGIApp, auth: Auth, metrics: Metrics) -> None:
+        self._app, self._auth, self._metrics = app, auth, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401 or 403."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.monotonic(), CLIENT_CLOSED
+        request = Request(scope)
+        request_id = request.state.request_id = new_id("req_")
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                value = request_id.encode()
+                extra = [(b"request-id", value), (b"x-request-id", value)]
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        try:
+            try:
+                request.state.salt = self._auth.check(request)
+            except RequestError as error:
+                await error_response(request, error)(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
+        finally:
+            self._metrics.responses.labels(str(status)).inc()
+            seconds = time.monotonic() - start
+            path = scope["path"][:200].encode("unicode_escape").decode()
+            log.info("%s %s %s %s %.3fs", request_id, scope["method"], path, status, seconds)
+
+
+def error_response(request: Request, error: RequestError) -> JSONResponse:
+    """An error in the format of the path's API."""
+    anthropic = "/messages" in request.url.path
+    content = error.anthropic(request.state.request_id) if anthropic else error.openai()
+    return JSONResponse(content, error.status, error.headers)
+
+
+def with_middleware(routes: Sequence[Route], auth: Auth, metrics: Metrics) -> Starlette:
+    """An application of these routes behind the middleware."""
+    middleware = [Middleware(RequestMiddleware, auth=auth, metrics=metrics)]
+    if auth.origins:
+        origins = sorted(auth.origins)
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        middleware.insert(0, cors)
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={
+            RequestError: _on_request_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_failure,
+        },
+    )
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(request, error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {404: NOT_FOUND, 405: "This path takes another method."}
+    status = error.status_code if error.status_code in messages else 400
+    message = messages.get(status, str(error.detail))
+    response = error_response(request, RequestError(message, status))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    log.error("%s failed: %r", request.state.request_id, error)
+    return error_response(request, RequestError("Internal error: see the server's log.", 500))

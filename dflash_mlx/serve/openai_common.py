@@ -1,0 +1,179 @@
+"""What OpenAI's APIs share: sampling fields, message content, usage, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import Field
+from pydantic_core import from_json
+
+from .body import Body, ListOf
+from .errors import RequestError
+from .request import Tool, without_none
+
+if TYPE_CHECKING:
+    from .handler import Finish, StepOutput
+    from .logprobs import TokenLogprob, TokenProbability
+
+MAX_STOPS, MAX_CHOICES, MAX_BIASES = 16, 8, 16384
+SEEDS: Final = 2**32
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+NO_PARAMETERS: Final = {"type": "object", "properties": {}}
+
+
+class SamplingBody(Body):
+    """The sampling fields of chat completions and completions."""
+
+    ignored: ClassVar[tuple[str, ...]] = (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "prompt_cache_key",
+    )
+    model: Annotated[str, Field(max_length=512)] = "default"
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[ListOf[str], Field(max_length=MAX_STOPS)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: (
+        Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
+        | None
+    ) = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    draft: bool | None = None
+
+    def settings(self, max_tokens: int | None) -> dict[str, Any]:
+        """The engine's settings that the request names."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return without_none(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
+            seed=None if self.seed is None else self.seed % SEEDS,
+            stop=[text for text in stop if text] or None,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            block_size=1 if self.draft is False else None,
+        )
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
+    include_usage: bool | None = None
+
+
+class ContentPart(Body):
+    """A part of a message; only text is supported."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def read(self) -> str:
+        """The text. Raises `RequestError` for images, audio and files."""
+        if self.type == "refusal":
+            return self.refusal or ""
+        if self.type not in ("text", "input_text", "output_text"):
+            raise RequestError(f"Content of type {self.type[:40]!r} is not supported: send text.")
+        return self.text or ""
+
+
+def read_content(content: str | list[ContentPart] | None, separator: str) -> str:
+    """The text of a message's content. Raises `RequestError`."""
+    if isinstance(content, list):
+        return separator.join(part.read() for part in content)
+    return content or ""
+
+
+def template_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """An earlier call as chat templates take it: arguments are an object."""
+    try:
+        value = from_json(arguments or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):  # the model wrote what is not JSON
+        value = {"arguments": arguments}
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": value}}
+
+
+def make_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+) -> Tool:
+    """A tool from the fields of a function."""
+    return Tool(name, description or "", parameters or NO_PARAMETERS, bool(strict))
+
+
+def thinking_settings(effort: str | None) -> dict[str, Any]:
+    """The chat template's variables for a reasoning effort."""
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"reasoning_effort": effort, "enable_thinking": True}
+
+
+def usage(prompt_tokens: int, finishes: Sequence[Finish]) -> dict[str, Any]:
+    """The `usage` of a request: tokens of its prompt and of all answers."""
+    stats = [finish.stats for finish in finishes]
+    output = sum(one.output_tokens for one in stats)
+    accepted = sum(one.accepted_tokens for one in stats)
+    drafted = sum(one.drafted_tokens for one in stats)
+    cached = min((one.reused_tokens for one in stats), default=0)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output,
+        "total_tokens": prompt_tokens + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(finish.reasoning_tokens for finish in finishes),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def drafting(finishes: Sequence[Finish]) -> dict[str, Any]:
+    """`x_dflash` of a response: decode steps, acceptance length, rows of the steps, seconds."""
+    stats = [finish.stats for finish in finishes]
+    widths: dict[str, int] = {}
+    for one in stats:
+        for rows, steps in sorted(one.widths.items()):
+            widths[str(rows)] = widths.get(str(rows), 0) + steps
+    return {
+        "rounds": sum(one.rounds for one in stats),
+        "tokens_per_round": [round(one.acceptance_length, 3) for one in stats],
+        "widths": widths,
+        "prefill_seconds": round(sum(one.prefill_seconds for one in stats), 4),
+        "decode_seconds": round(sum(one.decode_seconds for one in stats), 4),
+    }
+
+
+def step_drafting(step: StepOutput) -> dict[str, int]:
+    """`x_dflash` of a chunk: the tokens of one decode step."""
+    return {"tokens": step.tokens, "accepted": step.accepted, "drafted": step.drafted}
+
+
+def format_logprob(token: TokenLogprob) -> dict[str, Any]:
+    """A token's log-probability, and those of its likeliest alternatives."""
+    alternatives = [_format_probability(other) for other in token.top]
+    return {**_format_probability(token.chosen), "top_logprobs": alternatives}
+
+
+def _format_probability(token: TokenProbability) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": token.bytes}

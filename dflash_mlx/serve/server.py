@@ -1,0 +1,145 @@
+"""The HTTP server: uvicorn with a bounded number of connections, and an orderly end.
+
+The application may change while the server runs. One that answers "loading" runs until the model is
+there. This module does not import MLX: the BLAS has to be chosen first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import time
+from typing import TYPE_CHECKING, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..errors import ServerError
+from .auth import Auth
+from .errors import RETRY_SECONDS, RequestError
+from .metrics import Metrics
+from .middleware import with_middleware
+
+if TYPE_CHECKING:
+    from .handler import RequestHandler
+
+MAX_CONNECTIONS: Final = 256
+MAX_HEADER_BYTES: Final = 2**16
+GRACE_SECONDS: Final = 5  # for interrupted answers to send their last event
+POLL_SECONDS: Final = 0.05
+LOADING: Final = "The model is still loading: try again in a moment."
+
+
+class APIServer(uvicorn.Server):
+    """A uvicorn server that finishes open answers when it stops.
+
+    It may run in any thread; `stop` may be called from any other.
+
+    Args:
+        app: the application until `set_app`.
+        drain_seconds: how long open answers may take after `stop`.
+    """
+
+    def __init__(self, app: ASGIApp, drain_seconds: float = 30.0) -> None:
+        self._app, self._drain_seconds = app, drain_seconds
+        self._handler: RequestHandler | None = None
+        super().__init__(
+            uvicorn.Config(
+                self._call_app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_graceful_shutdown=int(drain_seconds + GRACE_SECONDS),
+            )
+        )
+
+    def set_app(self, app: ASGIApp, handler: RequestHandler) -> None:
+        """Replace the application; `handler` has the answers to finish before the end."""
+        self._handler, self._app = handler, app
+
+    @property
+    def busy(self) -> bool:
+        """Whether `stop` would wait for open answers."""
+        return not self.should_exit and self._handler is not None and self._handler.busy
+
+    def stop(self) -> None:
+        """Stop after the open answers; called a second time, stop at once."""
+        if self._handler is not None:
+            self._handler.draining = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, and wait for open answers."""
+        draining = asyncio.create_task(self._drain())
+        await super().shutdown(sockets)
+        draining.cancel()
+        if self._handler is not None:
+            self._handler.abort()
+
+    async def _drain(self) -> None:
+        """End open answers after `drain_seconds`, and connections after a second `stop`."""
+        end = time.monotonic() + self._drain_seconds
+        while time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(POLL_SECONDS)
+        if self._handler is not None:
+            self._handler.abort()
+        while not self.force_exit:
+            await asyncio.sleep(POLL_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def make_loading_app(auth: Auth, metrics: Metrics) -> Starlette:
+    """The application while the model loads: 503, and when to try again."""
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "loading", "seconds_since_round": 0.0})
+
+    async def ready(request: Request) -> Response:
+        return JSONResponse({"ready": False}, 503, {"Retry-After": str(RETRY_SECONDS)})
+
+    async def page(request: Request) -> Response:
+        seconds = str(RETRY_SECONDS)
+        return PlainTextResponse(LOADING, 503, {"Retry-After": seconds, "Refresh": seconds})
+
+    async def wait(request: Request) -> Response:
+        raise RequestError(LOADING, 503, retry_after=RETRY_SECONDS)
+
+    routes = [Route("/health", health), Route("/ready", ready), Route("/", page)]
+    routes.append(Route("/{path:path}", wait, methods=["GET", "POST", "DELETE"]))
+    return with_middleware(routes, auth, metrics)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises `ServerError` if the port is taken or the host is not this machine."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ServerError(f"--host {host}: {error.strerror or error}.") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        elsewhere = error.errno == errno.EADDRNOTAVAIL
+        other = "a --host of this machine's" if elsewhere else "another --port"
+        reason = error.strerror or error
+        raise ServerError(f"{host}:{port} cannot be used ({reason}): give {other}.") from error
+    return bound
