@@ -191,8 +191,7 @@ def _kernels() -> Check:
     """Whose kernels verify a block of rows, and why; see `kernels.choose`."""
     import mlx.core as mx
 
-    from dflash_mlx.kernels.calibration import choices, read_timings
-    from dflash_mlx.kernels.choose import GENERATIONS, summary
+    from dflash_mlx.kernels.choose import GENERATIONS, choices, read_timings, summary
 
     if not mx.metal.is_available():
         return Check("kernels", "ok", "MLX's own; ours need Metal")

@@ -72,7 +72,7 @@ def _time_kernels(
         import mlx.core as mx
 
         from dflash_mlx.bench.kernels import time_shapes
-        from dflash_mlx.kernels.calibration import read_timings, store_timings
+        from dflash_mlx.kernels.choose import read_timings, store_timings
         from dflash_mlx.kernels.modules import Kernels
     if not mx.metal.is_available():
         return None

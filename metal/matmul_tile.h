@@ -72,7 +72,7 @@ struct Columns {
   }
 };
 
-// The rows of x behind one lane's operands, two neighbours of every eight, and four values of each.
+// The rows of x behind one lane's operands, two shared_inputs of every eight, and four values of each.
 template <typename T, int ROW_BLOCKS>
 struct LaneRows {
   const device T* rows[2 * ROW_BLOCKS];

@@ -23,7 +23,7 @@ void merge_splits(const device float* sums, device Out* y, int splits, size_t si
 // sums [splits, M, A + B + C + D], float32, of products side by side -> y_a [M, A], y_b [M, B] and so
 // on; one thread per element, column `column` of row `row`.
 template <typename Out>
-void merge_beside(const device float* sums, device Out* y_a, device Out* y_b, device Out* y_c,
+void merge_qkv(const device float* sums, device Out* y_a, device Out* y_b, device Out* y_c,
                   device Out* y_d, int splits, int A, int B, int C, int D, size_t rows, size_t row,
                   int column) {
   const size_t stride = A + B + C + D, at = row * stride + column;

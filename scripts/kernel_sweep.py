@@ -23,9 +23,9 @@ from dflash_mlx.kernels.block_attention import (
     block_attention_reference,
 )
 from dflash_mlx.kernels.delta_replay import DeltaVerify, delta_verify_reference
-from dflash_mlx.kernels.verify_beside import COUNTS, VerifyBeside, verify_beside_reference
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, verify_matmul_reference
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
+from dflash_mlx.kernels.verify_qkv import COUNTS, VerifyQkv, verify_qkv_reference
 from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -53,7 +53,7 @@ def dense(matmul: VerifyMatmul, choose: random.Random, dtype: mx.Dtype) -> tuple
     return relative_error(y, truth), same_bits(matmul(x[row], *weights), y[row])
 
 
-def beside(kernel: VerifyBeside, choose: random.Random, dtype: mx.Dtype) -> tuple[float, bool]:
+def beside(kernel: VerifyQkv, choose: random.Random, dtype: mx.Dtype) -> tuple[float, bool]:
     """As `dense`, for two to four matrices in one launch."""
     bits, group = choose.choice([None, 4, 8]), choose.choice([32, 64, 128])
     depth = choose.randint(8, 1500) if bits is None else group * choose.randint(1, 2048 // group)
@@ -62,7 +62,7 @@ def beside(kernel: VerifyBeside, choose: random.Random, dtype: mx.Dtype) -> tupl
     x = mx.random.normal((choose.randint(1, 40), depth)).astype(dtype)
     row = choose.randrange(len(x))
     y, alone = (mx.concatenate(kernel(rows, weights), axis=-1) for rows in (x, x[row]))
-    truth = verify_beside_reference(x.astype(mx.float32), weights)
+    truth = verify_qkv_reference(x.astype(mx.float32), weights)
     return relative_error(y, mx.concatenate(truth, axis=-1)), same_bits(alone, y[row])
 
 
@@ -135,7 +135,7 @@ def delta(verify: DeltaVerify, choose: random.Random, dtype: mx.Dtype) -> tuple[
 # What a kind of call needs, and how often it is drawn.
 KERNELS = {
     dense: (VerifyMatmul, 4),
-    beside: (VerifyBeside, 2),
+    beside: (VerifyQkv, 2),
     routed: (VerifyMatmulMoe, 2),
     attention: (BlockAttention, 2),
     delta: (DeltaVerify, 1),

@@ -37,7 +37,7 @@ HANDFUL = 8  # mutants of every file, before the long ones get more
 
 _OFFSETS = "test_kernel_offsets"
 _PRODUCT = ["test_kernel_matmul_edges", "test_kernel_matmul", _OFFSETS]
-_BESIDE = ["test_kernel_beside"]
+_BESIDE = ["test_kernel_fused"]
 _EXPERTS = ["test_kernel_moe_edges", "test_kernel_moe", _OFFSETS]
 _ATTENTION = ["test_kernel_attention_edges", "test_kernel_block_attention", _OFFSETS]
 _DELTA = ["test_kernel_delta_edges", "test_kernel_delta_replay"]
@@ -53,7 +53,7 @@ TESTS = {
     "metal/matmul_tile.h": [*_PRODUCT, *_EXPERTS],
     "metal/matrix_rows.h": [*_PRODUCT, *_EXPERTS],
     "metal/merge_splits.metal": [*_PRODUCT, *_BESIDE],
-    "metal/verify_beside.metal": _BESIDE,
+    "metal/verify_qkv.metal": _BESIDE,
     "metal/verify_matmul.metal": _PRODUCT,
     "metal/verify_matmul_moe.metal": _EXPERTS,
     "dflash_mlx/kernels/block_attention.py": [*_RULES, *_ATTENTION, *_STRICT],
@@ -63,7 +63,7 @@ TESTS = {
     "dflash_mlx/kernels/gated.py": _WIRING,
     "dflash_mlx/kernels/modules.py": _WIRING,
     "dflash_mlx/kernels/selfcheck.py": ["test_kernel_selfcheck", *_WIRING],
-    "dflash_mlx/kernels/verify_beside.py": [*_RULES, *_BESIDE, *_STRICT],
+    "dflash_mlx/kernels/verify_qkv.py": [*_RULES, *_BESIDE, *_STRICT],
     "dflash_mlx/kernels/verify_matmul.py": [*_RULES, *_PRODUCT, *_EXPERTS, *_STRICT],
     "dflash_mlx/kernels/verify_matmul_moe.py": [*_RULES, *_EXPERTS, *_STRICT],
     "dflash_mlx/kernels/weights.py": [*_RULES, *_PRODUCT, *_EXPERTS, *_ATTENTION, *_STRICT],
@@ -81,8 +81,8 @@ QUICK = {
     "test_kernel_delta_replay": [
         "tests/test_kernel_delta_replay.py::test_a_node_of_a_tree_has_the_bits_of_its_path_alone",
     ],
-    "test_kernel_beside": [
-        "tests/test_kernel_beside.py::test_a_row_has_the_same_bits_in_every_call[columns2-1024]"
+    "test_kernel_fused": [
+        "tests/test_kernel_fused.py::test_a_row_has_the_same_bits_in_every_call[columns2-1024]"
     ],
 }
 # What changes no result is for those who read kernels, not for those who run them.

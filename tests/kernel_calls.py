@@ -15,9 +15,9 @@ from metal_host.wrapper import METAL_NAMES, Wrapper, wrap
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.block_attention import BlockAttention, TreeMask
 from dflash_mlx.kernels.delta_replay import DeltaReplay, DeltaVerify
-from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
+from dflash_mlx.kernels.verify_qkv import VerifyQkv
 from dflash_mlx.kernels.weights import AffineWeights, Weights
 
 DTYPES = tuple(METAL_NAMES)
@@ -109,10 +109,10 @@ def record_products(recorder: Recorder) -> None:
             taken(moe, mx.zeros((1, w.shape[2]), dtype), w, experts, w if gated else None)
 
 
-def record_beside(recorder: Recorder) -> None:
+def record_fused(recorder: Recorder) -> None:
     """Two to as many matrices as are taken, whole and split K."""
     for enough in (ENOUGH_TILES, ENOUGH_TILES_LARGE):
-        beside = VerifyBeside(recorder, enough)
+        beside = VerifyQkv(recorder, enough)
         for count, shape in product(range(1, 9), ((1, 8), (40, 1024))):
             for w, dtype in product(matrices(*shape), DTYPES):
                 taken(beside, mx.zeros((3, w.shape[1]), dtype), [w] * count)
@@ -159,6 +159,6 @@ def record_delta(recorder: Recorder) -> None:
 def every_call() -> Recorder:
     """All of them."""
     recorder = Recorder()
-    for record in (record_products, record_beside, record_attention, record_delta):
+    for record in (record_products, record_fused, record_attention, record_delta):
         record(recorder)
     return recorder

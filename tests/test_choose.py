@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_mlx.kernels import calibration
-from dflash_mlx.kernels.calibration import Timing, choices, read_timings, store_timings
+from dflash_mlx.kernels import choose
 from dflash_mlx.kernels.choose import (
+    Timing,
     attention_from,
+    choices,
     exact_by_default,
     first_row,
     has_kernel,
+    read_timings,
     stock_seconds,
+    store_timings,
     tile_seconds,
 )
 from dflash_mlx.kernels.shapes import Matrix, attention_key
@@ -130,7 +133,7 @@ def test_ours_run_from_the_row_where_they_stay_ahead(ours, row):
 
 
 def test_timings_are_kept_for_the_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibration, "cache_folder", lambda part: tmp_path / part)
+    monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
     assert read_timings() == {}
     better, worse = Timing({1: 2.0, 16: 4.0}, {1: 2.0, 16: 3.0}), Timing({16: 1.0}, {16: 2.0})
     store_timings({FOUR.key: better})
@@ -139,5 +142,5 @@ def test_timings_are_kept_for_the_machine(monkeypatch, tmp_path):
     assert choices(read_timings()) == {FOUR.key: 16, HALF.key: None}
     path.write_text("{")
     assert read_timings() == {}
-    monkeypatch.setattr(calibration, "version", lambda package: "another")
+    monkeypatch.setattr(choose, "version", lambda package: "another")
     assert store_timings({FOUR.key: worse}) != path

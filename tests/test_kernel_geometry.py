@@ -11,9 +11,9 @@ from kernel_check import random_weights
 
 from dflash_mlx.kernels.block_attention import CHUNK, MOST_NODES, BlockAttention, TreeMask
 from dflash_mlx.kernels.delta_replay import DeltaReplay, DeltaVerify
-from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
+from dflash_mlx.kernels.verify_qkv import VerifyQkv
 
 
 @pytest.mark.parametrize("rows,tiles", [(1, 1), (16, 1), (17, 2), (32, 2), (33, 3), (64, 4)])
@@ -70,14 +70,14 @@ def test_a_gated_unit_of_few_columns_is_split_by_its_own_tiles():
 def test_splits_do_not_depend_on_the_number_of_rows(columns):
     """Nor does the order of a row's sums: K is split as finely for one row as for a hundred."""
     w, recorder = mx.zeros((columns, 8192)), Recorder()
-    matmul, beside = VerifyMatmul(recorder), VerifyBeside(recorder)
+    matmul, beside = VerifyMatmul(recorder), VerifyQkv(recorder)
     for rows in (1, 16, 17, 33, 64, 100):
         x = mx.zeros((rows, 8192))
         matmul(x, w), matmul(x, w, w), beside(x, [w, w[:40]])
     for name in (
         "verify_matmul_plain",
         "verify_matmul_plain_gate_up",
-        "verify_beside_2_plain_split",
+        "verify_qkv_2_plain_split",
     ):
         splits = {grid[1] for called, grid, _, _ in recorder.launches if called == name}
         assert len(splits) == 1 and min(splits) > 1, name
@@ -86,8 +86,8 @@ def test_splits_do_not_depend_on_the_number_of_rows(columns):
 def test_products_side_by_side_share_a_launch():
     recorder = Recorder()
     x = mx.zeros((17, 1024))
-    VerifyBeside(recorder)(x, [mx.zeros((n, 1024)) for n in (2048, 33, 32)])
-    VerifyBeside(recorder)(x[:, :512], [mx.zeros((n, 512)) for n in (4096, 4096)])
+    VerifyQkv(recorder)(x, [mx.zeros((n, 1024)) for n in (2048, 33, 32)])
+    VerifyQkv(recorder)(x[:, :512], [mx.zeros((n, 512)) for n in (4096, 4096)])
     (_, split, threads, sums), (_, merge, merging, shapes), (_, whole, _, results) = (
         recorder.launches
     )
@@ -119,7 +119,7 @@ def test_no_sums_are_so_few_that_they_lie_elsewhere():
 
     x, w = mx.zeros((1, 1024)), mx.zeros((1, 1024))
     VerifyMatmul(recorded)(x, w), VerifyMatmul(recorded)(x, w, w)
-    VerifyBeside(recorded)(x, [w, w])
+    VerifyQkv(recorded)(x, [w, w])
     assert len(given) == (2 + 1) + (3 + 1) + (3 + 1) and min(array.size for array in given) >= 8
 
 

@@ -8,8 +8,7 @@ from kernel_check import kernel_factory, on_gpu_or_emulator, relative_error
 from kernel_models import Launches, half_precision
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
-from dflash_mlx.kernels.beside import beside_key, neighbours
-from dflash_mlx.kernels.gated import unit_key
+from dflash_mlx.kernels.fused import gated_key, projections_key, shared_inputs
 from dflash_mlx.kernels.modules import EXACT_ROWS, Kernels, VerifyConv1d, verifying, wire
 from dflash_mlx.kernels.shapes import matrices
 
@@ -117,18 +116,18 @@ def test_only_layers_for_the_same_rows_share_a_launch(first_q, first_kv, broken,
     model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
     measured = {key: None for key in shape.values()} | {shape[256]: first_q, shape[128]: first_kv}
-    groups = list(neighbours(model))
-    left = frozenset(map(beside_key, groups)) if broken else frozenset()
+    groups = list(shared_inputs(model))
+    left = frozenset(map(projections_key, groups)) if broken else frozenset()
     wire(model, config, Kernels(kernel_factory()), None, measured, False, left)
     for layers in groups:
-        together = {id(getattr(layer, "_beside", None)) for layer in layers}
+        together = {id(getattr(layer, "_fused", None)) for layer in layers}
         assert len(together) == 1 and (together != {id(None)}) == shared
 
 
 def test_what_is_no_gated_unit_has_no_pass_of_its_own():
     """One bias among three layers, and an activation that is not silu."""
     unit = half_precision("qwen3").layers[0].mlp
-    assert unit_key(unit) is not None and unit_key(SwitchGLU(64, 32, 5)) is not None
+    assert gated_key(unit) is not None and gated_key(SwitchGLU(64, 32, 5)) is not None
     unit.down_proj.bias = mx.zeros(64)
-    assert unit_key(unit) is None
-    assert unit_key(SwitchGLU(64, 32, 5, activation=nn.GELU())) is None
+    assert gated_key(unit) is None
+    assert gated_key(SwitchGLU(64, 32, 5, activation=nn.GELU())) is None

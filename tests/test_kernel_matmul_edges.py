@@ -16,8 +16,8 @@ from kernel_check import (
 )
 
 from dflash_mlx.kernels.source import in_device_memory
-from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k
+from dflash_mlx.kernels.verify_qkv import VerifyQkv
 from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
 
 pytestmark = on_gpu_or_emulator
@@ -84,7 +84,7 @@ def test_split_sums_are_rounded_once(matmul, dtype, depth):
 def test_what_splits_add_up_to_is_not_rounded_before_it_is_used(matmul, dtype):
     """Of a gate, too: a term in each split, whose sums have more digits than the dtype."""
     mx.random.seed(4)
-    x, pair, beside = mx.zeros((2, 1536), dtype), [], VerifyBeside(kernel_factory())
+    x, pair, beside = mx.zeros((2, 1536), dtype), [], VerifyQkv(kernel_factory())
     for place in (0, 600, 1535):
         x[:, place] = 1.0
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_what_splits_add_up_to_is_not_rounded_before_it_is_used(matmul, dtype):
 
 def test_the_first_split_is_added_first(matmul):
     """And in it the first of four SIMD-groups: 1 is lost in 1e8 before that is taken away again."""
-    x, beside = mx.ones((3, 1536)), VerifyBeside(kernel_factory())
+    x, beside = mx.ones((3, 1536)), VerifyQkv(kernel_factory())
     for places in ((0, 600, 1200), (0, 32, 64), (0, 128, 256)):
         w = mx.zeros((40, 1536))
         w[:, places[0]], w[:, places[1]], w[:, places[2]] = 1.0, 1e8, -1e8

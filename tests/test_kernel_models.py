@@ -57,9 +57,9 @@ def test_drafted_text_is_the_plain_text(family, format, drafts):
 
 # One verify of a model of four layers in which all products are ours, and the commit of one row.
 _DENSE = {"verify_matmul_affine": 9, "verify_matmul_affine_gate_up": 4}  # o, down and the head
-_ATTENTION = {"verify_beside_3_affine": 1, "block_attention": 1, "block_attention_merge": 1}
+_ATTENTION = {"verify_qkv_3_affine": 1, "block_attention": 1, "block_attention_merge": 1}
 _FOUR = {name: 4 for name in _ATTENTION}
-_RECURRENCE = {"verify_beside_4_affine": 3, "delta_verify_chain": 3, "delta_replay": 3}
+_RECURRENCE = {"verify_qkv_4_affine": 3, "delta_verify_chain": 3, "delta_replay": 3}
 LAUNCHES = {
     "qwen3": _FOUR | _DENSE,
     "qwen3_5": _ATTENTION | _RECURRENCE | _DENSE,

@@ -11,9 +11,9 @@ from metal_host import EmulatedKernel, needs_compiler
 from metal_host.sparse import SparseArray, run_part
 
 from dflash_mlx.kernels.block_attention import CHUNK, BlockAttention
-from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
+from dflash_mlx.kernels.verify_qkv import VerifyQkv
 from dflash_mlx.kernels.weights import AffineWeights
 
 pytestmark = needs_compiler
@@ -168,8 +168,8 @@ def test_sums_side_by_side_past_two_to_the_31():
         mx.random.normal((16, depth)),
         [random_weights((n, depth), mx.float32) for n in columns],
     )
-    y = VerifyBeside(calls)(x, weights)
-    _, given = calls.last["merge_beside_2"]
+    y = VerifyQkv(calls)(x, weights)
+    _, given = calls.last["merge_qkv_2"]
     (sums,) = given["inputs"]
     rows = FAR // 64 + 16
     large = SparseArray((2, rows, 64), mx.float32)
@@ -177,7 +177,7 @@ def test_sums_side_by_side_past_two_to_the_31():
     outputs = {
         f"y_{c}": SparseArray((rows, n), mx.float32) for c, n in zip("ab", columns, strict=True)
     }
-    calls.again("merge_beside_2", outputs, range(rows - 16, rows), (64, rows, 1), sums=large)
+    calls.again("merge_qkv_2", outputs, range(rows - 16, rows), (64, rows, 1), sums=large)
     for name, result in zip(("y_a", "y_b"), y, strict=True):
         assert close(outputs[name].values[-16:], result)
 

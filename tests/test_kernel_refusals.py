@@ -23,9 +23,9 @@ from dflash_mlx.kernels.delta_replay import (
     delta_replay_reference,
     delta_verify_reference,
 )
-from dflash_mlx.kernels.verify_beside import VerifyBeside
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
+from dflash_mlx.kernels.verify_qkv import VerifyQkv
 from dflash_mlx.kernels.weights import AffineWeights
 
 HALF = mx.float16
@@ -197,7 +197,7 @@ def test_queries_and_trees_belong_to_the_keys():
 
 def test_products_refuse():
     w = random_weights((16, 128), mx.float32, 4)
-    matmul, beside = VerifyMatmul(Recorder()), VerifyBeside(Recorder())
+    matmul, beside = VerifyMatmul(Recorder()), VerifyQkv(Recorder())
     x = mx.zeros((2, 128))
     for args, words in {
         "other columns": ((mx.zeros((2, 64)), w), "x has 64 columns, the weights have 128"),

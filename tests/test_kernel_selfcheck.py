@@ -14,7 +14,7 @@ from kernel_models import exact_target, half_precision
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.block_attention import CHUNK, BlockAttention
-from dflash_mlx.kernels.gated import UNITS, unit_key
+from dflash_mlx.kernels.fused import UNITS, gated_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
 from dflash_mlx.kernels.selfcheck import attention_checks, faults
 from dflash_mlx.kernels.shapes import AttentionShape, matrices
@@ -112,8 +112,8 @@ CASES = {
         ("gate and up",),
     ),
     "experts": ("qwen3_moe", named("verify_matmul_moe_affine"), ("64x64 affine", "gate and up")),
-    "side by side": ("qwen3", named("verify_beside_3"), ("256 and 128 and 128 side by side",)),
-    "what enters a recurrence": ("qwen3_5", named("verify_beside_4"), ("",)),
+    "fused": ("qwen3", named("verify_qkv_3"), ("256 and 128 and 128 fused",)),
+    "what enters a recurrence": ("qwen3_5", named("verify_qkv_4"), ("",)),
     "attention": ("qwen3", named("block_attention"), (ATTENTION,)),
     "quantized keys": ("qwen3", named("block_attention_quantized"), (f"{ATTENTION} over ",)),
     "4-bit keys": (
@@ -257,7 +257,7 @@ def wired(family, broken, chip="M4"):
 def test_what_is_broken_is_left_to_mlx_and_the_rest_is_not():
     model, wiring = wired("qwen3", ())
     assert {type(layer.mlp) for layer in model.layers} <= set(UNITS.values())
-    [unit] = {unit_key(layer.mlp) for layer in model.layers}
+    [unit] = {gated_key(layer.mlp) for layer in model.layers}
     model, wiring = wired("qwen3", {unit})
     assert {type(layer.mlp) for layer in model.layers} <= set(UNITS)
     assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
@@ -289,7 +289,7 @@ def folder(tmp_path):
 def test_a_load_says_what_it_leaves_to_mlx(folder, monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
     factory = Broken(named("verify_matmul_affine_gate_up"), does_not_compile)
-    with pytest.warns(UserWarning, match="MLX's own kernel runs, for ours is broken here") as said:
+    with pytest.warns(UserWarning, match="MLX's kernel runs, ours is broken here") as said:
         target = dm.load_target(folder, bits=4, group_size=32, kernels=factory)
     assert "error: use of undeclared identifier 'fragment'" in str(said[0].message)
     assert type(target.model.layers[0].mlp.gate_proj) in SWAPS.values()

@@ -27,7 +27,7 @@ from oracle import Oracle
 import dflash_mlx as dm
 from dflash_mlx.bench.kernels import time_shapes
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.kernels.gated import UNITS, VerifySwitchGLU
+from dflash_mlx.kernels.fused import UNITS, VerifySwitchGLU
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.loading import wiring

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dflash_mlx.bench.kernels import ShapeTiming
 from dflash_mlx.cli.tune import _cost_table, _kernel_json, _kernel_table
-from dflash_mlx.kernels.calibration import Timing
+from dflash_mlx.kernels.choose import Timing
 from dflash_mlx.policy.costs import keep_costs, read_costs
 
 ROW = ShapeTiming(

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.calibration import Timing
+from ..kernels.choose import Timing
 from ..kernels.modules import Kernels, can_swap, verifying
 from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
 from ..targets.attention import attention_shape

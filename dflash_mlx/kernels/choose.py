@@ -1,15 +1,24 @@
 """Which kernel runs: one table, keyed on chip generation, shape, bits and rows.
 
-Ours run where the stock ones are known to waste time, or where this Mac was measured
-(`dflash-mlx tune`): a measurement of a shape overrules the table. Nothing here touches
-a model; the costs below are the ones that `dflash-mlx roofline` prints.
+Ours run where stock kernels are known to waste time, or where `dflash-mlx tune` measured that ours
+are faster: a measurement overrules the table. Measurements are kept in one small file per chip,
+version of MLX and text of our kernels. `dflash-mlx roofline` prints the costs below.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+import mlx.core as mx
 
 from ..machine.chips import Chip
+from ..machine.folders import cache_folder
 from .shapes import Matrix, attention_key
 
 WIDEST = 16  # rows of a tile, and of the widest chain
@@ -160,3 +169,67 @@ def tile_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
     half, whole = (max(read, chip.multiplying(cost, weights)) for cost in (HALF_COST, WIDEST))
     crowded = matrix.crowded(rows, HALF)
     return (matrix.active(rows) - crowded) * half + crowded * whole
+
+
+GAIN = 0.98  # of stock's time; a smaller gain may be noise, so stock stays
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one product by number of rows, with MLX's kernel and with ours."""
+
+    stock: Mapping[int, float]
+    ours: Mapping[int, float]
+
+    @property
+    def first_row(self) -> int | None:
+        """The fewest rows from which ours always wins; None if never."""
+        first = None
+        for rows in sorted(self.stock, reverse=True):
+            if self.ours[rows] > GAIN * self.stock[rows]:
+                break
+            first = rows
+        return first
+
+
+_TIMED = ("stock", "ours")
+
+
+def read_timings() -> dict[str, Timing]:
+    """This machine's timings, by `Matrix.key`; empty before `tune` has run."""
+    try:
+        content = json.loads(_file().read_text(encoding="utf-8"))
+        return {
+            key: Timing(
+                *({int(r): float(s) for r, s in timing[way].items()} for way in ("stock", "ours"))
+            )
+            for key, timing in content.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # never measured, or not readable
+
+
+def store_timings(timings: Mapping[str, Timing]) -> Path:
+    """Add timings to this machine's. Raises `OSError` where the folder cannot be written."""
+    every = read_timings() | dict(timings)
+    path = _file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {key: {"stock": one.stock, "ours": one.ours} for key, one in every.items()}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def choices(timings: Mapping[str, Timing]) -> dict[str, int | None]:
+    """The rows from which ours runs, by `Matrix.key`."""
+    return {key: timing.first_row for key, timing in timings.items()}
+
+
+def _file() -> Path:
+    sources = sorted(
+        path.read_text("utf-8")
+        for path in files("dflash_mlx.metal").iterdir()
+        if path.name.endswith((".metal", ".h"))
+    )
+    chip = str(mx.device_info().get("device_name", ""))
+    name = hashlib.sha256(repr([chip, version("mlx"), sources]).encode()).hexdigest()[:16]
+    return cache_folder("kernels") / f"{name}.json"

@@ -19,16 +19,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import SettingsError
 from ..machine.chips import Chip
-from .beside import put_side_by_side
 from .block_attention import MOST_NODES, BlockAttention
 from .choose import WIDEST, exact_by_default, first_row, has_kernel, is_large
 from .delta_replay import DeltaReplay, DeltaVerify
-from .gated import fuse, weights
+from .fused import fuse, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
-from .verify_beside import VerifyBeside
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
+from .verify_qkv import VerifyQkv
 from .weights import AffineWeights
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
@@ -49,7 +48,7 @@ class Kernels:
             large = is_large(str(mx.device_info().get("device_name", "")))
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
         self.product = VerifyMatmul(metal_kernel, enough)
-        self.beside = VerifyBeside(metal_kernel, enough)
+        self.qkv = VerifyQkv(metal_kernel, enough)
         self.experts = VerifyMatmulMoe(metal_kernel)
         self.attention = BlockAttention(metal_kernel)
         self.delta, self.delta_replay = DeltaVerify(metal_kernel), DeltaReplay(metal_kernel)
@@ -211,8 +210,7 @@ def wire(
         if first is not None and first <= WIDEST and can_swap(module, matrix):
             _swap(module, matrix, kernels, range(first, (EXACT_ROWS if exact else WIDEST) + 1))
             layers[path] = first
-    fuse(model, broken)
-    put_side_by_side(model, kernels.beside, broken)
+    fuse(model, kernels.qkv, broken)
     if exact:
         _swap_convolutions(model)
     return Wiring(kernels, chip, exact, layers, measured, broken)
@@ -278,8 +276,8 @@ def _is_ours(layer: Any, x: mx.array) -> bool:
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    beside = getattr(layer, "_beside", None)
-    y = layer._kernel(x, weights(layer)) if beside is None else beside(layer, x)
+    fused = getattr(layer, "_fused", None)
+    y = layer._kernel(x, weights(layer)) if fused is None else fused(layer, x)
     return _biased(layer, y)
 
 

@@ -19,9 +19,9 @@ from .block_attention import CHUNK, TreeMask, block_attention_reference
 from .choose import WIDEST
 from .delta_replay import DeltaReplay, DeltaVerify, delta_replay_reference, delta_verify_reference
 from .shapes import AttentionShape, DeltaShape, key_over
-from .verify_beside import VerifyBeside
 from .verify_matmul import VerifyMatmul, verify_matmul_reference
 from .verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
+from .verify_qkv import VerifyQkv
 from .weights import AffineWeights, Weights, dequantized
 
 # Of the largest value: a few roundings of the result, and of float32 sums as long as K.
@@ -122,8 +122,8 @@ def product_checks(
         yield Check(key, f"the product of {count} rows by {key}", ours, reference)
 
 
-def beside_checks(
-    kernel: VerifyBeside,
+def qkv_checks(
+    kernel: VerifyQkv,
     key: str,
     dtype: mx.Dtype,
     rows: Iterable[int],

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from ..kernels.calibration import choices, read_timings
+from ..kernels.choose import choices, read_timings
 from ..kernels.modules import Kernels, Wiring, will_be_exact, wire
 from ..kernels.selfcheck import Check, faults
 from ..machine.chips import find_chip

@@ -15,19 +15,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from ..kernels.beside import beside_key, neighbours
 from ..kernels.choose import WIDEST, attention_from, first_row
-from ..kernels.gated import UNITS, unit_key
+from ..kernels.fused import UNITS, gated_key, projections_key, shared_inputs
 from ..kernels.modules import Kernels, can_swap
 from ..kernels.selfcheck import (
     ALL_ROWS,
     HALF_ROWS,
     Check,
     attention_checks,
-    beside_checks,
     delta_checks,
     expert_checks,
     product_checks,
+    qkv_checks,
 )
 from ..kernels.shapes import Matrix, dtype_of, matrices
 from ..kernels.weights import AffineWeights, Weights
@@ -87,19 +86,19 @@ def weight_checks(
     units: dict[str | None, Any] = {}
     for unit in model.modules():
         if type(unit) in UNITS and id(unit.gate_proj) in ours:
-            units.setdefault(unit_key(unit), unit)
+            units.setdefault(gated_key(unit), unit)
     for name, unit in units.items():
         if name is not None:
             pair = unit.gate_proj, unit.up_proj
             yield from _products(kernels, name, ours[id(unit.gate_proj)], exact, *pair)
     groups: dict[str | None, list[Any]] = {}
-    for layers in neighbours(model):
+    for layers in shared_inputs(model):
         if all(id(layer) in ours for layer in layers):
-            groups.setdefault(beside_key(layers), layers)
+            groups.setdefault(projections_key(layers), layers)
     for name, layers in groups.items():
         if name is not None:
-            of = kernels.beside, name, dtype_of(layers[0]), _rows(exact)
-            yield from beside_checks(*of, list(map(_weights, layers)))
+            of = kernels.qkv, name, dtype_of(layers[0]), _rows(exact)
+            yield from qkv_checks(*of, list(map(_weights, layers)))
 
 
 def _products(

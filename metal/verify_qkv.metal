@@ -18,7 +18,7 @@ inline int tiles_of(int columns) {
 // SPLIT each has its own result, [M, A] and so on; else their columns follow each other in y_a,
 // [splits, M, A + B + C + D] in float32, and the others are not used. The rest as of verify_matmul.
 template <typename T, bool SPLIT, typename Weights, typename Out>
-void verify_beside(const device T* x, Weights a, Weights b, Weights c, Weights d, device Out* y_a,
+void verify_qkv(const device T* x, Weights a, Weights b, Weights c, Weights d, device Out* y_a,
                    device Out* y_b, device Out* y_c, device Out* y_d, int M, int A, int B, int C,
                    int D, threadgroup float* scratch, uint3 tile, uint3 grid, uint t, uint s) {
   Weights w = a;

@@ -1,4 +1,4 @@
-"""verify_beside: a few products in one launch, against the product of each."""
+"""verify_qkv: a few products in one launch, against the product of each."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,9 +16,9 @@ from kernel_check import (
 from metal_host import needs_compiler
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.beside import Beside
-from dflash_mlx.kernels.verify_beside import VerifyBeside, verify_beside_reference
+from dflash_mlx.kernels.fused import FusedProjections
 from dflash_mlx.kernels.verify_matmul import verify_matmul_reference
+from dflash_mlx.kernels.verify_qkv import VerifyQkv, verify_qkv_reference
 
 pytestmark = on_gpu_or_emulator
 
@@ -33,8 +33,8 @@ SHAPES = [
 
 
 @pytest.fixture(scope="module")
-def beside() -> VerifyBeside:
-    return VerifyBeside(kernel_factory())
+def beside() -> VerifyQkv:
+    return VerifyQkv(kernel_factory())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,7 +44,7 @@ def test_each_product_is_its_reference(beside, dtype, bits):
     for rows, (columns, depth) in zip((16, 5, 37, 8, 9), SHAPES, strict=True):
         weights = [random_weights((n, depth), dtype, bits) for n in columns]
         x = mx.random.normal((1, rows, depth)).astype(dtype)
-        truths = verify_beside_reference(x.astype(mx.float32), weights)
+        truths = verify_qkv_reference(x.astype(mx.float32), weights)
         for y, truth, n in zip(beside(x, weights), truths, columns, strict=True):
             assert y.shape == truth.shape == (1, rows, n) and y.dtype == dtype
             assert relative_error(y, truth) <= TOLERANCES[dtype]
@@ -68,8 +68,8 @@ def test_weights_are_read_once():
     for (columns, depth), name in zip(SHAPES[::2], names, strict=True):
         counted = Counted()
         weights = [random_weights((n, depth), mx.float16, 8) for n in columns]
-        VerifyBeside(counted)(mx.ones((16, depth), mx.float16), weights)
-        traffic = counted.counters(f"verify_beside_{name}").buffers
+        VerifyQkv(counted)(mx.ones((16, depth), mx.float16), weights)
+        traffic = counted.counters(f"verify_qkv_{name}").buffers
         for letter, w in zip("abcd", weights, strict=False):
             buffer = traffic[f"w_{letter}"]
             assert buffer.read == buffer.distinct_read == w.words.nbytes
@@ -83,21 +83,21 @@ def test_what_does_not_fit_is_refused(beside):
         ([w, w, other], "different kinds"),
         ([w, w, random_weights((16, 64), mx.float32, 4)], "the weights have 64"),
     ]:
-        for product in (beside, verify_beside_reference):
+        for product in (beside, verify_qkv_reference):
             with pytest.raises(KernelError, match=words):
                 product(x, weights)
 
 
 def test_the_first_layer_that_is_asked_multiplies_for_all():
     """In whatever order they are; another array is multiplied anew, and nothing is kept."""
-    kernel, calls = VerifyBeside(kernel_factory()), []
+    kernel, calls = VerifyQkv(kernel_factory()), []
 
     def counted(x, weights):
         calls.append(x)
         return kernel(x, weights)
 
     layers = [nn.Linear(128, n, bias=False) for n in (64, 32, 8)]
-    beside = Beside(counted, layers)
+    beside = FusedProjections(counted, layers)
     one, other = mx.random.normal((2, 5, 128))
     for order, x in (((1, 0, 2), one), ((0, 1, 2), other)):
         for place in order:

@@ -37,17 +37,17 @@ COUNTS = (2, 3, 4)  # of matrices that go side by side
 _LETTERS = "abcd"
 _CALL = """
     threadgroup float scratch[dflash::kScratch];
-    dflash::verify_beside<T, {split}>(
+    dflash::verify_qkv<T, {split}>(
         x, a, b, c, d, {outputs}, x_shape[0], {columns}, scratch, threadgroup_position_in_grid,
         threadgroups_per_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
 """
 _MERGE = """
-    dflash::merge_beside(sums, {outputs}, SPLITS, A, B, C, D, threads_per_grid.y,
+    dflash::merge_qkv(sums, {outputs}, SPLITS, A, B, C, D, threads_per_grid.y,
         thread_position_in_grid.y, thread_position_in_grid.x);
 """
 
 
-class VerifyBeside:
+class VerifyQkv:
     """x w^T for a few matrices, row by row the same bits for every number of rows.
 
     The bits need not be those of `VerifyMatmul`: K is split by what they have together.
@@ -61,14 +61,14 @@ class VerifyBeside:
         self, metal_kernel: KernelFactory = mx.fast.metal_kernel, enough: int = ENOUGH_TILES
     ) -> None:
         self._enough = enough
-        header, merging = (metal_source(f"{n}.metal") for n in ("verify_beside", "merge_splits"))
+        header, merging = (metal_source(f"{n}.metal") for n in ("verify_qkv", "merge_splits"))
         self._products = {
             (count, affine, split): _product(metal_kernel, header, count, affine, split)
             for count, affine, split in product(COUNTS, (False, True), (False, True))
         }
         self._merges = {
             count: metal_kernel(
-                name=f"merge_beside_{count}",
+                name=f"merge_qkv_{count}",
                 input_names=["sums"],
                 output_names=_outputs(count),
                 source=_MERGE.format(outputs=_four(_outputs(count))),
@@ -125,7 +125,7 @@ def _product(
         split=str(split).lower(), outputs=_four(outputs), columns=", ".join(columns)
     )
     return metal_kernel(
-        name=f"verify_beside_{count}_{'affine' if affine else 'plain'}{'_split' * split}",
+        name=f"verify_qkv_{count}_{'affine' if affine else 'plain'}{'_split' * split}",
         input_names=["x", *(n for name in names for n in input_names(name, affine))],
         output_names=outputs,
         source="".join(declared) + call,
@@ -142,15 +142,15 @@ def _four(names: list[str]) -> str:
     return ", ".join(names + names[-1:] * (len(_LETTERS) - len(names)))
 
 
-def verify_beside_reference(x: mx.array, weights: Sequence[Weights]) -> list[mx.array]:
-    """What `VerifyBeside` computes, in plain MLX."""
+def verify_qkv_reference(x: mx.array, weights: Sequence[Weights]) -> list[mx.array]:
+    """What `VerifyQkv` computes, in plain MLX."""
     check(x, weights)
     dtype = result_dtype(x, *weights)
     return [verify_matmul_reference(x, w).astype(dtype) for w in weights]
 
 
 def check(x: mx.array, weights: Sequence[Weights]) -> None:
-    """Raise `KernelError` for arguments that `VerifyBeside` does not take."""
+    """Raise `KernelError` for arguments that `VerifyQkv` does not take."""
     if len(weights) not in COUNTS:
         raise KernelError(f"2 to 4 matrices are multiplied side by side, not {len(weights)}.")
     for w in weights:

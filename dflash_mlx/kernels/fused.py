@@ -1,0 +1,165 @@
+"""Layers that share a launch: gate and up of an MLP, and the projections of one input (QKV).
+
+Gated units: one kernel reads gate and up for the same rows; of experts, the rows are sorted once
+for all three matrices. As in `modules`, an instance gets a subclass of its own class, and only of
+classes whose forward is known.
+
+Fused QKV: an attention layer calls three linear layers with the same array. The first call computes
+all three products, and the others return theirs. The attention's own code stays as it is; an array
+that is not the same object is multiplied anew. The inputs of a recurrence are fused likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gpt_oss, llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
+
+from .verify_qkv import VerifyQkv
+from .weights import Weights
+
+
+class VerifyGated(nn.Module):
+    """A dense gated unit on our kernel; `UNITS` has the classes."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [..., D] -> [..., D]."""
+        if x.size // x.shape[-1] not in self._rows:
+            return super().__call__(x)
+        return self.down_proj(self._kernel(x, weights(self.gate_proj), weights(self.up_proj)))
+
+
+class VerifySwitchGLU(SwitchGLU):
+    """The gated units of experts on our kernel."""
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """x [..., D] of tokens sent to experts [..., k] -> [..., k, D]."""
+        if indices.size // indices.shape[-1] not in self._rows:
+            return super().__call__(x, indices)
+        order = mx.argsort(indices.reshape(-1))
+        gate, up, down = (weights(getattr(self, name)) for name in _MLP)
+        hidden = self._kernel(x, gate, indices, up, order)
+        return self._kernel(hidden, down, indices, order=order)
+
+
+class FusedProjections:
+    """Linear layers that multiply the same rows.
+
+    Args:
+        kernel: computes all their products.
+        layers: the layers, in the kernel's order.
+    """
+
+    def __init__(self, kernel: VerifyQkv, layers: Sequence[nn.Module]) -> None:
+        self._kernel, self._layers = kernel, tuple(layers)
+        self._x: mx.array | None = None  # the input of the waiting results
+        self._results: dict[int, mx.array] = {}  # of the layers that were not called yet
+
+    def __call__(self, layer: nn.Module, x: mx.array) -> mx.array:
+        """The product of x [..., K] with a layer's weights, [..., N]."""
+        place = next(i for i, each in enumerate(self._layers) if each is layer)
+        if self._x is not x or place not in self._results:
+            self._x = x
+            self._results = dict(enumerate(self._kernel(x, list(map(weights, self._layers)))))
+        y = self._results.pop(place)
+        if not self._results:
+            self._x = None
+        return y
+
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+# mlx-lm's classes whose forward is down_proj(swiglu(gate_proj(x), up_proj(x))).
+_DENSE = (llama.MLP, qwen3.MLP, qwen3_moe.MLP, qwen3_next.Qwen3NextMLP)
+UNITS: Mapping[type, type] = {
+    unit: type(f"Verify{unit.__name__}", (VerifyGated, unit), {}) for unit in _DENSE
+} | {SwitchGLU: VerifySwitchGLU}
+
+_ATTENTION = (
+    gpt_oss.AttentionBlock,
+    llama.Attention,
+    qwen2.Attention,
+    qwen3.Attention,
+    qwen3_moe.Attention,
+    qwen3_next.Qwen3NextAttention,
+)
+# mlx-lm's classes, and the layers to which they pass one array.
+_PROJECTIONS: Mapping[type, Sequence[str]] = {
+    **dict.fromkeys(_ATTENTION, ("q_proj", "k_proj", "v_proj")),
+    qwen3_next.Qwen3NextGatedDeltaNet: ("in_proj_qkvz", "in_proj_ba"),
+    qwen3_5.GatedDeltaNet: ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+}
+
+
+def fuse(model: nn.Module, kernel: VerifyQkv, broken: frozenset[str] = frozenset()) -> None:
+    """Fuse the layers of a model that all run on our kernels, for the same rows.
+
+    Args:
+        model: the model, changed in place.
+        kernel: of the fused projections.
+        broken: `gated_key` or `projections_key` of layers to leave apart.
+    """
+    for unit in model.modules():
+        if type(unit) in UNITS and _same_rows(getattr(unit, name) for name in _MLP):
+            if gated_key(unit) not in {None, *broken}:
+                unit._rows, unit._kernel = unit.gate_proj._rows, unit.gate_proj._kernel
+                unit.__class__ = UNITS[type(unit)]
+    for layers in shared_inputs(model):
+        if _same_rows(layers) and projections_key(layers) not in {None, *broken}:
+            fused = FusedProjections(kernel, layers)
+            for layer in layers:
+                layer._fused = fused
+
+
+def gated_key(unit: Any) -> str | None:
+    """The name of a unit's launch for gate and up; None where they cannot share one."""
+    layers = [getattr(unit, name) for name in _MLP]
+    if any("bias" in layer for layer in layers):
+        return None
+    if isinstance(unit, SwitchGLU) and type(unit.activation) is not SwiGLU:
+        return None
+    gate, up = layers[:2]
+    same = gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype
+    if not same or _kind(gate) != _kind(up):
+        return None
+    _, *quantized = _kind(gate)
+    shape = "x".join(map(str, gate.weight.shape))
+    return " ".join(map(str, ("gate and up", shape, gate.weight.dtype, *quantized)))
+
+
+def shared_inputs(model: nn.Module) -> Iterator[list[Any]]:
+    """Groups of a model's layers that get the same array."""
+    for module in model.modules():
+        if type(module) in _PROJECTIONS:
+            yield [getattr(module, name) for name in _PROJECTIONS[type(module)]]
+
+
+def projections_key(layers: Sequence[Any]) -> str | None:
+    """The name of a launch for these layers; None where their weights are of several kinds."""
+    kinds = set(map(_kind, layers))
+    if len(kinds) > 1:
+        return None
+    _, *kind = kinds.pop()
+    shapes = " and ".join(f"{layer.weight.shape[0]}" for layer in layers)
+    return f"{shapes} fused x{layers[0].weight.shape[1]} {' '.join(map(str, kind))}"
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """What fused layers have in common."""
+    if "scales" not in layer:
+        return type(layer), layer.weight.dtype
+    return type(layer), layer.bits, layer.group_size, layer.scales.dtype
+
+
+def _same_rows(layers: Iterable[Any]) -> bool:
+    """Whether all of these layers run on our kernels, and for the same rows."""
+    rows = {getattr(layer, "_rows", None) for layer in layers}
+    return len(rows) == 1 and None not in rows
+
+
+def weights(layer: Any) -> Weights:
+    """The weights of one of our layers as the kernels take them."""
+    return layer._affine if "scales" in layer else layer.weight
