@@ -1,20 +1,20 @@
 """The decoding loop: propose, verify, accept, commit, emit.
 
-Whatever drafts and whatever verifies, every round is these five steps, of one request or of many
-together. Plain decoding is the same loop with a drafter that proposes nothing, so the baseline we
-compare with is our own code.
+Every step of decoding is these five, whatever drafts and whatever verifies, for one request or for
+many at once. Plain decoding is the same loop with a drafter that proposes nothing, so the baseline
+that we compare with is our own code.
 
-The prefill reads the whole prompt, and what the target says after its last row is the first token
-of the text and the first anchor: text already, like every anchor after it. So no round is special.
+The *anchor* is the last token of the text: chosen, but not yet in the target's cache. A step feeds
+it to the target together with the drafted tokens that follow it. The prefill reads the whole prompt
+and chooses the first anchor, so no step is special.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
 from inspect import Parameter, signature
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -29,30 +29,33 @@ from .targets import Target
 Generate = TypeVar("Generate", bound=Callable[..., Any])
 
 
-class Attempt(AbstractContextManager["Attempt", bool]):
-    """A context that keeps what is raised in it, for whom it concerns.
+class ErrorCapture:
+    """A context that captures an exception, so that one request's error does not end the batch.
 
     Attributes:
-        error: what was raised; None if nothing was. In a thread of ours even what would end the
-            program ends nothing, so it is kept, too.
+        error: the last exception raised inside, a BaseException too; None for none.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
+    def __enter__(self) -> ErrorCapture:
+        """The capture itself, whose `error` is known afterwards."""
+        return self
+
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        """Keep an error."""
+        """Keep an exception."""
         self.error = error or self.error
         return error is not None
 
 
-class Turn(Attempt):
-    """One request's part in a round. What a step of its own raises ends no other's round.
+class BatchItem(ErrorCapture):
+    """One request's part in a step. `with item:` captures the errors of this request alone.
 
     Attributes:
-        request: whose turn it is.
-        proposal: what it has verified.
-        event: what came of it; None where there is an error instead.
+        request: the request.
+        proposal: the rows that the target verifies for it.
+        event: the result; None if there is an error instead.
     """
 
     def __init__(self, request: Request) -> None:
@@ -62,136 +65,131 @@ class Turn(Attempt):
         self.event: Event | None = None
 
 
-class Together(Protocol):
-    """How the requests of a round draft, and have their rows verified."""
+class Batch:
+    """How the requests of a step draft and verify. Here each does so alone; the engine shares."""
 
-    def propose(self, turns: Sequence[Turn]) -> None:
-        """Set the proposals."""
+    def propose(self, items: Sequence[BatchItem]) -> None:
+        """Set the items' proposals."""
+        for item in items:
+            with item:
+                item.proposal = item.request.propose()
 
-    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
-        """Logits [N, V] after the rows of each proposal, and their features [1, N, K*D]; lazy."""
+    def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
+        """Logits [N, V] after each row of a proposal and its taps [1, N, K*D], per item; lazy."""
+        return [item.request.target.verify(item.proposal) for item in items]
 
-    def plain_next(self, turns: Sequence[Turn]) -> bool:
-        """Whether their next round is plain, as far as that is decided for all of them."""
+    def can_pipeline(self, items: Sequence[BatchItem]) -> bool:
+        """Whether the next step of these may start before this one is read; see `start_next`."""
+        return True
 
-    def go_on(self, turns: Sequence[Turn]) -> None:
-        """A round of these begins that was `plain_next`: the target reads their rows already."""
+    def pipelined(self, items: Sequence[BatchItem]) -> None:
+        """Take note that the last step has started this one, so that nothing is proposed."""
 
-    def observe(self, turns: Sequence[Turn]) -> None:
-        """Take in how the round went."""
+    def observe(self, items: Sequence[BatchItem]) -> None:
+        """Learn from the step's outcome."""
 
 
-def play_alone(request: Request) -> Event:
-    """A round of one request, whose errors are whoever's who reads it.
+def step(items: Sequence[BatchItem], batch: Batch) -> None:
+    """Advance these requests by one step, with one forward of the target and one wait for it.
 
-    Where the round and the next one are plain, whatever this one brings, the device begins the next
-    one before this one is read: then it never waits for the host, as in mlx-lm's own loop.
+    An error in one request's own part becomes its `item.error`, and the others go on. An error in
+    a forward is raised here: then no cache of these requests can be trusted.
+
+    Args:
+        items: one new item per request; their events and errors are set.
+        batch: drafts and verifies for all of them.
     """
-    if not request.take_up(shared=False):
-        proposal = request.propose()  # propose
-        _start([proposal])
-        request.decide(proposal, *request.target.verify(proposal))  # verify
-    decided, taps = request.asked
-    if request.plain_next:
-        _compute([decided, taps])
-        row = request.next_row()
-        _compute(request.begin_next(row, *request.target.verify(row)))
-    return request.absorb(_read(decided, [taps]))  # accept, commit, emit
-
-
-def play_round(requests: Sequence[Request], together: Together) -> list[Turn]:
-    """One round of these requests: one forward over all their rows, one wait for the device.
-
-    What goes wrong in a step of one request alone is that turn's error, and the others go on. What
-    is raised in a forward of all is raised here; then the caches of all are not to be trusted.
-    """
-    turns = [Turn(request) for request in requests]
-    fresh = []
-    for turn in turns:
-        with turn:
-            if not turn.request.take_up(shared=len(turns) > 1):
-                fresh.append(turn)
-    if fresh:
-        together.propose(fresh)  # propose
+    new = []  # requests whose verify forward the last step did not start
+    for item in items:
+        with item:
+            if not item.request.begin_step(shared=len(items) > 1):
+                new.append(item)
+    if new:
+        batch.propose(new)  # propose
+        _compute_drafts(new)
+        _verify(new, batch)  # verify
     else:
-        together.go_on(turns)
+        batch.pipelined(items)
 
-    going = _going(fresh)
-    _start([turn.proposal for turn in going])
-    answers = together.verify(going) if going else []  # verify, in one forward
-    for turn, (logits, taps) in zip(going, answers, strict=True):
-        with turn:
-            turn.request.decide(turn.proposal, logits, taps)
-
-    going = _going(turns)
-    if going:
-        numbers, features = zip(*(turn.request.asked for turn in going), strict=True)
-        decided = mx.concatenate([*numbers])
-        if together.plain_next(turns) and all(turn.request.plain_next for turn in going):
-            _compute([decided, *features])  # as in `play_alone`
-            _begin_next(going, together)
-        values = _read(decided, features)
-        borders = pairwise(accumulate((each.size for each in numbers), initial=0))
-        for turn, (start, end) in zip(going, borders, strict=True):
-            with turn:
-                if turn.error is None:
-                    turn.event = turn.request.absorb(values[start:end])  # accept, commit, emit
-    together.observe(fresh or turns)  # those whom rows were shared out to
-    return turns
+    running = _without_errors(items)
+    pending = [item.request.pending for item in running]
+    if running and batch.can_pipeline(items) and all(i.request.can_start_next for i in running):
+        start_next(running, batch)
+    for item, values in zip(running, _read(pending), strict=True):
+        with item:
+            if item.error is None:
+                accepted = item.request.accept(values)  # accept
+                item.request.commit(accepted)  # commit
+                item.event = item.request.emit(accepted)  # emit
+    batch.observe(new or items)
 
 
-def _begin_next(turns: Sequence[Turn], together: Together) -> None:
-    """Have the device begin the next round of these, which is plain."""
-    for turn in turns:
-        with turn:
-            turn.proposal = turn.request.next_row()
-    going, asked = _going(turns), list[mx.array]()
-    for turn, answer in zip(going, together.verify(going) if going else [], strict=True):
-        with turn:
-            asked += turn.request.begin_next(turn.proposal, *answer)
-    _compute(asked)
+def start_next(items: Sequence[BatchItem], batch: Batch) -> None:
+    """Start a plain step before the last one is read, as mlx-lm's loop does.
 
-
-def _going(turns: Sequence[Turn]) -> list[Turn]:
-    return [turn for turn in turns if turn.error is None]
-
-
-def _start(proposals: Sequence[Proposal]) -> None:
-    """Have the device compute the drafts while the host writes down the target's forward."""
-    drafts = [proposal.tokens for proposal in proposals if isinstance(proposal.tokens, mx.array)]
-    if drafts:
-        mx.async_eval(*drafts)
-
-
-def _compute(asked: Sequence[mx.array]) -> None:
-    """Have the device begin what is asked, features included, in a pass of its own.
-
-    Nothing stays lazy, be it empty: another thread may go on with it.
+    The anchor is still on its way on the device. So the device never waits for the host.
     """
-    mx.async_eval(*asked)
+    mx.async_eval(*[array for item in items for array in item.request.pending])
+    for item in items:
+        with item:
+            item.proposal = item.request.next_anchor()
+    going = _without_errors(items)
+    _verify(going, batch)
+    mx.async_eval(*[array for item in going for array in item.request.pending])
 
 
-def _read(decided: mx.array, features: Sequence[mx.array]) -> list[int]:
-    """The numbers that were decided, [M] int32. This is the round's only wait for the device.
+def _verify(items: Sequence[BatchItem], batch: Batch) -> None:
+    """Verify the proposals in one forward, and choose the token after each row. Lazy."""
+    items = _without_errors(items)
+    results = batch.verify(items) if items else ()
+    for item, (logits, taps) in zip(items, results, strict=True):
+        with item:
+            item.request.choose(item.proposal, logits, taps)
 
-    Features, if there are any, are computed in the same pass.
+
+def _without_errors(items: Sequence[BatchItem]) -> list[BatchItem]:
+    return [item for item in items if item.error is None]
+
+
+def _compute_drafts(items: Sequence[BatchItem]) -> None:
+    """Have the device compute the drafts while the host builds the target's forward."""
+    tokens = [item.proposal.tokens for item in items if item.error is None]
+    mx.async_eval(*[drafts for drafts in tokens if isinstance(drafts, mx.array)])
+
+
+def _read(pending: Sequence[tuple[mx.array, mx.array]]) -> list[list[int]]:
+    """The chosen tokens of each request. This is the step's only wait for the device.
+
+    Taps are computed in the same pass.
+
+    Args:
+        pending: of each request the choices [M] int32 and the taps [1, N, K*D].
     """
-    mx.eval(decided, *[taps for taps in features if taps.size])
-    values: Any = decided.tolist()
-    return values
+    if not pending:
+        return []
+    choices = mx.concatenate([one for one, _ in pending])
+    mx.eval(choices, *[taps for _, taps in pending if taps.size])
+    values: Any = choices.tolist()
+    borders = pairwise(accumulate((one.size for one, _ in pending), initial=0))
+    return [values[start:end] for start, end in borders]
 
 
-def _decode(request: Request) -> Generator[Event, None, None]:
-    """The prefill and the rounds of one request."""
+def _events(request: Request) -> Generator[Event, None, None]:
+    """The prefill and the steps of one request."""
+    batch = Batch()
     try:
         if request.finished:
-            yield request.nothing()
+            yield request.empty_event()
             return
-        for event in request.read():
+        for event in request.prefill():
             if event is not None:
                 yield event
         while not request.finished:
-            yield play_alone(request)
+            item = BatchItem(request)
+            step([item], batch)
+            if item.event is None:
+                raise item.error or AssertionError("a step without event or error")
+            yield item.event
     finally:
         request.close()
 
@@ -235,7 +233,7 @@ def stream_generate(
     """
     request = start_request(target, drafter, prompt, GenerationSettings.of(settings))
     request.resume()
-    return _decode(request)
+    return _events(request)
 
 
 @_listing_settings

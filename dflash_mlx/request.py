@@ -1,13 +1,15 @@
-"""One request between its forwards: what it proposes, and what it makes of the target's answer.
+"""One request's state, and its own part in a step: everything but the target's verify forward.
 
-Nothing here runs a verify forward. So rounds can be those of one request, or of many together.
+The forward is in `loop.step`, which runs one for many requests.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -22,41 +24,70 @@ from .policy.outcome import Outcome
 from .policy.rounds import Rounds
 from .proposal import Proposal
 from .sampling import Sampler
-from .stream import TextStream
+from .stream import Piece, TextStream
 from .targets import TargetSession
 from .targets.target import PREFILL_STEP
 
 
 @dataclass
-class _Round:
-    """A round between its forward and what is read of it.
+class PendingStep:
+    """A step whose forward was started and whose choices were not read yet.
 
     Attributes:
-        proposal: what the target read.
-        decision: what is asked about it.
-        taps: [1, N, K*D], the features of its rows.
-        vocab_size: V, of the target's logits.
-        kept: whether the target has committed its one row, and the drafter knows of it, already.
-        ahead: whether it was begun before the one before it was read.
+        proposal: the rows that the target verifies.
+        decision: the tokens that it chooses, still on the device.
+        taps: [1, N, K*D], the rows' features.
+        vocab_size: V of the target's logits.
+        pipelined: whether it started before the step before it was read. The target has committed
+            its one row then.
+        extended: whether the drafter has the row's features.
     """
 
     proposal: Proposal
     decision: Decision
     taps: mx.array
     vocab_size: int
-    kept: bool = False
-    ahead: bool = False
+    pipelined: bool
+    extended: bool = False
+
+
+class Accepted(NamedTuple):
+    """What a step adds to a text.
+
+    Attributes:
+        rows: the kept rows of the proposal, from its root down.
+        path: the tokens of these rows; the first one is the last anchor.
+        tokens: the new tokens, the next anchor last.
+        drafted: rows that were verified beyond the anchor.
+        right: how many of them equal the target's choice, the end of the text aside.
+        certainty: probability of the target's favourite at the last token; None if not asked.
+        piece: the new text.
+    """
+
+    rows: list[int]
+    path: list[int]
+    tokens: list[int]
+    drafted: int
+    right: int
+    certainty: float | None
+    piece: Piece
 
 
 class Request:
-    """A validated request, and how far it has come.
+    """A validated request and its progress.
 
     Args:
-        conversation: the caches that it goes on with, ready for it.
+        conversation: the caches to use.
         prompt: its token ids.
-        sampler, rounds, text: how tokens are chosen, what rounds propose, where the text ends.
+        sampler: chooses the tokens.
+        rounds: choose the draft lengths.
+        text: turns tokens into text, and says where it ends.
         stats: counted here.
-        ends: where other prompts will part from this one; see `Conversation.resume`.
+        branches: see `prompt.branch_points`.
+
+    Attributes:
+        stats: as given.
+        ended: whether another request may use the conversation.
     """
 
     def __init__(
@@ -67,34 +98,23 @@ class Request:
         rounds: Rounds,
         text: TextStream,
         stats: Stats,
-        ends: Sequence[int] = (),
+        branches: Sequence[int] = (),
     ) -> None:
         self.stats = stats
-        self.ended = False  # whether its conversation is free for another
+        self.ended = False
         self._conversation = conversation
-        self._anchor: int | None = None  # the text's last token, which no cache holds yet
-        self._ends = ends
-        self._text_so_far = prompt  # as far as it was when the caches were last made ready,
-        self._further: list[int] = []  # and what came after
         self._sampler, self._rounds, self._text = sampler, rounds, text
-        self._round: _Round
-        self._ahead: _Round | None = None  # the next one, if the device is at it already
-        self._clock, self._shared = 0.0, False  # when this round began, and whether it is shared
-        self._between_rounds = False  # what was read is whole
+        self._tokens = list(prompt)  # all of them, the anchor last once there is one
+        self._branches = branches
+        self._anchor: int | None = None  # set by the prefill
+        self._pending: deque[PendingStep] = deque()  # this step, and perhaps the next one
+        self._clock, self._shared = 0.0, False  # when the step began; whether others share it
+        self._consistent = False  # whether caches and text agree: between two steps
 
     @property
     def target(self) -> TargetSession:
-        """The target's session, whose next forward is this request's."""
+        """The target's session."""
         return self._conversation.target
-
-    @property
-    def finished(self) -> bool:
-        """Whether the text has ended."""
-        return self._text.finish_reason is not None
-
-    def nothing(self) -> Event:
-        """The event of a request that asks for no tokens: no forward is needed to emit nothing."""
-        return Event("", [], 0, 0, self._text.finish_reason, self.stats)
 
     @property
     def drafter(self) -> DraftSession:
@@ -102,19 +122,24 @@ class Request:
         return self._conversation.drafter
 
     @property
+    def finished(self) -> bool:
+        """Whether the text has ended."""
+        return self._text.finish_reason is not None
+
+    @property
     def anchor(self) -> int:
-        """The last token of the text so far, which no cache holds yet. The prompt has been read."""
+        """The last token of the text, which is not in the caches yet. Needs a prefill."""
         assert self._anchor is not None
         return self._anchor
 
     @property
     def tokens(self) -> int:
-        """Tokens of the text so far, the prompt's included."""
-        return len(self._text_so_far) + len(self._further)
+        """Tokens of prompt and text so far."""
+        return len(self._tokens)
 
     @property
     def remaining(self) -> int:
-        """How many it may still go on by."""
+        """Tokens that may still be generated."""
         return self._text.remaining
 
     @property
@@ -124,223 +149,236 @@ class Request:
 
     @property
     def kv_bits(self) -> int | None:
-        """Of the target's keys and values."""
+        """The bits of the target's keys and values; None if they are not quantized."""
         return self._conversation.kv_bits
 
     @property
-    def _held(self) -> list[int]:
-        """What the caches are to hold before the next round."""
-        return self._text_so_far if self._anchor is None else self._text_so_far[:-1]
+    def unread(self) -> int:
+        """Tokens that `prefill` has still to read."""
+        return len(self._to_cache) - self.target.position
 
     @property
-    def unread(self) -> int:
-        """How many tokens `read` has still to read."""
-        return len(self._held) - self.target.position
+    def _to_cache(self) -> list[int]:
+        """The tokens that the caches must hold before the next step."""
+        return self._tokens[: len(self._tokens) - (self._anchor is not None)]
+
+    def empty_event(self) -> Event:
+        """The event of a request for no tokens, which needs no forward."""
+        return Event("", [], 0, 0, self._text.finish_reason, self.stats)
+
+    # Between steps
 
     def resume(self) -> None:
-        """Get the caches ready for `read`."""
-        held = self._conversation.resume(self._held, self._sampler, self._ends)
+        """Get the caches ready for `prefill`."""
+        held = self._conversation.resume(self._to_cache, self._sampler, self._branches)
         if self._anchor is None:
             self.stats.reused_tokens = held
 
-    def read(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[Event | None]:
-        """Read what the caches do not hold yet, a forward a step; then rounds can follow.
+    def prefill(self, chunk: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[Event | None]:
+        """Read the tokens that the caches do not hold, one forward per iteration.
 
-        Yields None after each forward but the last; and in the end, where what was read is the
-        prompt, the event of the first token, which is the target's choice after it.
+        Yields None after each forward but the last. If the text is still empty, the last one yields
+        the event of its first token, which the target chooses after the prompt.
 
         Args:
-            step: says how many tokens the next forward may have.
+            chunk: returns the most tokens of the next forward.
         """
         self._clock, event = time.perf_counter(), None
-        for logits in self._conversation.prefill(self._held, step):
+        for logits in self._conversation.prefill(self._to_cache, chunk):
             if logits is None:
                 yield None
             elif self._anchor is None:
-                event = self._begin(logits)
-        self._between_rounds = True
+                event = self._choose_first(logits)
+        self._consistent = True
         if event is not None:
             yield event
 
-    def _begin(self, logits: mx.array) -> Event:
-        """Take the target's answer to the prompt: the first anchor, which is text already.
-
-        Args:
-            logits: [1, V] after the prompt's last token.
-        """
-        asked = Proposal([self._text_so_far[-1]])
-        _, choices, sure = self._sampler.choose(asked, logits, self._rounds.asks_certainty)
-        self._anchor, self._further = chosen(choices[0]), choices
+    def _choose_first(self, logits: mx.array) -> Event:
+        """Choose the first anchor from the logits [1, V] after the prompt. It is text already."""
+        last = Proposal([self._tokens[-1]])
+        _, choices, certainty = self._sampler.choose(last, logits, self._rounds.asks_certainty)
+        self._anchor = chosen(choices[0])
+        self._tokens += choices
         piece, stats = self._text.add(choices), self.stats
         self._sampler.commit(choices)
-        self._rounds.begin(sure[0] if sure else None)
+        self._rounds.begin(certainty[0] if certainty else None)
         stats.output_tokens = len(piece.tokens)
         stats.peak_bytes = mx.get_peak_memory()
         stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock
         return Event(piece.text, piece.tokens, 0, 0, piece.finish_reason, stats)
 
     def suspend(self) -> None:
-        """Give the caches back, in whatever state. After `resume` and `read` the text goes on.
+        """Give the caches back, whatever their state. `resume` and `prefill` rebuild them.
 
-        It goes on as if nothing had been: the noise is of the seed and the position, and what the
-        text stream and the sampler know stays here.
+        The text then continues as if nothing had happened: the noise depends on seed and position,
+        and the state of the sampler and the text stays here.
         """
-        self._keep()
-        self._text_so_far = [*self._text_so_far, *self._further]
-        self._further = []
-        self._between_rounds = False  # nothing is held that a close could keep
+        self._store()
+        self._consistent = False  # `close` has nothing to store
         self._conversation.give_back()
 
     def close(self) -> None:
-        """The request has ended; its conversation is free for another."""
+        """End the request, and release its conversation."""
         try:
-            self._keep()
+            self._store()
         finally:
             self.ended = True
 
-    def _keep(self) -> None:
-        """Store what was read, for others that begin so; not what a round that broke off left."""
-        ahead, self._ahead = self._ahead, None
-        if self._between_rounds and self._conversation.settle():
-            if ahead is not None:
-                self._tell(ahead, self.anchor)
+    def _store(self) -> None:
+        """Store what the caches hold for other requests, unless a step has failed in the middle."""
+        pipelined = self._pending[0] if self._pending else None
+        self._pending.clear()
+        if self._consistent and self._conversation.settle():
+            if pipelined is not None:
+                self._extend_plain(pipelined, self.anchor)
             self._conversation.keep()
 
-    def propose(self) -> Proposal:
-        """The rows to verify now, the anchor first. Nothing waits, but for trees.
+    # A step, in order
 
-        Raises `ProposalError` when the drafter hands over more rows than were asked for.
+    def begin_step(self, shared: bool) -> bool:
+        """Begin a step; whether the last one has started it, so that nothing is to be proposed.
+
+        Args:
+            shared: whether other requests are part of it.
         """
-        return self._rounds.propose(self._conversation.drafter, *self._begin_round(shared=False))
-
-    def offer(self, rest: bool = False) -> Offer | Planting:
-        """The rows that could be verified now, in a round that other requests share.
-
-        In a round of `rest` those that cost nothing to draft (`policy.rest`).
-        """
-        return self._rounds.offer(self.drafter, *self._begin_round(shared=True), rest)
-
-    def _begin_round(self, shared: bool) -> tuple[int, int, int]:
-        """The anchor, the tokens before it, and the most rows of a path."""
         clock = time.perf_counter()
-        if not self._conversation.settle():  # another thread has read the prompt
+        if not self._conversation.settle():  # another thread did the prefill
             self.suspend()
             self.resume()
-            for _ in self.read():
+            for _ in self.prefill():
                 pass
-        self._clock, self._shared, self._between_rounds = clock, shared, False
-        # A round that accepts everything still adds a token of the target's own.
-        limit = min(self.stats.block_size, self._text.remaining)
-        return self.anchor, self._conversation.target.position, limit
-
-    def take_up(self, shared: bool) -> bool:
-        """Go on with the round whose forward the last one has begun; whether there was one.
-
-        Such a round is plain, and only `asked` is missing of it. Its anchor is known only now.
-        """
-        if self._ahead is None:
+        self._clock, self._shared, self._consistent = clock, shared, False
+        if not self._pending:
             return False
-        anchor, context, limit = self._begin_round(shared)
-        self._rounds.go_on(self.drafter, anchor, context, limit, shared)
-        self._round, self._ahead = self._ahead, None
-        self._tell(self._round, anchor)
+        self._rounds.go_on(self.drafter, self.anchor, self.target.position, self._limit, shared)
+        self._extend_plain(self._pending[0], self.anchor)
         return True
 
     @property
-    def plain_next(self) -> bool:
-        """Whether the next round's forward can be begun before this one is read: it is plain.
+    def _limit(self) -> int:
+        """The most rows of a path. If all are accepted, the target still adds its own token."""
+        return min(self.stats.block_size, self._text.remaining)
 
-        The text may end before it. Then its row stays in the caches: it is the text's last token.
+    def propose(self) -> Proposal:
+        """The rows to verify, the anchor first. Waits for the device only to draft a tree.
+
+        Raises `ProposalError` if the drafter returns more rows than it was asked for.
         """
-        return self._rounds.plain_next and self._text.remaining > 1 and self.can_pipeline
+        context = self.target.position
+        return self._rounds.propose(self.drafter, self.anchor, context, self._limit)
 
-    @property
-    def can_pipeline(self) -> bool:
-        """Whether plain rounds of this request can be begun before the last one is read."""
-        return self._sampler.can_pipeline and self.target.can_pipeline
+    def offer(self, rest: bool = False) -> Offer | Planting:
+        """The rows that could be verified now, in a step that other requests share.
 
-    def next_row(self) -> Proposal:
-        """The next round's one row, which this round decides: a number that nobody knows yet."""
-        assert len(self._round.proposal) == 1, "a round behind which more than one row may be kept"
-        if not self._round.kept:
-            self.target.commit([0])
-            self._tell(self._round, self.anchor)
-        return Proposal(self._round.decision.next_anchor)
+        In a round of `rest` those that cost nothing to draft (`policy.rest`).
+        """
+        context = self.target.position
+        return self._rounds.offer(self.drafter, self.anchor, context, self._limit, rest)
 
-    def begin_next(
-        self, proposal: Proposal, logits: mx.array, taps: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Take the target's answer to the next round's row, as `decide` does; what is `asked`."""
-        decision = self._sampler.decide(proposal, logits, self._rounds.looks_next, ahead=1)
-        self.target.commit([0])
-        self._ahead = _Round(proposal, decision, taps, logits.shape[-1], ahead=True)
-        return decision.values, taps
-
-    def _tell(self, plain: _Round, anchor: int) -> None:
-        """Let the drafter know a plain round's row, which the target has committed."""
-        self._conversation.extend([anchor], plain.taps, [0])
-        plain.kept = True
-
-    def decide(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> None:
-        """Ask the target's answer to a proposal; see `asked`.
+    def choose(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> None:
+        """Choose the target's token after each row of a proposal. Lazy; see `pending`.
 
         Args:
-            proposal: of N rows, as `propose` made it, or of those that were offered.
+            proposal: N rows.
             logits: [N, V] after each of them.
             taps: [1, N, K*D], their features.
         """
-        decision = self._sampler.decide(proposal, logits, self._rounds.asks_certainty)
-        self._round = _Round(proposal, decision, taps, logits.shape[-1])
+        ahead = len(self._pending)
+        certainty = self._rounds.looks_next if ahead else self._rounds.asks_certainty
+        decision = self._sampler.decide(proposal, logits, certainty, ahead)
+        if ahead:
+            self.target.commit([0])
+        step = PendingStep(proposal, decision, taps, logits.shape[-1], pipelined=ahead > 0)
+        self._pending.append(step)
 
     @property
-    def asked(self) -> tuple[mx.array, mx.array]:
-        """The target's answer, as numbers [M] int32 for `absorb`, and the features [1, N, K*D].
+    def pending(self) -> tuple[mx.array, mx.array]:
+        """What the last forward returned, lazy: the choices [M] int32 and the taps [1, N, K*D]."""
+        return self._pending[-1].decision.values, self._pending[-1].taps
 
-        Lazy: reading them is the round's only wait for the device, and many requests' can be
-        waited for together.
+    @property
+    def can_start_next(self) -> bool:
+        """Whether the next step can start before this one is read: both of them are plain.
+
+        The text may end with this step. Then the next one's row is its last token.
         """
-        return self._round.decision.values, self._round.taps
+        plain = self._rounds.plain_next and self._text.remaining > 1
+        return plain and self.can_pipeline
 
-    def absorb(self, values: list[int]) -> Event:
-        """Take the numbers that were asked for: accept, commit, emit.
+    @property
+    def can_pipeline(self) -> bool:
+        """Whether plain steps of this request can start before the last one is read."""
+        return self._sampler.can_pipeline and self.target.can_pipeline
 
-        Raises `ProposalError` for a proposal that does not begin with the anchor, or has a token
-        that is none of the vocabulary's.
+    def next_anchor(self) -> Proposal:
+        """The next step's only row, still on the device. Commits this step's only row."""
+        [step] = self._pending
+        assert len(step.proposal) == 1, "only plain steps are pipelined"
+        if not step.pipelined:
+            self.target.commit([0])
+        self._extend_plain(step, self.anchor)
+        return Proposal(step.decision.next_anchor)
+
+    def _extend_plain(self, step: PendingStep, anchor: int) -> None:
+        """Give the drafter the features of a plain step, once. The target has committed its row."""
+        if not step.extended:
+            self._conversation.extend([anchor], step.taps, [0])
+            step.extended = True
+
+    def accept(self, values: list[int]) -> Accepted:
+        """Follow the target's choices through the proposal.
+
+        Args:
+            values: [M] of `pending`, read from the device.
+
+        Raises `ProposalError` for a proposal that does not begin with the anchor, or that has a
+        token outside the vocabulary.
         """
-        proposal, anchor, taps = self._round.proposal, self._anchor, self._round.taps
-        tokens, choices, sure = self._sampler.take(self._round.decision, values)
+        step, anchor = self._pending[0], self._anchor
+        tokens, choices, certainty = self._sampler.take(step.decision, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
-        size = self._round.vocab_size
-        if beyond := [token for token in tokens if not 0 <= token < size]:
+        if beyond := [token for token in tokens if not 0 <= token < step.vocab_size]:
+            size = step.vocab_size
             raise ProposalError(f"A proposal: the vocabulary of {size} has no token {beyond[0]}.")
+        rows, next_token = accept(tokens, step.proposal.parents, choices)
+        path = [tokens[row] for row in rows]
+        new = [*path[1:], chosen(next_token)]
+        piece = self._text.add(new)
+        used = len(piece.tokens)  # what is right after the end of the text is not kept
+        sure = certainty[-1 if step.proposal.is_chain else rows[-1]] if certainty else None
+        return Accepted(rows[:used], path[:used], new, len(tokens) - 1, len(rows) - 1, sure, piece)
 
-        # accept
-        kept, token = accept(tokens, proposal.parents, choices)
-        self._anchor = chosen(token)
-        certainty = sure[-1 if proposal.is_chain else kept[-1]] if sure else None
-        drafted, right = len(tokens) - 1, len(kept) - 1
-        path = [tokens[row] for row in kept]
-        certain = [*path[1:], self._anchor]
-        piece = self._text.add(certain)
-        used = len(piece.tokens)
-        kept, path = kept[:used], path[:used]  # what was right after the end is not text
+    def commit(self, accepted: Accepted) -> None:
+        """Keep the accepted rows in the caches, and add the new tokens to the text."""
+        step = self._pending[0]
+        if not step.extended:
+            self.target.commit(accepted.rows)
+            self._conversation.extend(accepted.path, step.taps, accepted.rows)
+        self._sampler.commit(accepted.tokens)
+        self._tokens += accepted.tokens
+        self._anchor = accepted.tokens[-1]
+        self._consistent = True
 
-        # commit
-        if not self._round.kept:
-            self._conversation.target.commit(kept)
-            self._conversation.extend(path, taps, kept)
-        self._sampler.commit(certain)
-        self._further += certain
-        self._between_rounds = True
-
-        # emit
-        accepted, stats = min(right, used), self.stats
-        stats.count_round(drafted, accepted, used, tree=not proposal.is_chain)
+    def emit(self, accepted: Accepted) -> Event:
+        """Count the step, let the policy learn from it, and return its event."""
+        step, piece, stats = self._pending.popleft(), accepted.piece, self.stats
+        used, is_tree = len(piece.tokens), not step.proposal.is_chain
+        kept = min(accepted.right, used)
+        stats.count_round(accepted.drafted, kept, used, is_tree)
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds
-        ahead = self._round.ahead + (self._ahead is not None)
-        outcome = Outcome(proposal, right, certain, certainty, seconds, self._shared, ahead)
-        self._rounds.observe(outcome)
-        return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)
+        pipelined = step.pipelined + len(self._pending)  # forwards started before their step
+        self._rounds.observe(
+            Outcome(
+                step.proposal,
+                accepted.right,
+                accepted.tokens,
+                accepted.certainty,
+                seconds,
+                self._shared,
+                pipelined,
+            )
+        )
+        return Event(piece.text, piece.tokens, kept, accepted.drafted, piece.finish_reason, stats)

@@ -121,7 +121,7 @@ class Recorder:
     ) -> list[list[int]]:
         from dflash_mlx.engine.together import Flat
         from dflash_mlx.generation import GenerationSettings, start_request
-        from dflash_mlx.loop import play_round
+        from dflash_mlx.loop import BatchItem, step
 
         requests, texts = [], list[list[int]]()
         for prompt, t in zip(prompts, temperatures, strict=True):
@@ -130,11 +130,12 @@ class Recorder:
                 self.target, None, prompt, GenerationSettings(max_tokens=max_tokens, **settings)
             )
             request.resume()
-            texts.append([token for event in request.read() if event for token in event.tokens])
+            texts.append([token for event in request.prefill() if event for token in event.tokens])
             requests.append(request)
         together = Flat(self.target, None)
         while going := [at for at, request in enumerate(requests) if not request.finished]:
-            turns = play_round([requests[at] for at in going], together)
+            turns = [BatchItem(requests[at]) for at in going]
+            step(turns, together)
             for at, turn in zip(going, turns, strict=True):
                 if turn.event is None:
                     raise turn.error or AssertionError

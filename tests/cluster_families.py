@@ -26,7 +26,7 @@ from dflash_mlx.cluster.cluster import Cluster
 from dflash_mlx.cluster.wire import Kind
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.loop import Turn
+from dflash_mlx.loop import BatchItem
 from dflash_mlx.targets import TargetSession, internals
 from dflash_mlx.targets.taps import EMBEDDING
 
@@ -50,7 +50,7 @@ class Rounds(Flat):
 
     count = 0
 
-    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+    def verify(self, turns: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
         self.count += 1
         return super().verify(turns)
 

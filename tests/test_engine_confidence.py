@@ -14,7 +14,7 @@ from tinymodels import target
 
 from dflash_mlx.engine.rows import SharedRounds
 from dflash_mlx.engine.together import Flat
-from dflash_mlx.loop import Turn
+from dflash_mlx.loop import BatchItem
 from dflash_mlx.policy.costs import Costs
 from dflash_mlx.policy.cuts import Cuts
 from dflash_mlx.policy.outcome import Outcome
@@ -65,7 +65,7 @@ def played(says, wait=WAIT, rounds=150, requests=4):
     together, cut = Flat(target(), shared), 0
     asking = [Asking(policy, says, seed) for seed in range(requests)]
     for _ in range(rounds):
-        turns = [Turn(each) for each in asking]
+        turns = [BatchItem(each) for each in asking]
         together.propose(turns)
         drafted = [each.drafter.drafted for each in asking if each.drafter.drafted]
         rows = sum(len(turn.proposal) for turn in turns)

@@ -10,7 +10,7 @@ from tinymodels import target
 
 from dflash_mlx.engine.rows import SharedRounds
 from dflash_mlx.engine.together import Flat
-from dflash_mlx.loop import Turn
+from dflash_mlx.loop import BatchItem
 from dflash_mlx.policy.cuts import Cuts
 from dflash_mlx.policy.offer import Offer
 from dflash_mlx.policy.outcome import Outcome
@@ -118,7 +118,7 @@ def together(texts):
     flat = Flat(target(), SharedRounds(shared_costs(0.12, 0.1, 0.3), lambda: 0.0))
 
     def play():
-        turns = [Turn(text) for text in texts]
+        turns = [BatchItem(text) for text in texts]
         flat.propose(turns)
         for turn in turns:
             turn.event = SimpleNamespace(tokens=turn.request.absorb(turn.proposal, shared=True))

@@ -17,7 +17,7 @@ from typing import Any
 from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
 from ..generation import GenerationSettings, start_request
-from ..loop import Together
+from ..loop import Batch
 from ..policy.costs import Meanwhile
 from ..policy.rounds import AnyPolicy
 from ..policy.trees import TreePolicy
@@ -73,7 +73,7 @@ class Engine(AbstractContextManager["Engine", None]):
         prefix: PrefixCache | None = None,
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
-        together: Together | None = None,
+        together: Batch | None = None,
         meanwhile: Meanwhile = nullcontext,
     ) -> None:
         check_pair(target, drafter)

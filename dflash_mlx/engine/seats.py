@@ -3,7 +3,7 @@
     queue  ->  a seat: read the prompt, a chunk a step  ->  rounds with all others  ->  end
 
 In a step whoever was cancelled leaves, whoever finds room enters, prompts are read a chunk further,
-and all texts that can go on have a round together (`loop.play_round`). So a long prompt holds up
+and all texts that can go on have a round together (`loop.step`). So a long prompt holds up
 the others by a chunk at a time. A seat is an entry in a list: whoever comes or goes, no cache is
 copied, padded or moved.
 
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..events import Event
-from ..loop import Attempt, Together, play_round
+from ..loop import Batch, BatchItem, ErrorCapture, step
 from ..request import Request
 from ..targets.target import LAST_STEP, PREFILL_STEP
 from .job import Job
@@ -50,7 +50,7 @@ class Seats:
         stall: seconds for which reading prompts may hold up the texts.
     """
 
-    def __init__(self, together: Together, memory: Memory, most_jobs: int, stall: float) -> None:
+    def __init__(self, together: Batch, memory: Memory, most_jobs: int, stall: float) -> None:
         self._together, self._memory = together, memory
         self._most_jobs, self._stall = most_jobs, stall
         self._rate = 0.0  # tokens of prompts per second
@@ -76,14 +76,14 @@ class Seats:
 
     def step(self) -> None:
         """Everything once."""
-        with Attempt() as attempt:
+        with ErrorCapture() as captured:
             self._leave()
             self._enter()
             self._read()
             self._play()
-        if attempt.error is not None:  # a mistake of ours: nobody is to wait for ever
+        if captured.error is not None:  # a mistake of ours: nobody is to wait for ever
             for seat in [*self._seats, *self._queue]:
-                self._end(seat, attempt.error)
+                self._end(seat, captured.error)
 
     def dismiss(self) -> None:
         """All go."""
@@ -120,15 +120,15 @@ class Seats:
         """A request gets its caches, and is to read what they do not hold."""
         request = seat.request
         if request.finished:
-            seat.job.put(request.nothing())
+            seat.job.put(request.empty_event())
             self._end(seat)
             return
-        with Attempt() as attempt:
+        with ErrorCapture() as captured:
             request.resume()
-            seat.reading = request.read(lambda: self._chunk)
+            seat.reading = request.prefill(lambda: self._chunk)
             self._reading.append(seat)
-        if attempt.error is not None:
-            self._end(seat, attempt.error)
+        if captured.error is not None:
+            self._end(seat, captured.error)
 
     def _read(self) -> None:
         """Prompts are read on in turn, as many tokens as do not hold up the texts for too long."""
@@ -138,10 +138,10 @@ class Seats:
             request, unread, clock = seat.request, seat.request.unread, time.perf_counter()
             # The last chunk ends where the prompt does, and others where they would end alone.
             self._chunk = left if unread <= left else left // FIRST_CHUNK * FIRST_CHUNK or left
-            with Attempt() as attempt:
+            with ErrorCapture() as captured:
                 self._read_on(seat)
-            if attempt.error is not None or request.finished:
-                self._end(seat, attempt.error)
+            if captured.error is not None or request.finished:
+                self._end(seat, captured.error)
                 continue
             read = unread - request.unread
             left -= max(1, read)
@@ -173,10 +173,11 @@ class Seats:
         party = next(([seat] for seat in ready if seat.suspect), ready)
         if not party:
             return
-        with Attempt() as attempt:
-            turns = play_round([seat.request for seat in party], self._together)
-        if attempt.error is not None:
-            self._break_off(party, attempt.error)
+        turns = [BatchItem(seat.request) for seat in party]
+        with ErrorCapture() as captured:
+            step(turns, self._together)
+        if captured.error is not None:
+            self._break_off(party, captured.error)
             return
         for seat, turn in zip(party, turns, strict=True):
             seat.suspect = False
@@ -198,9 +199,9 @@ class Seats:
     def _end(self, seat: _Seat, error: BaseException | None = None) -> None:
         """A job has ended, and its caches are free."""
         self._vacate(seat)
-        with Attempt() as attempt:
+        with ErrorCapture() as captured:
             seat.request.close()
-        error = error or attempt.error
+        error = error or captured.error
         if error is not None:
             seat.job.fail(error)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ..drafter.batch import propose_batch, propose_tree_batch
-from ..loop import Turn
+from ..loop import Batch, BatchItem
 from ..policy.cuts import Draft, read_together
 from ..policy.offer import Offer, Planting, checked
 from ..proposal import Proposal
@@ -17,7 +17,7 @@ from ..targets.batched import BatchVerifier
 from .rows import SharedRounds, everything
 
 
-class Flat:
+class Flat(Batch):
     """The forwards of rounds whose requests' rows lie flat in one.
 
     Args:
@@ -28,7 +28,7 @@ class Flat:
     def __init__(self, target: Target, rounds: SharedRounds | None) -> None:
         self._forest, self._rounds = BatchVerifier(target), rounds
 
-    def propose(self, turns: Sequence[Turn]) -> None:
+    def propose(self, turns: Sequence[BatchItem]) -> None:
         """Set the proposals: of one request its own, of many what brings most for all."""
         if len(turns) == 1:
             with turns[0]:
@@ -52,7 +52,7 @@ class Flat:
                 else:
                     turn.proposal = checked(offer.draft(count), count)
 
-    def _offers(self, turns: Sequence[Turn], rest: bool) -> list[tuple[Turn, Offer]]:
+    def _offers(self, turns: Sequence[BatchItem], rest: bool) -> list[tuple[BatchItem, Offer]]:
         """What all of them could have verified; trees are drafted for it, in one pass."""
         offers, plantings = [], []
         for turn in turns:
@@ -77,8 +77,8 @@ class Flat:
         return offers
 
     def _draft(
-        self, offers: Sequence[tuple[Turn, Offer]], rows: Sequence[int]
-    ) -> list[tuple[Turn, Offer]]:
+        self, offers: Sequence[tuple[BatchItem, Offer]], rows: Sequence[int]
+    ) -> list[tuple[BatchItem, Offer]]:
         """The offers, once chains of so many rows are drafted, in one pass."""
         chains = [at for at, count in enumerate(rows) if count > 1 and offers[at][1].draft is None]
         if not chains:
@@ -102,7 +102,7 @@ class Flat:
         return drafted
 
     def _cut(
-        self, rounds: SharedRounds, offers: list[tuple[Turn, Offer]], context: int
+        self, rounds: SharedRounds, offers: list[tuple[BatchItem, Offer]], context: int
     ) -> list[int]:
         """The rows again, now that drafters say how sure they are; waits once where that pays."""
         drafts: dict[int, Draft] = {}
@@ -118,14 +118,14 @@ class Flat:
         requests = [turn.request for turn, _ in offers]
         return rounds.cut(requests, [offer for _, offer in offers], [*drafts.values()], context)
 
-    def verify(self, turns: Sequence[Turn]) -> Sequence[tuple[mx.array, mx.array]]:
+    def verify(self, turns: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
         if len(turns) == 1:
             return [turns[0].request.target.verify(turns[0].proposal)]
         sessions = [turn.request.target for turn in turns]
         return self._forest.verify(sessions, [turn.proposal for turn in turns])
 
-    def plain_next(self, turns: Sequence[Turn]) -> bool:
+    def can_pipeline(self, turns: Sequence[BatchItem]) -> bool:
         """Whether nobody need be asked what he could draft in the next round."""
         if len(turns) == 1:
             return True
@@ -133,12 +133,12 @@ class Flat:
             return all(turn.request.stats.block_size == 1 for turn in turns)
         return self._rounds.rest.lasts
 
-    def go_on(self, turns: Sequence[Turn]) -> None:
+    def pipelined(self, turns: Sequence[BatchItem]) -> None:
         """Many of them rest together."""
         if self._rounds is not None and len(turns) > 1:
             self._rounds.go_on(len(turns))
 
-    def observe(self, turns: Sequence[Turn]) -> None:
+    def observe(self, turns: Sequence[BatchItem]) -> None:
         """Take in what a shared round brought."""
         if self._rounds is not None and len(turns) > 1:
             events = [(turn.request, turn.event) for turn in turns if turn.event is not None]
