@@ -1,15 +1,32 @@
-"""What `dflash-mlx doctor` says: a line for each thing that it looked at."""
+"""The checks of `dflash-mlx doctor` on one machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Literal
 
-from rich.table import Column, Table
-from rich.text import Text
+from packaging.requirements import Requirement
 
-COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
+import dflash_mlx
+from dflash_mlx.errors import DFlashError, how_to_install
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.machine.chips import find_chip
+from dflash_mlx.machine.facts import GB, computer, installed, memory_bytes
+from dflash_mlx.machine.folders import bytes_in, cache_folder, nearest_there
+
+from .output import sized
+
+INSTALL = f"{how_to_install('mlx').capitalize()}."
+REQUIRED = ("mlx", "mlx-lm")  # nothing works without these packages
+LITTLE_MEMORY, LITTLE_DISK = 8, 10  # GB below which most models do not fit
+TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -22,12 +39,149 @@ class Check:
     advice: str = ""
 
 
-def table(checks: Sequence[Check]) -> Table:
-    """For people."""
-    lines = Table.grid("", "", Column(overflow="fold"), padding=(0, 2))  # paths are long
-    for check in checks:
-        what = Text(check.detail)
-        if check.advice:
-            what.append(f"\n{check.advice}", style=COLORS[check.status])
-        lines.add_row(Text(check.status, style=f"bold {COLORS[check.status]}"), check.name, what)
-    return lines
+def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
+    """All checks of this machine; those that need MLX only where it is installed."""
+    checks = [_python(), *_packages(), _memory(), _disk(hub), _hub(hub)]
+    if all(check.status != "fail" for check in checks):
+        checks += [_chip(), _kernels(), _blas(blas), _pair()]
+        if sys.platform == "linux":
+            checks.insert(-2, _compiler())
+    return checks
+
+
+def check_model(name: str, hub: Hub) -> Check:
+    """Load a target and look for weights that are NaN or infinite."""
+    from dflash_mlx.loading.checkpoint import damaged_weights
+
+    try:
+        damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)
+    except DFlashError as error:
+        return Check("model", "fail", str(error), "Or try another: see 'dflash-mlx models'.")
+    if damaged:
+        detail = f"{name}: NaN or infinite weights in {damaged[0]}, {len(damaged)} tensors in all"
+        return Check("model", "fail", detail, "Download it again.")
+    return Check("model", "ok", f"{name}: loads, all weights are finite")
+
+
+def _python() -> Check:
+    system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform == "darwin" and platform.machine() != "arm64":
+        return Check("Python", "fail", system, "MLX needs Apple silicon and a native Python.")
+    return Check("Python", "ok", system)
+
+
+def _packages() -> Iterator[Check]:
+    """MLX, mlx-lm and all others, against the supported versions."""
+    try:
+        wanted = [Requirement(line) for line in requires("dflash-mlx") or ()]
+    except PackageNotFoundError:  # a source tree that was not installed
+        wanted = [Requirement("mlx"), Requirement("mlx-lm")]
+    wrong = []
+    for needed in wanted:
+        if needed.marker is not None and not needed.marker.evaluate({"extra": "mlx"}):
+            continue
+        found = installed(needed.name)
+        detail = f"{found or 'not installed'}, needs {needed.specifier}"
+        if found is None and needed.name in REQUIRED:
+            yield Check(needed.name, "fail", "not installed", INSTALL)
+        elif found is None or not needed.specifier.contains(found, prereleases=True):
+            wrong.append(f"{needed.name} {detail}")
+        elif needed.name in REQUIRED:
+            yield Check(needed.name, "ok", found)
+    if wrong:
+        yield Check("packages", "warn", "; ".join(wrong), INSTALL)
+    else:
+        yield Check("packages", "ok", "all versions are supported")
+
+
+def _memory() -> Check:
+    size = memory_bytes() / GB
+    if size < LITTLE_MEMORY:
+        advice = "Enough for small models in 4 bits: see 'dflash-mlx models' for their sizes."
+        return Check("memory", "warn", f"{size:.0f} GB", advice)
+    return Check("memory", "ok", f"{size:.0f} GB")
+
+
+def _disk(hub: Hub) -> Check:
+    """The room for downloads, and what this program keeps itself."""
+    existing, cache = nearest_there(hub.folder), cache_folder("")
+    free = shutil.disk_usage(existing).free / GB
+    detail = f"{free:.0f} GB free in {hub.folder}; {sized(bytes_in(cache))} cached in {cache}"
+    if free < LITTLE_DISK:
+        return Check("disk", "warn", detail, "A model needs several GB: free some of the disk.")
+    if not os.access(existing, os.W_OK):
+        return Check("disk", "warn", f"{existing} is not writable", "Set its permissions.")
+    return Check("disk", "ok", detail)
+
+
+def _hub(hub: Hub) -> Check:
+    if hub.offline:
+        return Check("hub", "ok", "not asked: --offline")
+    try:
+        seconds = hub.ping()
+    except DFlashError as error:
+        return Check("hub", "warn", str(error), "--offline uses what is downloaded.")
+    return Check("hub", "ok", f"{hub.url} answers in {seconds:.1f} s")
+
+
+def _chip() -> Check:
+    import mlx.core as mx
+
+    name = str(mx.device_info().get("device_name", "unknown"))
+    detail = f"{name}, {computer()['cores']} cores"
+    if mx.metal.is_available():
+        return Check("chip", "ok", f"{detail}, Metal")
+    if sys.platform == "darwin":
+        return Check("chip", "warn", detail, "Metal is not available: MLX decodes on the CPU.")
+    return Check("chip", "ok", f"{detail}, decodes on the CPU")
+
+
+def _kernels() -> Check:
+    """Which kernels verify a block of rows, and why; see `kernels.choose`."""
+    import mlx.core as mx
+
+    from dflash_mlx.kernels.choose import GENERATIONS, choices, read_timings, summary
+
+    if not mx.metal.is_available():
+        return Check("kernels", "ok", "MLX's own; ours need Metal")
+    chip = find_chip(str(mx.device_info().get("device_name", "")))
+    measured = choices(read_timings())
+    won = sum(first is not None for first in measured.values())
+    timed = f"; ours won {won} of {len(measured)} shapes in 'tune'" if measured else ""
+    if chip is None:
+        advice = "Please report this chip with its results of 'dflash-mlx bench'."
+        return Check("kernels", "warn", f"MLX's own: unknown chip{timed}", advice)
+    if chip.generation not in GENERATIONS:
+        return Check("kernels", "ok", f"MLX's own, which are faster on {chip.name}{timed}")
+    return Check("kernels", "ok", f"ours on {chip.name} for {summary(chip)}{timed}")
+
+
+def _compiler() -> Check:
+    """On Linux MLX compiles fused operations with g++ on first use."""
+    path = shutil.which("g++")
+    if path is None:
+        return Check("g++", "warn", "not found", "MLX cannot fuse operations: install g++.")
+    return Check("g++", "ok", path)
+
+
+def _blas(blas: BlasInfo) -> Check:
+    detail = f"{blas.name}: {blas.reason}"
+    if blas.name == "stock" and sys.platform == "linux":
+        advice = "Drafting gains little on it: install libopenblas0 (or gcc, to use numpy's)."
+        return Check("BLAS", "warn", detail, advice)
+    return Check("BLAS", "ok", detail)
+
+
+def _pair() -> Check:
+    """The embedded pair writes a few tokens, plainly and drafted."""
+    name, prompt = "embedded pair", [{"role": "user", "content": "Count from 1 to 9."}]
+    try:
+        target, drafter = dflash_mlx.load("tiny")
+        plain = dflash_mlx.generate(target, None, prompt, max_tokens=TOKENS)
+        drafted = dflash_mlx.generate(target, drafter, prompt, max_tokens=TOKENS)
+    except DFlashError as error:
+        return Check(name, "fail", str(error), "Install dflash-mlx again.")
+    if plain.tokens != drafted.tokens:
+        return Check(name, "fail", "drafted text differs from plain text", "Please report this.")
+    rate = drafted.stats.acceptance_length
+    return Check(name, "ok", f"{len(plain.tokens)} tokens identical to plain, {rate:.1f} per step")

@@ -8,12 +8,10 @@ from program import run, start
 
 from dflash_mlx.cli import doctor_hosts
 from dflash_mlx.cluster.hosts import Host, Hosts
-from dflash_mlx.cluster.link_times import LinkTimes
 from dflash_mlx.cluster.reach import Reached, reach
 
 HERE, THERE = Host("127.0.0.1", ("127.0.0.1",)), Host("mac2", ("10.0.0.2",))
 VERSIONS = {"Python": "3.11.7", "dflash-mlx": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
-TIMES = LinkTimes(machines=2, width=1000, row=1e-4, rows=2e-4, message=3e-4, bandwidth=1e9)
 
 
 @pytest.fixture
@@ -93,17 +91,12 @@ def test_a_package_that_is_not_there(tmp_path, monkeypatch):
     assert code == 1 and found["rank 1, mac2"]["detail"] == "mlx not installed"
 
 
-def test_the_ring_where_rdma_is_not_there(tmp_path, monkeypatch):
-    """The file's backend fails with what to do, and the other one is measured."""
-    path, tried = hosts_file(tmp_path / "hosts.json", "jaccl"), []
-    monkeypatch.setattr(
-        doctor_hosts, "_started", lambda hosts, model: (tried.append(hosts.backend), (TIMES, ""))[1]
-    )
+def test_a_backend_that_a_machine_does_not_have(tmp_path, monkeypatch):
+    path = hosts_file(tmp_path / "hosts.json", "jaccl")
     answers = (Reached(HERE, VERSIONS, ("ring", "jaccl")), Reached(THERE, VERSIONS, ("ring",)))
     code, found = checks_of(path, monkeypatch, *answers)
-    assert code == 1 and tried == ["ring"] and "rdma_ctl" in found["jaccl"]["advice"]
-    assert found["jaccl"]["detail"] == "not there on mac2"
-    assert "2 machines over ring: a sum of a row of 1000 takes 100 us" in found["link"]["detail"]
+    assert code == 1 and found["jaccl"]["detail"] == "not available on mac2"
+    assert "rdma_ctl" in found["jaccl"]["advice"] and found["link"]["detail"] == "not measured"
 
 
 def test_a_model_without_a_width_is_told(tmp_path):
@@ -114,8 +107,8 @@ def test_a_model_without_a_width_is_told(tmp_path):
     assert "config.json: hidden_size must be 1 or more, not None." in done.stderr
 
 
-class Played:
-    """Ranks of which one says something, or has ended."""
+class ScriptedRanks:
+    """Ranks of which one sends messages, or has ended."""
 
     def __init__(self, words=(), code=None):
         self.words, self.ended = list(words), False
@@ -136,15 +129,15 @@ class Played:
 @pytest.mark.parametrize(
     ("ranks", "problem"),
     [
-        (Played([("lost", "the link is down.")]), "the link is down"),
-        (Played(code=1), "rank 1 (mac2) ended (1)"),
-        (Played(), "not come together"),
+        (ScriptedRanks([("lost", "the link is down.")]), "the link is down"),
+        (ScriptedRanks(code=1), "rank 1 (mac2) ended (1)"),
+        (ScriptedRanks(), "did not meet"),
     ],
 )
 def test_ranks_that_measure_nothing(ranks, problem, monkeypatch):
     monkeypatch.setattr(doctor_hosts, "Ranks", ranks)
     monkeypatch.setattr(doctor_hosts, "MEASURE_SECONDS", 0.01)
-    found, said = doctor_hosts._started(Hosts("ring", {}, (HERE, THERE)), "tiny")
+    found, said = doctor_hosts._run_ranks(Hosts("ring", {}, (HERE, THERE)), "tiny")
     assert found is None and problem in said and ranks.ended
 
 
@@ -155,21 +148,10 @@ def test_two_ranks_on_this_machine(tmp_path):
     content = json.loads(done.stdout)
     assert done.returncode == 0 and content["ok"], done.stdout
     link = content["link"]
-    assert link["machines"] == 2 and link["width"] == 192 and link["exchanges"] == 12
-    assert link["plain_seconds"] > 12 * link["row"] > 0 and link["bandwidth"] > 0
+    assert link["machines"] == 2 and link["width"] == 192
+    assert link["row"] > 0 and link["bandwidth"] > 0
     names = [check["name"] for check in content["checks"]]
-    assert names == ["rank 0, 127.0.0.1", "rank 1, 127.0.0.1", "link", "round"]
-
-
-def test_a_model_that_cannot_be_split(tmp_path, monkeypatch):
-    """tiny has two heads: four machines are too many, and the link is measured all the same."""
-    monkeypatch.setattr(
-        doctor_hosts, "_started", lambda *of: (LinkTimes(4, 192, 1.0, 1.0, 1.0, 1.0), "")
-    )
-    path = hosts_file(tmp_path / "hosts.json", machines=("127.0.0.1", "b", "c", "d"))
-    answers = [Reached(Host(name, ()), VERSIONS, ("ring",)) for name in "abcd"]
-    code, found = checks_of(path, monkeypatch, *answers)
-    assert code == 1 and "2 heads" in found["round"]["detail"] and found["link"]["status"] == "ok"
+    assert names == ["rank 0, 127.0.0.1", "rank 1, 127.0.0.1", "link"]
 
 
 def test_a_rank_that_finds_nobody(monkeypatch):
