@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -15,11 +14,12 @@ from .logprobs import TokenLogprob
 from .openai_common import (
     ContentPart,
     Effort,
+    Function,
+    ResponseFormat,
     SamplingBody,
     StreamOptions,
     drafting,
     format_logprob,
-    make_tool,
     read_content,
     step_drafting,
     template_call,
@@ -34,19 +34,12 @@ from .tools import ToolCall
 MAX_TOP_LOGPROBS = 20
 
 
-class ChatCallFunction(Body):
-    """The function of an earlier call."""
-
-    name: str
-    arguments: str = "{}"
-
-
-class ChatCall(Body):
-    """An earlier call."""
+class ChatFunction(Body):
+    """A tool, an earlier call or a choice; only functions are supported."""
 
     id: str = ""
     type: Literal["function"] | None = "function"
-    function: ChatCallFunction
+    function: Function
 
 
 class ChatMessage(Body):
@@ -56,7 +49,7 @@ class ChatMessage(Body):
     content: str | ListOf[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: ListOf[ChatCall] | None = None
+    tool_calls: ListOf[ChatFunction] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
@@ -82,40 +75,11 @@ class ChatMessage(Body):
         return message
 
 
-class ChatFunction(Body):
-    """The function of a tool."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ChatTool(Body):
-    """A tool; only functions are supported."""
-
-    type: Literal["function"] | None = "function"
-    function: ChatFunction
-
-
-class ChatFunctionName(Body):
-    """The name of a function."""
-
-    name: str
-
-
-class ChatToolName(Body):
-    """A tool by the name of its function."""
-
-    type: Literal["function"]
-    function: ChatFunctionName
-
-
 class ChatAllowedTools(Body):
     """The tools of `ChatAllowedChoice`."""
 
     mode: Literal["auto", "required"] = "auto"
-    tools: ListOf[ChatToolName]
+    tools: ListOf[ChatFunction]
 
 
 class ChatAllowedChoice(Body):
@@ -123,31 +87,6 @@ class ChatAllowedChoice(Body):
 
     type: Literal["allowed_tools"]
     allowed_tools: ChatAllowedTools
-
-
-class ChatJsonSchema(Body):
-    """The schema of a response format."""
-
-    ignored: ClassVar[tuple[str, ...]] = ("description", "strict")
-    name: str = "answer"
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-
-
-class ChatResponseFormat(Body):
-    """The format of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: ChatJsonSchema | None = None
-
-    def answer_schema(self) -> Mapping[str, Any] | None:
-        """The schema of the answer; None for free text."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return {"type": "object"}
-        if self.json_schema is None:
-            raise RequestError("json_schema is missing.", param="response_format.json_schema")
-        return self.json_schema.schema_ or {}
 
 
 class ChatBody(SamplingBody):
@@ -163,12 +102,12 @@ class ChatBody(SamplingBody):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: ListOf[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChatToolName | ChatAllowedChoice | None = (
+    tools: ListOf[ChatFunction] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatFunction | ChatAllowedChoice | None = (
         None
     )
     parallel_tool_calls: bool | None = None
-    response_format: ChatResponseFormat | None = None
+    response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     audio: None = None
@@ -182,19 +121,21 @@ class ChatBody(SamplingBody):
         """The internal request. Raises `RequestError`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
+        form = self.response_format
+        if form is not None and form.type == "json_schema" and form.json_schema is None:
+            raise RequestError("json_schema is missing.", param="response_format.json_schema")
         limit = self.max_completion_tokens
-        functions = [tool.function for tool in self.tools or ()]
         choice, allowed = self._tool_choice()
         return GenerationRequest(
             self.model,
             [message.for_template() for message in self.messages],
             self.settings(self.max_tokens if limit is None else limit),
-            [make_tool(one.name, one.description, one.parameters, one.strict) for one in functions],
+            [tool.function.tool() for tool in self.tools or ()],
             choice,
             allowed,
             parallel_calls=self.parallel_tool_calls is not False
-            and not isinstance(self.tool_choice, ChatToolName),
-            schema=self.response_format.answer_schema() if self.response_format else None,
+            and not isinstance(self.tool_choice, ChatFunction),
+            schema=form.answer_schema() if form else None,
             n=self.n or 1,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_settings=thinking_settings(self.reasoning_effort)
@@ -203,7 +144,7 @@ class ChatBody(SamplingBody):
 
     def _tool_choice(self) -> tuple[ToolChoice, frozenset[str] | None]:
         choice = self.tool_choice
-        if isinstance(choice, ChatToolName):
+        if isinstance(choice, ChatFunction):
             return "required", frozenset({choice.function.name})
         if isinstance(choice, ChatAllowedChoice):
             allowed = choice.allowed_tools

@@ -61,7 +61,10 @@ class RequestError(DFlashError):
     @property
     def headers(self) -> dict[str, str]:
         """The headers of the response."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.retry_after is None:
+            return {}
+        seconds = str(self.retry_after)
+        return {"Retry-After": seconds, "Refresh": seconds}  # for clients, for browsers
 
     def openai(self) -> dict[str, Any]:
         """The body in OpenAI's format."""

@@ -25,7 +25,7 @@ from .grammar import GrammarFactory
 from .harmony import HarmonyParser
 from .logprobs import LogprobRecorder, TokenLogprob, Vocabulary
 from .metrics import Metrics
-from .parts import AnswerParser, Part, find_tokens
+from .parts import AnswerParser, Part, Reasoning
 from .request import GenerationRequest
 from .template import EncodedPrompt, encode
 from .tools import ToolSyntax
@@ -58,17 +58,15 @@ class StepOutput:
 
     Attributes:
         choice: the index of the answer among the request's n.
+        event: the engine's event.
         parts: new text, reasoning and calls.
-        tokens, accepted, drafted: numbers of tokens of the step.
         logprobs: those of the step's tokens, if requested.
         finish: set in the last step.
     """
 
     choice: int
+    event: Event
     parts: list[Part]
-    tokens: int
-    accepted: int
-    drafted: int
     logprobs: list[TokenLogprob] | None
     finish: Finish | None
 
@@ -94,12 +92,11 @@ class ResponseStream:
         self,
         handler: RequestHandler,
         request: GenerationRequest,
-        prompt: EncodedPrompt,
+        prompt_tokens: int,
         choices: Sequence[Choice],
     ) -> None:
-        self.request, self.prompt_tokens = request, len(prompt.ids)
-        self._handler, self._starts_in_reasoning = handler, prompt.starts_in_reasoning
-        self._choices, self._open = choices, True
+        self.request, self.prompt_tokens = request, prompt_tokens
+        self._handler, self._choices, self._open = handler, choices, True
         self._start = time.monotonic()
 
     async def steps(self) -> AsyncIterator[StepOutput]:
@@ -127,6 +124,7 @@ class ResponseStream:
     async def _follow(self, index: int, choice: Choice) -> AsyncIterator[StepOutput]:
         metrics, last = self._handler.metrics, self._start
         tokens: list[int] = []
+        reasoning = ""
         events = aiter(choice.job)
         while (event := await self._next(events)) is not None:
             now = time.monotonic()
@@ -137,11 +135,12 @@ class ResponseStream:
             parts, finish = choice.parser.feed(event.text), None
             if event.finish_reason is not None:
                 parts += choice.parser.finish(truncated=event.finish_reason == "length")
-                finish = self._finish(event, tokens, bool(choice.parser.calls))
+            reasoning += "".join(part.text for part in parts if isinstance(part, Reasoning))
+            if event.finish_reason is not None:
+                finish = self._finish(event, tokens, reasoning, bool(choice.parser.calls))
                 metrics.count_finish(event.stats, finish.reason)
             logprobs = self._logprobs(choice.recorder, event)
-            count = len(event.tokens)
-            yield StepOutput(index, parts, count, event.accepted, event.drafted, logprobs, finish)
+            yield StepOutput(index, event, parts, logprobs, finish)
             if finish is not None:
                 return
         raise RequestError("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
@@ -152,12 +151,15 @@ class ResponseStream:
             event = await anext(events, None)
         return event if self._open else None
 
-    def _finish(self, event: Event, tokens: Sequence[int], has_calls: bool) -> Finish:
-        reasoning = self._reasoning_tokens(tokens)
+    def _finish(
+        self, event: Event, tokens: Sequence[int], reasoning: str, has_calls: bool
+    ) -> Finish:
+        tokenizer = self._handler.target.tokenizer
+        count = len(tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
         if event.finish_reason == "length":
-            return Finish("length", event.stats, reasoning)
+            return Finish("length", event.stats, count)
         reason: FinishReason = "tool_calls" if has_calls else "stop"
-        return Finish(reason, event.stats, reasoning, self._stop_string(tokens))
+        return Finish(reason, event.stats, count, self._stop_string(tokens))
 
     def _logprobs(
         self, recorder: LogprobRecorder | None, event: Event
@@ -167,21 +169,6 @@ class ResponseStream:
             return None
         eos_ids = self._handler.target.tokenizer.eos_token_ids
         return [one for one in recorder.take(event.tokens) if one.chosen.token not in eos_ids]
-
-    def _reasoning_tokens(self, tokens: Sequence[int]) -> int:
-        """The number of reasoning tokens of an answer, markers included."""
-        tokenizer = self._handler.target.tokenizer
-        if self._handler.syntax.name == harmony.NAME:
-            return harmony.reasoning_tokens(tokens, tokenizer)
-        if not tokenizer.has_thinking:
-            return 0
-        start = 0
-        if not self._starts_in_reasoning:
-            start = find_tokens(tokens, tokenizer.think_start_tokens)
-        if start < 0:
-            return 0
-        end = find_tokens(tokens, tokenizer.think_end_tokens)
-        return (len(tokens) if end < 0 else end + len(tokenizer.think_end_tokens)) - start
 
     def _stop_string(self, tokens: Sequence[int]) -> str | None:
         """The stop string that ended an answer; None if an EOS token did."""
@@ -349,7 +336,7 @@ class RequestHandler:
             jobs.append(self._engine.submit(prompt.ids, **settings))
             parser = self._parser(request, prompt.starts_in_reasoning)
             choices.append(Choice(jobs[-1], parser, recorder))
-        return ResponseStream(self, request, prompt, choices)
+        return ResponseStream(self, request, len(prompt.ids), choices)
 
     def _parser(
         self, request: GenerationRequest, starts_in_reasoning: bool

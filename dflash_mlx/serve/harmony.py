@@ -52,26 +52,6 @@ def _is_reasoning(header: str) -> bool:
     return channel is not None and channel[1] == "analysis"
 
 
-def reasoning_tokens(tokens: Sequence[int], tokenizer: Any) -> int:
-    """The number of reasoning tokens of an answer, headers and markers included.
-
-    Args:
-        tokens: the answer's, which begins in a header.
-        tokenizer: mlx-lm's, of gpt-oss.
-    """
-    message = tokenizer.convert_tokens_to_ids("<|message|>")
-    ends = tokenizer.convert_tokens_to_ids([marker for marker, _ in _TRANSITIONS[_BODY]])
-    count, start, reasoning = 0, 0, False
-    for at, token in enumerate(tokens):
-        if token == message:
-            header = tokenizer.decode(list(tokens[start:at]))
-            reasoning = _is_reasoning(header) and "to=" not in header
-        if token in ends or at == len(tokens) - 1:
-            count += (at + 1 - start) * reasoning
-            start, reasoning = at + 1, False
-    return count
-
-
 class HarmonyParser:
     """Splits one answer into parts, as `parts.AnswerParser` does.
 

@@ -21,7 +21,6 @@ SEEDS: Final = 2**32
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 
 
 class SamplingBody(Body):
@@ -94,6 +93,47 @@ class ContentPart(Body):
         return self.text or ""
 
 
+class Function(Body):
+    """A function: of a tool, of an earlier call (with arguments), or by its name alone."""
+
+    name: Annotated[str, Field(max_length=256)] = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    arguments: str = "{}"
+
+    def tool(self, namespace: str | None = None) -> Tool:
+        """The internal tool. Raises `RequestError` if it has no name."""
+        if not self.name:
+            raise RequestError("A function has no name.", param="tools")
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        name = flat_name(namespace, self.name)
+        return Tool(name, self.description or "", parameters, bool(self.strict))
+
+
+class ResponseFormat(Body):
+    """The format of the answer. Chat completions have the schema in `json_schema`."""
+
+    ignored: ClassVar[tuple[str, ...]] = ("description", "strict")
+    type: Literal["text", "json_object", "json_schema"] = "json_schema"
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    json_schema: ResponseFormat | None = None
+
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for free text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        return (self.json_schema or self).schema_ or {}
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name that the model reads for a function of a namespace."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def read_content(content: str | list[ContentPart] | None, separator: str) -> str:
     """The text of a message's content. Raises `RequestError`."""
     if isinstance(content, list):
@@ -110,13 +150,6 @@ def template_call(id: str, name: str, arguments: str) -> dict[str, Any]:
     if not isinstance(value, dict):  # the model wrote what is not JSON
         value = {"arguments": arguments}
     return {"id": id, "type": "function", "function": {"name": name, "arguments": value}}
-
-
-def make_tool(
-    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
-) -> Tool:
-    """A tool from the fields of a function."""
-    return Tool(name, description or "", parameters or NO_PARAMETERS, bool(strict))
 
 
 def thinking_settings(effort: str | None) -> dict[str, Any]:
@@ -166,7 +199,8 @@ def drafting(finishes: Sequence[Finish]) -> dict[str, Any]:
 
 def step_drafting(step: StepOutput) -> dict[str, int]:
     """`x_dflash` of a chunk: the tokens of one decode step."""
-    return {"tokens": step.tokens, "accepted": step.accepted, "drafted": step.drafted}
+    event = step.event
+    return {"tokens": len(event.tokens), "accepted": event.accepted, "drafted": event.drafted}
 
 
 def format_logprob(token: TokenLogprob) -> dict[str, Any]:

@@ -162,10 +162,3 @@ def merge_texts(parts: Sequence[Part]) -> list[Part]:
         else:
             merged.append(part)
     return merged
-
-
-def find_tokens(tokens: Sequence[int], marker: Sequence[int]) -> int:
-    """The index of a marker in a list of tokens, or -1."""
-    width = len(marker)
-    places = range(len(tokens) - width + 1)
-    return next((at for at in places if tuple(tokens[at : at + width]) == tuple(marker)), -1)

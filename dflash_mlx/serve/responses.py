@@ -19,9 +19,11 @@ from .handler import Finish, ResponseStream, StepOutput
 from .openai_common import (
     ContentPart,
     Effort,
+    Function,
+    ResponseFormat,
     drafting,
+    flat_name,
     format_logprob,
-    make_tool,
     read_content,
     template_call,
     thinking_settings,
@@ -53,19 +55,10 @@ class InputItem(Body):
     output: str | ListOf[ContentPart] | None = None
 
 
-class TextFormat(Body):
-    """The format of the answer."""
-
-    ignored: ClassVar[tuple[str, ...]] = ("strict", "description")
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-
-
 class TextOptions(Body):
     """How the answer is written."""
 
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -76,22 +69,14 @@ class ReasoningOptions(Body):
     effort: Effort | None = None
 
 
-class ResponsesTool(Body):
-    """A function, a namespace of functions, or a tool of OpenAI's, which is left out."""
+class ResponsesTool(Function):
+    """A function, a namespace of functions, or a tool of OpenAI's, which is left out.
+
+    As a choice it has only a type and a name.
+    """
 
     type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     tools: ListOf[ResponsesTool] | None = None
-
-
-class ResponsesToolName(Body):
-    """A function by its name."""
-
-    type: Literal["function"]
-    name: str
 
 
 class ResponsesAllowedChoice(Body):
@@ -99,7 +84,7 @@ class ResponsesAllowedChoice(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
-    tools: ListOf[ResponsesToolName]
+    tools: ListOf[ResponsesTool]
 
 
 class ResponsesBody(Body):
@@ -121,7 +106,7 @@ class ResponsesBody(Body):
     include: ListOf[str] | None = None
     tools: ListOf[ResponsesTool] | None = None
     tool_choice: (
-        Literal["none", "auto", "required"] | ResponsesToolName | ResponsesAllowedChoice | None
+        Literal["none", "auto", "required"] | ResponsesAllowedChoice | ResponsesTool | None
     ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -137,6 +122,8 @@ class ResponsesBody(Body):
     def generation_request(self) -> GenerationRequest:
         """The internal request. Raises `RequestError`."""
         choice, allowed = self._tool_choice()
+        form = self.text.format if self.text else None
+        effort = self.reasoning.effort if self.reasoning else None
         return GenerationRequest(
             self.model,
             self._messages(),
@@ -150,10 +137,10 @@ class ResponsesBody(Body):
             choice,
             allowed,
             parallel_calls=self.parallel_tool_calls is not False
-            and not isinstance(self.tool_choice, ResponsesToolName),
-            schema=self._answer_schema(),
+            and not isinstance(self.tool_choice, ResponsesTool),
+            schema=form.answer_schema() if form else None,
             top_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            template_settings=thinking_settings(self.reasoning.effort if self.reasoning else None),
+            template_settings=thinking_settings(effort),
             prompt_field="input",
         )
 
@@ -168,17 +155,17 @@ class ResponsesBody(Body):
         found: list[tuple[str | None, str, Tool]] = []
         for tool in self.tools or ():
             if tool.type == "function":
-                found.append(_function(None, tool))
+                found.append((None, tool.name, tool.tool()))
             elif tool.type == "namespace":
-                inner = (one for one in tool.tools or () if one.type == "function")
-                found += (_function(tool.name, one) for one in inner)
+                functions = (one for one in tool.tools or () if one.type == "function")
+                found += ((tool.name, one.name, one.tool(tool.name)) for one in functions)
             else:
                 log.warning("a tool of type %s is left out", ascii(tool.type[:40]))
         return found
 
     def _tool_choice(self) -> tuple[ToolChoice, frozenset[str] | None]:
         choice = self.tool_choice
-        if isinstance(choice, ResponsesToolName):
+        if isinstance(choice, ResponsesTool):
             return "required", frozenset({choice.name})
         if isinstance(choice, ResponsesAllowedChoice):
             return choice.mode, frozenset(tool.name for tool in choice.tools)
@@ -194,24 +181,6 @@ class ResponsesBody(Body):
         if not messages:
             raise RequestError("The input is empty.", param="input")
         return messages
-
-    def _answer_schema(self) -> dict[str, Any] | None:
-        kind = self.text.format if self.text else None
-        if kind is None or kind.type == "text":
-            return None
-        return {"type": "object"} if kind.type == "json_object" else kind.schema_ or {}
-
-
-def _flat_name(namespace: str | None, name: str) -> str:
-    """The name that the model reads for a function of a namespace."""
-    return name if namespace is None else f"{namespace}__{name}"
-
-
-def _function(namespace: str | None, tool: ResponsesTool) -> tuple[str | None, str, Tool]:
-    if not tool.name:
-        raise RequestError("A function has no name.", param="tools")
-    name = _flat_name(namespace, tool.name)
-    return namespace, tool.name, make_tool(name, tool.description, tool.parameters, tool.strict)
 
 
 def _messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
@@ -250,7 +219,7 @@ def _add_to_turn(turn: dict[str, Any], item: InputItem, kind: str) -> None:
         if text := "\n".join(part.text or "" for part in (*parts, *(item.summary or ()))):
             turn["reasoning_content"] = text
     else:
-        name = _flat_name(item.namespace, item.name or "")
+        name = flat_name(item.namespace, item.name or "")
         call = template_call(item.call_id or "", name, item.arguments or "")
         turn.setdefault("tool_calls", []).append(call)
 
@@ -398,8 +367,12 @@ class ResponsesResponse:
         body, finish = self._body, self._finish
         truncated = finish is not None and finish.reason == "length"
         status = "in_progress" if finish is None else "incomplete" if truncated else "completed"
-        fields = body.model_dump(by_alias=True, include={"text", "reasoning", "tool_choice"})
-        named = body.tool_choice is not None
+        fields = body.model_dump(
+            by_alias=True,
+            exclude_unset=True,
+            exclude_none=True,
+            include={"text", "reasoning", "tool_choice"},
+        )
         return {
             "id": self._id,
             "object": "response",
@@ -414,11 +387,11 @@ class ResponsesResponse:
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": fields["reasoning"] or {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **fields.get("reasoning", {})},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": (fields["text"] or {}).get("format") or {"type": "text"}},
-            "tool_choice": fields["tool_choice"] if named else "auto",
+            "text": {"format": fields.get("text", {}).get("format", {"type": "text"})},
+            "tool_choice": fields.get("tool_choice", "auto"),
             "tools": [],
             "top_p": body.top_p,
             "truncation": "disabled",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -110,17 +110,10 @@ def make_loading_app(auth: Auth, metrics: Metrics) -> Starlette:
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "loading", "seconds_since_round": 0.0})
 
-    async def ready(request: Request) -> Response:
-        return JSONResponse({"ready": False}, 503, {"Retry-After": str(RETRY_SECONDS)})
-
-    async def page(request: Request) -> Response:
-        seconds = str(RETRY_SECONDS)
-        return PlainTextResponse(LOADING, 503, {"Retry-After": seconds, "Refresh": seconds})
-
     async def wait(request: Request) -> Response:
         raise RequestError(LOADING, 503, retry_after=RETRY_SECONDS)
 
-    routes = [Route("/health", health), Route("/ready", ready), Route("/", page)]
+    routes = [Route("/health", health)]
     routes.append(Route("/{path:path}", wait, methods=["GET", "POST", "DELETE"]))
     return with_middleware(routes, auth, metrics)
 

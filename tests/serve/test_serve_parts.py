@@ -11,7 +11,7 @@ from mlx_lm import tool_parsers
 from mlx_lm.tool_parsers import json_tools, mistral
 from serving import FakeEngine, client, make_target
 
-from dflash_mlx.serve.harmony import HarmonyParser, reasoning_tokens, uses_harmony
+from dflash_mlx.serve.harmony import HarmonyParser, uses_harmony
 from dflash_mlx.serve.parts import AnswerParser, Reasoning, Text
 from dflash_mlx.serve.request import Tool
 from dflash_mlx.serve.tools import ToolCall, ToolSyntax
@@ -214,11 +214,6 @@ def test_gpt_oss_is_known_by_its_tokens():
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning_content"] == "Let me see."
-    thought = HARMONY[: HARMONY.index("<|start|>")]
-    expected = len(target.tokenizer.encode(thought, add_special_tokens=False))
     details = answer["usage"]["completion_tokens_details"]
-    assert details["reasoning_tokens"] == expected > 8
-    for cut in ("<|channel|>analysis<|message|>Hm", "<|channel|>final<|message|>Hm", "<|channel|>"):
-        tokens = target.tokenizer.encode(cut, add_special_tokens=False)
-        thinks = len(tokens) if "analysis" in cut else 0
-        assert reasoning_tokens(tokens, target.tokenizer) == thinks
+    tokens = target.tokenizer.encode("Let me see.", add_special_tokens=False)
+    assert details["reasoning_tokens"] == len(tokens)
