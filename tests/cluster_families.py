@@ -162,10 +162,10 @@ def three(target: dm.Target, crowd: Crowd, drafter: Knowing, together: Flat) -> 
     jobs = []
     for prompt, settings in crowd.requests:
         jobs.append(played.submit(prompt, block_size=6, **settings))
-        played.seats.step()
+        played.scheduler.step()
         if len(jobs) == 2:
             gone = played.submit(crowd.requests[0][0], block_size=2, **crowd.requests[0][1])
-            played.seats.step()
+            played.scheduler.step()
             gone.cancelled = True
     played.run()
     cut = gone.result()

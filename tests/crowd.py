@@ -11,8 +11,8 @@ import mlx.core as mx
 import dflash_mlx as dm
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.engine.job import Job
-from dflash_mlx.engine.memory import Memory
-from dflash_mlx.engine.seats import Seats
+from dflash_mlx.engine.memory import MemoryBudget
+from dflash_mlx.engine.scheduler import BatchScheduler
 from dflash_mlx.generation import GenerationSettings, start_request
 from dflash_mlx.proposal import Proposal
 
@@ -115,17 +115,19 @@ class Played:
 
     def __init__(self, target: dm.Target, drafter: Any, together: Any, **options: Any) -> None:
         self.pair = target, drafter
-        memory = Memory(target, drafter, options.get("memory"), ahead=options.get("ahead", 1024))
-        self.seats = Seats(
+        memory = MemoryBudget(
+            target, drafter, options.get("memory"), reserve=options.get("reserve", 1024)
+        )
+        self.scheduler = BatchScheduler(
             together, memory, options.get("most_jobs", 32), options.get("stall", 0.25)
         )
 
     def submit(self, prompt: list[int], **settings: Any) -> Job:
         request = start_request(*self.pair, prompt, GenerationSettings.of(fresh(settings)))
         job = Job(request.stats, lambda: None, lambda: True)  # nobody else would make its text
-        self.seats.add(job, request)
+        self.scheduler.add(job, request)
         return job
 
     def run(self) -> None:
-        while self.seats.busy:
-            self.seats.step()
+        while self.scheduler.busy:
+            self.scheduler.step()

@@ -243,13 +243,13 @@ def test_who_is_cancelled_is_gone_within_a_round(crowd):
     played = Played(crowd.target, crowd.knowing(0.0), Flat(crowd.target, None))
     jobs = submit_all(played, crowd)
     for _ in range(4):
-        played.seats.step()
-    gone = weakref.ref(played.seats._seats[1].request)
+        played.scheduler.step()
+    gone = weakref.ref(played.scheduler._running[1].request)
     rounds = jobs[1].stats.rounds
     jobs[1].cancel()
-    played.seats.step()
+    played.scheduler.step()
     assert jobs[1].result().finish_reason == "cancelled" and jobs[1].stats.rounds == rounds
-    assert gone() is None and len(played.seats._seats) == len(jobs) - 1
+    assert gone() is None and len(played.scheduler._running) == len(jobs) - 1
     played.run()
     assert jobs[1].result().tokens == crowd.alone[1][: rounds + 1]
     assert [job.result().tokens for job in jobs[2:]] == crowd.alone[2:]
@@ -260,10 +260,10 @@ def test_nobody_s_caches_are_touched_when_others_come_and_go(crowd):
     played = Played(crowd.target, random_drafter(), Flat(crowd.target, None))
     first = played.submit([1, 2, 3], max_tokens=100)
     for _ in range(2):  # the prompt, and a round that gives the drafter its context
-        played.seats.step()
+        played.scheduler.step()
 
     def held() -> list[mx.array]:
-        request = played.seats._seats[0].request
+        request = played.scheduler._running[0].request
         caches = [*request.target._cache, *(layer._full for layer in request.drafter._cache)]
         return [array for cache in caches for array in (cache.keys, cache.values)]
 
@@ -273,7 +273,7 @@ def test_nobody_s_caches_are_touched_when_others_come_and_go(crowd):
             jobs = submit_all(played, crowd)
         else:
             [job.cancel() for job in jobs]
-        played.seats.step()
+        played.scheduler.step()
         assert all(now is array for now, array in zip(held(), before, strict=True))
     first.cancel()
     played.run()
@@ -284,7 +284,7 @@ def test_room_for_two_is_enough_for_all(crowd):
     drafter = random_drafter()
     size = 2 * (crowd.target.cache_bytes(256) + drafter.cache_bytes(256))
     played = Played(crowd.target, drafter, Flat(crowd.target, None), memory=size)
-    jobs, held, memory = submit_all(played, crowd), [], played.seats._memory
+    jobs, held, memory = submit_all(played, crowd), [], played.scheduler._memory
     overflows = memory.overflows  # asked in every step, of all who have read anything
     memory.overflows = lambda requests: held.append(len(requests)) or overflows(requests)
     played.run()
@@ -296,12 +296,12 @@ def test_the_youngest_gives_way_and_goes_on():
     prompts = [prompt_of(230, seed) for seed in (1, 2)]
     alone = [dm.generate(model, None, prompt, max_tokens=40).tokens for prompt in prompts]
     # Each needs one block now, so both enter, and two at the end.
-    played = Played(model, None, Flat(model, None), memory=3 * size, ahead=0)
+    played = Played(model, None, Flat(model, None), memory=3 * size, reserve=0)
     jobs = [played.submit(prompt, max_tokens=40) for prompt in prompts]
     waited = False
-    while played.seats.busy:
-        played.seats.step()
-        waited |= bool(played.seats._queue) and jobs[1].stats.rounds > 0
+    while played.scheduler.busy:
+        played.scheduler.step()
+        waited |= bool(played.scheduler._waiting) and jobs[1].stats.rounds > 0
     assert waited and [job.result().tokens for job in jobs] == alone
 
 

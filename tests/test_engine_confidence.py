@@ -139,12 +139,12 @@ def test_texts_stay_and_a_round_waits_once_more_where_that_pays(pays, monkeypatc
     rounds = SharedRounds(shared_costs(0.05, 0.01, 0.1), float)
     played = Played(model, crowd.knowing(0.8, kind=Sure), Flat(model, rounds))
     jobs = [played.submit(prompt, policy=policy, **how) for prompt, how in asked]
-    played.seats.step()
+    played.scheduler.step()
     evaluate = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *of: waits.append(rounds.waited) or evaluate(*of))
     steps = 0
-    while len(played.seats._seats) == len(jobs) and steps < 4:
-        played.seats.step()
+    while len(played.scheduler._running) == len(jobs) and steps < 4:
+        played.scheduler.step()
         steps += 1
     assert len(waits) == (2 if pays else 1) * steps and steps > 1
     monkeypatch.undo()

@@ -92,11 +92,11 @@ def play(family: str, count: int, p: float, seed: int) -> None:
             number = waiting.pop(who % len(waiting))
             prompt, ways = people.requests[number]
             jobs[number] = played.submit(prompt, **{"block_size": 6, **ways})
-        elif what == "gives way" and played.seats._seats:
-            played.seats.give_way()
+        elif what == "gives way" and played.scheduler._running:
+            played.scheduler.preempt()
         elif what == "cancelled" and who in jobs:
             jobs[who].cancel()
-        played.seats.step()
+        played.scheduler.step()
     for number in waiting:
         prompt, ways = people.requests[number]
         jobs[number] = played.submit(prompt, **{"block_size": 6, **ways})

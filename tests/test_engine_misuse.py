@@ -159,7 +159,7 @@ def test_every_reader_of_a_failed_job_sees_where_it_failed(engine):
             wait()
         seen.append([frame.name for frame in caught.traceback])
     assert all(names[-1] == "leave" for names in seen)
-    assert len(seen[0]) == len(seen[1]) and all(names.count("_raise") == 1 for names in seen)
+    assert len(seen[0]) == len(seen[1]) and all(names.count("_raise_error") == 1 for names in seen)
 
 
 def test_a_salt_is_text(engine):

@@ -49,10 +49,10 @@ def test_who_gives_way_goes_on_from_the_store():
     played = Played(model, None, Flat(model, None))
     jobs = [played.submit(prompt, max_tokens=20, prefix=store) for prompt in prompts]
     for _ in range(12):
-        played.seats.step()
-    played.seats.give_way()
-    played.seats.step()
-    assert played.seats._seats[-1].request.target.position >= 40  # in one step, of 41 or more
+        played.scheduler.step()
+    played.scheduler.preempt()
+    played.scheduler.step()
+    assert played.scheduler._running[-1].request.target.position >= 40  # in one step, of 41 or more
     played.run()
     for job, prompt in zip(jobs, prompts, strict=True):
         assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens
@@ -64,8 +64,8 @@ def test_who_gives_way_may_be_cancelled():
     played = Played(model, None, Flat(model, None))
     jobs = [played.submit(prompt_of(30, seed), max_tokens=20, prefix=store) for seed in (1, 2)]
     for _ in range(4):
-        played.seats.step()
-    played.seats.give_way()
+        played.scheduler.step()
+    played.scheduler.preempt()
     jobs[1].cancelled = True
     played.run()
     assert [job.result().finish_reason for job in jobs] == ["length", "cancelled"]

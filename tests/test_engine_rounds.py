@@ -49,8 +49,8 @@ def test_a_round_of_many_waits_for_the_device_once(monkeypatch):
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 2}, {"presence_penalty": 0.3}]
     for number in range(9):
         played.submit(prompt_of(5 + number, number), max_tokens=60, **ways[number % len(ways)])
-    while len(played.seats._seats) < 9 or played.seats._reading:
-        played.seats.step()
+    while len(played.scheduler._running) < 9 or played.scheduler._prefilling:
+        played.scheduler.step()
     for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__array__"):
         if hasattr(mx.array, name):
             monkeypatch.setattr(mx.array, name, counted(name, getattr(mx.array, name)))
@@ -59,7 +59,7 @@ def test_a_round_of_many_waits_for_the_device_once(monkeypatch):
     for name in OF_NUMPY:
         monkeypatch.setattr(np, name, counted(name, getattr(np, name)))
     for _ in range(4):
-        played.seats.step()
+        played.scheduler.step()
     # What was evaluated, features along with it, is read without another wait.
     assert waits == ["eval", "tolist"] * 4
 
@@ -220,10 +220,10 @@ def test_a_grammar_among_other_requests(pair, alone):
         played = Played(pair[0], drafter, Flat(pair[0], None))
         jobs = [played.submit(prompt, block_size=3, **settings) for prompt, settings in requests]
         for _ in range(2):
-            played.seats.step()
+            played.scheduler.step()
         assert 0 < jobs[0].stats.output_tokens < len(crowd.alone[0])
-        while played.seats._seats:  # the grammar's is half way through
-            played.seats.give_way()
+        while played.scheduler._running:  # the grammar's is half way through
+            played.scheduler.preempt()
         played.run()
         assert [job.result().tokens for job in jobs] == crowd.alone
         assert 0 <= json.loads(jobs[0].result().text)["sum"] <= 999

@@ -153,7 +153,7 @@ def test_many_are_pipelined_together_whoever_comes_and_goes(family):
         for prompt, of in crowd.requests:
             jobs.append(played.submit(prompt, **of))
             for _ in range(6):
-                played.seats.step()
+                played.scheduler.step()
         played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone
     # A forward of many is counted for each of them; newcomers and ends begin anew.
@@ -167,10 +167,10 @@ def test_a_job_that_leaves_while_the_next_step_runs_disturbs_no_other():
     played = Played(target, None, Flat(target, None), memory=None)
     jobs = [played.submit(prompt, **of) for prompt, of in crowd.requests]
     for _ in range(8):
-        played.seats.step()
+        played.scheduler.step()
     jobs[0].cancel()
-    played.seats.step()
-    played.seats.give_way()  # the youngest reads its text again, later on
+    played.scheduler.step()
+    played.scheduler.preempt()  # the youngest reads its text again, later on
     played.run()
     assert jobs[0].result().finish_reason == "cancelled"
     assert [job.result().tokens for job in jobs[1:]] == crowd.alone[1:]

@@ -1,6 +1,6 @@
 """The engine: many requests at once, each with the text that it would have alone.
 
-Jobs come from any thread. One thread owns the arrays, and takes a step of all of them (`seats`)
+Jobs come from any thread. One thread owns the arrays, and takes a step of all of them (`scheduler`)
 after the other.
 """
 
@@ -31,9 +31,9 @@ from ..threads import clean_up_at_end
 from ..validation import MAX_BYTES, brief, check_integer, is_positive
 from .costs import SharedCosts
 from .job import Job
-from .memory import Memory
+from .memory import MemoryBudget
 from .rows import SharedRounds
-from .seats import Seats
+from .scheduler import BatchScheduler
 from .together import Flat
 
 MOST_JOBS = 32
@@ -85,11 +85,11 @@ class Engine(AbstractContextManager["Engine", None]):
         self._pair, self._policy, self._prefix = (target, drafter), policy, prefix
         self._fits: set[int | None] = set()  # kv_bits that the caches were tried with
         self._check(None)
-        self._memory = Memory(target, drafter, memory, prefix)
+        self._memory = MemoryBudget(target, drafter, memory, prefix)
         together = together or Flat(target, _shared_rounds(target, drafter, policy, meanwhile))
-        self._seats = Seats(together, self._memory, most_jobs, stall_ms / 1e3)
+        self._scheduler = BatchScheduler(together, self._memory, most_jobs, stall_ms / 1e3)
         self._arrived: deque[tuple[Job, Request]] = deque()  # what other threads have put there
-        self._lock, self._scheduled, self._closed = threading.Lock(), False, False
+        self._lock, self._step_due, self._closed = threading.Lock(), False, False
         self.progressed, self._process = time.monotonic(), os.getpid()
         # Its thread waits for steps, ends with the engine, and is joined when the program ends.
         self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
@@ -98,7 +98,7 @@ class Engine(AbstractContextManager["Engine", None]):
     @property
     def busy(self) -> bool:
         """Whether a job is left, be it one that was cancelled; for any thread."""
-        return bool(self._arrived) or self._seats.busy
+        return bool(self._arrived) or self._scheduler.busy
 
     def submit(self, prompt: Prompt, **settings: Any) -> Job:
         """Have a text made; from any thread.
@@ -128,7 +128,7 @@ class Engine(AbstractContextManager["Engine", None]):
             self._memory.check(request)
             job = Job(request.stats, self._wake, self._is_mine)
             with self._lock:
-                if self._closed or not (self._scheduled or self._schedule()):
+                if self._closed or not (self._step_due or self._schedule()):
                     raise EngineError("The engine is closed: make another.")
                 self._arrived.append((job, request))
             refused.pop_all()
@@ -138,7 +138,7 @@ class Engine(AbstractContextManager["Engine", None]):
         """End every job with an error, from any thread, even while a step never ends."""
         with self._lock:
             self._closed = True
-            jobs = [*(job for job, _ in self._arrived), *self._seats.jobs]
+            jobs = [*(job for job, _ in self._arrived), *self._scheduler.jobs]
         for job in jobs:
             job.fail(error)
 
@@ -169,33 +169,33 @@ class Engine(AbstractContextManager["Engine", None]):
     def _wake(self) -> None:
         """Have a step taken, unless one is to be taken anyway."""
         with self._lock:
-            if not self._scheduled:
+            if not self._step_due:
                 self._schedule()
 
     def _schedule(self) -> bool:
         """Have a step taken; whether it will be. The lock is held."""
         with suppress(RuntimeError):  # the engine was closed, or the program ends
             self._thread.submit(self._step)
-            self._scheduled = True
-        return self._scheduled
+            self._step_due = True
+        return self._step_due
 
     # What follows runs in the engine's thread.
 
     def _step(self) -> None:
         """A step of all, and another while anybody is left."""
         with self._lock:
-            self._scheduled, self._owner = False, threading.get_ident()
+            self._step_due, self._owner = False, threading.get_ident()
             while self._arrived:
-                self._seats.add(*self._arrived.popleft())
+                self._scheduler.add(*self._arrived.popleft())
         if self._closed:
-            self._seats.dismiss()
-        self._seats.step()
+            self._scheduler.cancel_all()
+        self._scheduler.step()
         self.progressed = time.monotonic()
         with self._lock:
-            if self._seats.busy and not self._scheduled and not self._schedule():
+            if self._scheduler.busy and not self._step_due and not self._schedule():
                 self._closed = True
         if self._closed:
-            self._seats.dismiss()
+            self._scheduler.cancel_all()
 
 
 def _shared_rounds(

@@ -1,4 +1,4 @@
-"""A job: what somebody waits for while the engine makes it."""
+"""A job: the caller's side of a request that an engine runs."""
 
 from __future__ import annotations
 
@@ -18,47 +18,52 @@ from ..events import Event, FinishReason, Result, Stats
 class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
     """A request in an engine: an iterator of its events, for `for` and for `async for`.
 
-    Several readers share the events among them. `result`, or `await`, waits beside them, and needs
-    none. Whoever reads slowly, or not at all, delays nobody: events wait here.
+    Several readers share the events. `result`, or `await`, waits for the end and needs no reader.
+    Events queue up here, so a slow reader delays no other request.
 
     Args:
         stats: the request's counters.
-        wake: has the engine look at this job again.
-        makes: whether the calling thread is the one that makes the text.
+        wake: makes the engine look at this job again.
+        in_engine_thread: whether the calling thread is the engine's, which must never wait.
+
+    Attributes:
+        stats: as given.
+        cancelled: whether `cancel` was called.
     """
 
     def __init__(
-        self, stats: Stats, wake: Callable[[], None], makes: Callable[[], bool] = lambda: False
+        self,
+        stats: Stats,
+        wake: Callable[[], None],
+        in_engine_thread: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.stats = stats
-        self._wake, self._makes = wake, makes
-        self._news = threading.Condition()
+        self.stats, self.cancelled = stats, False
+        self._wake, self._in_engine_thread = wake, in_engine_thread
+        self._changed = threading.Condition()
         self._events: deque[Event] = deque()
-        self._asleep: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
         self._error: BaseException | None = None
-        self._trace: TracebackType | None = None  # to where it was raised
-        self.cancelled = False
+        self._traceback: TracebackType | None = None
 
     def __repr__(self) -> str:
-        """A line: how it ended, and how many tokens there are."""
-        state = (
-            type(self._error).__name__ if self._error else repr(self._finish_reason or "goes on")
-        )
+        """One line: the state and the number of tokens."""
+        error = type(self._error).__name__ if self._error else None
+        state = error or (repr(self._finish_reason) if self._finish_reason else "running")
         return f"Job({state}, {len(self._tokens)} tokens)"
 
     def __iter__(self) -> Job:
-        """This."""
+        """This job."""
         return self
 
     def __next__(self) -> Event:
-        """The next event. Raises what the request raised, after the events before it.
+        """The next event. Raises the request's error after the events before it.
 
-        Raises `EngineError` in the thread that makes the text, where it could not come.
+        Raises `EngineError` in the engine's own thread, where it would wait forever.
         """
-        with self._news:
+        with self._changed:
             self._wait_for(lambda: bool(self._events) or self.done)
             event = self._take()
         if event is None:
@@ -66,111 +71,110 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         return event
 
     def __aiter__(self) -> Job:
-        """This."""
+        """This job."""
         return self
 
     async def __anext__(self) -> Event:
-        """The next event, as `next`, while other tasks of the event loop go on."""
+        """The next event; other tasks of the event loop run meanwhile."""
         while True:
-            with self._news:
+            with self._changed:
                 if self._events or self.done:
                     event = self._take()
                     break
-                arrived = self._arrival()
-            await arrived
+                change = self._next_change()
+            await change
         if event is None:
             raise StopAsyncIteration
         return event
 
     def __await__(self) -> Generator[Any, None, Result]:
-        """As `result`, while other tasks of the event loop go on."""
+        """As `result`; other tasks of the event loop run meanwhile."""
         while True:
-            with self._news:
+            with self._changed:
                 if self.done:
                     return self.result()
-                arrived = self._arrival()
-            yield from arrived
+                change = self._next_change()
+            yield from change
 
     @property
     def done(self) -> bool:
-        """Whether the text has ended, in one way or another."""
+        """Whether the text has ended, was cancelled, or failed."""
         return self._finish_reason is not None or self._error is not None
 
     def result(self, timeout: float | None = None) -> Result:
-        """All of it, once it has ended; of a cancelled job what there was.
+        """Wait for the end, and return the whole text; of a cancelled job the text so far.
 
-        Raises what the request raised, `TimeoutError` after `timeout` seconds, and `EngineError` as
-        `next` does.
+        Raises the request's error, `TimeoutError` after `timeout` seconds, and `EngineError` in the
+        engine's own thread.
         """
-        with self._news:
+        with self._changed:
             if not self._wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"The job has not ended within {timeout} seconds.")
-            self._raise()
+            self._raise_error()
             assert self._finish_reason is not None
             return Result("".join(self._text), [*self._tokens], self._finish_reason, self.stats)
 
     def cancel(self) -> None:
-        """End it: the round that runs is its last, and its caches are free. Ended, it stays so."""
+        """End the job after its current step. A job that has ended stays as it is."""
         self.cancelled = True
         self._wake()
 
     def put(self, event: Event) -> None:
-        """An event, from the engine."""
-        with self._news:
-            if self._error is not None:  # it was abandoned meanwhile
+        """Add an event; for the engine."""
+        with self._changed:
+            if self._error is not None:  # abandoned meanwhile
                 return
             self._events.append(event)
             self._text.append(event.text)
             self._tokens += event.tokens
             self._finish_reason = event.finish_reason
-            self._tell()
+            self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """It cannot go on, says the engine."""
-        # The frames hold the request and its caches for as long as somebody holds the error.
+        """End the job with an error; for the engine."""
+        # The traceback's frames would keep the request and its caches alive.
         traceback.clear_frames(error.__traceback__)
-        with self._news:
+        with self._changed:
             if self._error is None:
-                self._error, self._trace = error, error.__traceback__
-            self._tell()
+                self._error, self._traceback = error, error.__traceback__
+            self._notify()
 
-    def _arrival(self) -> asyncio.Future[None]:
-        """Of the next news, for a task of the running event loop. The lock is held."""
+    def _next_change(self) -> asyncio.Future[None]:
+        """A future for a task of the running event loop. The lock is held."""
         loop = asyncio.get_running_loop()
-        arrived = loop.create_future()
-        self._asleep.append((loop, arrived))
-        return arrived
+        change = loop.create_future()
+        self._waiters.append((loop, change))
+        return change
 
     def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait for news; whether they came. Raises `EngineError` where they never can."""
-        if not condition() and self._makes():
+        """Wait until a condition holds; False after the timeout. Raises `EngineError`."""
+        if not condition() and self._in_engine_thread():
             raise EngineError(
-                "A job cannot be waited for by the thread that makes its text, as a logits "
+                "A job cannot be waited for in the engine's own thread, for example in a logits "
                 "processor of another job: wait in a thread of your own."
             )
-        return self._news.wait_for(condition, timeout)
+        return self._changed.wait_for(condition, timeout)
 
     def _take(self) -> Event | None:
-        """The first event that waits; None at the end. Raises what the request raised."""
+        """The first queued event; None at the end. Raises the request's error."""
         if self._events:
             return self._events.popleft()
-        self._raise()
+        self._raise_error()
         return None
 
-    def _raise(self) -> None:
-        """Raise what the request raised, if it did: for each reader without the readers before."""
+    def _raise_error(self) -> None:
+        """Raise the request's error, if any, without the tracebacks of earlier readers."""
         if self._error is not None:
-            raise self._error.with_traceback(self._trace)
+            raise self._error.with_traceback(self._traceback)
 
-    def _tell(self) -> None:
-        """Wake who waits."""
-        self._news.notify_all()
-        asleep, self._asleep = self._asleep, []
-        for loop, arrived in asleep:
-            with suppress(RuntimeError):  # its loop is closed: nobody waits there any more
-                loop.call_soon_threadsafe(_arrive, arrived)
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        waiters, self._waiters = self._waiters, []
+        for loop, change in waiters:
+            with suppress(RuntimeError):  # the loop is closed, so no task waits there
+                loop.call_soon_threadsafe(_resolve, change)
 
 
-def _arrive(arrived: asyncio.Future[None]) -> None:
-    if not arrived.done():  # whoever waited may have been cancelled
-        arrived.set_result(None)
+def _resolve(change: asyncio.Future[None]) -> None:
+    if not change.done():  # the waiting task may have been cancelled
+        change.set_result(None)

@@ -1,8 +1,8 @@
-"""What the caches of requests take, and who may have some.
+"""The memory budget: which requests may have caches at the same time.
 
-A request enters when its text so far and a good part of what it may go on by find room beside the
-others; it is refused at once when even alone it could come to more than there is. Texts that grow
-beyond what was set aside for them may fill the room all the same: then the youngest gives way.
+A request is admitted if its text so far and the next `RESERVE` tokens fit beside the others. It is
+refused at once if even alone it could outgrow the budget. Texts may still grow beyond the reserve
+and fill the budget; then the scheduler preempts the youngest.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ..prefix.cache import PrefixCache
 from ..request import Request
 from ..targets import Target
 
-AHEAD = 1024  # tokens
-STEP = 256  # tokens by which mlx-lm's caches grow
-TRIED = 32  # such steps for which their shapes are looked at
+RESERVE = 1024  # tokens
+BLOCK = 256  # tokens; mlx-lm's caches grow by as many
+MEASURED = 32  # blocks up to which cache shapes are looked up, and beyond which they are linear
 
 
-class Memory:
-    """Room for the caches of requests.
+class MemoryBudget:
+    """Bounds the caches of an engine's requests.
 
     Args:
-        target, drafter: whose caches they are.
+        target, drafter: the pair whose caches they are.
         size: bytes for all of them together; None is without limit.
-        store: of what is kept beside them, in room of its own that they may take from it.
-        ahead: tokens of an answer for which there is room when a request enters.
+        prefix: a prefix cache in the same memory, which frees entries for the requests.
+        reserve: tokens of an answer that must fit when a request is admitted.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class Memory:
         target: Target,
         drafter: Drafter | None,
         size: int | None,
-        store: PrefixCache | None = None,
-        ahead: int = AHEAD,
+        prefix: PrefixCache | None = None,
+        reserve: int = RESERVE,
     ) -> None:
-        self._target, self._drafter, self._store = target, drafter, store
-        self._size, self._ahead = size, ahead
-        self._known: dict[tuple[int, int | None], int] = {}
+        self._target, self._drafter, self._prefix = target, drafter, prefix
+        self._size, self._reserve = size, reserve
+        self._block_bytes: dict[tuple[int, int | None], int] = {}
 
     def check(self, request: Request) -> None:
-        """Raise `NotEnoughMemoryError` for a request that could outgrow the room even alone."""
+        """Raise `NotEnoughMemoryError` for a request that could outgrow the budget alone."""
         if self._size is None:
             return
         most = self.bytes(request, request.remaining)
@@ -53,36 +53,34 @@ class Memory:
                 f"and the engine has {self._size:,} for all: shorten the prompt or max_tokens."
             )
 
-    def enters(self, request: Request, beside: Sequence[Request]) -> bool:
-        """Whether there is room for a request beside others."""
+    def admits(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether a request fits beside the running ones."""
         if self._size is None:
             return True
-        set_aside = sum(self.bytes(each, self._ahead) for each in [request, *beside])
-        return set_aside <= self._size
+        return sum(self.bytes(one, self._reserve) for one in [request, *running]) <= self._size
 
-    def overflows(self, requests: Sequence[Request]) -> bool:
-        """Whether the next round of these would need more than there is."""
-        if self._size is None and self._store is None:
+    def overflows(self, running: Sequence[Request]) -> bool:
+        """Whether the next step of these requests could exceed the budget."""
+        if self._size is None and self._prefix is None:
             return False
-        needed = sum(self.bytes(each, each.stats.block_size) for each in requests)
-        stored = self._store is None or self._store.reserve(needed)
-        return not stored or (self._size is not None and needed > self._size)
+        needed = sum(self.bytes(one, one.stats.block_size) for one in running)
+        reserved = self._prefix is None or self._prefix.reserve(needed)
+        return not reserved or (self._size is not None and needed > self._size)
 
     def bytes(self, request: Request, further: int) -> int:
-        """What a request's caches take once its text has gone on by so many tokens."""
+        """Bytes of a request's caches after `further` more tokens."""
         tokens = request.tokens + min(further, request.remaining)
-        blocks, kv_bits = -(-tokens // STEP), request.kv_bits
-        if blocks <= TRIED:
-            return self._tried(blocks, kv_bits)
-        # From there on they grow as they did before: windows have long been full.
-        whole, half = self._tried(TRIED, kv_bits), self._tried(TRIED // 2, kv_bits)
-        return whole + (blocks - TRIED) * (whole - half) // (TRIED - TRIED // 2)
+        blocks, kv_bits = -(-tokens // BLOCK), request.kv_bits
+        if blocks <= MEASURED:
+            return self._measured(blocks, kv_bits)
+        # Sliding windows are full by then, so growth is linear.
+        full, half = self._measured(MEASURED, kv_bits), self._measured(MEASURED // 2, kv_bits)
+        return full + (blocks - MEASURED) * (full - half) // (MEASURED - MEASURED // 2)
 
-    def _tried(self, blocks: int, kv_bits: int | None) -> int:
-        """The bytes of so many blocks, from the shapes that they would have."""
-        of = blocks, kv_bits
-        if of not in self._known:
-            tokens = blocks * STEP
-            of_target = self._target.cache_bytes(tokens, kv_bits)
-            self._known[of] = of_target + cache_bytes(self._drafter, tokens)
-        return self._known[of]
+    def _measured(self, blocks: int, kv_bits: int | None) -> int:
+        """Bytes of so many blocks, from the shapes of empty caches."""
+        key = blocks, kv_bits
+        if key not in self._block_bytes:
+            target_bytes = self._target.cache_bytes(blocks * BLOCK, kv_bits)
+            self._block_bytes[key] = target_bytes + cache_bytes(self._drafter, blocks * BLOCK)
+        return self._block_bytes[key]

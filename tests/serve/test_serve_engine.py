@@ -166,7 +166,7 @@ def test_a_device_that_does_not_come_back_is_told_by_health(pair):
             (stream,) = await handler.start(
                 [GenerationRequest("m", "What is 37", {"max_tokens": 24})]
             )
-            device = engine._seats._together
+            device = engine._scheduler._batch
             await asyncio.to_thread(device.waiting.wait, 60)
             while (told := await ends.health(None)).status_code == 200:
                 await asyncio.sleep(0.01)
@@ -188,7 +188,7 @@ def test_a_device_that_does_not_come_back_is_told_when_all_have_left(pair):
             (stream,) = await handler.start(
                 [GenerationRequest("m", "What is 37", {"max_tokens": 24})]
             )
-            device = engine._seats._together
+            device = engine._scheduler._batch
             await asyncio.to_thread(device.waiting.wait, 60)
             stream.close()
             still = handler.seconds_since_step

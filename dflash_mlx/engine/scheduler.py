@@ -1,0 +1,210 @@
+"""The batch scheduler: which requests wait, which run, and what they do in one step.
+
+    waiting -> running: prefill, a chunk per step -> running: decode, one batch per step -> end
+
+A step drops cancelled requests, admits waiting ones that fit into memory, reads a chunk of a
+prompt, and decodes one token or more of every running text (`loop.step`). So a long prompt delays
+the other texts by one chunk at a time. Requests that come or go copy, pad or move no cache.
+
+An error in one request's own part ends that request. After an error in a shared forward no cache of
+the batch can be trusted: each request then rebuilds its caches and has its next step alone, where
+the request that caused the error fails by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..events import Event
+from ..loop import Batch, BatchItem, ErrorCapture, step
+from ..request import Request
+from ..targets.target import LAST_STEP, PREFILL_STEP
+from .job import Job
+from .memory import MemoryBudget
+
+CHUNK, MIN_CHUNK = 256, 16  # tokens; prefill chunks are multiples of CHUNK where there is time
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A request in the scheduler."""
+
+    job: Job
+    request: Request
+    number: int  # in the order of submission
+    prefill: Iterator[Event | None] | None = None  # None once the prompt is read
+    alone: bool = False  # whether its next step must be alone, after an error in a shared forward
+
+
+class BatchScheduler:
+    """Schedules the requests of an engine. All methods but `jobs` and `busy` are for one thread.
+
+    Args:
+        batch: drafts and verifies for all requests of a step.
+        memory: bounds the requests' caches.
+        max_running: the most requests that run at once.
+        stall: seconds for which reading prompts may delay the other texts in one step.
+    """
+
+    def __init__(self, batch: Batch, memory: MemoryBudget, max_running: int, stall: float) -> None:
+        self._batch, self._memory = batch, memory
+        self._max_running, self._stall = max_running, stall
+        self._prefill_rate = 0.0  # tokens per second; 0 until measured
+        self._chunk, self._submitted = PREFILL_STEP, 0
+        self._running: list[_Slot] = []  # in the order of submission
+        self._prefilling: deque[_Slot] = deque()  # running, and taking turns to read their prompts
+        self._waiting: deque[_Slot] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is left; for any thread."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs of all requests that are left; for any thread."""
+        return [slot.job for slot in [*self._running, *self._waiting]]
+
+    def add(self, job: Job, request: Request) -> None:
+        """Add a request to the waiting ones."""
+        self._submitted += 1
+        self._waiting.append(_Slot(job, request, self._submitted))
+
+    def step(self) -> None:
+        """Take one step of all requests. An unexpected error ends all of them."""
+        with ErrorCapture() as captured:
+            self._drop_cancelled()
+            self._admit()
+            self._prefill()
+            self._decode()
+        if captured.error is not None:  # a bug of ours: no job may hang
+            for slot in [*self._running, *self._waiting]:
+                self._end(slot, captured.error)
+
+    def cancel_all(self) -> None:
+        """Cancel every request."""
+        for job in self.jobs:
+            job.cancelled = True
+        self._drop_cancelled()
+
+    def preempt(self) -> None:
+        """Free the caches of the youngest running request; it waits, and continues later."""
+        slot = self._running[-1]
+        self._remove(slot)
+        slot.request.suspend()
+        self._waiting.appendleft(slot)
+
+    def _drop_cancelled(self) -> None:
+        for slot in [*self._running, *self._waiting]:
+            if slot.job.cancelled:
+                slot.job.put(Event("", [], 0, 0, "cancelled", slot.request.stats))
+                self._end(slot)
+
+    def _admit(self) -> None:
+        """Start waiting requests, in their order, as long as there is room."""
+        while self._waiting and len(self._running) < self._max_running:
+            running = [slot.request for slot in self._running]
+            if not self._memory.admits(self._waiting[0].request, running):
+                break
+            slot = self._waiting.popleft()
+            # A new list, as `jobs` in another thread would see a list empty while it is sorted.
+            self._running = sorted([*self._running, slot], key=lambda slot: slot.number)
+            self._start(slot)
+
+    def _start(self, slot: _Slot) -> None:
+        """Give a request its caches, and have it read what they do not hold."""
+        request = slot.request
+        if request.finished:
+            slot.job.put(request.empty_event())
+            self._end(slot)
+            return
+        with ErrorCapture() as captured:
+            request.resume()
+            slot.prefill = request.prefill(lambda: self._chunk)
+            self._prefilling.append(slot)
+        if captured.error is not None:
+            self._end(slot, captured.error)
+
+    def _prefill(self) -> None:
+        """Read prompts in turn, up to this step's number of tokens."""
+        budget = self._prefill_budget()
+        while self._prefilling and budget > 0:
+            slot = self._prefilling.popleft()
+            request, unread, clock = slot.request, slot.request.unread, time.perf_counter()
+            # The last chunk ends with the prompt, the others at multiples of CHUNK, as alone.
+            self._chunk = budget if unread <= budget else budget // CHUNK * CHUNK or budget
+            with ErrorCapture() as captured:
+                self._prefill_chunk(slot)
+            if captured.error is not None or request.finished:
+                self._end(slot, captured.error)
+                continue
+            read = unread - request.unread
+            budget -= max(1, read)
+            if read >= CHUNK // 2:
+                self._prefill_rate = read / (time.perf_counter() - clock)
+
+    def _prefill_chunk(self, slot: _Slot) -> None:
+        """One forward of a prompt; the last one brings the first token."""
+        assert slot.prefill is not None
+        for event in slot.prefill:
+            if event is None:
+                self._prefilling.append(slot)
+                return
+            slot.job.put(event)
+        slot.prefill = None
+
+    def _prefill_budget(self) -> int:
+        """Tokens of prompts that this step may read."""
+        if len(self._prefilling) == len(self._running):
+            return PREFILL_STEP + LAST_STEP  # no text is delayed
+        tokens = int(self._prefill_rate * self._stall) if self._prefill_rate else CHUNK
+        return min(PREFILL_STEP, max(MIN_CHUNK, tokens // CHUNK * CHUNK or tokens))
+
+    def _decode(self) -> None:
+        """Take a step of all texts, after preempting some if their caches would not fit."""
+        while self._running[1:] and self._memory.overflows([s.request for s in self._running]):
+            self.preempt()
+        ready = [slot for slot in self._running if slot.prefill is None]
+        slots = next(([slot] for slot in ready if slot.alone), ready)
+        if not slots:
+            return
+        items = [BatchItem(slot.request) for slot in slots]
+        with ErrorCapture() as captured:
+            step(items, self._batch)
+        if captured.error is not None:
+            self._recover(slots, captured.error)
+            return
+        for slot, item in zip(slots, items, strict=True):
+            slot.alone = False
+            if item.event is not None:
+                slot.job.put(item.event)
+            if slot.request.finished or item.error is not None:
+                self._end(slot, item.error)
+
+    def _recover(self, slots: list[_Slot], error: BaseException) -> None:
+        """After a failed forward: end the request if it was alone, else rebuild all caches."""
+        if len(slots) == 1:
+            self._end(slots[0], error)
+            return
+        for slot in slots:
+            slot.alone = True
+            slot.request.suspend()
+            self._start(slot)
+
+    def _end(self, slot: _Slot, error: BaseException | None = None) -> None:
+        """End a job, and free its caches."""
+        self._remove(slot)
+        with ErrorCapture() as captured:
+            slot.request.close()
+        error = error or captured.error
+        if error is not None:
+            slot.job.fail(error)
+
+    def _remove(self, slot: _Slot) -> None:
+        slot.prefill = None
+        for slots in (self._running, self._prefilling, self._waiting):
+            if slot in slots:
+                slots.remove(slot)
