@@ -137,13 +137,12 @@ def published_acceptance(model: str) -> float | None:
 
 def _table(steps: list[StepPrediction]) -> Table:
     """A row for each number of rows."""
-    titles = ("GB read", "tokens", "stock ms", "x stock", "16-row ms", "x 16-row", "tok/s")
-    table = make_table("rows", *titles)
+    titles = ("tokens", "stock ms", "x stock", "16-row ms", "x 16-row", "tok/s")
+    table = make_table("rows", *titles, padding=1)
     best = max(max(step.stock_speedup, step.tile_speedup) for step in steps)
     for step in steps:
         table.add_row(
             f"{step.rows}",
-            f"{step.gigabytes:.2f}",
             f"{step.tokens:.2f}",
             f"{step.stock_ms:.2f}",
             f"{step.stock_speedup:.2f}x",

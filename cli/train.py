@@ -15,7 +15,7 @@ from dflash_mlx.machine.blas import BlasInfo
 from . import options
 from . import train_options as of
 from .output import note, waiting
-from .train_checks import check_usage, mix_of
+from .train_checks import check_usage, parse_loss
 
 if TYPE_CHECKING:
     from dflash_mlx import DFlash, Target
@@ -76,8 +76,8 @@ def train(
         tokens=tokens,
         learning_rate=learning_rate or RATES[optimizer.value],
         optimizer=optimizer.value,
-        mix=mix_of(loss),
-        occurring=not whole_vocabulary,
+        loss_weights=parse_loss(loss),
+        answer_vocabulary=not whole_vocabulary,
         cache_features=cache_features,
         max_tokens=answer_tokens,
         rows=rows,

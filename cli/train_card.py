@@ -96,10 +96,10 @@ def write_card(
     picture: str | None,
 ) -> None:
     """Write README.md: what the drafter is for, what made it, what it reaches."""
-    begun, config = done.begun, done.config
+    begun, config, loss = done.begun, done.config, recipe.loss_weights
     data = f"the file {recipe.data.name}" if recipe.data else "prompts that the target wrote itself"
     answers = "the file's answers" if recipe.keep_answers else "the target's own greedy answers"
-    skipped = ("data", "mix")
+    skipped = ("data", "loss_weights")
     settings = {k: v for k, v in asdict(recipe).items() if v is not None and k not in skipped}
     lines = [
         f"# A drafter for {Path(target.name).name}",
@@ -125,8 +125,8 @@ def write_card(
         f"{answers}. {begun.steps:,} steps of {begun.tokens_of_step:,} tokens; the last run took "
         f"{hours:.2f} hours.",
         "",
-        f"Loss: {recipe.mix.cross_entropy:g} cross entropy, {recipe.mix.kl:g} KL, "
-        f"{recipe.mix.total_variation:g} total variation.",
+        f"Loss: {loss.cross_entropy:g} cross entropy, {loss.kl:g} KL, "
+        f"{loss.total_variation:g} total variation.",
         "",
         *(f"- {name}: {value}" for name, value in settings.items()),
         "",

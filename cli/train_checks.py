@@ -13,7 +13,7 @@ from .options import is_given, spelled
 from .train_options import FROM_TARGET, Kind
 
 if TYPE_CHECKING:
-    from dflash_mlx.train.losses import Mix
+    from dflash_mlx.train.losses import LossWeights
 
 SHAPE = ("kind", "block_size", "layers", "causal", "draft_tokens")
 
@@ -40,9 +40,9 @@ def check_usage(context: typer.Context) -> None:
         raise typer.BadParameter("goes with --kind dspark", param_hint="--draft-tokens")
 
 
-def mix_of(text: str) -> Mix:
+def parse_loss(text: str) -> LossWeights:
     """The value of --loss. Raises `BadParameter`."""
-    from dflash_mlx.train.losses import Mix
+    from dflash_mlx.train.losses import LossWeights
 
     try:
         parts = [float(part) for part in text.split(",")]
@@ -51,6 +51,6 @@ def mix_of(text: str) -> Mix:
     if len(parts) != 3:
         raise typer.BadParameter("give three numbers, like 0.5,0.5,0", param_hint="--loss")
     try:
-        return Mix(*parts)
+        return LossWeights(*parts)
     except SettingsError as error:
         raise typer.BadParameter(str(error), param_hint="--loss") from error

@@ -153,12 +153,12 @@ def extent(event: Event) -> tuple[str, float, float]:
     """The stage of an event, how much of it is done, and all of it."""
     found: Any = event
     match type(event).__name__:
-        case "Written":
+        case "TurnProgress":
             return "turns", found.turns, found.wanted
-        case "AnswersProgress":
+        case "AnswerProgress":
             return "answers", found.done, found.prompts
-        case "Read":
+        case "FeatureProgress":
             return "features", found.samples, found.all
-        case "Begun":
+        case "TrainingPlan":
             return "begun", 0, found.steps
     return "step", found.step, found.steps

@@ -14,10 +14,10 @@ from tinymodels import END, LINES
 
 from dflash_mlx.errors import DataError, OutputError, PromptError
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import Answering, answer_all, append, complete, read_answers
-from dflash_mlx.train.synthesize import Novelty, Sampling, user_header, write_turns
+from dflash_mlx.train.answers import AnswerSettings, answer_all, append, complete, read_answers
+from dflash_mlx.train.synthesize import NoveltyFilter, TurnSampler, user_header, write_turns
 
-SMALL = Answering(max_tokens=6, rows=2, chunk=2)
+SMALL = AnswerSettings(max_tokens=6, rows=2, chunk=2)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def prompts(target: Target) -> list[list[int]]:
 
 
 def test_answers_are_those_of_plain_decoding(target: Target, prompts: list[list[int]]) -> None:
-    found = complete(target, prompts, Answering(max_tokens=8, rows=3, chunk=9))
+    found = complete(target, prompts, AnswerSettings(max_tokens=8, rows=3, chunk=9))
     for prompt, answer in zip(prompts, found, strict=True):
         assert list(answer.answer) == tinymodels.greedy(target, prompt, 8)
         assert answer.prompt == tuple(prompt)
@@ -54,7 +54,7 @@ def test_prompts_of_like_length_are_read_together(target: Target) -> None:
     target = copy(target)
     target.model = watched = Widths(target.model)
     prompts = [[5] * (30 if i % 2 else 3) for i in range(16)]
-    answers = complete(target, prompts, Answering(max_tokens=2, rows=16, chunk=16))
+    answers = complete(target, prompts, AnswerSettings(max_tokens=2, rows=16, chunk=16))
     assert [list(answer.prompt) for answer in answers] == prompts
     read = sum(rows * width for rows, width in watched.seen if width > 1)
     assert read <= 8 * 29 + 8 * 2
@@ -63,7 +63,7 @@ def test_prompts_of_like_length_are_read_together(target: Target) -> None:
 def test_an_answer_holds_the_token_that_ended_it(prompts: list[list[int]]) -> None:
     plain = tinymodels.greedy(tinymodels.target(), prompts[0], 8)
     ending = tinymodels.ending_at(tinymodels.target(), plain[3])
-    [answer] = complete(ending, prompts[:1], Answering(max_tokens=8))
+    [answer] = complete(ending, prompts[:1], AnswerSettings(max_tokens=8))
     assert list(answer.answer) == plain[: plain.index(plain[3]) + 1] and answer.ended
     start = len(prompts[0])
     assert answer.sample.answers == ((start, start + len(answer.answer)),)
@@ -72,7 +72,7 @@ def test_an_answer_holds_the_token_that_ended_it(prompts: list[list[int]]) -> No
 @pytest.mark.parametrize("settings", [SMALL, replace(SMALL, temperature=1.0, seed=4)])
 @pytest.mark.parametrize("cut", [0, 10, 0.5, 0.9, 1])
 def test_a_file_cut_anywhere_grows_to_the_same(
-    tmp_path: Path, target: Target, prompts: list[list[int]], cut: float, settings: Answering
+    tmp_path: Path, target: Target, prompts: list[list[int]], cut: float, settings: AnswerSettings
 ) -> None:
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     answers = answer_all(target, prompts, whole, settings)
@@ -145,7 +145,7 @@ def test_without_a_template_nothing_is_written(target: Target, tmp_path: Path) -
 
 
 def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path: Path, target: Target) -> None:
-    settings = Answering(max_tokens=12, rows=4, chunk=8)
+    settings = AnswerSettings(max_tokens=12, rows=4, chunk=8)
     ending = tinymodels.ending_at(target, *range(20, 60))  # so that turns end at all
     first = write_turns(ending, 5, tmp_path / "a.jsonl", settings, seed=1)
     assert len({*first}) == 5 and all(len(turn.split()) > 1 for turn in first)
@@ -159,12 +159,12 @@ def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path: Path, target: 
 def test_a_target_that_repeats_itself_is_told_so(tmp_path: Path, target: Target) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"turns": ["the same words again"]}) + "\n") * 40)
-    with pytest.raises(DataError, match="1 different things.*--synthesize 1"):
+    with pytest.raises(DataError, match="1 different turns.*--synthesize 1"):
         write_turns(target, 5, path, SMALL)
 
 
 def test_near_duplicates_are_no_news() -> None:
-    novelty = Novelty()
+    novelty = NoveltyFilter()
     assert novelty.add("Write a short story about a cat that can fly to the moon.")
     assert not novelty.add("write a short story about a cat that can fly to the moon")
     assert not novelty.add("Write a short story about a cat that can fly to the sun.")
@@ -174,7 +174,7 @@ def test_near_duplicates_are_no_news() -> None:
 
 def test_sampling_is_of_its_seed(target: Target) -> None:
     runs = [
-        complete(target, [[5, 6]] * 4, Answering(max_tokens=5), Sampling(seed))
+        complete(target, [[5, 6]] * 4, AnswerSettings(max_tokens=5), TurnSampler(seed))
         for seed in (1, 1, 2)
     ]
     assert runs[0] == runs[1] != runs[2]

@@ -8,9 +8,9 @@ from mlx.utils import tree_flatten
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.network import DFlash
-from dflash_mlx.train.blocks import draft_hidden
 from dflash_mlx.train.drafter import new_drafter
-from dflash_mlx.train.slots import selector_loss, slot_weights
+from dflash_mlx.train.forward import draft_hidden
+from dflash_mlx.train.losses import selector_loss, slot_weights
 
 BLOCK, LENGTH, ANCHORS = 4, 20, (0, 5, 6, 16)
 

@@ -9,8 +9,7 @@ from mlx_lm.utils import load_tokenizer
 from tiny_pair.tokenizer import save_tokenizer, train_tokenizer
 
 from dflash_mlx.errors import DataError
-from dflash_mlx.train.batches import BatchStream, group
-from dflash_mlx.train.data import Sample, encode_chat, read_samples
+from dflash_mlx.train.dataset import BatchStream, Sample, encode_chat, group, read_samples
 
 CHAT = [
     {"role": "user", "content": "one"},

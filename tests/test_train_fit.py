@@ -23,18 +23,16 @@ from dflash_mlx.errors import IncompatibleDrafterError, SettingsError, WeightsEr
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
-from dflash_mlx.train.batches import BatchStream
-from dflash_mlx.train.data import Sample, read_samples
+from dflash_mlx.train.dataset import BatchStream, Sample, read_samples
 from dflash_mlx.train.drafter import (
-    Anchors,
+    AnchorCollator,
     DrafterSettings,
     draft_loss,
     new_drafter,
     save_drafter,
     train_drafter,
 )
-from dflash_mlx.train.fit import FitSettings, Report, fit
-from dflash_mlx.train.optimizers import by_name, schedule
+from dflash_mlx.train.fit import FitSettings, StepReport, fit, make_optimizer, schedule
 
 SHAPE = {
     "hidden_size": 32,
@@ -110,15 +108,15 @@ class Recorder:
     """A progress display that keeps the reports."""
 
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
 
-    def __call__(self, report: Report) -> None:
+    def __call__(self, report: StepReport) -> None:
         self.reports.append(report)
 
 
 def train_target(
     steps: int, optimizer: optim.Optimizer, checkpoint: Path | None = None, **settings: Any
-) -> tuple[Any, list[Report]]:
+) -> tuple[Any, list[StepReport]]:
     model, progress = new_model(TARGET, seed=1), Recorder()
     parameters = fit(
         next_token_loss(model),
@@ -133,7 +131,7 @@ def train_target(
 
 
 def test_a_target_learns() -> None:
-    _, reports = train_target(12, by_name("muon", 0.02, 12))
+    _, reports = train_target(12, make_optimizer("muon", 0.02, 12))
     assert [report.step for report in reports] == list(range(1, 13))
     assert reports[-1].loss < 0.8 * reports[0].loss
 
@@ -141,16 +139,18 @@ def test_a_target_learns() -> None:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_resuming_changes_no_bit(tmp_path: Path, name: str) -> None:
     checkpoint = tmp_path / "checkpoint.safetensors"
-    whole, _ = train_target(9, by_name(name, 0.01, 9))
-    train_target(5, by_name(name, 0.01, 9), checkpoint, save_every=5)  # the schedule of all nine
-    resumed, reports = train_target(9, by_name(name, 0.01, 9), checkpoint)
+    whole, _ = train_target(9, make_optimizer(name, 0.01, 9))
+    train_target(
+        5, make_optimizer(name, 0.01, 9), checkpoint, save_every=5
+    )  # the schedule of all nine
+    resumed, reports = train_target(9, make_optimizer(name, 0.01, 9), checkpoint)
     assert [report.step for report in reports] == [6, 7, 8, 9]
     assert_bitwise_equal(whole, resumed)
 
 
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path, target: Target) -> None:
     checkpoint = tmp_path / "checkpoint.safetensors"
-    train_target(1, by_name("adamw", 0.01, 1), checkpoint, save_every=1)
+    train_target(1, make_optimizer("adamw", 0.01, 1), checkpoint, save_every=1)
     with pytest.raises(WeightsError, match="another model"):
         train_drafter(target, DRAFTER, sample_texts, SETTINGS, checkpoint=checkpoint)
 
@@ -166,7 +166,7 @@ def test_the_schedule_counts_steps() -> None:
 
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(SettingsError, match="sgd"):
-        by_name("sgd", 0.1, 1)
+        make_optimizer("sgd", 0.1, 1)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def own_samples(target: Target) -> list[Sample]:
 
 def test_a_resumed_drafter_is_the_same(tmp_path: Path, target: Target) -> None:
     def train(steps: int, checkpoint: Path | None) -> Any:
-        progress: Callable[[Report], None] = interrupt_at(steps)
+        progress: Callable[[StepReport], None] = interrupt_at(steps)
         settings = replace(SETTINGS, save_every=3)
         try:
             drafter = train_drafter(
@@ -222,8 +222,8 @@ def test_a_drafter_that_was_loaded_in_16_bits_learns_in_32(target: Target) -> No
     assert {weight.dtype for _, weight in tree_flatten(drafter.parameters())} == {mx.float32}
 
 
-def interrupt_at(step: int) -> Callable[[Report], None]:
-    def progress(report: Report) -> None:
+def interrupt_at(step: int) -> Callable[[StepReport], None]:
+    def progress(report: StepReport) -> None:
         if report.step == step:
             raise KeyboardInterrupt
 
@@ -239,7 +239,7 @@ def test_early_stop_returns_the_best_parameters(target: Target) -> None:
     losses = [report.held_out_loss for report in progress.reports]
     best = losses.index(min(losses))
     assert len(losses) == best + 4 < 50
-    collator = Anchors(SETTINGS.anchors)
+    collator = AnchorCollator(SETTINGS.anchors)
     arrays = collator(sample_texts(), Random(0))
     loss = draft_loss(drafter, target, 2.0)
     assert np.isfinite(float(loss(drafter.parameters(), *arrays)[0]))
@@ -257,7 +257,7 @@ def test_anchors_start_with_the_first_token_of_an_answer() -> None:
     samples = [Sample(tuple(range(30)), ((10, 14), (20, 30))), Sample((1, 2, 3), ((2, 3),))]
     firsts = set()
     for seed in range(20):
-        ids, anchors, ends = Anchors(6)(samples, Random(seed))
+        ids, anchors, ends = AnchorCollator(6)(samples, Random(seed))
         assert ids.shape == (2, 32) and anchors.shape == ends.shape == (2, 6)
         firsts.add((anchors[0, 0].item(), ends[0, 0].item()))
         for anchor, end in zip(anchors[0].tolist(), ends[0].tolist(), strict=True):
@@ -275,7 +275,7 @@ def test_the_reported_tau_is_that_of_the_loop(target: Target, config: DraftConfi
     if config is DSPARK:  # whose head starts without an opinion
         drafter.markov_head.markov_w2.weight = mx.random.normal((300, 8))
     [sample, _] = own_samples(target)
-    arrays = Anchors(1)([sample], Random(0))
+    arrays = AnchorCollator(1)([sample], Random(0))
     tau = draft_loss(drafter, target, 2.0)(drafter.parameters(), *arrays)[1]
     result = generate(target, drafter, list(sample.tokens[:3]), max_tokens=20)
     assert float(tau) == 1 + result.stats.accepted_per_round[0]

@@ -12,19 +12,17 @@ from tinymodels import LINES
 
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.targets import Target
-from dflash_mlx.train.data import Sample
+from dflash_mlx.train.dataset import Sample
 from dflash_mlx.train.drafter import (
-    Anchors,
+    AnchorCollator,
     DrafterSettings,
     draft_loss,
     new_drafter,
     train_drafter,
 )
-from dflash_mlx.train.features import features
-from dflash_mlx.train.fit import Report
-from dflash_mlx.train.levels import FIRST, tap_levels
-from dflash_mlx.train.shape import draft_shape
-from dflash_mlx.train.store import build_store
+from dflash_mlx.train.features import FIRST, build_feature_store, features, tap_scales
+from dflash_mlx.train.fit import StepReport
+from dflash_mlx.train.initial import draft_config
 
 SETTINGS = DrafterSettings(steps=1, tokens=64, anchors=4, learning_rate=1e-9, optimizer="muon")
 
@@ -42,7 +40,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def config(target: Target) -> DraftConfig:
-    return DraftConfig.from_dict(draft_shape(target, "dspark", 4, 0, 1))
+    return DraftConfig.from_dict(draft_config(target, "dspark", 4, 0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +54,15 @@ def test_levels_are_root_mean_squares(
     tmp_path: Path, target: Target, config: DraftConfig, samples: list[Sample], cached: bool
 ) -> None:
     layers = config.target_layer_ids
-    store = build_store(target, samples, layers, tmp_path) if cached else None
-    levels = np.array(tap_levels(target, layers, samples, store))
+    store = build_feature_store(target, samples, layers, tmp_path) if cached else None
+    scales = np.array(tap_scales(target, layers, samples, store))
     values = []
     for sample in samples:
         taps = np.array(features(target, mx.array([sample.tokens]), layers).taps[0], np.float64)
         values.append(taps[min(FIRST, len(taps) - 1) :])
     expected = np.sqrt((np.concatenate(values) ** 2).mean(axis=0))
-    np.testing.assert_allclose(levels, expected, rtol=1e-2 if cached else 1e-4)
-    assert levels.max() > 20 * np.median(levels)
+    np.testing.assert_allclose(scales, expected, rtol=1e-2 if cached else 1e-4)
+    assert scales.max() > 20 * np.median(scales)
 
 
 def test_a_drafter_that_knows_something_begins_as_it_is(
@@ -79,17 +77,17 @@ def test_a_drafter_that_knows_something_begins_as_it_is(
 def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
     target: Target, config: DraftConfig, samples: list[Sample]
 ) -> None:
-    seen: list[Report] = []
+    seen: list[StepReport] = []
     settings = replace(SETTINGS, validate_every=1)
     drafter = train_drafter(
         target, config, lambda e: samples, settings, samples[:1], progress=seen.append
     )
     columns = mx.sqrt(mx.square(drafter.fc.weight).mean(axis=0))
-    levels = tap_levels(target, config.target_layer_ids, samples)
+    scales = tap_scales(target, config.target_layer_ids, samples)
     assert (
-        mx.abs(columns * levels - (columns * levels).mean()).max() < 0.5 * (columns * levels).mean()
+        mx.abs(columns * scales - (columns * scales).mean()).max() < 0.5 * (columns * scales).mean()
     )
     # What is returned reads the taps themselves, and is worth what the validation said.
-    arrays = Anchors(settings.anchors)(samples[:1], Random(settings.seed))
+    arrays = AnchorCollator(settings.anchors)(samples[:1], Random(settings.seed))
     loss = draft_loss(drafter, target, config.block_size / 2)(drafter.parameters(), *arrays)[0]
     assert float(loss) == pytest.approx(seen[-1].held_out_loss, rel=1e-3)

@@ -12,13 +12,11 @@ from mlx.utils import tree_flatten
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import SettingsError, WeightsError
 from dflash_mlx.targets import Target
-from dflash_mlx.train import slots
-from dflash_mlx.train.data import Sample
-from dflash_mlx.train.drafter import Anchors, draft_loss, new_drafter
-from dflash_mlx.train.features import features
-from dflash_mlx.train.losses import Mix, summed
-from dflash_mlx.train.slots import Kept
-from dflash_mlx.train.store import Stored, build_store
+from dflash_mlx.train import losses
+from dflash_mlx.train.dataset import Sample
+from dflash_mlx.train.drafter import AnchorCollator, draft_loss, new_drafter
+from dflash_mlx.train.features import WithFeatures, build_feature_store, features
+from dflash_mlx.train.losses import LossWeights, VocabularySubset, summed
 
 KINDS = {
     "DFlash": {},
@@ -36,7 +34,7 @@ KINDS = {
         "sample_from_anchor": True,
     },
 }
-MIXES = [Mix(), Mix(0, 1, 0), Mix(0, 0, 1), Mix(0.2, 0.5, 0.3)]
+MIXES = [LossWeights(), LossWeights(0, 1, 0), LossWeights(0, 0, 1), LossWeights(0.2, 0.5, 0.3)]
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +56,8 @@ def samples(target: Target) -> list[Sample]:
     return found
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_a_mix_is_what_its_parts_say(mix: Mix) -> None:
+@pytest.mark.parametrize("loss_weights", MIXES)
+def test_a_mix_is_what_its_parts_say(loss_weights: LossWeights) -> None:
     rng = np.random.default_rng(0)
     logits, count = rng.normal(size=(5, 9)).astype(np.float32), 3
     p = rng.dirichlet(np.ones(9), 5)
@@ -70,18 +68,18 @@ def test_a_mix_is_what_its_parts_say(mix: Mix) -> None:
     own = shares / shares.sum(axis=-1, keepdims=True)
     likely = np.take_along_axis(q, tops, axis=-1)
     expected = (
-        mix.cross_entropy * -np.log(q[range(5), labels])
-        + mix.kl * (own * np.log(own / likely)).sum(axis=-1)
-        + mix.total_variation * (1 - np.minimum(own, likely).sum(axis=-1))
+        loss_weights.cross_entropy * -np.log(q[range(5), labels])
+        + loss_weights.kl * (own * np.log(own / likely)).sum(axis=-1)
+        + loss_weights.total_variation * (1 - np.minimum(own, likely).sum(axis=-1))
     )
-    found = mix.of(mx.array(logits), mx.array(labels), mx.array(tops), mx.array(shares))
+    found = loss_weights.of(mx.array(logits), mx.array(labels), mx.array(tops), mx.array(shares))
     assert np.allclose(np.array(found), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("parts", [(0, 0, 0), (-1, 1, 1), (float("nan"), 1, 1)])
 def test_a_mix_of_nothing_is_refused(parts: tuple[float, float, float]) -> None:
     with pytest.raises(SettingsError, match="above 0"):
-        Mix(*parts)
+        LossWeights(*parts)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
@@ -117,10 +115,10 @@ def test_logits_of_all_slots_never_exist() -> None:
 
     def part(_: dict, hidden: mx.array, labels: mx.array) -> tuple[mx.array, mx.array]:
         logits = hidden @ head
-        return Mix().of(logits, labels, labels[:, None], labels[:, None]).sum(), labels
+        return LossWeights().of(logits, labels, labels[:, None], labels[:, None]).sum(), labels
 
     def loss(hidden: mx.array) -> mx.array:
-        rows = bound // (4 * slots.LOGITS_AT_ONCE * vocabulary)
+        rows = bound // (4 * losses.LOGITS_AT_ONCE * vocabulary)
         return summed(part, {}, hidden, [labels], rows)[0]
 
     before = mx.get_active_memory()
@@ -139,7 +137,13 @@ def test_a_new_drafter_is_of_its_seed(kind: str) -> None:
         assert mx.array_equal(a, b), name
 
 
-def graded(target: Target, kind: str, mix: Mix, kept: Kept | None = None, known: bool = False):
+def graded(
+    target: Target,
+    kind: str,
+    loss_weights: LossWeights,
+    kept: VocabularySubset | None = None,
+    known: bool = False,
+):
     """A drafter's loss, tau and gradient on a batch."""
     config = draft_config(kind)
     drafter = new_drafter(config, seed=2)
@@ -149,10 +153,10 @@ def graded(target: Target, kind: str, mix: Mix, kept: Kept | None = None, known:
     if kind == "DSpark":
         after = drafter.markov_head.markov_w2
         after.weight = mx.random.normal(after.weight.shape)
-    arrays = Anchors(5)(samples(target), Random(0))
+    arrays = AnchorCollator(5)(samples(target), Random(0))
     if known:
         arrays = (*arrays, *features(target, arrays[0], config.target_layer_ids))
-    loss = draft_loss(drafter, target, 2.0, mix, kept)
+    loss = draft_loss(drafter, target, 2.0, loss_weights, kept)
     return mx.value_and_grad(loss)(drafter.trainable_parameters(), *arrays)
 
 
@@ -167,21 +171,21 @@ def test_little_memory_changes_no_loss(
     target: Target, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = graded(target, kind, MIXES[3])
-    monkeypatch.setattr(slots, "BOUND", 4 * 4 * target.vocab_size * 7)  # seven slots at a time
+    monkeypatch.setattr(losses, "BOUND", 4 * 4 * target.vocab_size * 7)  # seven slots at a time
     assert_close(whole, graded(target, kind, MIXES[3]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keeping_every_token_changes_no_loss(target: Target, kind: str) -> None:
-    every = Kept.of(range(target.vocab_size), target.vocab_size)
+    every = VocabularySubset.of(range(target.vocab_size), target.vocab_size)
     assert_close(graded(target, kind, MIXES[3]), graded(target, kind, MIXES[3], every))
 
 
 def test_tokens_that_do_not_occur_cost_nothing(target: Target) -> None:
-    few = slots.occurring(samples(target), target.vocab_size)
+    few = losses.answer_vocabulary(samples(target), target.vocab_size)
     assert 4 < len(few.tokens) < target.vocab_size
-    (some, _), _ = graded(target, "DFlash", Mix(), few)
-    (all_, _), _ = graded(target, "DFlash", Mix())
+    (some, _), _ = graded(target, "DFlash", LossWeights(), few)
+    (all_, _), _ = graded(target, "DFlash", LossWeights())
     assert 0 < float(some) < float(all_)
 
 
@@ -209,10 +213,10 @@ def test_features_in_parts_are_those_of_the_whole(family: str) -> None:
 
 def test_a_store_gives_what_the_target_would(tmp_path: Path, target: Target) -> None:
     texts, layers, seen = samples(target), [0, 2], []
-    store = build_store(target, texts, layers, tmp_path / "f", lambda *of: seen.append(of))
+    store = build_feature_store(target, texts, layers, tmp_path / "f", lambda *of: seen.append(of))
     assert seen[-1] == (3, 3)
     batch = texts[1:] + texts[:1]
-    ids, anchors, ends, *known = Stored(Anchors(3), store)(batch, Random(0))
+    ids, anchors, ends, *known = WithFeatures(AnchorCollator(3), store)(batch, Random(0))
     truth = features(target, ids, layers)
     for row, sample in enumerate(batch):
         length = len(sample.tokens)
@@ -220,7 +224,7 @@ def test_a_store_gives_what_the_target_would(tmp_path: Path, target: Target) -> 
         for mine, theirs in zip(known[1:], truth[1:], strict=True):
             assert mx.allclose(mine[row, :length], theirs[row, :length], atol=1e-5)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "f").iterdir()}
-    build_store(target, texts, layers, tmp_path / "f")
+    build_feature_store(target, texts, layers, tmp_path / "f")
     assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "f").iterdir()}
     with pytest.raises(WeightsError, match="other samples"):
-        build_store(target, texts[::-1], layers, tmp_path / "f")
+        build_feature_store(target, texts[::-1], layers, tmp_path / "f")

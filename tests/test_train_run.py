@@ -26,11 +26,10 @@ from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
 from dflash_mlx.train.drafter import new_drafter
-from dflash_mlx.train.fit import Report
+from dflash_mlx.train.fit import StepReport
+from dflash_mlx.train.initial import draft_config, init_from_target, mask_token, tap_layers
 from dflash_mlx.train.recipe import TARGET, Recipe
-from dflash_mlx.train.run import Begun, seconds_of_steps, train
-from dflash_mlx.train.shape import draft_shape, mask_token, tap_layers
-from dflash_mlx.train.warm import start_from_target
+from dflash_mlx.train.run import TrainingPlan, train, training_seconds
 
 PROMPTS = [{"prompt": line[: 12 + 4 * i]} for i in range(3) for line in LINES]
 
@@ -63,8 +62,8 @@ def test_a_drafter_comes_out_that_drafts(
     seen = []
     chosen = recipe(data, kind=kind, cache_features=cached, draft_tokens=known, bits=8)
     done = train(target, tmp_path / "out", chosen, listen=seen.append)
-    assert [event.step for event in seen if isinstance(event, Report)] == [1, 2, 3]
-    [begun] = [event for event in seen if isinstance(event, Begun)]
+    assert [event.step for event in seen if isinstance(event, StepReport)] == [1, 2, 3]
+    [begun] = [event for event in seen if isinstance(event, TrainingPlan)]
     assert begun.samples + begun.held_out == len(PROMPTS)
     assert (begun.estimate.features > 0) == cached
     assert [row[0] for row in done.curve] == [1, 2, 3]
@@ -109,7 +108,7 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path, dat
 def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Path) -> None:
     train(target, tmp_path / "out", recipe(data))
     with pytest.raises(
-        SettingsError, match=r"begun with other settings \(--anchors, --steps\): use"
+        SettingsError, match=r"other settings \(--anchors, --steps\): use"
     ):
         train(target, tmp_path / "out", recipe(data, steps=5, anchors=3))
     data.write_text(json.dumps(PROMPTS[0]) + "\n")
@@ -123,7 +122,7 @@ def test_two_trainings_do_not_write_into_one_folder(
     refused = list[str]()
 
     def second(event: Any) -> None:
-        if isinstance(event, Begun):
+        if isinstance(event, TrainingPlan):
             with pytest.raises(SettingsError) as said:
                 train(target, tmp_path, recipe(data))
             refused.append(str(said.value))
@@ -150,12 +149,12 @@ def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> 
     hours = recipe(data, steps=None, hours=1e-9)
     train(target, tmp_path / "out", hours, listen=seen.append)
     steps = json.loads((tmp_path / "out" / "work" / "steps.json").read_text())["steps"]
-    assert [event.steps for event in seen if isinstance(event, Begun)] == [steps]
+    assert [event.steps for event in seen if isinstance(event, TrainingPlan)] == [steps]
 
 
 @pytest.mark.parametrize(("spent", "left"), [(0, 3600), (600, 3000), (1800, 1800), (9999, 1800)])
 def test_answers_take_their_part_of_the_hours(spent: float, left: float) -> None:
-    assert seconds_of_steps(1.0, spent) == left
+    assert training_seconds(1.0, spent) == left
 
 
 def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path: Path, target: Target) -> None:
@@ -171,7 +170,7 @@ def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path: Path, target: 
 def test_line_separators_inside_of_texts_are_no_ends_of_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one\u2028two\x85three"}\n', encoding="utf-8")
-    from dflash_mlx.train.data import read_records
+    from dflash_mlx.train.dataset import read_records
 
     assert [*read_records(path)] == [(f"{path}:1", "one\u2028two\x85three")]
 
@@ -195,9 +194,9 @@ def test_it_starts_from_a_published_drafter(tmp_path: Path, target: Target, data
 @pytest.mark.parametrize("bits", [None, 4])
 def test_it_starts_from_the_targets_layers(family: str, bits: int | None) -> None:
     target = tinymodels.target(family, bits=bits)
-    raw = draft_shape(target, "dflash", 4, 1, layers=2)
+    raw = draft_config(target, "dflash", 4, 1, layers=2)
     drafter = new_drafter(DraftConfig.from_dict(raw), 0)
-    names = start_from_target(drafter, target)
+    names = init_from_target(drafter, target)
     weights = dict(tree_flatten(drafter.parameters()))
     assert {name for name in weights if "mlp" in name or "proj" in name} <= {*names}
     source = target.layers[1].mlp.up_proj
@@ -270,9 +269,9 @@ def test_recipes_that_cannot_be(data: Path, wrong: dict[str, Any], said: str) ->
 
 def test_kinds_and_blocks_that_cannot_be(target: Target) -> None:
     with pytest.raises(SettingsError, match="dflash3"):
-        draft_shape(target, "dflash3", 4, 1)
+        draft_config(target, "dflash3", 4, 1)
     with pytest.raises(SettingsError, match="two rows"):
-        draft_shape(target, "dflash", 1, 1)
+        draft_config(target, "dflash", 1, 1)
 
 
 def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DFlashError, IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.targets import Target
-from dflash_mlx.train.losses import Mix
-from dflash_mlx.train.recipe import Recipe, claim, option_of
+from dflash_mlx.train.losses import LossWeights
+from dflash_mlx.train.recipe import Recipe, claim_folder, option_name
 from dflash_mlx.train.run import train
 
 
@@ -114,15 +114,22 @@ def test_other_settings_are_called_as_their_options(tmp_path: Path, target: Targ
     """Where the options are not called as the fields of a recipe."""
     work, begun = tmp_path / "work", Recipe(synthesize=2)
     work.mkdir()
-    claim(work, target, begun)
+    claim_folder(work, target, begun)
     (work / "checkpoint.safetensors").touch()
-    other = replace(begun, max_tokens=20, bits=4, occurring=False, mix=Mix(1.0), draft_tokens=None)
+    other = replace(
+        begun,
+        max_tokens=20,
+        bits=4,
+        answer_vocabulary=False,
+        loss_weights=LossWeights(1.0),
+        draft_tokens=None,
+    )
     names = "--store-bits, --answer-tokens, --loss, --whole-vocabulary"
     with pytest.raises(SettingsError, match=re.escape(f"({names})")):
-        claim(work, target, other)
+        claim_folder(work, target, other)
 
 
 def test_every_setting_has_the_name_of_an_option() -> None:
     options = {name for param in get_command(app).commands["train"].params for name in param.opts}
     library = {"held_out", "turn_tokens"}  # what only the library can say
-    assert {option_of(field.name) for field in fields(Recipe)} - library <= options
+    assert {option_name(field.name) for field in fields(Recipe)} - library <= options

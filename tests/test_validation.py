@@ -15,7 +15,7 @@ from dflash_mlx.bench.report import read_run
 from dflash_mlx.cli.chat_commands import read_conversation
 from dflash_mlx.errors import ConfigError, DataError, DFlashError, WeightsError
 from dflash_mlx.train.answers import whole_lines
-from dflash_mlx.train.data import parse_record
+from dflash_mlx.train.dataset import parse_record
 from dflash_mlx.validation import (
     ErrorWrapper,
     brief,

@@ -1,9 +1,9 @@
-"""Train a DFlash drafter for any loaded target, by the recipe of arXiv 2602.06036.
+"""Train a DFlash drafter for any loaded target, with the recipe of arXiv 2602.06036.
 
-The target is frozen. Blocks start at random anchors, an answer's first token always among them
-because decoding drafts from there first. The labels are the target's own teacher-forced choices; a
-slot after the first choice that differs from the text has no meaning and no weight. The cross
-entropy is weighted exp(-(k-1)/gamma), because a wrong slot costs all the slots after it.
+The target is frozen. Blocks start at random anchors (the last committed token of a step), always
+including the first token of an answer, where decoding drafts first. Labels are the target's
+teacher-forced choices; slots after the first choice that differs from the text have no weight. The
+loss is weighted exp(-(k-1)/gamma), because a wrong slot loses all slots after it.
 """
 
 from __future__ import annotations
@@ -26,38 +26,32 @@ from ..drafter.dspark import network_for
 from ..drafter.network import DFlash
 from ..errors import SettingsError
 from ..targets import Target
-from .batches import Arrays, BatchStream, bucket_length, group
-from .blocks import draft_hidden
-from .data import Sample
-from .features import Features, features
-from .fit import FitSettings, Loss, Parameters, Progress, Validation, fit
-from .levels import tap_levels
-from .losses import Mix
-from .optimizers import by_name
-from .slots import Kept, SlotLoss, occurring, slot_weights
-from .store import Collate, Store, Stored
+from .dataset import Arrays, BatchStream, Sample, bucket_length, group
+from .features import Collate, Features, FeatureStore, WithFeatures, features, tap_scales
+from .fit import FitSettings, Loss, Parameters, Progress, Validation, fit, make_optimizer
+from .forward import draft_hidden
+from .losses import LossWeights, SlotLoss, VocabularySubset, answer_vocabulary, slot_weights
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's, by block size
-CHOICES = Mix()  # cross entropy with the target's choices, as the paper has it
-# Parts that start with values of their own: convolutions and selector of a DFlash2.
+CROSS_ENTROPY = LossWeights()  # the paper's loss
+# Parts that keep their own initialization: convolutions and selector of DFlash2.
 OWN_START = ("_conv.", "codebook")
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """The recipe of one drafter.
+    """The settings of `train_drafter`.
 
     Attributes:
         steps: optimizer steps; a step is two micro-batches.
-        tokens: tokens of a micro-batch, padding included.
+        tokens: tokens of a micro-batch, with padding.
         anchors: blocks per sequence.
         learning_rate, optimizer: the peak rate of "adamw" or "muon".
-        gamma: decay of the slot weights; None is the paper's for the block size.
-        mix: what a slot's loss is made of.
-        occurring: let the loss run over the tokens that occur in the answers of the first epoch,
-            not over the whole vocabulary.
-        seed: of the initial weights, the order of the data and the anchors.
-        held_out: samples that are not trained on, for early stopping.
+        gamma: decay of the slot weights; None is the paper's value for the block size.
+        loss_weights: weights of the losses.
+        answer_vocabulary: restrict the loss to tokens that occur in answers of the first epoch.
+        seed: seeds the initial weights, the order of the data and the anchors.
+        held_out: number of samples for early stopping, not trained on.
         save_every, validate_every, patience: see `FitSettings`.
     """
 
@@ -67,8 +61,8 @@ class DrafterSettings:
     learning_rate: float = 6e-4
     optimizer: str = "adamw"
     gamma: float | None = None
-    mix: Mix = CHOICES
-    occurring: bool = False
+    loss_weights: LossWeights = CROSS_ENTROPY
+    answer_vocabulary: bool = False
     seed: int = 0
     held_out: int = 64
     save_every: int = 200
@@ -77,19 +71,21 @@ class DrafterSettings:
 
 
 def default_gamma(block_size: int) -> float:
-    """The decay of the slot weights: the paper's where it gives one, else block_size / 2."""
+    """The paper's decay for this block size, else block_size / 2."""
     return GAMMAS.get(block_size, block_size / 2)
 
 
 def new_drafter(config: DraftConfig, seed: int) -> DFlash:
-    """A drafter with normal weights scaled by fan-in, residual branches by depth as well."""
-    mx.random.seed(seed)  # some parts draw their own first weights
+    """A drafter with normal weights scaled by fan-in, and residual branches also by depth."""
+    mx.random.seed(seed)  # some parts initialize themselves
     drafter = network_for(config)(config)
     mx.random.seed(seed)
     depth = math.sqrt(2 * config.num_hidden_layers)
     weights = []
     for name, weight in tree_flatten(drafter.parameters()):
-        if "markov_w2" in name:  # no opinion yet, and a gradient through the other matrix
+        if (
+            "markov_w2" in name
+        ):  # starts without effect; its gradient flows through the other matrix
             weight = mx.zeros_like(weight)
         elif weight.ndim == 2 and not any(part in name for part in OWN_START):
             scale = weight.shape[1] ** -0.5
@@ -103,16 +99,16 @@ def new_drafter(config: DraftConfig, seed: int) -> DFlash:
 
 
 @dataclass(frozen=True)
-class Anchors:
+class AnchorCollator:
     """Makes batches for `draft_loss`: sequences with `count` anchors each."""
 
     count: int
 
     def __call__(self, samples: list[Sample], rng: Random) -> Arrays:
-        """Token ids [N, S], anchors [N, A] and ends [N, A] of the anchors' answers.
+        """Token ids [N, S], anchors [N, A] and the ends [N, A] of their answers.
 
-        The first anchor of a sequence begins an answer that has a token to draft, if one does. A
-        sequence with too few tokens repeats its first anchor with end 0, which has no weight.
+        The first anchor of a sequence is the first token of an answer with a token to draft, if
+        there is one. Sequences with too few tokens repeat the first anchor with end 0 (no weight).
         """
         length = bucket_length(max(len(sample.tokens) for sample in samples))
         ids = np.zeros((len(samples), length), np.int32)
@@ -133,32 +129,31 @@ def draft_loss(
     drafter: DFlash,
     target: Target,
     gamma: float,
-    mix: Mix = CHOICES,
-    kept: Kept | None = None,
-    levels: mx.array | None = None,
+    loss_weights: LossWeights = CROSS_ENTROPY,
+    subset: VocabularySubset | None = None,
+    scales: mx.array | None = None,
 ) -> Loss:
-    """The drafter's loss on a batch of `Anchors`, and its acceptance length tau.
+    """The drafter's loss and acceptance length tau on a batch of `AnchorCollator`.
 
-    tau is teacher-forced: 1 + the number of slots right before the first wrong one, averaged over
-    the blocks.
+    tau is teacher-forced: 1 + the number of correct slots before the first wrong one, averaged
+    over blocks.
 
     Args:
-        gamma: decay of the slots' weights.
-        mix: what a slot's loss is made of.
-        kept: the tokens that the loss runs over; None is the whole vocabulary.
-        levels: what the taps are divided by [K*D], see `tap_levels`; None is 1.
+        gamma: decay of the slot weights.
+        loss_weights: weights of the losses.
+        subset: the tokens that the loss is restricted to; None is the whole vocabulary.
+        scales: divisors of the taps [K*D], see `tap_scales`; None is 1.
 
     Returns:
-        Takes (parameters, ids [N, S], anchors [N, A], ends [N, A] where their answers stop), and
-        after them the `Features` of these ids, which it computes itself where they are not given.
+        A function of (parameters, ids [N, S], anchors [N, A], ends [N, A]) and, optionally, the
+        `Features` of these ids.
     """
     config = drafter.config
-    cost = SlotLoss(drafter, target, mix, kept)
+    cost = SlotLoss(drafter, target, loss_weights, subset)
 
     def loss(
         parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *known: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Loss [] and tau []; the arguments are those that `draft_loss` says."""
         drafter.update(parameters)
         (n, a), block = anchors.shape, config.block_size
         found = Features(*known) if known else features(target, ids, config.target_layer_ids)
@@ -167,9 +162,9 @@ def draft_loss(
         blocks = mx.concatenate([tokens, masks], axis=-1).reshape(n * a, block)
         embeddings = drafter.embed(blocks, target)
         taps = found.taps.astype(mx.float32)
-        taps = taps if levels is None else taps / levels
+        taps = taps if scales is None else taps / scales
         hidden = draft_hidden(drafter, embeddings.astype(mx.float32), taps, anchors)
-        first = config.first_row  # 1 where the anchor's row predicts nothing
+        first = config.first_row  # 1 if the anchor's row predicts nothing
         hidden = hidden[:, first:].flatten(0, 1)
 
         slots = anchors[..., None] + mx.arange(1, block + 1 - first)
@@ -178,7 +173,7 @@ def draft_loss(
         text = mx.take_along_axis(ids, flat, axis=1).reshape(slots.shape)
         labels = mx.take_along_axis(found.choices, flat - 1, axis=1).reshape(slots.shape)
         weights = slot_weights(labels, text, inside, gamma)
-        # Slots after the first wrong one have no weight, so the true predecessor is the text's.
+        # Slots after a disagreement have no weight, so the true predecessor is the text's token.
         before = mx.concatenate([tokens, text[..., :-1]], axis=-1)
         heads = [
             mx.take_along_axis(array, (flat - 1)[..., None], axis=1).flatten(0, 1)
@@ -204,42 +199,40 @@ def train_drafter(
     checkpoint: Path | None = None,
     progress: Progress | None = None,
     drafter: DFlash | None = None,
-    store: Store | None = None,
+    store: FeatureStore | None = None,
     fresh: bool = False,
 ) -> DFlash:
-    """Train a drafter for a target that stays as it is.
+    """Train a drafter for a frozen target.
 
     Args:
         config: the drafter's shape; it must fit the target.
-        samples: the training samples of epoch e (for a file, the same list for every epoch).
-        held_out: samples for the validations that `settings` asks for.
-        checkpoint: a file to save to, and to resume from when it exists.
-        drafter: what training starts from, in 32 bits from then on; None is a new one, of
-            `settings.seed`.
-        store: features of all samples and held-out ones; None computes them as they are needed.
-        fresh: the drafter has learnt nothing yet, so its fusion may begin in the measure of
-            `tap_levels` instead of the values' own.
+        samples: the training samples of epoch e; a file has the same list for every epoch.
+        held_out: samples for validation.
+        checkpoint: a file to save to, and to resume from if it exists.
+        drafter: the drafter to start from, converted to f32; None is a new one.
+        store: stored features of all samples; None computes them when needed.
+        fresh: the drafter is untrained, so its fusion weights may start scaled by `tap_scales`.
 
-    Raises: `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (a foreign checkpoint),
-        `OutputError`.
+    Raises `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (another checkpoint),
+    `OutputError`.
     """
     fresh = fresh or drafter is None
     drafter = drafter or new_drafter(config, settings.seed)
-    drafter.set_dtype(mx.float32)  # a loaded one may be in 16 bits, too few for small steps
+    drafter.set_dtype(mx.float32)  # 16 bits are too few for small steps
     drafter.check_fits(target)
     check_trainable(config)
-    anchors = Anchors(settings.anchors)
-    collate = anchors if store is None else Stored(anchors, store)
+    anchors = AnchorCollator(settings.anchors)
+    collate = anchors if store is None else WithFeatures(anchors, store)
     gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
-    kept = _kept(drafter, target, settings, samples(0))
-    levels = tap_levels(target, config.target_layer_ids, samples(0), store)
+    subset = _subset(drafter, target, settings, samples(0))
+    scales = tap_scales(target, config.target_layer_ids, samples(0), store)
     if not fresh:
-        drafter.fc.weight = mx.contiguous(drafter.fc.weight * levels)
-    loss = draft_loss(drafter, target, gamma, settings.mix, kept, levels)
+        drafter.fc.weight = mx.contiguous(drafter.fc.weight * scales)
+    loss = draft_loss(drafter, target, gamma, settings.loss_weights, subset, scales)
     parameters = fit(
         loss,
         drafter.trainable_parameters(),
-        by_name(settings.optimizer, settings.learning_rate, settings.steps),
+        make_optimizer(settings.optimizer, settings.learning_rate, settings.steps),
         lambda position: BatchStream(samples, collate, settings.tokens, settings.seed, position),
         FitSettings(
             steps=settings.steps,
@@ -249,49 +242,52 @@ def train_drafter(
         ),
         checkpoint,
         progress,
-        means(loss, collate, held_out, settings),
+        held_out_metrics(loss, collate, held_out, settings),
     )
     drafter.update(parameters)
-    drafter.fc.weight = drafter.fc.weight / levels
+    drafter.fc.weight = drafter.fc.weight / scales
     return drafter
 
 
-def start_own_head(drafter: DFlash, target: Target, tokens: mx.array) -> None:
-    """Give a drafter of some tokens [DV], ascending ids, the target's rows of the head for them."""
+def init_own_head(drafter: DFlash, target: Target, tokens: mx.array) -> None:
+    """Set the own head of a drafter to the target's rows for `tokens` [DV], ascending ids."""
     drafter.lm_head.weight = target.head_rows(tokens).astype(mx.float32) * 1
     drafter.d2t = tokens.astype(mx.int64) - mx.arange(len(tokens))
     mx.eval(drafter.lm_head.weight, drafter.d2t)
 
 
-def _kept(
+def _subset(
     drafter: DFlash, target: Target, settings: DrafterSettings, samples: Sequence[Sample]
-) -> Kept | None:
-    """The tokens that the loss runs over; those that a drafter knows stay its own for good."""
+) -> VocabularySubset | None:
+    """The tokens of the loss. A drafter with a reduced head keeps its tokens and its head."""
     known = drafter.token_ids()
     if known is not None:
         drafter.freeze(keys="d2t", recurse=False)
         drafter.lm_head.freeze()
-        return Kept.of(known, target.vocab_size)
+        return VocabularySubset.of(known, target.vocab_size)
     own = "lm_head" in drafter or ("embed_tokens" in drafter and drafter.config.tie_word_embeddings)
-    # Of the target's head, some rows are enough.
-    return occurring(samples, target.vocab_size) if settings.occurring and not own else None
+    return (
+        answer_vocabulary(samples, target.vocab_size)
+        if settings.answer_vocabulary and not own
+        else None
+    )
 
 
 def check_trainable(config: DraftConfig) -> None:
-    """Raise `SettingsError` for published parts that the training forward does not have."""
+    """Raise `SettingsError` for published parts that the training forward lacks."""
     parts = {
         "a recurrent Markov head": config.markov is not None and config.markov.type == "rnn",
-        "an adapter of widths": config.target_hidden_size != config.hidden_size,
+        "a width adapter": config.target_hidden_size != config.hidden_size,
         "attention sinks": any(config.sinks),
     }
     if found := next((name for name, there in parts.items() if there), None):
         raise SettingsError(f"A drafter with {found} cannot be trained further here.")
 
 
-def means(
+def held_out_metrics(
     loss: Loss, collate: Collate, held_out: Sequence[Sample], settings: DrafterSettings
 ) -> Validation:
-    """Parameters -> the held-out samples' mean loss and tau, on the same anchors every time."""
+    """Parameters -> mean loss and tau of the held-out samples, always with the same anchors."""
     compiled = mx.compile(loss)
 
     def mean(parameters: Parameters) -> tuple[float, float]:
@@ -308,8 +304,7 @@ def means(
 def save_drafter(drafter: DFlash, raw_config: dict[str, Any], folder: Path) -> None:
     """Write the drafter as bf16 safetensors with its config, in the published layout.
 
-    With a "quantization" in the config (`group_size`, `bits`) the matrices are stored in so many
-    bits; the drafter itself stays as it is.
+    A "quantization" in the config (`group_size`, `bits`) quantizes the stored matrices.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {

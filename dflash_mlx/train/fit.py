@@ -1,9 +1,11 @@
-"""The training loop shared by the target and the drafter: gradients, clipping, checkpoints, early
-stop.
+"""The training loop of target and drafter: optimizer, clipping, checkpoints, early stopping.
 
-It is reproducible: the schedule counts steps, never seconds, and a run that was interrupted and
-resumed ends with bitwise the parameters of one that was not. The micro-batches of a step run side
-by side on CPU streams of their own, one core each.
+It is reproducible: the schedule counts steps, not seconds, and a run that was interrupted and
+resumed ends with bitwise the same parameters. On a CPU the micro-batches of a step run on streams
+of their own, one core each.
+
+Muon (K. Jordan and others, 2024) orthogonalizes the update of every hidden matrix. On the embedded
+target it needs less than half of AdamW's steps.
 """
 
 from __future__ import annotations
@@ -22,7 +24,43 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..errors import SettingsError, WeightsError
 from ..machine.saving import save_arrays
-from .batches import BatchStream
+from .dataset import BatchStream
+
+BETAS = [0.9, 0.98]
+
+
+def schedule(peak: float, steps: int, warmup: float = 0.04) -> Callable[[mx.array], mx.array]:
+    """Linear warm-up over a share of the steps, then cosine decay to 2% of the peak."""
+    rise = max(1, round(steps * warmup))
+    fall = optim.cosine_decay(peak, max(1, steps - rise), peak * 0.02)
+    return optim.join_schedules([optim.linear_schedule(peak / rise, peak, rise), fall], [rise])
+
+
+def adamw(learning_rate: float, steps: int, weight_decay: float = 0.02) -> optim.Optimizer:
+    """AdamW, the papers' choice for drafters."""
+    return optim.AdamW(schedule(learning_rate, steps), betas=BETAS, weight_decay=weight_decay)
+
+
+def muon(learning_rate: float, steps: int, adam_share: float = 0.15) -> optim.Optimizer:
+    """Muon for hidden matrices; AdamW at a share of the rate for embeddings and vectors."""
+    matrices = optim.Muon(schedule(learning_rate, steps), weight_decay=0.0)
+    rest = optim.AdamW(schedule(learning_rate * adam_share, steps), betas=BETAS, weight_decay=0.0)
+    return optim.MultiOptimizer([matrices, rest], [is_hidden_matrix])
+
+
+def is_hidden_matrix(name: str, weight: mx.array) -> bool:
+    """Whether Muon applies: a matrix that is neither an embedding, a codebook nor a head."""
+    tables = ("embed", "codebook", "lm_head")
+    return weight.ndim == 2 and not any(table in name for table in tables)
+
+
+def make_optimizer(name: str, learning_rate: float, steps: int) -> optim.Optimizer:
+    """The optimizer "adamw" or "muon". Raises `SettingsError` for another name."""
+    makers = {"adamw": adamw, "muon": muon}
+    if name not in makers:
+        raise SettingsError(f"optimizer is {name!r}: choose one of {', '.join(makers)}.")
+    return makers[name](learning_rate, steps)
+
 
 Parameters = dict[str, Any]
 Loss = Callable[..., tuple[mx.array, mx.array]]
@@ -31,14 +69,14 @@ Validation = Callable[[Parameters], tuple[float, float]]
 
 @dataclass(frozen=True)
 class FitSettings:
-    """How long to train and what to do on the way.
+    """Steps, clipping and intervals.
 
     Attributes:
-        steps: optimizer steps of the whole schedule.
-        micro_batches: batches whose mean gradient makes one step.
-        clip: the gradient is scaled down to this norm.
+        steps: optimizer steps of the schedule.
+        micro_batches: batches whose mean gradient makes a step.
+        clip: maximum norm of the gradient.
         save_every, validate_every: steps between checkpoints and validations; 0 is never.
-        patience: validations without an improvement after which training stops; 0 is never.
+        patience: validations without improvement before training stops; 0 is never.
     """
 
     steps: int
@@ -50,8 +88,8 @@ class FitSettings:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a progress display gets after every step."""
+class StepReport:
+    """Progress after a step."""
 
     step: int
     steps: int
@@ -62,14 +100,14 @@ class Report:
 
 
 class Progress(Protocol):
-    """Called after every step; the library prints nothing itself."""
+    """Called after every step."""
 
-    def __call__(self, report: Report) -> None: ...
+    def __call__(self, report: StepReport) -> None: ...
 
 
 @dataclass
-class State:
-    """Everything besides arrays that a checkpoint remembers."""
+class TrainingState:
+    """What a checkpoint stores besides arrays."""
 
     step: int = 0
     position: tuple[int, int] = (0, 0)
@@ -87,44 +125,43 @@ def fit(
     progress: Progress | None = None,
     validate: Validation | None = None,
 ) -> Parameters:
-    """Minimise `loss` and return the trained parameters.
+    """Minimize `loss` and return the trained parameters.
 
     Args:
         loss: (parameters, *arrays of a batch) -> (loss, one metric to display).
-        parameters: a tree of arrays, the starting point.
-        optimizer: fresh; its learning rate may be a schedule.
-        batches: a stream that starts at the given position.
-        checkpoint: a file; when it exists, training resumes from it.
-        validate: parameters -> held-out loss, for early stopping (the best parameters are
-            returned), and the metric.
+        parameters: a tree of arrays to start from.
+        optimizer: new; its learning rate may be a schedule.
+        batches: position -> a stream that starts there.
+        checkpoint: a file; if it exists, training resumes from it.
+        validate: parameters -> (held-out loss, metric). With it the best parameters are returned.
 
-    Raises `WeightsError` for a checkpoint of other parameters, `OutputError` where none can be
-    written, and `SettingsError` where the loss is no number any more.
+    Raises `WeightsError` for a checkpoint of other parameters, `OutputError` if none can be
+    written, and `SettingsError` if the loss is not finite.
     """
     optimizer.init(parameters)
-    state, best = State(), parameters
+    state, best = TrainingState(), parameters
     if checkpoint is not None and checkpoint.exists():
         parameters, best, state = restore(checkpoint, parameters, optimizer)
-    stream = batches(state.position)
+    source = batches(state.position)
     gradient = mx.compile(mx.value_and_grad(loss))
     update = compiled_update(optimizer, settings.clip)
-    lanes = [new_lane() for _ in range(settings.micro_batches)]
-    pending = [stream.next() for _ in lanes]
+    streams = [micro_batch_stream() for _ in range(settings.micro_batches)]
+    pending = [source.next() for _ in streams]
     while state.step < settings.steps:
-        state.position, results = stream.position, []
-        for lane, arrays in zip(lanes, pending, strict=True):
-            with mx.stream(lane):
+        state.position, results = source.position, []
+        for stream, arrays in zip(streams, pending, strict=True):
+            with mx.stream(stream):
                 results.append(gradient(parameters, *arrays))
         parameters, mean, metric = update(parameters, results)
         mx.async_eval(parameters, optimizer.state, mean, metric)
         state.step += 1
         if state.step < settings.steps:
-            pending = [stream.next() for _ in lanes]  # while the step computes
+            pending = [source.next() for _ in streams]  # while the step computes
         mx.eval(parameters, optimizer.state)
         if not isfinite(float(mean)):
             raise SettingsError(
                 f"Training diverged: the loss of step {state.step} is {float(mean)}. Lower "
-                "--learning-rate, and begin in another folder."
+                "--learning-rate and use another folder."
             )
         held_out = apart = None
         if validate and settings.validate_every and state.step % settings.validate_every == 0:
@@ -135,7 +172,7 @@ def fit(
                 state.stale += 1
         if progress:
             values = float(mean), float(metric)
-            progress(Report(state.step, settings.steps, *values, held_out, apart))
+            progress(StepReport(state.step, settings.steps, *values, held_out, apart))
         if checkpoint and settings.save_every and state.step % settings.save_every == 0:
             save(checkpoint, parameters, best, optimizer, state)
         if settings.patience and state.stale >= settings.patience:
@@ -143,8 +180,8 @@ def fit(
     return best if state.best_loss < float("inf") else parameters
 
 
-def new_lane() -> mx.Stream:
-    """A stream for one micro-batch: a thread of its own on the CPU, the default one on a GPU."""
+def micro_batch_stream() -> mx.Stream:
+    """A new stream on the CPU, the default stream on a GPU."""
     if mx.default_device() == mx.cpu:
         return mx.new_stream(mx.cpu)
     return mx.default_stream(mx.default_device())
@@ -153,18 +190,18 @@ def new_lane() -> mx.Stream:
 def compiled_update(
     optimizer: optim.Optimizer, clip: float
 ) -> Callable[..., tuple[Parameters, mx.array, mx.array]]:
-    """One optimizer step from the micro-batches' results: mean, clip, apply."""
+    """A compiled function: mean gradient of the micro-batches, clip, update."""
 
     @partial(mx.compile, inputs=optimizer.state, outputs=optimizer.state)
     def update(parameters: Parameters, results: list) -> tuple[Parameters, mx.array, mx.array]:
         gradients = [gradient for _, gradient in results]
-        # A checkpoint forgets memory layouts, and products round by layout: so keep only one.
+        # Rounding depends on the memory layout, which a checkpoint does not store: use one layout.
         mean = tree_map(lambda *parts: mx.contiguous(mean_of(parts)), *gradients)
         mean, _ = optim.clip_grad_norm(mean, clip)
         values = [value for value, _ in results]
         loss, metric = (mean_of(parts) for parts in zip(*values, strict=True))
         updated = dict(tree_flatten(optimizer.apply_gradients(mean, parameters)))
-        # MultiOptimizer returns them in an order of its own, and a norm rounds by the order, too.
+        # MultiOptimizer reorders the tree, and the norm's rounding depends on the order.
         ordered = [(name, updated[name]) for name, _ in tree_flatten(parameters)]
         return tree_unflatten(ordered), loss, metric
 
@@ -172,14 +209,18 @@ def compiled_update(
 
 
 def mean_of(parts: Sequence[mx.array]) -> mx.array:
-    """The mean of arrays of one shape, summed from left to right."""
+    """The mean of arrays of one shape, summed left to right."""
     return reduce(mx.add, parts) / len(parts)
 
 
 def save(
-    path: Path, parameters: Parameters, best: Parameters, optimizer: optim.Optimizer, state: State
+    path: Path,
+    parameters: Parameters,
+    best: Parameters,
+    optimizer: optim.Optimizer,
+    state: TrainingState,
 ) -> None:
-    """Write a checkpoint; the file is replaced in one move, so a crash leaves the old one."""
+    """Write a checkpoint atomically."""
     trees = {"parameters": parameters, "optimizer": optimizer.state}
     if state.best_loss < float("inf"):
         trees["best"] = best
@@ -188,13 +229,13 @@ def save(
 
 def restore(
     path: Path, parameters: Parameters, optimizer: optim.Optimizer
-) -> tuple[Parameters, Parameters, State]:
-    """Read a checkpoint into the optimizer; returns (parameters, best so far, state)."""
+) -> tuple[Parameters, Parameters, TrainingState]:
+    """FeatureProgress a checkpoint into the optimizer; returns (parameters, best so far, state)."""
     loaded: Any = mx.load(str(path), return_metadata=True)
     arrays, metadata = loaded
 
     def tree(prefix: str, like: Any) -> Any:
-        # In the order of the original: sums over a tree round by its order.
+        # In the original order, because rounding of sums depends on it.
         found = [(name, arrays.get(f"{prefix}.{name}"), a.shape) for name, a in tree_flatten(like)]
         if any(array is None or array.shape != shape for _, array, shape in found):
             raise WeightsError(
@@ -204,7 +245,7 @@ def restore(
 
     resumed = tree("parameters", parameters)
     optimizer.state = tree("optimizer", optimizer.state)
-    state = State(**json.loads(metadata["state"]))
+    state = TrainingState(**json.loads(metadata["state"]))
     state.position = (state.position[0], state.position[1])
     best = tree("best", parameters) if state.best_loss < float("inf") else resumed
     return resumed, best, state

@@ -1,34 +1,40 @@
-"""What a drafted slot costs: cross entropy, KL divergence, total variation; in bounded memory.
+"""The loss of drafted slots: cross entropy, KL divergence, total variation, in bounded memory.
 
-A slot's logits are as wide as the vocabulary, and there are thousands of slots in a step. So slots
-are taken some at a time, and the gradient of each part is found together with its value (as fused
-cross-entropy kernels do): of the logits nothing is left when the next part begins.
+The logits of all slots of a step would fill the memory. So slots are processed in parts, and the
+gradient of each part is computed together with its value, like in fused cross-entropy kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..drafter.dflash2 import CandidateSelector, DFlash2
+from ..drafter.dspark import DSpark, MarkovHead
+from ..drafter.network import DFlash
 from ..errors import SettingsError
+from ..targets import Target
+from .dataset import Sample
+from .features import BOUND
 
-# (trained parameters, hidden states [C, D], *more arrays of C rows) -> (their summed loss, chosen)
+# (trained parameters, hidden states [C, D], *more arrays of C rows) -> (summed loss, drafts [C])
 Part = Callable[..., tuple[mx.array, mx.array]]
 
 
 @dataclass(frozen=True)
-class Mix:
-    """How much of each loss there is in a slot's.
+class LossWeights:
+    """Weights of the three losses of a slot.
 
     Attributes:
         cross_entropy: -log q of the target's choice.
         kl: the divergence of the draft's q from the target's p, over p's likeliest tokens.
-        total_variation: 1 - sum min(p, q), which is how often sampling would reject the draft
-            (arXiv 2211.17192, section 3.1); over the same tokens.
+        total_variation: 1 - sum min(p, q) over the same tokens, the rejection probability of
+            speculative sampling (arXiv 2211.17192, section 3.1).
     """
 
     cross_entropy: float = 1.0
@@ -38,11 +44,11 @@ class Mix:
     def __post_init__(self) -> None:
         parts = (self.cross_entropy, self.kl, self.total_variation)
         if min(parts) < 0 or not sum(parts) < float("inf") or not sum(parts):
-            raise SettingsError("The parts of a loss are numbers from 0 on, one of them above 0.")
+            raise SettingsError("Loss weights must be 0 or more, and one of them above 0.")
 
     @property
     def reads_shares(self) -> bool:
-        """Whether the target's probabilities matter, not its choices alone."""
+        """Whether the loss needs the target's probabilities."""
         return self.kl > 0 or self.total_variation > 0
 
     def of(self, logits: mx.array, labels: mx.array, tops: mx.array, shares: mx.array) -> mx.array:
@@ -50,7 +56,7 @@ class Mix:
 
         Args:
             labels: the target's choices [C].
-            tops, shares: its likeliest tokens and their probabilities [C, T]; 0 is no opinion.
+            tops, shares: its likeliest tokens and their probabilities [C, T]; 0 is unknown.
         """
         found: Any = _log_total(logits)
         total = found[0]
@@ -60,7 +66,7 @@ class Mix:
             loss = loss + self.cross_entropy * (total - chosen)[:, 0]
         if self.reads_shares:
             log_q = mx.take_along_axis(logits, tops, axis=-1) - total
-            # Of p only this much is known, so it is the whole of it here.
+            # Only these probabilities are known, so they are normalized to 1.
             p = shares / mx.maximum(shares.sum(axis=-1, keepdims=True), 1e-9)
             if self.kl:
                 log_p = mx.log(mx.maximum(p, 1e-9))
@@ -75,32 +81,32 @@ class Mix:
 def _log_total(logits: mx.array) -> tuple[mx.array, mx.array]:
     """The log-sum-exp [..., 1] of logits [..., V], and their softmax, which is its gradient.
 
-    Exponentials are what a loss costs on a CPU (13 ns each, a sum 0.4), and the gradient of MLX's
-    own log-sum-exp takes them once more.
+    Exponentials dominate the cost of a loss on a CPU, and the gradient of MLX's own log-sum-exp
+    computes them a second time.
     """
     q = mx.softmax(logits, axis=-1)
-    # Of the largest logit, log q is its distance from the log-sum-exp.
+    # For the largest logit, log q is its distance from the log-sum-exp.
     top = logits.max(axis=-1, keepdims=True)
     return top - mx.log(q.max(axis=-1, keepdims=True)), q
 
 
 @_log_total.vjp
 def _log_total_back(logits: mx.array, cotangents: Any, outputs: Any) -> mx.array:
-    """The gradient of the first output alone: nothing is made of the second."""
+    """The gradient of the first output; the second output is not differentiated."""
     return cotangents[0] * outputs[1]
 
 
 def summed(
     part: Part, trained: Any, hidden: mx.array, others: Sequence[mx.array], rows: int
 ) -> tuple[mx.array, mx.array]:
-    """The sum of `part` over all slots, `rows` at a time, and what it chose for each.
+    """Sum `part` over all slots, `rows` at a time; returns the sum and each slot's draft.
 
-    The gradient reaches `trained`, a tree of arrays, and `hidden`; `others` have none.
+    `trained` (a tree of arrays) and `hidden` get gradients, `others` do not.
 
     Args:
         hidden: [M, D].
         others: arrays of M rows each.
-        rows: slots that exist at once.
+        rows: slots per part.
     """
     names = [name for name, _ in tree_flatten(trained)]
     count, length = len(names), hidden.shape[0]
@@ -108,15 +114,14 @@ def summed(
 
     @mx.custom_function
     def run(*arrays: mx.array) -> tuple[mx.array, ...]:
-        """The sum [], what was chosen, and the gradients of `hidden` and of `trained`."""
+        """The sum [], the drafts, and the gradients of `hidden` and of `trained`."""
         tree = tree_unflatten(list(zip(names, arrays[:count], strict=True))) if count else {}
         value, chosen = mx.array(0.0), []
         inward: list[mx.array] = []
         outward = [mx.zeros_like(array) for array in arrays[:count]]
         for start in range(0, length, rows):
             piece = [array[start : start + rows] for array in arrays[count:]]
-            # Nothing of a part is computed before the last one is done: all at once, as MLX would
-            # otherwise see fit, they would hold the logits of every slot.
+            # Otherwise MLX may compute all parts at once and hold the logits of every slot.
             if inward:
                 piece = mx.depends(piece, [value, inward[-1]])
             (loss, picks), (own, toward) = gradient(tree, *piece)
@@ -136,3 +141,185 @@ def summed(
     found: Any = run(*flat, hidden, *others)
     value, chosen = found[:2]
     return value, mx.stop_gradient(chosen)
+
+
+LOGITS_AT_ONCE = 4  # arrays of the size of the logits that a part and its gradient need
+
+
+def slot_weights(choices: mx.array, tokens: mx.array, inside: mx.array, gamma: float) -> mx.array:
+    """Weights [..., B-1] of a block's slots 1..B-1, 0 after the first disagreement.
+
+    Args:
+        choices: the target's teacher-forced choice for each slot.
+        tokens: the text's token at each slot.
+        inside: whether the slot is inside the answer.
+        gamma: weights decay as exp(-(k-1)/gamma).
+    """
+    agrees = (choices == tokens).astype(mx.float32)
+    reached = mx.cumprod(agrees, axis=-1)[..., :-1]
+    reached = mx.concatenate([mx.ones_like(agrees[..., :1]), reached], axis=-1)
+    return inside * reached * mx.exp(-mx.arange(agrees.shape[-1]) / gamma)
+
+
+@dataclass(frozen=True)
+class VocabularySubset:
+    """The tokens that a loss is restricted to, so that tokens that never occur cost nothing.
+
+    Attributes:
+        tokens: their ids [V'].
+        places: the index of each id of the whole vocabulary in `tokens` [V], 0 if absent.
+        inside: whether each id is in `tokens` [V].
+    """
+
+    tokens: mx.array
+    places: mx.array
+    inside: mx.array
+
+    @classmethod
+    def of(cls, tokens: mx.array, vocab_size: int) -> VocabularySubset:
+        """The subset of a vocabulary with these distinct ids."""
+        chosen = np.array(tokens).astype(np.int32)
+        places, inside = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.bool_)
+        places[chosen], inside[chosen] = np.arange(len(chosen)), True
+        return cls(mx.array(chosen), mx.array(places), mx.array(inside))
+
+
+def answer_vocabulary(samples: Iterable[Sample], vocab_size: int) -> VocabularySubset:
+    """The tokens that occur in the samples' answers: the only possible labels."""
+    return VocabularySubset.of(
+        mx.array(np.unique(np.fromiter(_answered(samples), np.int32))), vocab_size
+    )
+
+
+def most_frequent(samples: Iterable[Sample], count: int, vocab_size: int) -> mx.array:
+    """The ids [count] of the most frequent tokens in the samples' answers, ascending."""
+    often = np.bincount(np.fromiter(_answered(samples), np.int64), minlength=vocab_size)
+    return mx.array(np.sort(np.argsort(-often, kind="stable")[:count]))
+
+
+def _answered(samples: Iterable[Sample]) -> Iterator[int]:
+    spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
+    return (token for span in spans for token in span)
+
+
+class SlotLoss:
+    """The summed loss of slots, and the token drafted in each.
+
+    Args:
+        drafter, target: the pair. The drafter's own head is trained, the target's is not.
+        loss_weights: weights of the losses.
+        subset: the tokens that the loss is restricted to; None is the whole vocabulary.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlash,
+        target: Target,
+        loss_weights: LossWeights,
+        subset: VocabularySubset | None,
+    ) -> None:
+        self._drafter, self._target, self._mix, self._subset = drafter, target, loss_weights, subset
+        self._reduced = "d2t" in drafter  # its head has one row per token of the subset
+        self._rows: mx.array | None = None  # of the head, with a subset
+        self._width = drafter.config.vocab_size
+        if subset is not None:
+            rows = drafter.lm_head.weight if self._reduced else target.head_rows(subset.tokens)
+            self._rows, self._width = rows.astype(mx.float32), len(subset.tokens)
+        has_markov = isinstance(drafter, DSpark) and drafter.config.markov
+        self._markov = drafter.markov_head if has_markov else None
+        self._selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
+
+    def __call__(self, hidden: mx.array, *columns: mx.array) -> tuple[mx.array, mx.array]:
+        """The summed loss [] of slots and their drafts [M].
+
+        Args:
+            hidden: of the slots, [M, D].
+            columns: labels, previous tokens and weights [M], and the target's likeliest tokens
+                and their probabilities [M, T].
+        """
+        head = self._selector or self._markov
+        trained = {} if head is None else head.parameters()
+        count = max(1, BOUND // (4 * LOGITS_AT_ONCE * self._width))
+        return summed(self._part, trained, hidden, columns, count)
+
+    def _part(
+        self,
+        trained: Any,
+        hidden: mx.array,
+        labels: mx.array,
+        before: mx.array,
+        weights: mx.array,
+        tops: mx.array,
+        shares: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """Loss and drafts of some slots; `trained` are the weights of the drafter's own head."""
+        subset, head = self._subset, self._selector or self._markov
+        if head is not None:
+            head.update(trained)
+        logits = self._logits(hidden)
+        if self._markov is not None:
+            logits = logits + self._after(self._markov, hidden, before)
+        if subset is not None:
+            weights = weights * subset.inside[labels]
+            shares = shares * subset.inside[tops]
+            labels, tops = subset.places[labels], subset.places[tops]
+        loss = self._mix.of(logits, labels, tops, shares)
+        chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
+        if self._selector is not None:
+            ids = None if subset is None else subset.tokens
+            extra, chosen = selector_loss(self._selector, hidden, logits, before, labels, ids)
+            loss = loss + extra
+        if subset is not None:
+            chosen = subset.tokens[chosen]
+        return (loss * weights).sum(), chosen
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        """Logits over the subset, [M, V'] in f32."""
+        config = self._drafter.config
+        if self._rows is None:
+            # The head computes in the target's own precision.
+            hidden = hidden.astype(self._target.embed(mx.zeros((1, 1), mx.int32)).dtype)
+            return self._drafter.logits(hidden[None], self._target)[0].astype(mx.float32)
+        logits = (hidden @ self._rows.T) * config.output_multiplier
+        cap = config.final_logit_softcapping
+        logits = logits if cap is None else cap * mx.tanh(logits / cap)
+        return logits * config.logit_scale
+
+    def _after(self, markov: MarkovHead, hidden: mx.array, before: mx.array) -> mx.array:
+        """What the Markov head adds to the logits, given the previous tokens, [M, V']."""
+        inner, _ = markov.inner(hidden, before, mx.zeros((len(hidden), markov.rank)))
+        after = markov.markov_w2.weight
+        if self._subset is not None and not self._reduced:
+            after = after[self._subset.tokens]
+        return self._drafter.config.logit_scale * (inner @ after.T)
+
+
+def selector_loss(
+    selector: CandidateSelector,
+    hidden: mx.array,
+    logits: mx.array,
+    before: mx.array,
+    labels: mx.array,
+    ids: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The candidate selector's cross entropy over its top-k, given the true predecessors.
+
+    Args:
+        hidden, logits: of the slots, [..., D] and [..., V].
+        before, labels: the token before each slot, and the index of the right token in the logits,
+            [...].
+        ids: the token ids of the logits [V]; None for the whole vocabulary.
+
+    Returns:
+        The entropies [...], 0 if the right token is no candidate, and the chosen indices.
+    """
+    top_k = min(selector.top_k, logits.shape[-1])  # a subset may be small
+    candidates = mx.argpartition(-mx.stop_gradient(logits), top_k - 1, axis=-1)[..., :top_k]
+    scores = mx.take_along_axis(logits, candidates, axis=-1)
+    tokens = candidates if ids is None else ids[candidates]
+    scores = scores + selector.scores(hidden, before[..., None], tokens)[..., 0, :]
+    hit = candidates == labels[..., None]
+    entropy = mx.logsumexp(scores, axis=-1) - (scores * hit).sum(axis=-1)
+    best = mx.argmax(mx.stop_gradient(scores), axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(candidates, best, axis=-1)[..., 0]
+    return mx.where(hit.any(axis=-1), entropy, 0), chosen

@@ -1,4 +1,4 @@
-"""What `train` does, and which unfinished run it belongs to."""
+"""The settings of a training run, and the folder that belongs to it."""
 
 from __future__ import annotations
 
@@ -19,42 +19,43 @@ from ..errors import ConfigError, DataError, OutputError, SettingsError
 from ..settings import SEED_BITS
 from ..targets import Target
 from ..validation import read_json
-from .losses import Mix
-from .shape import check_kind
+from .initial import check_kind
+from .losses import LossWeights
 
 TARGET = "target"  # of warm_start: the target's own layers
-OPTIONS = {  # of the command line, where they are not called as the fields are
+OPTIONS = {  # command line options that are not named like their fields
     "bits": "--store-bits",
     "held_out": "held_out",
     "max_tokens": "--answer-tokens",
-    "mix": "--loss",
-    "occurring": "--whole-vocabulary",
+    "loss_weights": "--loss",
+    "answer_vocabulary": "--whole-vocabulary",
     "target": "--model",
     "turn_tokens": "turn_tokens",
 }
-# What prompts and answers depend on, and nothing that is made of them.
+# The settings that prompts and answers depend on.
 OF_ANSWERS = frozenset(
     ("target", "data", "synthesize", "keep_answers", "max_tokens", "rows", "turn_tokens", "seed")
 )
-EPOCHS = 6  # where neither steps nor hours are given, as in arXiv 2602.06036
+EPOCHS = 6  # unless steps or hours are given, as in arXiv 2602.06036
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `train` does.
+    """The settings of `train`.
 
     Attributes:
-        data: a file of prompts, conversations or texts; see `data`.
-        synthesize: instead, how many user turns the target writes itself.
-        keep_answers: learn the file's answers, instead of the target's own to its prompts.
-        kind, block_size, layers, causal, draft_tokens: see `draft_shape`.
-        steps, hours: how long to train; without either, `EPOCHS` times over the data. Of the hours,
-            writing prompts and answers takes its part, half of them at most.
-        anchors, tokens, learning_rate, optimizer, mix, occurring, seed: see `DrafterSettings`.
+        data: a file of prompts, conversations or texts; see `dataset`.
+        synthesize: the number of user turns that the target writes instead.
+        keep_answers: learn the file's answers instead of the target's.
+        kind, block_size, layers, causal, draft_tokens: see `draft_config`.
+        steps, hours: length of the training; without either, `EPOCHS` epochs. `hours` includes the
+            prompts and answers, but at least half of them are for training.
+        anchors, tokens, learning_rate, optimizer, loss_weights, answer_vocabulary, seed: see
+            `DrafterSettings`.
         cache_features: keep the target's features on disk.
-        max_tokens, rows: of answers, see `Answering`.
-        bits: 4, 6 or 8 stores the drafter so; None in bf16.
-        held_out: samples that are measured on and never trained on.
+        max_tokens, rows: see `AnswerSettings`.
+        bits: 4, 6 or 8 to quantize the stored drafter; None stores bf16.
+        held_out: number of samples for evaluation.
     """
 
     data: Path | None = None
@@ -72,8 +73,10 @@ class Recipe:
     tokens: int = 1024
     learning_rate: float = 1e-3
     optimizer: str = "adamw"
-    mix: Mix = field(default_factory=lambda: Mix(cross_entropy=0.5, kl=0.5))
-    occurring: bool = True
+    loss_weights: LossWeights = field(
+        default_factory=lambda: LossWeights(cross_entropy=0.5, kl=0.5)
+    )
+    answer_vocabulary: bool = True
     cache_features: bool = False
     max_tokens: int = 256
     rows: int = 24
@@ -85,11 +88,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if (self.data is None) == (self.synthesize is None):
             raise SettingsError(
-                "Train on a file (--data) or on what the target writes "
-                "(--synthesize N), on one of them."
+                "Give either a file (--data) or a number of prompts that the target writes "
+                "(--synthesize N)."
             )
         if self.keep_answers and self.data is None:
-            raise SettingsError("--keep-answers goes with --data: it learns the file's answers.")
+            raise SettingsError("--keep-answers needs --data.")
         if self.steps is not None and self.hours is not None:
             raise SettingsError("Give steps or hours, not both.")
         least = {
@@ -97,7 +100,7 @@ class Recipe:
             "steps": 1,
             "anchors": 1,
             "tokens": 16,
-            "max_tokens": 2,  # one that ends at its first token has nothing to draft
+            "max_tokens": 2,  # the first token is never drafted
             "rows": 1,
             "turn_tokens": 4,
             "held_out": 1,
@@ -108,27 +111,27 @@ class Recipe:
         for name, limit in least.items():
             value = getattr(self, name)
             if value is not None and value < limit:
-                raise SettingsError(f"{name} is {value}: it is at least {limit}.")
+                raise SettingsError(f"{name} is {value}: it must be at least {limit}.")
         if self.seed >= 2**SEED_BITS:
-            raise SettingsError(f"seed is {self.seed}: it is below 2**{SEED_BITS}.")
+            raise SettingsError(f"seed is {self.seed}: it must be below 2**{SEED_BITS}.")
         for name in ("hours", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise SettingsError(f"{name} is {value}: it is a number above 0.")
+                raise SettingsError(f"{name} is {value}: it must be above 0.")
         if self.bits not in (None, 4, 6, 8):
             raise SettingsError(f"A drafter is stored in 4, 6 or 8 bits, not {self.bits}.")
         check_kind(self.kind, self.block_size, self.draft_tokens)
 
 
-def option_of(field: str) -> str:
-    """What the command line calls a field; its own name where it has no option."""
+def option_name(field: str) -> str:
+    """The command line option of a field; the field's name if it has none."""
     return OPTIONS.get(field, f"--{field.replace('_', '-')}")
 
 
-def claim(work: Path, target: Target, recipe: Recipe) -> None:
-    """Write down what this folder is for. Raises `SettingsError` if it is for something else.
+def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
+    """Write recipe.json. Raises `SettingsError` if the folder belongs to another recipe.
 
-    As long as there are answers alone, the training may still become another.
+    As long as the folder has answers only, settings of the training may still change.
     """
     now = {**asdict(recipe), "data": None, "target": _identity(target)}
     if recipe.data is not None:
@@ -138,7 +141,7 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
             raise DataError(f"{recipe.data}: cannot be read ({error.strerror}).") from error
     now = json.loads(json.dumps(now))
     path = work / "recipe.json"
-    # A command that failed at its data leaves its recipe and nothing to go on with.
+    # A run that failed at its data leaves only its recipe.
     made = {file.name for file in work.iterdir() if file.stem != path.stem}
     if path.exists() and made:
         try:
@@ -148,9 +151,9 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
         bound = OF_ANSWERS if made <= {"turns.jsonl", "answers.jsonl"} else now.keys() | then.keys()
         differing = sorted(k for k in bound if now.get(k) != then.get(k))
         if differing:
-            named = ", ".join(map(option_of, differing))
+            named = ", ".join(map(option_name, differing))
             raise SettingsError(
-                f"{work} was begun with other settings ({named}): use the same, or "
+                f"{work} was started with other settings ({named}): use the same settings or "
                 "another --out, or delete it."
             )
     part = path.with_suffix(".part")
@@ -162,10 +165,10 @@ def claim(work: Path, target: Target, recipe: Recipe) -> None:
 
 
 @contextmanager
-def sole_use(work: Path) -> Iterator[None]:
-    """A folder that no other training works in meanwhile; the lock ends with whoever holds it.
+def lock_folder(work: Path) -> Iterator[None]:
+    """Lock the folder against other processes; file systems without locks are accepted.
 
-    Raises `SettingsError` where another one does. A file system without locks refuses nobody.
+    Raises `SettingsError` if another training holds the lock.
     """
     number = os.open(work, os.O_RDONLY)
     try:
@@ -173,7 +176,7 @@ def sole_use(work: Path) -> Iterator[None]:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SettingsError(
-                f"{work}: another training is at work there: wait for it, or use another --out."
+                f"{work}: another training is running there: wait for it, or use another --out."
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
@@ -184,7 +187,7 @@ def sole_use(work: Path) -> Iterator[None]:
 
 
 def _identity(target: Target) -> str:
-    """What tells targets apart: the config, and some of the weights."""
+    """A hash of the target's config and some of its weights."""
     digest = hashlib.sha256(json.dumps(target.config, sort_keys=True, default=str).encode())
     digest.update(np.array(target.norm_weight().astype(mx.float32)).tobytes())
     return digest.hexdigest()

@@ -1,8 +1,7 @@
-"""From a target to a drafter on disk: prompts, answers, features, training; each step kept.
+"""From a target to a drafter on disk: prompts, answers, features, training.
 
-Everything that is made lies in OUT/work until the drafter is whole, so the same call goes on where
-an interrupted one stopped, whatever stopped it, and ends with bitwise the same drafter: each step
-depends on what earlier ones wrote and on the seed, never on the clock.
+All intermediate files are in OUT/work, so the same call continues an interrupted run, and ends with
+bitwise the same drafter: each stage depends only on the files of earlier ones and on the seed.
 """
 
 from __future__ import annotations
@@ -18,34 +17,31 @@ from ..drafter.config import DraftConfig
 from ..drafter.network import DFlash
 from ..errors import OutputError
 from ..targets import Target
-from .answers import AnswersProgress
-from .batches import bucket_length
-from .data import Sample
+from .answers import AnswerProgress, AnswerSettings, collect_samples, split
+from .dataset import Sample, bucket_length
 from .drafter import (
     DrafterSettings,
     check_trainable,
+    init_own_head,
     new_drafter,
     save_drafter,
-    start_own_head,
     train_drafter,
 )
-from .fit import Report
-from .gather import Written, gather, split
-from .plan import Estimate, check, estimate
-from .recipe import EPOCHS, TARGET, Recipe, claim, sole_use
-from .shape import draft_shape, mask_token
-from .slots import frequent
-from .store import Store, build_store
-from .synthesize import user_header
-from .warm import start_from_target
+from .features import FeatureStore, build_feature_store
+from .fit import StepReport
+from .initial import draft_config, init_from_target, mask_token
+from .losses import most_frequent
+from .memory import Estimate, check, estimate
+from .recipe import EPOCHS, TARGET, Recipe, claim_folder, lock_folder
+from .synthesize import TurnProgress, user_header, write_turns
 
-TIMED_STEPS = 4  # behind the number of steps that fit into some hours
-STEPS_SHARE = 0.5  # of the hours belongs to steps, however long prompts and answers took
+TIMED_STEPS = 4  # measured to find the number of steps for --hours
+STEPS_SHARE = 0.5  # of the hours is for steps, however long prompts and answers took
 
 
 @dataclass(frozen=True)
-class Read:
-    """Samples whose features are on disk."""
+class FeatureProgress:
+    """Samples whose features are stored."""
 
     samples: int
     all: int
@@ -53,8 +49,8 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What training is about to do."""
+class TrainingPlan:
+    """The size of the training that starts now."""
 
     samples: int
     held_out: int
@@ -65,7 +61,7 @@ class Begun:
     tokens_of_step: int
 
 
-Event = Written | AnswersProgress | Read | Begun | Report
+Event = TurnProgress | AnswerProgress | FeatureProgress | TrainingPlan | StepReport
 Listener = Callable[[Event], None]
 
 
@@ -74,17 +70,17 @@ class Trained:
     """A finished drafter.
 
     Attributes:
-        drafter: as it was trained; on disk it is in bf16 or fewer bits.
+        drafter: in f32; on disk it is in bf16 or fewer bits.
         config: its config.json.
-        held_out: the samples that it never saw.
-        begun: the size of the work.
+        held_out: the samples it was not trained on.
+        begun: the size of the training.
         curve: [step, loss, held-out loss, held-out acceptance length] of each validation.
     """
 
     drafter: DFlash
     config: dict[str, Any]
     held_out: list[Sample]
-    begun: Begun
+    begun: TrainingPlan
     curve: list[list[float]]
 
 
@@ -95,27 +91,27 @@ def train(
     warm: tuple[DFlash, dict[str, Any]] | None = None,
     listen: Listener = lambda event: None,
 ) -> Trained:
-    """Train a drafter for a target, or go on with it, and save it in `out`.
+    """Train a drafter for a target, or continue, and save it in `out`.
 
     Args:
-        out: the drafter's folder; its folder "work" holds what is needed to go on.
-        recipe: what to do; an unfinished run goes on with its own recipe only.
-        warm: a drafter to start from and its config.json, which decides the shape.
-        listen: gets an event now and then, and a `Report` after every step.
+        out: the drafter's folder; its subfolder "work" holds intermediate files.
+        recipe: the settings; an unfinished run continues with the same settings only.
+        warm: a drafter to start from and its config.json, which sets the shape.
+        listen: called with progress events, and with a `StepReport` after every step.
 
     Raises:
-        SettingsError: a recipe that cannot be, or is not that of the unfinished run; or another
-            process is at work in `out`.
-        DataError: a broken line, a file without samples; PromptError: no chat template.
+        SettingsError: invalid settings, other settings than those of the unfinished run, or
+            another process in `out`.
+        DataError: a broken line or too few samples; PromptError: no chat template.
         NotEnoughMemoryError, OutputError: too little memory or disk; IncompatibleDrafterError.
     """
     work = out / "work"
-    _judge(target, recipe, warm, work)
+    _check_before(target, recipe, warm, work)
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError.because(work, error) from error
-    with sole_use(work):
+    with lock_folder(work):
         return _train(target, out, work, recipe, warm, listen)
 
 
@@ -127,10 +123,10 @@ def _train(
     warm: tuple[DFlash, dict[str, Any]] | None,
     listen: Listener,
 ) -> Trained:
-    """The same, where all that can be judged is, and nobody else writes into the folder."""
-    claim(work, target, recipe)
+    claim_folder(work, target, recipe)
     begin = time.monotonic()
-    samples = gather(target, work, recipe, listen)
+    turns = _turns(target, work, recipe, listen)
+    samples = collect_samples(target, work, recipe, turns, listen)
     held_out, training = split(samples, recipe)
     raw = _shape(target, recipe, samples, warm)
     config = DraftConfig.from_dict(raw)
@@ -142,13 +138,15 @@ def _train(
     if recipe.cache_features:
 
         def seen(done: int, all: int) -> None:
-            listen(Read(done, all, needed.features))
+            listen(FeatureProgress(done, all, needed.features))
 
-        store = build_store(target, samples, config.target_layer_ids, work / "features", seen)
+        store = build_feature_store(
+            target, samples, config.target_layer_ids, work / "features", seen
+        )
     start = _start(target, config, recipe, warm, training)
     if recipe.hours is not None:
         settings = _timed(target, config, settings, training, start, store, work, recipe, begin)
-    begun = Begun(
+    begun = TrainingPlan(
         samples=len(training),
         held_out=len(held_out),
         tokens=sum(len(s.tokens) for s in training),
@@ -158,7 +156,7 @@ def _train(
         tokens_of_step=2 * recipe.tokens,
     )
     listen(begun)
-    curve = _Curve(work / "curve.jsonl", listen)
+    curve = _CurveFile(work / "curve.jsonl", listen)
     drafter = train_drafter(
         target,
         config,
@@ -180,23 +178,32 @@ def _train(
     return Trained(drafter, raw, held_out, begun, curve.points())
 
 
-def _judge(
+def _turns(target: Target, work: Path, recipe: Recipe, listen: Listener) -> list[str]:
+    """The user turns that the target writes, none if the recipe has data."""
+    if recipe.data is not None:
+        return []
+    settings = AnswerSettings(recipe.turn_tokens, recipe.rows, 2 * recipe.rows)
+    path = work / "turns.jsonl"
+    return write_turns(target, recipe.synthesize or 0, path, settings, recipe.seed, listen)
+
+
+def _check_before(
     target: Target, recipe: Recipe, warm: tuple[DFlash, dict[str, Any]] | None, work: Path
 ) -> None:
-    """Raise for all that can be known before anything is answered or written."""
+    """Raise for everything that can be checked before anything is generated or written."""
     if not recipe.keep_answers:
         user_header(target)
     config = DraftConfig.from_dict(_shape(target, recipe, (), warm))
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     check_trainable(config)
-    # The longest that samples can be, of which a batch takes the least; of a file's, who knows.
+    # The longest possible samples need the least memory. A file's lengths are still unknown.
     longest = recipe.turn_tokens + recipe.max_tokens if recipe.synthesize else recipe.tokens
     least = estimate(target, config, _settings(recipe, ()), [longest])
     check(least, work, recipe.tokens, recipe.anchors)
 
 
 def held_out_record(target: Target, sample: Sample) -> dict[str, Any]:
-    """A line of held_out.jsonl: the text before an answer as token ids, and the answer's text."""
+    """A line of held_out.jsonl: token ids before the last answer, and the answer's text."""
     start, end = sample.answers[-1]
     text = target.tokenizer.decode(list(sample.tokens[start:end]), skip_special_tokens=True)
     return {"ids": list(sample.tokens[:start]), "answer": text}
@@ -215,7 +222,7 @@ def _shape(
     else:
         used = {token for sample in samples for token in sample.tokens}
         mask = mask_token(target, used)
-        raw = draft_shape(
+        raw = draft_config(
             target,
             recipe.kind,
             recipe.block_size,
@@ -239,20 +246,20 @@ def _start(
     warm: tuple[DFlash, dict[str, Any]] | None,
     training: Sequence[Sample],
 ) -> DFlash:
-    """The drafter that training starts from."""
+    """The initial drafter."""
     drafter = new_drafter(config, recipe.seed)
     if recipe.draft_tokens is not None:
-        known = frequent(training, config.draft_vocab_size, target.vocab_size)
-        start_own_head(drafter, target, known)
+        known = most_frequent(training, config.draft_vocab_size, target.vocab_size)
+        init_own_head(drafter, target, known)
     if warm is not None:
         drafter.update(warm[0].parameters())
     elif recipe.warm_start == TARGET:
-        start_from_target(drafter, target)
+        init_from_target(drafter, target)
     return drafter
 
 
 def _settings(recipe: Recipe, training: Sequence[Sample]) -> DrafterSettings:
-    """How long to train, and on how much at once."""
+    """The training settings of a recipe."""
     tokens = sum(bucket_length(len(sample.tokens)) for sample in training)
     steps = recipe.steps or max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
     every = max(1, min(50, steps // 10))
@@ -262,16 +269,16 @@ def _settings(recipe: Recipe, training: Sequence[Sample]) -> DrafterSettings:
         anchors=recipe.anchors,
         learning_rate=recipe.learning_rate,
         optimizer=recipe.optimizer,
-        mix=recipe.mix,
-        occurring=recipe.occurring,
+        loss_weights=recipe.loss_weights,
+        answer_vocabulary=recipe.answer_vocabulary,
         seed=recipe.seed,
         save_every=every,
         validate_every=every,
     )
 
 
-def seconds_of_steps(hours: float, spent: float) -> float:
-    """What is left for steps of some hours after `spent` seconds of prompts and answers."""
+def training_seconds(hours: float, spent: float) -> float:
+    """Seconds for training steps after `spent` seconds of prompts and answers."""
     whole = 3600 * hours
     return max(whole - spent, STEPS_SHARE * whole)
 
@@ -282,23 +289,22 @@ def _timed(
     settings: DrafterSettings,
     training: list[Sample],
     start: DFlash,
-    store: Store | None,
+    store: FeatureStore | None,
     work: Path,
     recipe: Recipe,
     begin: float,
 ) -> DrafterSettings:
-    """The settings with as many steps as fit into the hours, counted once and written down.
+    """The settings with as many steps as fit into the hours, measured once and stored.
 
-    The prompts and answers that were made since `begin` have taken their part of the hours.
-
-    A schedule that looked at the clock would give another drafter after every interruption.
+    `begin` is the start of prompts and answers, which count. A schedule that reads the clock would
+    give another drafter after every interruption.
     """
     path = work / "steps.json"
     if not path.exists():
         trial, times = new_drafter(config, recipe.seed), []
         trial.update(start.parameters())
 
-        def note(report: Report) -> None:
+        def note(report: StepReport) -> None:
             times.append(time.monotonic())
 
         few = replace(settings, steps=TIMED_STEPS + 1, save_every=0, validate_every=0)
@@ -306,7 +312,7 @@ def _timed(
             target, config, lambda e: training, few, progress=note, drafter=trial, store=store
         )
         seconds = (times[-1] - times[0]) / TIMED_STEPS
-        left = seconds_of_steps(recipe.hours or 0, times[0] - begin)
+        left = training_seconds(recipe.hours or 0, times[0] - begin)
         steps = max(1, round(left / seconds))
         path.write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
     steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
@@ -314,13 +320,13 @@ def _timed(
     return replace(settings, steps=steps, save_every=every, validate_every=every)
 
 
-class _Curve:
-    """Passes reports on, and keeps those of validations for the plot and the card."""
+class _CurveFile:
+    """Passes reports on, and stores those of validations for the plot and the card."""
 
     def __init__(self, path: Path, listen: Listener) -> None:
         self._path, self._listen = path, listen
 
-    def __call__(self, report: Report) -> None:
+    def __call__(self, report: StepReport) -> None:
         if report.held_out_loss is not None:
             row = [report.step, report.loss, report.held_out_loss, report.held_out_metric]
             with self._path.open("a", encoding="utf-8") as file:
@@ -328,7 +334,7 @@ class _Curve:
         self._listen(report)
 
     def points(self) -> list[list[float]]:
-        """One point a step: what was measured again after an interruption is the same."""
+        """One point per step: steps repeated after an interruption give the same point."""
         if not self._path.exists():
             return []
         lines = self._path.read_text(encoding="utf-8").split("\n")

@@ -1,7 +1,7 @@
-"""Prompts that the target writes itself: what a chat model says where a user would speak.
+"""Let the target write prompts: what a chat model says in the user's place.
 
-An instruction-tuned model that is given nothing but the header of a user's turn goes on with a
-plausible one (Magpie, arXiv 2406.08464). Turns that nearly repeat an earlier one are dropped.
+An instruction-tuned model that is given only the header of a user's turn continues with a plausible
+one (Magpie, arXiv 2406.08464). Turns that nearly repeat an earlier one are dropped.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,15 +18,23 @@ from mlx_lm.sample_utils import apply_top_p
 
 from ..errors import DataError, PromptError
 from ..targets import Target
-from .answers import Answering, append, complete, whole_lines
+from .answers import AnswerSettings, append, complete, whole_lines
 
 TEMPERATURE, TOP_P = 1.0, 0.95
-SAME = 0.7  # of the pairs of words of two turns that are shared: then they are nearly the same
-MOST_BARREN = 20  # rounds in a row that bring nothing new
+SIMILARITY = 0.7  # shared pairs of words from which on two turns count as the same
+MAX_BARREN = 20  # rounds in a row without a new turn
 _SENTINEL = "user turn goes here"
 
 
-class Sampling:
+@dataclass(frozen=True)
+class TurnProgress:
+    """User turns that the target has written so far."""
+
+    turns: int
+    wanted: int
+
+
+class TurnSampler:
     """Samples tokens from log-probabilities [N, V]; the same seed gives the same tokens."""
 
     def __init__(self, seed: int, temperature: float = TEMPERATURE, top_p: float = TOP_P) -> None:
@@ -38,20 +47,20 @@ class Sampling:
         )
 
 
-class Novelty:
-    """Which texts are new: those that share few pairs of words with every earlier one."""
+class NoveltyFilter:
+    """Finds texts that share few pairs of words with every earlier one."""
 
     def __init__(self) -> None:
         self._with: dict[tuple[str, ...], list[int]] = defaultdict(list)
         self._sizes: list[int] = []
 
     def add(self, text: str) -> bool:
-        """Whether a text is new; then later ones are compared with it."""
+        """Whether a text is new; if so, later ones are compared with it."""
         words = re.findall(r"\w+", text.lower())
         pairs = {*zip(words, words[1:], strict=False)} or {tuple(words)}
         common = Counter(number for pair in pairs for number in self._with[pair])
         for number, shared in common.items():
-            if shared >= SAME * (len(pairs) + self._sizes[number] - shared):
+            if shared >= SIMILARITY * (len(pairs) + self._sizes[number] - shared):
                 return False
         for pair in pairs:
             self._with[pair].append(len(self._sizes))
@@ -60,9 +69,9 @@ class Novelty:
 
 
 def user_header(target: Target) -> tuple[str, str]:
-    """The text before a user's first turn, and the text that ends it, by the chat template.
+    """The chat template's text before a user's first turn, and the text after it.
 
-    Raises `PromptError` for a target without a template, or with one that hides the turn.
+    Raises `PromptError` without a chat template, or if the template hides the turn.
     """
     tokenizer = target.tokenizer
     if not tokenizer.has_chat_template:
@@ -84,52 +93,50 @@ def write_turns(
     target: Target,
     count: int,
     path: Path,
-    settings: Answering,
+    settings: AnswerSettings,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[TurnProgress], None] | None = None,
 ) -> list[str]:
-    """`count` different user turns in the target's own words; `path` keeps round after round.
+    """Write `count` different user turns; `path` keeps them round by round.
 
     Args:
-        settings: `max_tokens` of a turn, `chunk` of them a round.
-        progress: called with the turns so far and those wanted.
+        settings: `max_tokens` of a turn, `chunk` turns per round.
 
-    Raises `PromptError` without a chat template, `DataError` where the target has no more to say,
+    Raises `PromptError` without a chat template, `DataError` if the target only repeats itself,
     `OutputError`.
     """
     before, after = user_header(target)
     header = target.tokenizer.encode(before, add_special_tokens=False)
     rounds = whole_lines(path)
     turns: list[str] = []
-    novelty, barren, number = Novelty(), 0, 0
+    novelty, barren, number = NoveltyFilter(), 0, 0
     while len(turns) < count:
         if number == len(rounds):
-            found = _round(target, header, after, settings, seed * 1_000_003 + number)
+            found = _write_round(target, header, after, settings, seed * 1_000_003 + number)
             append(path, iter([{"turns": found}]))
             rounds.append({"turns": found})
         new = [turn for turn in rounds[number]["turns"] if novelty.add(turn)]
         number, turns, barren = number + 1, turns + new, 0 if new else barren + 1
-        if barren == MOST_BARREN:
+        if barren == MAX_BARREN:
             raise DataError(
-                f"{target.name} has said {len(turns)} different things and repeats itself: ask "
-                f"for no more than that (--synthesize {max(len(turns), 1)}), or give --data."
+                f"{target.name} wrote {len(turns)} different turns and now repeats itself: ask "
+                f"for no more (--synthesize {max(len(turns), 1)}), or give --data."
             )
         if progress is not None:
-            progress(min(len(turns), count), count)
+            progress(TurnProgress(min(len(turns), count), count))
     return turns[:count]
 
 
-def _round(
-    target: Target, header: Sequence[int], after: str, settings: Answering, seed: int
+def _write_round(
+    target: Target, header: Sequence[int], after: str, settings: AnswerSettings, seed: int
 ) -> list[str]:
-    """Some turns, those that ended and say something."""
-    answers = complete(target, [header] * settings.chunk, settings, Sampling(seed))
+    """Turns that ended and have more than one word."""
+    answers = complete(target, [header] * settings.chunk, settings, TurnSampler(seed))
     end = after.strip() or after
     turns = []
     for answer in answers:
         tokens = answer.answer[:-1] if answer.ended else answer.answer
         text, found, _ = target.tokenizer.decode(list(tokens)).partition(end)
-        # What was cut off in the middle is no turn.
         if (answer.ended or found) and len(text.split()) > 1:
             turns.append(text.strip())
     return turns

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import Answer, Answering, Ids, answer_all
-from dflash_mlx.train.data import Sample
+from dflash_mlx.train.answers import Answer, AnswerSettings, Ids, answer_all
+from dflash_mlx.train.dataset import Sample
 
 from . import corpus, strangers
 from .progress import Counted
@@ -55,9 +55,9 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
         encode_prompt(target, [{"role": "user", "content": text}])
         for text in different_requests()[:OWN_REQUESTS]
     ]
-    greedily = Answering(OWN_TOKENS, rows=48)
+    greedily = AnswerSettings(OWN_TOKENS, rows=48)
     greedy = answers_to(target, prompts, work / "answers.jsonl", greedily)
-    drawn = Answering(BEGUN_TOKENS, rows=48, temperature=1.0, seed=OWN_SEED)
+    drawn = AnswerSettings(BEGUN_TOKENS, rows=48, temperature=1.0, seed=OWN_SEED)
     begun = [*cut(answers_to(target, prompts, work / "beginnings.jsonl", drawn))]
     unfinished = [one.prompt + one.answer for one in begun]
     ends = answers_to(target, unfinished, work / "begun.jsonl", greedily)
@@ -71,7 +71,7 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
 
 
 def answers_to(
-    target: Target, prompts: Sequence[Ids], path: Path, answering: Answering
+    target: Target, prompts: Sequence[Ids], path: Path, answering: AnswerSettings
 ) -> list[Answer]:
     """The target's answers, kept in a file; a line is printed now and then."""
     return answer_all(target, prompts, path, answering, Counted(path.stem, 10 * answering.chunk))

@@ -26,14 +26,12 @@ from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.loading.load import load_drafter, load_target
 from dflash_mlx.targets import Target
-from dflash_mlx.train.batches import BatchStream
-from dflash_mlx.train.data import Sample, encode_chat
+from dflash_mlx.train.dataset import BatchStream, Sample, encode_chat
 from dflash_mlx.train.drafter import DrafterSettings, save_drafter, train_drafter
-from dflash_mlx.train.evaluate import evaluate, total
-from dflash_mlx.train.fit import FitSettings, fit
-from dflash_mlx.train.optimizers import muon
+from dflash_mlx.train.fit import FitSettings, fit, muon
 
 from . import corpus
+from .evaluate import evaluate, total
 from .own import (
     DRAFTER_SEED,
     EPOCH,

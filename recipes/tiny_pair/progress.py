@@ -6,8 +6,8 @@ import sys
 import time
 from statistics import fmean
 
-from dflash_mlx.train.answers import AnswersProgress
-from dflash_mlx.train.fit import Report
+from dflash_mlx.train.answers import AnswerProgress
+from dflash_mlx.train.fit import StepReport
 
 
 class Printer:
@@ -15,9 +15,9 @@ class Printer:
 
     def __init__(self, title: str, metric: str) -> None:
         self.title, self.metric, self.start = title, metric, time.monotonic()
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
 
-    def __call__(self, report: Report) -> None:
+    def __call__(self, report: StepReport) -> None:
         self.reports.append(report)
         if report.step % 25 and report.step < report.steps:
             return
@@ -38,7 +38,7 @@ class Counted:
     def __init__(self, title: str, every: int) -> None:
         self.title, self.every, self.shown = title, every, 0
 
-    def __call__(self, progress: AnswersProgress) -> None:
+    def __call__(self, progress: AnswerProgress) -> None:
         if progress.done >= self.shown + self.every or progress.done == progress.prompts:
             self.shown = progress.done
             say(f"{self.title} {progress.done}/{progress.prompts}")

@@ -17,8 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from dflash_mlx.train.batches import Arrays, bucket_length
-from dflash_mlx.train.data import Sample
+from dflash_mlx.train.dataset import Arrays, Sample, bucket_length
 from dflash_mlx.train.fit import Loss, Parameters
 
 PROMPT_WEIGHT = 0.1  # of a prompt token's loss; an answer token's is 1

@@ -1,4 +1,4 @@
-"""What training takes, estimated before anything starts, with what to lower if it is too much."""
+"""Estimate the memory and disk that training needs, before it starts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from ..errors import NotEnoughMemoryError, OutputError
 from ..machine.facts import memory_bytes
 from ..machine.folders import nearest_there
 from ..targets import Target
-from .batches import bucket_length
+from .dataset import bucket_length
 from .drafter import DrafterSettings
-from .features import BOUND
-from .store import bytes_of_token
+from .features import BOUND, bytes_of_token
 
 GB = 1e9
-NEARLY = 0.8  # of the memory: the system and other programs have the rest
-COPIES = 5  # of the drafter in f32: itself, its gradient, two of the optimizer, the best so far
-STORED = 4  # of them in a checkpoint
-ROWS_HELD = 40  # activations of width D that each row of a block keeps for the gradient, a layer
+WARN_SHARE = 0.8  # of the memory; the system and other programs need the rest
+COPIES = 5  # of the drafter in f32: weights, gradient, two of the optimizer, the best so far
+STORED = 4  # copies in a checkpoint
+ACTIVATIONS = 40  # of width D, kept for the gradient per row and layer
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes, each rounded up rather than down.
+    """Estimated bytes, rather too many than too few.
 
     Attributes:
-        target: the target's weights.
-        drafter: the drafter's, with gradients and the optimizer.
+        target: weights of the target.
+        drafter: weights of the drafter, with gradients and optimizer.
         step: activations of a step.
         checkpoint: on disk.
-        features: on disk, if they are cached.
+        features: on disk, if cached.
     """
 
     target: int
@@ -62,11 +61,11 @@ def estimate(
     lengths: Iterable[int],
     cached_tokens: int = 0,
 ) -> Estimate:
-    """What training a drafter of this shape takes.
+    """Estimate the training of a drafter of this shape.
 
     Args:
         lengths: tokens of each sample.
-        cached_tokens: tokens of the data whose features are kept on disk.
+        cached_tokens: tokens whose features are stored on disk.
     """
     weights = sum(a.nbytes for _, a in tree_flatten(target.model.parameters()))
     drafter = 4 * sum(a.size for _, a in tree_flatten(network_for(config)(config).parameters()))
@@ -82,23 +81,23 @@ def estimate(
 
 
 def _values(config: DraftConfig, settings: DrafterSettings, length: int) -> int:
-    """Values that the forward of a batch keeps, of sequences of this length.
+    """Activations of a batch of sequences of this length.
 
-    The shorter they are, the more of them fill a batch, and each has all its anchors.
+    Short sequences need more: more of them fill a batch, each with all its anchors.
     """
     rows = max(1, settings.tokens // length) * settings.anchors * config.block_size
-    kept = ROWS_HELD * config.hidden_size
+    kept = ACTIVATIONS * config.hidden_size
     kept += 2 * config.num_attention_heads * (config.block_size + length)
     taps = max(settings.tokens, length) * (len(config.target_layer_ids) + 8) * config.hidden_size
     return rows * config.num_hidden_layers * kept + taps
 
 
 def check(found: Estimate, folder: Path, tokens: int, anchors: int) -> None:
-    """Raise `NotEnoughMemoryError` or `OutputError`, saying what to lower, before work begins.
+    """Raise `NotEnoughMemoryError` or `OutputError` with the option to lower.
 
-    Memory that is nearly all taken only warns.
+    Warns if training needs nearly all memory.
     """
-    if found.memory > NEARLY * (memory := memory_bytes()):
+    if found.memory > WARN_SHARE * (memory := memory_bytes()):
         parts = {"--tokens": found.step, "--layers": found.drafter, "--target-bits": found.target}
         lower = max(parts, key=lambda name: parts[name])
         advice = {

@@ -1,16 +1,23 @@
-"""Training data: chat or text files, tokenized, with the spans of the assistant's answers.
+"""Training data: chat or text files, tokenized, in batches of fixed shape.
 
 Accepted: JSON lines with {"messages": [{"role", "content"}, ...]}, {"prompt", "answer"}, {"prompt"}
-or {"text"}, one kind or a mix, and plain .txt files, whose paragraphs (separated by blank lines)
-are samples.
+or {"text"}, also mixed, and .txt files, whose paragraphs (separated by blank lines) are samples.
+
+`mx.compile` builds one graph per shape, so lengths are rounded up to a multiple of `BUCKET`, and
+every batch of a bucket has the same number of rows. Only the seed decides the order, so a
+checkpoint stores no more of the data than a position (epoch, index).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
 
 from ..errors import DataError
 from ..validation import ErrorWrapper, parse_json
@@ -25,8 +32,8 @@ Messages = list[dict[str, str]]
 class Sample:
     """Token ids of one conversation or text.
 
-    `answers` are the half-open spans [start, end) of the assistant's tokens, the end-of-turn token
-    included. A plain text is one answer from its second token on.
+    `answers` are half-open spans [start, end) of the assistant's tokens, with the end-of-turn
+    token. A plain text is one answer from its second token on.
     """
 
     tokens: tuple[int, ...]
@@ -34,7 +41,7 @@ class Sample:
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> Sample:
-    """Tokenize plain text as it stands; all of it is to be predicted."""
+    """Tokenize plain text; all of it is to be predicted."""
     tokens = tuple(tokenizer.encode(text))
     return Sample(tokens, ((1, len(tokens)),))
 
@@ -42,8 +49,8 @@ def encode_text(tokenizer: TokenizerWrapper, text: str) -> Sample:
 def encode_chat(tokenizer: TokenizerWrapper, messages: Sequence[dict[str, str]]) -> Sample:
     """Tokenize a conversation with the tokenizer's chat template.
 
-    Where a template rewrites earlier turns once a new one arrives (some drop old reasoning), the
-    earlier answers are left out and only the last one counts.
+    If the template rewrites earlier turns when a new one arrives (some drop old reasoning), only
+    the last answer counts.
     """
     whole = template_ids(tokenizer, messages, prompt=False)
     answers = []
@@ -64,9 +71,9 @@ def encode_chat(tokenizer: TokenizerWrapper, messages: Sequence[dict[str, str]])
 def template_ids(
     tokenizer: TokenizerWrapper, messages: Sequence[dict[str, str]], prompt: bool
 ) -> list[int]:
-    """Token ids of the messages; with `prompt`, the assistant's turn is opened at the end.
+    """Token ids of the messages; `prompt` opens an assistant turn at the end.
 
-    Raises `DataError` where the chat template does not take them.
+    Raises `DataError` if the chat template refuses them.
     """
     with ErrorWrapper(DataError, "The chat template refuses these messages"):
         ids: Any = tokenizer.apply_chat_template(
@@ -76,9 +83,9 @@ def template_ids(
 
 
 def read_samples(path: Path, tokenizer: TokenizerWrapper) -> list[Sample]:
-    """Read and tokenize a data file.
+    """FeatureProgress and tokenize a data file.
 
-    Raises `DataError` naming the file and the line for what is missing, malformed or has no answer.
+    Raises `DataError`, with file and line, for malformed records and records without an answer.
     """
     samples = []
     for where, record in read_records(path):
@@ -96,7 +103,7 @@ def read_samples(path: Path, tokenizer: TokenizerWrapper) -> list[Sample]:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, str | Messages]]:
-    """Yield ("file:line", a text or a list of messages) of a data file. Raises `DataError`."""
+    """Yield ("file:line", text or messages) for each record of a file. Raises `DataError`."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -108,7 +115,7 @@ def read_records(path: Path) -> Iterator[tuple[str, str | Messages]]:
                 yield f"{path}:{line}", block.strip("\n")
             line += block.count("\n") + 2
         return
-    # Not splitlines(): it also cuts at U+2028, which JSON texts may contain as it is.
+    # Not splitlines(): it also splits at U+2028, which JSON texts may contain.
     for number, line_text in enumerate(content.split("\n"), 1):
         if line_text.strip():
             where = f"{path}:{number}"
@@ -116,7 +123,7 @@ def read_records(path: Path) -> Iterator[tuple[str, str | Messages]]:
 
 
 def parse_record(line: str, where: str) -> str | Messages:
-    """One JSON line as a text or a list of messages. Raises `DataError`."""
+    """Parse one JSON line into a text or a list of messages. Raises `DataError`."""
     record = parse_json(line, where, DataError)
     match record:
         case {"text": str(text)}:
@@ -141,3 +148,71 @@ def is_message(message: object) -> bool:
     return isinstance(message, dict) and all(
         isinstance(message.get(field), str) for field in ("role", "content")
     )
+
+
+BUCKET = 16
+
+Arrays = tuple[mx.array, ...]
+
+
+def bucket_length(length: int) -> int:
+    """Round `length` up to a whole bucket."""
+    return -(-length // BUCKET) * BUCKET
+
+
+def group(samples: Sequence[Sample], tokens: int, rng: Random) -> list[list[Sample]]:
+    """Shuffled batches of about `tokens` tokens with padding, one bucket per batch.
+
+    A bucket repeats some samples to fill its last batch.
+    """
+    buckets = defaultdict(list)
+    for sample in samples:
+        buckets[bucket_length(len(sample.tokens))].append(sample)
+    batches = []
+    for length, members in sorted(buckets.items()):
+        rows = max(1, tokens // length)
+        members += [rng.choice(members) for _ in range(-len(members) % rows)]
+        rng.shuffle(members)
+        batches += [members[i : i + rows] for i in range(0, len(members), rows)]
+    rng.shuffle(batches)
+    return batches
+
+
+class BatchStream:
+    """An endless stream of batches that can be resumed at any position.
+
+    Args:
+        epoch: the samples of epoch e, always the same for the same e.
+        collate: makes the arrays of a batch; its `Random` depends on the position only.
+        tokens: tokens of a batch, with padding.
+        seed: seeds the order, and the `Random` of `collate`.
+        position: (epoch, batch index) to start at.
+    """
+
+    def __init__(
+        self,
+        epoch: Callable[[int], Sequence[Sample]],
+        collate: Callable[[list[Sample], Random], Arrays],
+        tokens: int,
+        seed: int,
+        position: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._epoch, self._collate, self._tokens, self._seed = epoch, collate, tokens, seed
+        self._batches: list[list[Sample]] = []
+        self.position = position
+        self._load()
+
+    def _load(self) -> None:
+        epoch, _ = self.position
+        samples, rng = self._epoch(epoch), Random(f"{self._seed} {epoch}")
+        self._batches = group(samples, self._tokens, rng)
+
+    def next(self) -> Arrays:
+        """The arrays of the next batch."""
+        epoch, index = self.position
+        if index >= len(self._batches):
+            self.position = epoch, index = epoch + 1, 0
+            self._load()
+        self.position = (epoch, index + 1)
+        rng = Random(f"{self._seed} {epoch} {index}")
+        return self._collate(self._batches[index], rng)

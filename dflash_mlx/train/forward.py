@@ -1,10 +1,10 @@
 """The drafter's training forward: many masked blocks of one sequence at once.
 
-A block [anchor, mask, ...] at positions a..a+B-1 sees the context features strictly before a and
-its own rows, never another block (arXiv 2602.06036). The A blocks of a sequence share its
-context, so the (A*B) x (S + A*B) mask that says so is never built: scores against the context and
-scores inside the blocks are two batched products, and one softmax runs over both. Row for row
-this equals the inference network fed the same context through its cache.
+A block [anchor, mask, ...] at positions a..a+B-1 attends to the context features before a and to
+its own rows, never to another block (arXiv 2602.06036). The A blocks of a sequence share the
+context, so instead of an (A*B) x (S + A*B) mask there are two batched products, one against the
+context and one inside the blocks, and one softmax over both. Each row equals the row of the
+inference network with the same context in its cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Masks = tuple[mx.array, mx.array]
 
 
 def visible(attention: Attention, anchors: mx.array, context: int, block: int) -> Masks:
-    """What each row of each block may see, by the rule of this layer.
+    """The attention masks of this layer for all blocks.
 
     Args:
         anchors: positions [N, A].
-        context: S, the positions 0..S-1 that have features.
-        block: B, rows of a block.
+        context: S, the number of positions with features.
+        block: B, the rows of a block.
 
     Returns:
         Booleans over the context [N, A, B, S] and over the own block [B, B].
@@ -43,7 +43,7 @@ def visible(attention: Attention, anchors: mx.array, context: int, block: int) -
 
 
 def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.array) -> mx.array:
-    """The heads' outputs [N*A, H, B, hd] of normed rows x [N*A, B, D] over context [N, S, D]."""
+    """Attention outputs [N*A, H, B, hd] of normed rows x [N*A, B, D] over context [N, S, D]."""
     (n, a), (block, length) = anchors.shape, (x.shape[1], context.shape[1])
     starts, groups = anchors.reshape(-1), attention.heads // attention.kv_heads
     queries = attention.queries(x, starts) * attention.scale
@@ -73,7 +73,7 @@ def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.arr
 def draft_hidden(
     drafter: DFlash, embeddings: mx.array, taps: mx.array, anchors: mx.array
 ) -> mx.array:
-    """Hidden states of every block after the final norm.
+    """Hidden states of all blocks after the final norm.
 
     Args:
         embeddings: [N*A, B, D], the target's embeddings of [anchor token, mask, ...].

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..drafter.network import DFlash
-from ..loop import generate
-from ..targets import Target
+from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.loop import generate
+from dflash_mlx.targets import Target
 
 
 @dataclass
