@@ -10,12 +10,12 @@ import typer
 from dflash_mlx.errors import SettingsError
 
 from .options import is_given, spelled
-from .train_options import FROM_TARGET, Kind
+from .train_options import FROM_TARGET
 
 if TYPE_CHECKING:
     from dflash_mlx.train.losses import LossWeights
 
-SHAPE = ("kind", "block_size", "layers", "causal", "draft_tokens")
+SHAPE = ("kind", "block_size", "layers", "causal")
 
 
 def check_usage(context: typer.Context) -> None:
@@ -36,8 +36,6 @@ def check_usage(context: typer.Context) -> None:
             raise typer.BadParameter(
                 "goes without a drafter to start from, which has its own", param_hint=spelled(given)
             )
-    elif options["draft_tokens"] is not None and options["kind"] != Kind.dspark:
-        raise typer.BadParameter("goes with --kind dspark", param_hint="--draft-tokens")
 
 
 def parse_loss(text: str) -> LossWeights:

@@ -116,15 +116,13 @@ class Live:
             return f"prompts {event.turns:,} of {event.wanted:,}"
         if stage == "answers":
             return f"answers {event.done:,} of {event.prompts:,}, {event.tokens:,} tokens"
-        if stage == "features":
-            return f"features {event.samples:,} of {event.all:,} ({event.bytes / GB:.1f} GB)"
         if stage == "begun":
             self._tokens = event.tokens_of_step
             need = event.estimate
             return (
                 f"{event.samples:,} samples with {event.answer_tokens:,} tokens of answers "
                 f"({event.held_out} more held out), {event.steps:,} steps; about "
-                f"{need.memory / GB:.1f} GB of memory and {need.disk / GB:.1f} GB of disk"
+                f"{need.memory / GB:.1f} GB of memory and {need.checkpoint / GB:.1f} GB of disk"
             )
         if event.held_out_metric is not None:
             self._apart = f", held out {event.held_out_metric:.2f} tokens a round"
@@ -157,8 +155,6 @@ def extent(event: Event) -> tuple[str, float, float]:
             return "turns", found.turns, found.wanted
         case "AnswerProgress":
             return "answers", found.done, found.prompts
-        case "FeatureProgress":
-            return "features", found.samples, found.all
         case "TrainingPlan":
             return "begun", 0, found.steps
     return "step", found.step, found.steps

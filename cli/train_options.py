@@ -67,10 +67,6 @@ Layers = Annotated[
     int | None, _value(SHAPE, "N", "By default one for every eight of the model's, and one.", min=1)
 ]
 Causal = Annotated[bool, _flag("--causal", SHAPE, "Rows of a block see only rows before them.")]
-DraftTokens = Annotated[
-    int | None,
-    _value(SHAPE, "N", "Draft the N likeliest tokens only, by a head of its own (dspark).", min=16),
-]
 WarmStart = Annotated[
     str | None,
     _value(SHAPE, "NAME", "Start from a drafter, or from the model's own layers (target)."),
@@ -97,9 +93,6 @@ Loss = Annotated[
 WholeVocabulary = Annotated[
     bool,
     _flag("--whole-vocabulary", TRAINING, "Learn against every token, not those that occur."),
-]
-CacheFeatures = Annotated[
-    bool, _flag("--cache-features", TRAINING, "Read the data once and keep the result on disk.")
 ]
 Seed = Annotated[int, _value(TRAINING, "N", "Of everything that is random.", min=0)]
 Json = Annotated[bool, _flag("--json", OUTPUT, "Print JSON lines and nothing else.")]

@@ -1,11 +1,10 @@
-"""Type README's commands, one after the other, into a shell that has nothing but a clone.
+"""Run the commands of README in a shell that has nothing but a clone.
 
     python scripts/check_readme.py [--list]
 
-Every line of README's code blocks that is a command, and every Python block, is typed in the order
-of the page; the first that fails ends it. What needs the hub, an address to be filled in, or hours
-is listed and left out. The clone is a copy in a temporary folder, without .venv; the home is one,
-too, so no measurement or download of yours is used. Only the package index is needed.
+Runs every command and Python block of README's code blocks in order, and stops at the first that
+fails. Commands that need the hub are listed and skipped. The clone is a copy in a temporary folder
+without .venv, and the home folder is temporary, too. Only the package index is needed.
 """
 
 from __future__ import annotations

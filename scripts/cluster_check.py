@@ -1,17 +1,15 @@
-"""Compares ranks on this machine with one process: every tiny family, and the embedded pair.
+"""Compare ranks on this machine with one process: every tiny family, and the embedded pair.
 
     python scripts/cluster_check.py 2 4              all families and the pair, over 2 and 4 ranks
     python scripts/cluster_check.py 4 kimi_k25       one family over 4 ranks; `pair` is the pair
-    python scripts/cluster_check.py --pipeline 2 4   by layers instead of by heads
+    python scripts/cluster_check.py --pipeline 2 4   split by layers instead of heads
 
-Of each: texts at T = 0 and 0.8, of chains and of trees; three requests that join one after the
-other, and a fourth that is cancelled; a message a round, and one sum a message; what drafters are
-told of the target's layers; and caches that have the same bits on just those ranks that hold the
-same heads, or, in a pipeline, those of one machine. Over 4 ranks, families get twice the heads
-where 4 does not divide them. Of the pair, all sums of 256 tokens are counted, drafted and plain.
+Compares texts at temperature 0 and 0.8, chains and trees; three requests that join one after the
+other, and a fourth that is cancelled; messages per step; tapped layers; and caches, bit for bit
+where ranks hold the same heads or layers. For the pair, all sums of 256 tokens are counted.
 
-The tests do a part of it. Ranks that wait keep a core busy, so 4 of them on 2 cores take a minute a
-family. Exit code 1 for anything that is not as on one machine.
+The tests run a part of this. Waiting ranks keep a core busy: 4 ranks on 2 cores take a minute per
+family. The exit code is 1 after any difference.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from clusters import run_ranks
 from families import FAMILIES
 
 SECONDS = 1800
-TOKENS = 256  # for which sums are counted
+TOKENS = 256  # whose sums are counted
 PAIR, PIPELINE = "pair", "--pipeline"
-CLOSE = 1e-4  # of sums in another order
+CLOSE = 1e-4  # tolerance for sums in another order
 
 
 def main(arguments: list[str]) -> int:
@@ -61,7 +59,7 @@ def _show(size: int, found: list[dict[str, Any]]) -> bool:
 
 
 def _good(one: dict[str, Any]) -> bool:
-    """Whether all is as on one machine, a message a round."""
+    """Whether everything equals one process, with one message per step."""
     if "texts" in one:
         messages = one["rounds"] == one["messages"] and one["sums a message"] == 1
         caches = one["caches"] if isinstance(one["caches"], bool) else one["caches"]["as held"]

@@ -3,8 +3,8 @@ docs/fields.md, what requests to the server may say, from the models that read t
 
     python scripts/make_docs.py
 
-What stands below the mark in a page is written by people and stays. tests/test_docs.py fails when
-a page is not what this would write.
+Text below the mark of a page is written by hand and kept. tests/test_docs.py fails if a page is
+out of date.
 """
 
 from collections.abc import Iterator

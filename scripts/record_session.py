@@ -1,8 +1,8 @@
-"""Run the program in a terminal and keep what it shows, in colour, as an SVG.
+"""Run the program in a terminal and save its final screen as an SVG.
 
     python scripts/record_session.py docs/session.svg generate --compare "What is 47 plus 38?"
 
-What is drawn is the screen at the end of a real run, nothing is typed over it. Needs pyte.
+Draws the screen at the end of a real run. Needs pyte.
 """
 
 import os
@@ -22,7 +22,7 @@ NAMES = {"default": None, "brown": "yellow"}  # pyte's names of colours where Ri
 
 
 def run(arguments: list[str]) -> pyte.Screen:
-    """The screen that a run of the program leaves."""
+    """The screen after a run of the program."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
     process, terminal = pty.fork()
@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> pyte.Screen:
 
 
 def lines_of(screen: pyte.Screen) -> list[Text]:
-    """The lines of a screen with their styles, without the empty ones at its end."""
+    """The lines of a screen with their styles, without trailing empty ones."""
     lines = []
     for number in range(screen.lines):
         cells = [screen.buffer[number][column] for column in range(screen.columns)]

@@ -15,7 +15,7 @@ from tinymodels import END, LINES
 from dflash_mlx.errors import DataError, OutputError, PromptError
 from dflash_mlx.targets import Target
 from dflash_mlx.train.answers import AnswerSettings, answer_all, append, complete, read_answers
-from dflash_mlx.train.synthesize import NoveltyFilter, TurnSampler, user_header, write_turns
+from dflash_mlx.train.synthesize import NoveltyFilter, user_header, write_turns
 
 SMALL = AnswerSettings(max_tokens=6, rows=2, chunk=2)
 
@@ -170,12 +170,3 @@ def test_near_duplicates_are_no_news() -> None:
     assert not novelty.add("Write a short story about a cat that can fly to the sun.")
     assert novelty.add("Write a short poem about the sea.")
     assert novelty.add("Hello!") and not novelty.add("hello")
-
-
-def test_sampling_is_of_its_seed(target: Target) -> None:
-    runs = [
-        complete(target, [[5, 6]] * 4, AnswerSettings(max_tokens=5), TurnSampler(seed))
-        for seed in (1, 1, 2)
-    ]
-    assert runs[0] == runs[1] != runs[2]
-    assert len({answer.answer for answer in runs[0]}) > 1

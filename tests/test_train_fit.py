@@ -230,15 +230,15 @@ def interrupt_at(step: int) -> Callable[[StepReport], None]:
     return progress
 
 
-def test_early_stop_returns_the_best_parameters(target: Target) -> None:
+def test_the_best_parameters_are_returned(target: Target) -> None:
     progress = Recorder()
-    settings = replace(SETTINGS, steps=50, learning_rate=5.0, validate_every=1, patience=3)
+    settings = replace(SETTINGS, steps=12, learning_rate=5.0, validate_every=1)
     drafter = train_drafter(
         target, DRAFTER, sample_texts, settings, sample_texts(), progress=progress
     )
     losses = [report.held_out_loss for report in progress.reports]
     best = losses.index(min(losses))
-    assert len(losses) == best + 4 < 50
+    assert best < len(losses) == 12
     collator = AnchorCollator(SETTINGS.anchors)
     arrays = collator(sample_texts(), Random(0))
     loss = draft_loss(drafter, target, 2.0)

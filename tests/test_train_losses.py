@@ -1,6 +1,5 @@
 """Losses against plain numpy; the same values and gradients however the slots are cut up."""
 
-from pathlib import Path
 from random import Random
 
 import mlx.core as mx
@@ -10,12 +9,12 @@ import tinymodels
 from mlx.utils import tree_flatten
 
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.errors import SettingsError, WeightsError
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.targets import Target
 from dflash_mlx.train import losses
 from dflash_mlx.train.dataset import Sample
 from dflash_mlx.train.drafter import AnchorCollator, draft_loss, new_drafter
-from dflash_mlx.train.features import WithFeatures, build_feature_store, features
+from dflash_mlx.train.features import features
 from dflash_mlx.train.losses import LossWeights, VocabularySubset, summed
 
 KINDS = {
@@ -141,8 +140,7 @@ def graded(
     target: Target,
     kind: str,
     loss_weights: LossWeights,
-    kept: VocabularySubset | None = None,
-    known: bool = False,
+    subset: VocabularySubset | None = None,
 ):
     """A drafter's loss, tau and gradient on a batch."""
     config = draft_config(kind)
@@ -154,9 +152,7 @@ def graded(
         after = drafter.markov_head.markov_w2
         after.weight = mx.random.normal(after.weight.shape)
     arrays = AnchorCollator(5)(samples(target), Random(0))
-    if known:
-        arrays = (*arrays, *features(target, arrays[0], config.target_layer_ids))
-    loss = draft_loss(drafter, target, 2.0, loss_weights, kept)
+    loss = draft_loss(drafter, target, 2.0, loss_weights, subset)
     return mx.value_and_grad(loss)(drafter.trainable_parameters(), *arrays)
 
 
@@ -189,10 +185,6 @@ def test_tokens_that_do_not_occur_cost_nothing(target: Target) -> None:
     assert 0 < float(some) < float(all_)
 
 
-def test_features_that_are_given_are_not_computed_again(target: Target) -> None:
-    assert_close(graded(target, "DFlash", MIXES[3]), graded(target, "DFlash", MIXES[3], known=True))
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_features_in_parts_are_those_of_the_whole(family: str) -> None:
     target = tinymodels.target(family)
@@ -209,22 +201,3 @@ def test_features_in_parts_are_those_of_the_whole(family: str) -> None:
     assert np.allclose(named, np.array(whole.shares), atol=1e-6)
     assert mx.allclose(parts.taps, taps, atol=1e-4)
     assert mx.array_equal(parts.choices, whole.choices)
-
-
-def test_a_store_gives_what_the_target_would(tmp_path: Path, target: Target) -> None:
-    texts, layers, seen = samples(target), [0, 2], []
-    store = build_feature_store(target, texts, layers, tmp_path / "f", lambda *of: seen.append(of))
-    assert seen[-1] == (3, 3)
-    batch = texts[1:] + texts[:1]
-    ids, anchors, ends, *known = WithFeatures(AnchorCollator(3), store)(batch, Random(0))
-    truth = features(target, ids, layers)
-    for row, sample in enumerate(batch):
-        length = len(sample.tokens)
-        assert mx.allclose(known[0][row, :length], truth.taps[row, :length], rtol=1e-2, atol=1e-2)
-        for mine, theirs in zip(known[1:], truth[1:], strict=True):
-            assert mx.allclose(mine[row, :length], theirs[row, :length], atol=1e-5)
-    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "f").iterdir()}
-    build_feature_store(target, texts, layers, tmp_path / "f")
-    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "f").iterdir()}
-    with pytest.raises(WeightsError, match="other samples"):
-        build_feature_store(target, texts[::-1], layers, tmp_path / "f")

@@ -67,7 +67,7 @@ def test_answers_too_short_for_the_memory_stay_for_another_training(
 
     monkeypatch.setattr(answers, "complete", answer)
     train(target, out, replace(recipe, tokens=64))
-    with pytest.raises(SettingsError, match=r"other settings \(--tokens\)"):  # there are steps now
+    with pytest.raises(SettingsError, match=r"other settings \(tokens\)"):  # there are steps now
         train(target, out, recipe)
 
 
@@ -76,7 +76,7 @@ def test_memory_that_is_nearly_all_taken_is_warned_of(
 ) -> None:
     monkeypatch.setattr(memory, "memory_bytes", lambda: 10**9)
     for step, warned in ((7 * 10**8, False), (9 * 10**8, True)):
-        found = memory.Estimate(target=0, drafter=0, step=step, checkpoint=0, features=0)
+        found = memory.Estimate(target=0, drafter=0, step=step, checkpoint=0)
         with warnings.catch_warnings(record=True) as told:
             memory.check(found, tmp_path, 1024, 64)
         assert any("close other programs" in str(one.message) for one in told) == warned

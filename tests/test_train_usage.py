@@ -1,23 +1,20 @@
 """`train` refuses what cannot be before it answers a prompt or writes a file."""
 
 import json
-import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinymodels
 from program import run
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DFlashError, IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.targets import Target
-from dflash_mlx.train.losses import LossWeights
-from dflash_mlx.train.recipe import Recipe, claim_folder, option_name
+from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import train
 
 
@@ -29,7 +26,6 @@ def target() -> Target:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--draft-tokens", "50"], "goes with --kind dspark"),
         (["--steps", "2", "--hours", "1"], "goes without --hours"),
         (["--keep-answers"], "goes with --data"),
         (["--hours", "0"], "above 0"),
@@ -69,7 +65,6 @@ def test_a_single_prompt_is_too_few(tmp_path: Path) -> None:
     [
         {"kind": "dflash3"},
         {"block_size": 1},
-        {"draft_tokens": 50},
         {"max_tokens": 1},
         {"synthesize": 1},
         {"seed": -1},
@@ -87,8 +82,6 @@ def test_recipes_that_no_target_can_have(wrong: dict[str, Any]) -> None:
     [
         ({"layers": 4}, "lower --layers"),
         ({"block_size": 5000}, "block_size"),
-        ({"kind": "dspark", "draft_tokens": 192}, "without --draft-tokens"),
-        ({"kind": "dspark", "draft_tokens": 10**6}, "without --draft-tokens"),
     ],
 )
 def test_shapes_are_judged_before_anything_is_answered(
@@ -108,28 +101,3 @@ def test_a_drafter_to_start_from_is_judged_before_anything_is_answered(
     with pytest.raises(IncompatibleDrafterError):
         train(target, tmp_path / "out", Recipe(synthesize=2), warm)
     assert not (tmp_path / "out").exists()
-
-
-def test_other_settings_are_called_as_their_options(tmp_path: Path, target: Target) -> None:
-    """Where the options are not called as the fields of a recipe."""
-    work, begun = tmp_path / "work", Recipe(synthesize=2)
-    work.mkdir()
-    claim_folder(work, target, begun)
-    (work / "checkpoint.safetensors").touch()
-    other = replace(
-        begun,
-        max_tokens=20,
-        bits=4,
-        answer_vocabulary=False,
-        loss_weights=LossWeights(1.0),
-        draft_tokens=None,
-    )
-    names = "--store-bits, --answer-tokens, --loss, --whole-vocabulary"
-    with pytest.raises(SettingsError, match=re.escape(f"({names})")):
-        claim_folder(work, target, other)
-
-
-def test_every_setting_has_the_name_of_an_option() -> None:
-    options = {name for param in get_command(app).commands["train"].params for name in param.opts}
-    library = {"held_out", "turn_tokens"}  # what only the library can say
-    assert {option_name(field.name) for field in fields(Recipe)} - library <= options

@@ -27,7 +27,7 @@ from ..drafter.network import DFlash
 from ..errors import SettingsError
 from ..targets import Target
 from .dataset import Arrays, BatchStream, Sample, bucket_length, group
-from .features import Collate, Features, FeatureStore, WithFeatures, features, tap_scales
+from .features import features, tap_scales
 from .fit import FitSettings, Loss, Parameters, Progress, Validation, fit, make_optimizer
 from .forward import draft_hidden
 from .losses import LossWeights, SlotLoss, VocabularySubset, answer_vocabulary, slot_weights
@@ -51,8 +51,7 @@ class DrafterSettings:
         loss_weights: weights of the losses.
         answer_vocabulary: restrict the loss to tokens that occur in answers of the first epoch.
         seed: seeds the initial weights, the order of the data and the anchors.
-        held_out: number of samples for early stopping, not trained on.
-        save_every, validate_every, patience: see `FitSettings`.
+        save_every, validate_every: see `FitSettings`.
     """
 
     steps: int
@@ -64,10 +63,8 @@ class DrafterSettings:
     loss_weights: LossWeights = CROSS_ENTROPY
     answer_vocabulary: bool = False
     seed: int = 0
-    held_out: int = 64
     save_every: int = 200
     validate_every: int = 0
-    patience: int = 0
 
 
 def default_gamma(block_size: int) -> float:
@@ -145,18 +142,17 @@ def draft_loss(
         scales: divisors of the taps [K*D], see `tap_scales`; None is 1.
 
     Returns:
-        A function of (parameters, ids [N, S], anchors [N, A], ends [N, A]) and, optionally, the
-        `Features` of these ids.
+        A function of (parameters, ids [N, S], anchors [N, A], ends [N, A]).
     """
     config = drafter.config
     cost = SlotLoss(drafter, target, loss_weights, subset)
 
     def loss(
-        parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *known: mx.array
+        parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array
     ) -> tuple[mx.array, mx.array]:
         drafter.update(parameters)
         (n, a), block = anchors.shape, config.block_size
-        found = Features(*known) if known else features(target, ids, config.target_layer_ids)
+        found = features(target, ids, config.target_layer_ids)
         masks = mx.full((n, a, block - 1), config.mask_token_id, dtype=ids.dtype)
         tokens = mx.take_along_axis(ids, anchors, axis=1)[..., None]
         blocks = mx.concatenate([tokens, masks], axis=-1).reshape(n * a, block)
@@ -199,7 +195,6 @@ def train_drafter(
     checkpoint: Path | None = None,
     progress: Progress | None = None,
     drafter: DFlash | None = None,
-    store: FeatureStore | None = None,
     fresh: bool = False,
 ) -> DFlash:
     """Train a drafter for a frozen target.
@@ -210,7 +205,6 @@ def train_drafter(
         held_out: samples for validation.
         checkpoint: a file to save to, and to resume from if it exists.
         drafter: the drafter to start from, converted to f32; None is a new one.
-        store: stored features of all samples; None computes them when needed.
         fresh: the drafter is untrained, so its fusion weights may start scaled by `tap_scales`.
 
     Raises `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (another checkpoint),
@@ -221,11 +215,10 @@ def train_drafter(
     drafter.set_dtype(mx.float32)  # 16 bits are too few for small steps
     drafter.check_fits(target)
     check_trainable(config)
-    anchors = AnchorCollator(settings.anchors)
-    collate = anchors if store is None else WithFeatures(anchors, store)
+    collate = AnchorCollator(settings.anchors)
     gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
-    subset = _subset(drafter, target, settings, samples(0))
-    scales = tap_scales(target, config.target_layer_ids, samples(0), store)
+    subset = _loss_subset(drafter, target, settings, samples(0))
+    scales = tap_scales(target, config.target_layer_ids, samples(0))
     if not fresh:
         drafter.fc.weight = mx.contiguous(drafter.fc.weight * scales)
     loss = draft_loss(drafter, target, gamma, settings.loss_weights, subset, scales)
@@ -238,7 +231,6 @@ def train_drafter(
             steps=settings.steps,
             save_every=settings.save_every,
             validate_every=settings.validate_every if held_out else 0,
-            patience=settings.patience,
         ),
         checkpoint,
         progress,
@@ -249,28 +241,13 @@ def train_drafter(
     return drafter
 
 
-def init_own_head(drafter: DFlash, target: Target, tokens: mx.array) -> None:
-    """Set the own head of a drafter to the target's rows for `tokens` [DV], ascending ids."""
-    drafter.lm_head.weight = target.head_rows(tokens).astype(mx.float32) * 1
-    drafter.d2t = tokens.astype(mx.int64) - mx.arange(len(tokens))
-    mx.eval(drafter.lm_head.weight, drafter.d2t)
-
-
-def _subset(
+def _loss_subset(
     drafter: DFlash, target: Target, settings: DrafterSettings, samples: Sequence[Sample]
 ) -> VocabularySubset | None:
-    """The tokens of the loss. A drafter with a reduced head keeps its tokens and its head."""
-    known = drafter.token_ids()
-    if known is not None:
-        drafter.freeze(keys="d2t", recurse=False)
-        drafter.lm_head.freeze()
-        return VocabularySubset.of(known, target.vocab_size)
+    """The tokens of the loss; a drafter with a head of its own is trained on the vocabulary."""
     own = "lm_head" in drafter or ("embed_tokens" in drafter and drafter.config.tie_word_embeddings)
-    return (
-        answer_vocabulary(samples, target.vocab_size)
-        if settings.answer_vocabulary and not own
-        else None
-    )
+    restricted = settings.answer_vocabulary and not own
+    return answer_vocabulary(samples, target.vocab_size) if restricted else None
 
 
 def check_trainable(config: DraftConfig) -> None:
@@ -279,13 +256,14 @@ def check_trainable(config: DraftConfig) -> None:
         "a recurrent Markov head": config.markov is not None and config.markov.type == "rnn",
         "a width adapter": config.target_hidden_size != config.hidden_size,
         "attention sinks": any(config.sinks),
+        "a head of fewer tokens": config.draft_vocab_size != config.vocab_size,
     }
     if found := next((name for name, there in parts.items() if there), None):
         raise SettingsError(f"A drafter with {found} cannot be trained further here.")
 
 
 def held_out_metrics(
-    loss: Loss, collate: Collate, held_out: Sequence[Sample], settings: DrafterSettings
+    loss: Loss, collate: AnchorCollator, held_out: Sequence[Sample], settings: DrafterSettings
 ) -> Validation:
     """Parameters -> mean loss and tau of the held-out samples, always with the same anchors."""
     compiled = mx.compile(loss)

@@ -1,4 +1,4 @@
-"""The training loop of target and drafter: optimizer, clipping, checkpoints, early stopping.
+"""The training loop of target and drafter: optimizer, clipping, checkpoints, the best parameters.
 
 It is reproducible: the schedule counts steps, not seconds, and a run that was interrupted and
 resumed ends with bitwise the same parameters. On a CPU the micro-batches of a step run on streams
@@ -76,7 +76,6 @@ class FitSettings:
         micro_batches: batches whose mean gradient makes a step.
         clip: maximum norm of the gradient.
         save_every, validate_every: steps between checkpoints and validations; 0 is never.
-        patience: validations without improvement before training stops; 0 is never.
     """
 
     steps: int
@@ -84,7 +83,6 @@ class FitSettings:
     clip: float = 1.0
     save_every: int = 0
     validate_every: int = 0
-    patience: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,6 @@ class TrainingState:
     step: int = 0
     position: tuple[int, int] = (0, 0)
     best_loss: float = float("inf")
-    stale: int = 0
 
 
 def fit(
@@ -167,16 +164,12 @@ def fit(
         if validate and settings.validate_every and state.step % settings.validate_every == 0:
             held_out, apart = validate(parameters)
             if held_out < state.best_loss:
-                best, state.best_loss, state.stale = parameters, held_out, 0
-            else:
-                state.stale += 1
+                best, state.best_loss = parameters, held_out
         if progress:
             values = float(mean), float(metric)
             progress(StepReport(state.step, settings.steps, *values, held_out, apart))
         if checkpoint and settings.save_every and state.step % settings.save_every == 0:
             save(checkpoint, parameters, best, optimizer, state)
-        if settings.patience and state.stale >= settings.patience:
-            break
     return best if state.best_loss < float("inf") else parameters
 
 

@@ -48,7 +48,6 @@ def draft_config(
     mask_token: int,
     layers: int | None = None,
     causal: bool = False,
-    draft_tokens: int | None = None,
 ) -> dict[str, Any]:
     """The config.json of a new drafter.
 
@@ -58,12 +57,15 @@ def draft_config(
         mask_token: input token of the other rows.
         layers: of the drafter; None is 1 + (target layers) / 8, at most 5.
         causal: whether rows of a block attend only to earlier rows.
-        draft_tokens: size of the drafter's own head; None uses the target's head. For "dspark".
 
     Raises `SettingsError`.
     """
-    check_kind(kind, block_size, draft_tokens)
-    _check_size(target, layers, draft_tokens)
+    check_kind(kind, block_size)
+    if layers is not None and layers > target.num_layers:
+        raise SettingsError(
+            f"A drafter of {layers} layers is deeper than {target.name}, which has "
+            f"{target.num_layers}: lower --layers."
+        )
     layers = layers or min(5, 1 + round(target.num_layers / 8))
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
@@ -83,8 +85,6 @@ def draft_config(
         config["dflash_config"] |= SELECTOR
     if kind == "dspark":
         config |= MARKOV
-    if draft_tokens is not None:
-        config["draft_vocab_size"] = draft_tokens
     return config
 
 
@@ -106,28 +106,12 @@ def _like(target: Target) -> dict[str, Any]:
     }
 
 
-def _check_size(target: Target, layers: int | None, draft_tokens: int | None) -> None:
-    """Raise `SettingsError` for a drafter larger than its target."""
-    if layers is not None and layers > target.num_layers:
-        raise SettingsError(
-            f"A drafter of {layers} layers is deeper than {target.name}, which has "
-            f"{target.num_layers}: lower --layers."
-        )
-    if draft_tokens is not None and draft_tokens >= target.vocab_size:
-        raise SettingsError(
-            f"--draft-tokens {draft_tokens} is not below the vocabulary of {target.name} "
-            f"({target.vocab_size}): leave it out."
-        )
-
-
-def check_kind(kind: str, block_size: int, draft_tokens: int | None) -> None:
+def check_kind(kind: str, block_size: int) -> None:
     """Raise `SettingsError` for an invalid kind or block size."""
     if kind not in ARCHITECTURES:
         raise SettingsError(f"The kind is one of {', '.join(ARCHITECTURES)}, not {kind!r}.")
     if block_size < 2:
         raise SettingsError(f"A block has at least two rows, not {block_size}.")
-    if draft_tokens is not None and kind != "dspark":
-        raise SettingsError(f"--draft-tokens needs the kind dspark, not {kind}.")
 
 
 def tap_layers(layers: int) -> list[int]:

@@ -191,12 +191,6 @@ def answer_vocabulary(samples: Iterable[Sample], vocab_size: int) -> VocabularyS
     )
 
 
-def most_frequent(samples: Iterable[Sample], count: int, vocab_size: int) -> mx.array:
-    """The ids [count] of the most frequent tokens in the samples' answers, ascending."""
-    often = np.bincount(np.fromiter(_answered(samples), np.int64), minlength=vocab_size)
-    return mx.array(np.sort(np.argsort(-often, kind="stable")[:count]))
-
-
 def _answered(samples: Iterable[Sample]) -> Iterator[int]:
     spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
     return (token for span in spans for token in span)
@@ -219,12 +213,11 @@ class SlotLoss:
         subset: VocabularySubset | None,
     ) -> None:
         self._drafter, self._target, self._mix, self._subset = drafter, target, loss_weights, subset
-        self._reduced = "d2t" in drafter  # its head has one row per token of the subset
         self._rows: mx.array | None = None  # of the head, with a subset
         self._width = drafter.config.vocab_size
         if subset is not None:
-            rows = drafter.lm_head.weight if self._reduced else target.head_rows(subset.tokens)
-            self._rows, self._width = rows.astype(mx.float32), len(subset.tokens)
+            self._rows = target.head_rows(subset.tokens).astype(mx.float32)
+            self._width = len(subset.tokens)
         has_markov = isinstance(drafter, DSpark) and drafter.config.markov
         self._markov = drafter.markov_head if has_markov else None
         self._selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
@@ -289,7 +282,7 @@ class SlotLoss:
         """What the Markov head adds to the logits, given the previous tokens, [M, V']."""
         inner, _ = markov.inner(hidden, before, mx.zeros((len(hidden), markov.rank)))
         after = markov.markov_w2.weight
-        if self._subset is not None and not self._reduced:
+        if self._subset is not None:
             after = after[self._subset.tokens]
         return self._drafter.config.logit_scale * (inner @ after.T)
 

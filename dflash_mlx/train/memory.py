@@ -18,7 +18,7 @@ from ..machine.folders import nearest_there
 from ..targets import Target
 from .dataset import bucket_length
 from .drafter import DrafterSettings
-from .features import BOUND, bytes_of_token
+from .features import BOUND
 
 GB = 1e9
 WARN_SHARE = 0.8  # of the memory; the system and other programs need the rest
@@ -36,22 +36,16 @@ class Estimate:
         drafter: weights of the drafter, with gradients and optimizer.
         step: activations of a step.
         checkpoint: on disk.
-        features: on disk, if cached.
     """
 
     target: int
     drafter: int
     step: int
     checkpoint: int
-    features: int
 
     @property
     def memory(self) -> int:
         return self.target + self.drafter + self.step
-
-    @property
-    def disk(self) -> int:
-        return self.checkpoint + self.features
 
 
 def estimate(
@@ -59,24 +53,20 @@ def estimate(
     config: DraftConfig,
     settings: DrafterSettings,
     lengths: Iterable[int],
-    cached_tokens: int = 0,
 ) -> Estimate:
     """Estimate the training of a drafter of this shape.
 
     Args:
         lengths: tokens of each sample.
-        cached_tokens: tokens whose features are stored on disk.
     """
     weights = sum(a.nbytes for _, a in tree_flatten(target.model.parameters()))
     drafter = 4 * sum(a.size for _, a in tree_flatten(network_for(config)(config).parameters()))
-    width, taps = config.hidden_size, len(config.target_layer_ids)
     step = max(_values(config, settings, length) for length in {*map(bucket_length, lengths)})
     return Estimate(
         target=weights,
         drafter=COPIES * drafter,
         step=2 * (4 * step + BOUND),  # two micro-batches side by side
         checkpoint=2 * STORED * drafter,  # the next one is written before the last one goes
-        features=cached_tokens * bytes_of_token(taps, width),
     )
 
 
@@ -111,10 +101,8 @@ def check(found: Estimate, folder: Path, tokens: int, anchors: int) -> None:
         said = f"training needs about {needed}: close other programs, or {advice}."
         warnings.warn(f"dflash-mlx: {said}", stacklevel=1)
     folder = nearest_there(folder)
-    if found.disk > (free := shutil.disk_usage(folder).free):
-        cached = found.features > found.checkpoint
-        advice = "leave out --cache-features" if cached else "make room, or choose another --out"
+    if found.checkpoint > (free := shutil.disk_usage(folder).free):
         raise OutputError(
-            f"{folder}: training needs about {found.disk / GB:.1f} GB of disk, "
-            f"{free / GB:.1f} GB are free: {advice}."
+            f"{folder}: training needs about {found.checkpoint / GB:.1f} GB of disk, "
+            f"{free / GB:.1f} GB are free: make room, or choose another --out."
         )

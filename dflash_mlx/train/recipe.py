@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,15 +18,6 @@ from .initial import check_kind
 from .losses import LossWeights
 
 TARGET = "target"  # of warm_start: the target's own layers
-OPTIONS = {  # command line options that are not named like their fields
-    "bits": "--store-bits",
-    "held_out": "held_out",
-    "max_tokens": "--answer-tokens",
-    "loss_weights": "--loss",
-    "answer_vocabulary": "--whole-vocabulary",
-    "target": "--model",
-    "turn_tokens": "turn_tokens",
-}
 # The settings that prompts and answers depend on.
 OF_ANSWERS = frozenset(
     ("target", "data", "synthesize", "keep_answers", "max_tokens", "rows", "turn_tokens", "seed")
@@ -47,12 +33,11 @@ class Recipe:
         data: a file of prompts, conversations or texts; see `dataset`.
         synthesize: the number of user turns that the target writes instead.
         keep_answers: learn the file's answers instead of the target's.
-        kind, block_size, layers, causal, draft_tokens: see `draft_config`.
+        kind, block_size, layers, causal: see `draft_config`.
         steps, hours: length of the training; without either, `EPOCHS` epochs. `hours` includes the
             prompts and answers, but at least half of them are for training.
         anchors, tokens, learning_rate, optimizer, loss_weights, answer_vocabulary, seed: see
             `DrafterSettings`.
-        cache_features: keep the target's features on disk.
         max_tokens, rows: see `AnswerSettings`.
         bits: 4, 6 or 8 to quantize the stored drafter; None stores bf16.
         held_out: number of samples for evaluation.
@@ -65,7 +50,6 @@ class Recipe:
     block_size: int = 8
     layers: int | None = None
     causal: bool = False
-    draft_tokens: int | None = None
     warm_start: str | None = None
     steps: int | None = None
     hours: float | None = None
@@ -77,7 +61,6 @@ class Recipe:
         default_factory=lambda: LossWeights(cross_entropy=0.5, kl=0.5)
     )
     answer_vocabulary: bool = True
-    cache_features: bool = False
     max_tokens: int = 256
     rows: int = 24
     turn_tokens: int = 128
@@ -105,7 +88,6 @@ class Recipe:
             "turn_tokens": 4,
             "held_out": 1,
             "layers": 1,
-            "draft_tokens": 16,
             "seed": 0,
         }
         for name, limit in least.items():
@@ -120,12 +102,7 @@ class Recipe:
                 raise SettingsError(f"{name} is {value}: it must be above 0.")
         if self.bits not in (None, 4, 6, 8):
             raise SettingsError(f"A drafter is stored in 4, 6 or 8 bits, not {self.bits}.")
-        check_kind(self.kind, self.block_size, self.draft_tokens)
-
-
-def option_name(field: str) -> str:
-    """The command line option of a field; the field's name if it has none."""
-    return OPTIONS.get(field, f"--{field.replace('_', '-')}")
+        check_kind(self.kind, self.block_size)
 
 
 def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
@@ -151,7 +128,7 @@ def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
         bound = OF_ANSWERS if made <= {"turns.jsonl", "answers.jsonl"} else now.keys() | then.keys()
         differing = sorted(k for k in bound if now.get(k) != then.get(k))
         if differing:
-            named = ", ".join(map(option_name, differing))
+            named = ", ".join(differing)
             raise SettingsError(
                 f"{work} was started with other settings ({named}): use the same settings or "
                 "another --out, or delete it."
@@ -162,28 +139,6 @@ def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
         part.replace(path)
     except OSError as error:
         raise OutputError.because(path, error) from error
-
-
-@contextmanager
-def lock_folder(work: Path) -> Iterator[None]:
-    """Lock the folder against other processes; file systems without locks are accepted.
-
-    Raises `SettingsError` if another training holds the lock.
-    """
-    number = os.open(work, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(
-                f"{work}: another training is running there: wait for it, or use another --out."
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise OutputError.because(work, error) from error
-        yield
-    finally:
-        os.close(number)
 
 
 def _identity(target: Target) -> str:

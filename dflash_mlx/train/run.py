@@ -22,30 +22,18 @@ from .dataset import Sample, bucket_length
 from .drafter import (
     DrafterSettings,
     check_trainable,
-    init_own_head,
     new_drafter,
     save_drafter,
     train_drafter,
 )
-from .features import FeatureStore, build_feature_store
 from .fit import StepReport
 from .initial import draft_config, init_from_target, mask_token
-from .losses import most_frequent
 from .memory import Estimate, check, estimate
-from .recipe import EPOCHS, TARGET, Recipe, claim_folder, lock_folder
+from .recipe import EPOCHS, TARGET, Recipe, claim_folder
 from .synthesize import TurnProgress, user_header, write_turns
 
 TIMED_STEPS = 4  # measured to find the number of steps for --hours
 STEPS_SHARE = 0.5  # of the hours is for steps, however long prompts and answers took
-
-
-@dataclass(frozen=True)
-class FeatureProgress:
-    """Samples whose features are stored."""
-
-    samples: int
-    all: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,7 @@ class TrainingPlan:
     tokens_of_step: int
 
 
-Event = TurnProgress | AnswerProgress | FeatureProgress | TrainingPlan | StepReport
+Event = TurnProgress | AnswerProgress | TrainingPlan | StepReport
 Listener = Callable[[Event], None]
 
 
@@ -100,8 +88,7 @@ def train(
         listen: called with progress events, and with a `StepReport` after every step.
 
     Raises:
-        SettingsError: invalid settings, other settings than those of the unfinished run, or
-            another process in `out`.
+        SettingsError: invalid settings, or other settings than those of the unfinished run.
         DataError: a broken line or too few samples; PromptError: no chat template.
         NotEnoughMemoryError, OutputError: too little memory or disk; IncompatibleDrafterError.
     """
@@ -111,18 +98,6 @@ def train(
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError.because(work, error) from error
-    with lock_folder(work):
-        return _train(target, out, work, recipe, warm, listen)
-
-
-def _train(
-    target: Target,
-    out: Path,
-    work: Path,
-    recipe: Recipe,
-    warm: tuple[DFlash, dict[str, Any]] | None,
-    listen: Listener,
-) -> Trained:
     claim_folder(work, target, recipe)
     begin = time.monotonic()
     turns = _turns(target, work, recipe, listen)
@@ -131,21 +106,11 @@ def _train(
     raw = _shape(target, recipe, samples, warm)
     config = DraftConfig.from_dict(raw)
     settings = _settings(recipe, training)
-    cached = sum(len(s.tokens) for s in samples) if recipe.cache_features else 0
-    needed = estimate(target, config, settings, [len(s.tokens) for s in samples], cached)
+    needed = estimate(target, config, settings, [len(s.tokens) for s in samples])
     check(needed, work, recipe.tokens, recipe.anchors)
-    store = None
-    if recipe.cache_features:
-
-        def seen(done: int, all: int) -> None:
-            listen(FeatureProgress(done, all, needed.features))
-
-        store = build_feature_store(
-            target, samples, config.target_layer_ids, work / "features", seen
-        )
-    start = _start(target, config, recipe, warm, training)
+    start = _start(target, config, recipe, warm)
     if recipe.hours is not None:
-        settings = _timed(target, config, settings, training, start, store, work, recipe, begin)
+        settings = _timed(target, config, settings, training, start, work, recipe, begin)
     begun = TrainingPlan(
         samples=len(training),
         held_out=len(held_out),
@@ -166,7 +131,6 @@ def _train(
         work / "checkpoint.safetensors",
         curve,
         start,
-        store,
         fresh=warm is None and recipe.warm_start is None,
     )
     try:
@@ -229,7 +193,6 @@ def _shape(
             mask,
             recipe.layers,
             recipe.causal,
-            recipe.draft_tokens,
         )
     if recipe.bits is not None:
         raw["quantization"] = {
@@ -244,13 +207,9 @@ def _start(
     config: DraftConfig,
     recipe: Recipe,
     warm: tuple[DFlash, dict[str, Any]] | None,
-    training: Sequence[Sample],
 ) -> DFlash:
     """The initial drafter."""
     drafter = new_drafter(config, recipe.seed)
-    if recipe.draft_tokens is not None:
-        known = most_frequent(training, config.draft_vocab_size, target.vocab_size)
-        init_own_head(drafter, target, known)
     if warm is not None:
         drafter.update(warm[0].parameters())
     elif recipe.warm_start == TARGET:
@@ -289,7 +248,6 @@ def _timed(
     settings: DrafterSettings,
     training: list[Sample],
     start: DFlash,
-    store: FeatureStore | None,
     work: Path,
     recipe: Recipe,
     begin: float,
@@ -308,9 +266,7 @@ def _timed(
             times.append(time.monotonic())
 
         few = replace(settings, steps=TIMED_STEPS + 1, save_every=0, validate_every=0)
-        train_drafter(
-            target, config, lambda e: training, few, progress=note, drafter=trial, store=store
-        )
+        train_drafter(target, config, lambda e: training, few, progress=note, drafter=trial)
         seconds = (times[-1] - times[0]) / TIMED_STEPS
         left = training_seconds(recipe.hours or 0, times[0] - begin)
         steps = max(1, round(left / seconds))

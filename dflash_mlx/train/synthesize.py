@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 from jinja2 import TemplateError
-from mlx_lm.sample_utils import apply_top_p
+from mlx_lm.sample_utils import make_sampler
 
 from ..errors import DataError, PromptError
 from ..targets import Target
@@ -32,19 +32,6 @@ class TurnProgress:
 
     turns: int
     wanted: int
-
-
-class TurnSampler:
-    """Samples tokens from log-probabilities [N, V]; the same seed gives the same tokens."""
-
-    def __init__(self, seed: int, temperature: float = TEMPERATURE, top_p: float = TOP_P) -> None:
-        self._key, self._temperature, self._top_p = mx.random.key(seed), temperature, top_p
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        self._key, key = mx.random.split(self._key)
-        return mx.random.categorical(
-            apply_top_p(logprobs, self._top_p) / self._temperature, key=key
-        )
 
 
 class NoveltyFilter:
@@ -131,7 +118,9 @@ def _write_round(
     target: Target, header: Sequence[int], after: str, settings: AnswerSettings, seed: int
 ) -> list[str]:
     """Turns that ended and have more than one word."""
-    answers = complete(target, [header] * settings.chunk, settings, TurnSampler(seed))
+    mx.random.seed(seed)
+    sampler = make_sampler(TEMPERATURE, top_p=TOP_P)
+    answers = complete(target, [header] * settings.chunk, settings, sampler)
     end = after.strip() or after
     turns = []
     for answer in answers:
