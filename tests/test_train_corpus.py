@@ -10,10 +10,8 @@ from mlx_lm.utils import load_tokenizer
 from policy_speed import FREE
 from tiny_pair import corpus, own, passages, problems, strangers
 from tiny_pair.own import (
-    BEGUN_TOKENS,
     OWN_REQUESTS,
     SCORED,
-    cut,
     different_requests,
     learnable,
 )
@@ -21,7 +19,6 @@ from tiny_pair.problems import Turn
 from tinymodels import greedy
 
 from dflash_mlx import tiny
-from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.load import load_target
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.train.answers import Answer, read_answers
@@ -79,11 +76,6 @@ def test_held_out_prompts_cover_every_category_and_differ(held_out) -> None:
         assert len({tuple(t.prompt for t in c.turns) for c in chosen}) == len(chosen) == 40
 
 
-def test_asking_for_more_than_there_is_ends() -> None:
-    with pytest.raises(SettingsError, match="not 60"):
-        corpus.held_out(60)
-
-
 def test_the_same_problem_is_on_the_same_side_however_it_is_asked() -> None:
     sides: dict[str, set[bool]] = {}
     rng = Random(0)
@@ -94,13 +86,6 @@ def test_the_same_problem_is_on_the_same_side_however_it_is_asked() -> None:
     assert all(len(side) == 1 for side in sides.values())
     assert problems.sum_keys(57, 31) == problems.sum_keys(31, 57)
     assert problems.product_keys(7, 31) == problems.product_keys(31, 7)
-
-
-def test_multi_turn_chats_are_there_on_both_sides(training, held_out) -> None:
-    for conversations in (training, held_out):
-        assert any(len(c.turns) >= 2 for c in conversations)
-    messages = next(c for c in held_out if len(c.turns) == 2).messages
-    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
 
 
 def answers(generator, count: int = 300) -> list[Turn]:
@@ -116,32 +101,6 @@ def test_arithmetic_is_right(generator) -> None:
     for turn in answers(generator):
         for a, sign, b, result in re.findall(r"(\d+) ([-+x]) (\d+) = (\d+)\.", turn.answer):
             assert signs[sign](int(a), int(b)) == int(result), turn.answer
-
-
-@pytest.mark.parametrize("generator", [problems.count_by_step, problems.continue_sequence])
-def test_counting_steps_are_right(generator) -> None:
-    for turn in answers(generator):
-        lines = turn.answer.split("\n", 1)[1]
-        steps = re.findall(r"(\d+) ([-+]) (\d+) = (\d+)", lines)
-        assert steps
-        for (a, sign, b, result), following in zip(steps, [*steps[1:], None], strict=True):
-            assert int(a) + int(sign + b) == int(result)
-            assert following is None or following[0] == result
-
-
-def test_counts_end_where_they_should() -> None:
-    for turn in answers(problems.count_by_one) + answers(problems.count_by_step):
-        first, last = re.findall(r"\d+", turn.prompt)[:2]
-        numbers = re.findall(r"\d+", turn.answer.split(":\n")[1])
-        assert numbers[0] == first and numbers[-2:] == [last, last]
-
-
-def test_a_sequence_goes_on_by_its_step() -> None:
-    for turn in answers(problems.continue_sequence):
-        a, b, c = map(int, re.findall(r"\d+", turn.prompt))
-        assert c - b == b - a
-        results = [int(n) for n in re.findall(r"= (\d+)$", turn.answer, re.MULTILINE)]
-        assert results == [c + (b - a) * i for i in range(1, 7)]
 
 
 def test_conversions_are_right() -> None:
@@ -184,18 +143,6 @@ def test_what_drafters_are_scored_by_is_not_learnt_from_strangers() -> None:
     said = [greeting, *secrets, other]
     answers = [Answer((1,), (*tokenizer.encode(text), 2), True) for text in [*said, ""]]
     assert learnable(answers, tokenizer) == [answers[0].sample, answers[4].sample]
-
-
-def test_beginnings_are_of_every_length_and_hold_no_end() -> None:
-    """What is drawn may have ended at once, before most lengths, or not at all."""
-    ended = [Answer((1,), (*range(10, 10 + n), 2), True) for n in (0, 1, 2, 40) for _ in range(500)]
-    running = [Answer((1,), tuple(range(10, 10 + BEGUN_TOKENS)), False)] * 500
-    for answers, some in ((ended, 1500), (running, 500)):  # nothing has no beginning
-        beginnings = [*cut(answers)]
-        assert all(one.prompt == (1,) and not one.ended for one in beginnings)
-        assert all(one.answer == tuple(range(10, 10 + len(one.answer))) for one in beginnings)
-        assert len(beginnings) == some
-        assert {len(one.answer) for one in beginnings} == set(range(1, BEGUN_TOKENS + 1))
 
 
 def test_where_chance_began_an_answer_the_target_goes_on_as_it_would(tmp_path, monkeypatch) -> None:

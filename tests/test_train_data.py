@@ -63,9 +63,10 @@ def test_a_template_that_rewrites_the_past_keeps_the_last_answer(
 
 
 def test_every_format_is_read(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
-    lines = [{"messages": CHAT}, {"prompt": "one", "answer": "two"}, {"text": "three four"}]
+    lines = [{"messages": CHAT}, {"prompt": "one", "answer": "two"}, {"text": "three\u2028four"}]
     chat = tmp_path / "data.jsonl"
-    chat.write_text("\n\n".join(map(json.dumps, lines)))
+    content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    chat.write_text(content, encoding="utf-8")
     assert [len(s.answers) for s in read_samples(chat, tokenizer)] == [2, 1, 1]
     text = tmp_path / "data.txt"
     text.write_text("one two\nthree\n\nfour\n")

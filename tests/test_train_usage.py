@@ -1,17 +1,15 @@
 """`train` refuses what cannot be before it answers a prompt or writes a file."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinymodels
-from program import run
 from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
-from dflash_mlx.errors import DFlashError, IncompatibleDrafterError, SettingsError
+from dflash_mlx.errors import DFlashError, IncompatibleDrafterError
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.targets import Target
 from dflash_mlx.train.recipe import Recipe
@@ -54,27 +52,6 @@ def test_mistakes_of_usage_are_told_first(
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
     assert done.exit_code == 2 and message in done.stderr, done.output
     assert not out.exists()
-
-
-def test_a_single_prompt_is_too_few(tmp_path: Path) -> None:
-    assert run("train", "--out", tmp_path / "out", "--synthesize", "1").returncode == 2
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": "dflash3"},
-        {"block_size": 1},
-        {"max_tokens": 1},
-        {"synthesize": 1},
-        {"seed": -1},
-        {"keep_answers": True},
-    ],
-    ids=str,
-)
-def test_recipes_that_no_target_can_have(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError):
-        replace(Recipe(synthesize=2), **wrong)
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,6 @@ class Shapes:
         """Bytes of all weights, unused experts included."""
         return self.other + sum(m.size * max(1, m.experts) for m in self.matrices)
 
-    def bytes_read(self, rows: int) -> float:
-        """Bytes that a forward of so many rows reads."""
-        weights = sum(matrix.size * matrix.active(rows) for matrix in self.matrices)
-        return weights + self.other + self.context
-
 
 @dataclass(frozen=True)
 class StepPrediction:
@@ -66,7 +61,6 @@ class StepPrediction:
 
     Attributes:
         rows: tokens verified at once; 1 is plain decoding.
-        gigabytes: read by the forward.
         stock_ms, tile_ms: time of the forward, with MLX's kernels and with 16-row tiles.
         tokens: expected acceptance length.
         stock_speedup, tile_speedup: upper bounds, over plain decoding with MLX's kernels.
@@ -74,7 +68,6 @@ class StepPrediction:
     """
 
     rows: int
-    gigabytes: float
     stock_ms: float
     tile_ms: float
     tokens: float
@@ -105,7 +98,6 @@ def predict_steps(shapes: Shapes, chip: Chip, acceptance: float) -> list[StepPre
         steps.append(
             StepPrediction(
                 rows=rows,
-                gigabytes=shapes.bytes_read(rows) / 1e9,
                 stock_ms=1e3 * stock,
                 tile_ms=1e3 * tile,
                 tokens=tokens,
