@@ -1,7 +1,5 @@
-"""Training a drafter for any target.
+"""Training a drafter for any target: `run.train`, the command `dflash-mlx train`.
 
-`run.train` does all of it, from prompts to a drafter on disk: `dflash-mlx train` is its command,
-and docs/training.md says how it works. Its parts can be used alone: `data.read_samples`,
-`drafter.train_drafter` and `drafter.save_drafter`. The embedded pair is made of them
-(`recipes/tiny_pair`).
+docs/training.md explains it. Its parts can be used alone, like `drafter.train_drafter` and
+`drafter.save_drafter`; `recipes/tiny_pair` trains the embedded pair with them.
 """

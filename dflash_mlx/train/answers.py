@@ -23,7 +23,7 @@ from mlx_lm.sample_utils import make_sampler
 from ..errors import DataError, OutputError, PromptError
 from ..prompt import encode_prompt
 from ..targets import Target
-from .dataset import Sample, encode_chat, encode_text, read_records
+from .dataset import Sample, encode_record, read_records
 from .recipe import Recipe
 
 Sampler = Callable[[mx.array], mx.array]
@@ -90,10 +90,8 @@ def collect_samples(
     samples: list[Sample] = []
     prompts = [encode_prompt(target, [{"role": "user", "content": turn}]) for turn in turns]
     for source, record in read_records(recipe.data) if recipe.data else ():
-        if isinstance(record, str):
-            samples.append(_checked(source, encode_text(target.tokenizer, record)))
-        elif recipe.keep_answers:
-            samples.append(_checked(source, encode_chat(target.tokenizer, record)))
+        if isinstance(record, str) or recipe.keep_answers:
+            samples.append(encode_record(target.tokenizer, source, record))
         else:
             prompts += _prompts(target, source, record)
     settings = AnswerSettings(recipe.max_tokens, recipe.rows, 4 * recipe.rows)
@@ -114,12 +112,6 @@ def _prompts(target: Target, source: str, record: Sequence[dict[str, str]]) -> l
         return [encode_prompt(target, record[:end]) for end in ends]
     except PromptError as error:
         raise DataError(f"{source}: {error}") from error
-
-
-def _checked(source: str, sample: Sample) -> Sample:
-    if not any(end > start for start, end in sample.answers):
-        raise DataError(f"{source}: nothing to learn from: no answer, or an empty text.")
-    return sample
 
 
 def split(samples: list[Sample], recipe: Recipe) -> tuple[list[Sample], list[Sample]]:

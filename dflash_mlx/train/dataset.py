@@ -82,24 +82,15 @@ def template_ids(
     return list(ids)
 
 
-def read_samples(path: Path, tokenizer: TokenizerWrapper) -> list[Sample]:
-    """FeatureProgress and tokenize a data file.
-
-    Raises `DataError`, with file and line, for malformed records and records without an answer.
-    """
-    samples = []
-    for where, record in read_records(path):
-        sample = (
-            encode_text(tokenizer, record)
-            if isinstance(record, str)
-            else encode_chat(tokenizer, record)
-        )
-        if not any(end > start for start, end in sample.answers):
-            raise DataError(f"{where}: nothing to learn from: no answer, or an empty text.")
-        samples.append(sample)
-    if not samples:
-        raise DataError(f"{path}: no samples in this file.")
-    return samples
+def encode_record(tokenizer: TokenizerWrapper, source: str, record: str | Messages) -> Sample:
+    """Tokenize a text or conversation. Raises `DataError` if there is nothing to learn."""
+    if isinstance(record, str):
+        sample = encode_text(tokenizer, record)
+    else:
+        sample = encode_chat(tokenizer, record)
+    if not any(end > start for start, end in sample.answers):
+        raise DataError(f"{source}: nothing to learn from: no answer, or an empty text.")
+    return sample
 
 
 def read_records(path: Path) -> Iterator[tuple[str, str | Messages]]:
