@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dflash_mlx.cluster.hosts import Hosts, read_hosts
-from dflash_mlx.cluster.post import LOST
-from dflash_mlx.cluster.ranks import Ranks
-from dflash_mlx.cluster.reach import Reached, reach
+from dflash_mlx.cluster.probe import HostReport, probe
+from dflash_mlx.cluster.ranks import RankProcesses
+from dflash_mlx.cluster.supervisor_line import LOST
 from dflash_mlx.drafter.config import read_json
 from dflash_mlx.errors import ConfigError, DFlashError
 from dflash_mlx.loading.hub import Hub
@@ -56,7 +56,7 @@ def check_hosts(path: Path, model: str, hub: Hub) -> tuple[list[Check], dict[str
     width, layers = _shape(model, hub)
     hosts = read_hosts(path.expanduser())
     with waiting("Asking all machines"):
-        reached = reach(hosts.machines)
+        reached = probe(hosts.machines)
     checks = [_machine(number, one) for number, one in enumerate(reached)]
     if all(check.status == "ok" for check in checks):
         checks += [*_versions(reached), *_backend(hosts.backend, reached)]
@@ -77,21 +77,21 @@ def measure(model: str, hub: Hub, context: typer.Context) -> None:
         member = Member(Machines(), context)
         import mlx.core as mx
 
+        from dflash_mlx.cluster.channel import Channel
         from dflash_mlx.cluster.link_times import measure_link
-        from dflash_mlx.cluster.wire import Wire
 
-        times = measure_link(Wire(mx.distributed.init()), width)
+        times = measure_link(Channel(mx.distributed.init()), width)
     except DFlashError as error:
         if place is None:
             raise
-        place.post.tell(LOST, str(error))
+        place.line.send(LOST, str(error))
         raise typer.Exit(1) from error
     if member.cluster.rank:
         return
     if place is None:
         note(_describe(times, layers))
     else:
-        place.post.tell(MEASURED, json.dumps(asdict(times)))
+        place.line.send(MEASURED, json.dumps(asdict(times)))
 
 
 def _shape(model: str, hub: Hub) -> tuple[int, int]:
@@ -104,7 +104,7 @@ def _shape(model: str, hub: Hub) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _machine(number: int, one: Reached) -> Check:
+def _machine(number: int, one: HostReport) -> Check:
     name = f"rank {number}, {one.host.ssh}"
     if one.problem:
         return Check(name, "fail", one.problem, one.advice)
@@ -116,7 +116,7 @@ def _machine(number: int, one: Reached) -> Check:
     return Check(name, "ok", f"{versions}; backends: {', '.join(one.backends)}")
 
 
-def _versions(reached: Sequence[Reached]) -> Iterator[Check]:
+def _versions(reached: Sequence[HostReport]) -> Iterator[Check]:
     """Versions that differ between machines."""
     for package in (*SAME, "Python"):
         found = Counter(one.versions[package] for one in reached)
@@ -126,7 +126,7 @@ def _versions(reached: Sequence[Reached]) -> Iterator[Check]:
             yield Check(package, "fail" if package in SAME else "warn", each, advice)
 
 
-def _backend(backend: str, reached: Sequence[Reached]) -> Iterator[Check]:
+def _backend(backend: str, reached: Sequence[HostReport]) -> Iterator[Check]:
     """The file's backend, where a machine does not have it."""
     base = backend.partition("-")[0]
     if without := [one.host.ssh for one in reached if base not in one.backends]:
@@ -137,10 +137,11 @@ def _run_ranks(hosts: Hosts, model: str) -> tuple[LinkTimes | None, str]:
     """Start ranks of `doctor` and stop them again: the measured times, or what went wrong."""
     from dflash_mlx.cluster.link_times import LinkTimes
 
-    ranks, until = Ranks(hosts, ["doctor", "--model", model]), time.monotonic() + MEASURE_SECONDS
+    ranks = RankProcesses(hosts, ["doctor", "--model", model])
+    until = time.monotonic() + MEASURE_SECONDS
     try:
         while time.monotonic() < until:
-            for _, word, more in ranks.hear(LOOK_SECONDS):
+            for _, word, more in ranks.receive(LOOK_SECONDS):
                 if word == MEASURED:
                     return LinkTimes(**json.loads(more)), ""
                 if word == LOST:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.post import FAILED, LOST, MET, Post
+from dflash_mlx.cluster.supervisor_line import FAILED, LOST, MET, SupervisorLine
 from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.registry import check_name
 
@@ -62,11 +62,11 @@ class Place:
     """Of a process that a supervisor started.
 
     Attributes:
-        post: its line to the supervisor.
+        line: to the supervisor.
         listening: the file descriptor of a server's socket.
     """
 
-    post: Post
+    line: SupervisorLine
     listening: int | None = None
 
 
@@ -87,23 +87,23 @@ class Member:
 
         self.end: Callable[[DFlashError], Any] | None = None
         self.interrupted = False
-        self._post, self._said = None, threading.Lock()
+        self._line, self._said = None, threading.Lock()
         found = context.find_object(Place)
         if found is not None:
-            self._post = found.post
-            found.post.lost = lambda problem: self._lost(DFlashError(problem), False)
+            self._line = found.line
+            found.line.lost = lambda problem: self._lost(DFlashError(problem), False)
         self.cluster = Cluster(
             machines.stall_seconds, self._lost, self.tell, pipeline=machines.pipeline
         )
         if self.cluster.size == 1 and (rank() or found is not None):
             raise ClusterError(ALONE)
 
-    def tell(self, word: str, more: str = "") -> None:
+    def tell(self, word: str, reason: str = "") -> None:
         """Tell the supervisor, if there is one."""
         if word == MET and self.cluster.rank:  # from now on rank 0 says when it is over
             signal.signal(signal.SIGINT, self._interrupt)
-        if self._post is not None:
-            self._post.tell(word, more)
+        if self._line is not None:
+            self._line.send(word, reason)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = True
@@ -169,7 +169,7 @@ def shared(
             raise
         if place is None:
             raise ClusterError(f"rank {rank()} ({socket.gethostname()}): {error}") from error
-        place.post.tell(FAILED, str(error))  # all may say the same
+        place.line.send(FAILED, str(error))  # all may say the same
         raise typer.Exit(LOST_CODE) from error
     return True
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.cluster.post import Post
+from dflash_mlx.cluster.supervisor_line import SupervisorLine
 
 from .machines import Place
 
@@ -24,17 +24,15 @@ def main() -> None:
     """Run the command as the rank that the first argument says."""
     told, *arguments = sys.argv[1:]
     begin = json.loads(told)
-    line = begin.get("line")
-    if line is None:  # what is printed by accident is no message
-        line = os.dup(sys.stdout.fileno())
+    reading = writing = begin.get("line")
+    if reading is None:  # stdin and stdout are the line: prints go to stderr from now on
+        reading, writing = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        post = Post(sys.stdin.fileno(), line)
-    else:
-        post = Post(line, line)
-    post.tell("pid", str(os.getpid()))
+    line = SupervisorLine(reading, writing)
+    line.send("pid", str(os.getpid()))
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= _environment(begin, Path(folder))
-        _run(arguments, Place(post, begin.get("listening")))
+        _run(arguments, Place(line, begin.get("listening")))
 
 
 def _environment(begin: dict[str, Any], folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.post import READY
+from dflash_mlx.cluster.supervisor_line import READY
 from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
 from dflash_mlx.machine.signals import signals_to
 
@@ -210,7 +210,7 @@ def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
     memory = int(load.prefix_cache * 1e9)
     store: type[PrefixStore] = dflash_mlx.PrefixStore
     if pair.member is not None:
-        from dflash_mlx.cluster.store import LeadingStore as store
+        from dflash_mlx.cluster.target import LeaderPrefixCache as store
     return store(pair.target, pair.drafter, memory=memory, folder=folder)
 
 

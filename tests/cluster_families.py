@@ -22,8 +22,8 @@ from families import CONFIGS, Letters, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
 
 import dflash_mlx as dm
+from dflash_mlx.cluster.channel import OperationKind
 from dflash_mlx.cluster.cluster import Cluster
-from dflash_mlx.cluster.wire import Kind
 from dflash_mlx.engine.together import Flat
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import BatchItem
@@ -93,17 +93,17 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
     own = target_of(random_model(family, **wider), family)
     crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
     found: dict[str, Any] = {"family": family, "ranks": cluster.size, "texts": {}}
-    counting, rounds = Counting(cluster._wire), 0
+    counting, rounds = Counting(cluster.channel), 0
     for at, shape in enumerate(("chain", "tree") if target.supports_trees else ("chain",)):
         drafter = drafter_of(crowd, shape)
         for number in (at,) if quick else (0, 1):
             (prompt, settings), text = crowd.requests[number], crowd.alone[number]
             conversation = dm.Conversation(target, drafter)
             drafter.heard.clear()
-            beats = cluster.leader.beats
+            beats = cluster.leader.heartbeats
             with counted() as sent:
                 result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
-            sent["all_sum"] -= cluster.leader.beats - beats
+            sent["all_sum"] -= cluster.leader.heartbeats - beats
             found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
             rounds += result.stats.rounds
         last, heard = conversation.target, list(drafter.heard)
@@ -113,7 +113,7 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
         found["texts"][f"{shape}, three"] = three(target, crowd, drafter, together)
         rounds += together.count
     cluster.close()
-    found["rounds"], found["messages"] = rounds, counting.messages[Kind.VERIFY]
+    found["rounds"], found["messages"] = rounds, counting.messages[OperationKind.VERIFY]
     # Of the last text, whose prompt is read in one forward.
     found["a forward"] = {kind: count / (result.stats.rounds + 1) for kind, count in sent.items()}
     found["sums a message"] = counting.sums / counting.messages.total()
@@ -197,7 +197,7 @@ def shares(cluster: Cluster, heads: Sequence[int], session: TargetSession) -> di
     for count, own in zip(heads, bits(session), strict=True):
         owners = [rank * min(count, cluster.size) // cluster.size for rank in range(cluster.size)]
         for one in own:
-            held = cluster.meet(one)
+            held = cluster.channel.meet(one)
             pairs = set(zip(owners, held, strict=True))
             found["arrays"] += 1
             found["shared"] += count < cluster.size
@@ -211,8 +211,8 @@ def layers(cluster: Cluster, target: dm.Target, session: TargetSession) -> list[
     found = []
     for layer in range(target.num_layers):
         here = own[layer - first] if 0 <= layer - first < len(own) else []
-        count = max(cluster.meet(len(here)))
-        found.append([max(cluster.meet(here[at] if here else 0)) for at in range(count)])
+        count = max(cluster.channel.meet(len(here)))
+        found.append([max(cluster.channel.meet(here[at] if here else 0)) for at in range(count)])
     return found
 
 

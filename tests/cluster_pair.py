@@ -23,7 +23,7 @@ from collectives import counted
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
-from dflash_mlx.cluster.store import LeadingStore
+from dflash_mlx.cluster.target import LeaderPrefixCache
 
 QUESTION = "Let us add 47 and 38 digit by digit.\nOnes:"
 LONG = [{"role": "user", "content": "Count. " * 20 + "What is 3 plus 4?"}]
@@ -80,7 +80,7 @@ def together(pairs: Pairs) -> Iterator[dict[str, Any]]:
         (LONG, {"temperature": 0.8, "seed": 1}),
     ]
     alone = [dm.generate(pairs.whole, pairs.own, q, max_tokens=4, **s) for q, s in requests]
-    store = LeadingStore(pairs.target, pairs.drafter, memory=2**26, chunk=CHUNK)
+    store = LeaderPrefixCache(pairs.target, pairs.drafter, memory=2**26, chunk=CHUNK)
     with dm.Engine(pairs.target, pairs.drafter, prefix=store) as engine:
         jobs = [engine.submit(q, max_tokens=4, **s) for q, s in requests[:2]]
         gone = engine.submit(QUESTION, max_tokens=200, block_size=2)
@@ -108,10 +108,13 @@ def collectives(pairs: Pairs, tokens: int) -> Iterator[dict[str, Any]]:
         while made < tokens:
             asked = f"What is {31 + requests} plus {47 + requests}?"
             question = [{"role": "user", "content": asked}]
-            beats = leader.beats
+            beats = leader.heartbeats
             with counted() as count:
                 result = dm.generate(pairs.target, drafter, question, max_tokens=tokens - made)
-            sums, made = sums + count.total() - (leader.beats - beats), made + len(result.tokens)
+            sums, made = (
+                sums + count.total() - (leader.heartbeats - beats),
+                made + len(result.tokens),
+            )
             rounds, requests = rounds + result.stats.rounds, requests + 1
         found[name] = {"sums": sums, "tokens": made, "rounds": rounds, "requests": requests}
         found[name]["a forward"] = sums // (rounds + requests)

@@ -17,7 +17,7 @@ from families import CONFIGS, Letters, random_model, random_prompt
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
-from dflash_mlx.cluster.store import LeadingStore
+from dflash_mlx.cluster.target import LeaderPrefixCache
 from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.targets import Target
 
@@ -60,7 +60,7 @@ def main(_: list[str]) -> None:
     if cluster.rank:
         cluster.work(target)
         return
-    spread, own = texts(target, LeadingStore), texts(Target(model(), *OF), dm.PrefixStore)
+    spread, own = texts(target, LeaderPrefixCache), texts(Target(model(), *OF), dm.PrefixStore)
     for name, one in own.items():
         print(json.dumps({"what": name, "own": one, "spread": spread[name]}), flush=True)
     cluster.close()

@@ -9,26 +9,26 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.cluster.wire import Kind, Told, Wire
+from dflash_mlx.cluster.channel import Channel, Operation, OperationKind
 
 OPERATIONS = ("all_sum", "all_gather", "send", "recv_like")
 
 
 class Counting:
-    """Counts the messages of a wire by what they are about, and the sums that they take."""
+    """Counts the messages of a channel by kind, and their sums."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire, self._cast = wire, wire.cast
-        self.messages: Counter[Kind] = Counter()
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._send = channel, channel.send
+        self.messages: Counter[OperationKind] = Counter()
         self.sums = 0
-        wire.cast = self.cast  # type: ignore[method-assign]
+        channel.send = self.send  # type: ignore[method-assign]
 
-    def cast(self, operations: Iterable[Told]) -> None:
-        told, before = list(operations), self._wire.casts
-        self._cast(told)
-        if told[-1].kind is not Kind.BEAT:
+    def send(self, operations: Iterable[Operation]) -> None:
+        told, before = list(operations), self._channel.sums
+        self._send(told)
+        if told[-1].kind is not OperationKind.HEARTBEAT:
             self.messages[told[-1].kind] += 1
-            self.sums += self._wire.casts - before
+            self.sums += self._channel.sums - before
 
 
 @contextmanager

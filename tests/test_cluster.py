@@ -10,9 +10,9 @@ from families import random_model
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dflash_mlx.cluster.pipeline import carried
+from dflash_mlx.cluster.channel import WORDS, Channel, Operation, OperationKind
+from dflash_mlx.cluster.pipeline import gather_taps
 from dflash_mlx.cluster.shards import split_by_heads, split_by_layers
-from dflash_mlx.cluster.wire import WORDS, Kind, Told, Wire
 from dflash_mlx.errors import SettingsError
 
 NUMBERS = st.lists(st.integers(-1, 2**31 - 1), max_size=40)
@@ -28,19 +28,22 @@ class Echo:
         return 1
 
 
-@given(st.lists(st.builds(Told, st.sampled_from(Kind), NUMBERS), max_size=6), st.integers(0, 9000))
+@given(
+    st.lists(st.builds(Operation, st.sampled_from(OperationKind), NUMBERS), max_size=6),
+    st.integers(0, 9000),
+)
 @example([], WORDS - 3)  # just fits into one sum: a word says how long it is, two what follows
 @example([], WORDS - 2)
 def test_what_is_told_is_heard(told, length):
     """Of any length: a message longer than one sum takes more of them."""
-    told = [*told, Told(Kind.VERIFY, list(range(length)))]
-    wire, sent = Wire(Echo()), []
-    wire._sum = lambda words: sent.append(words.tolist()) or words.tolist()
-    wire.cast(told)
+    told = [*told, Operation(OperationKind.VERIFY, list(range(length)))]
+    channel, sent = Channel(Echo()), []
+    channel._sum = lambda words: sent.append(words.tolist()) or words.tolist()
+    channel.send(told)
     words = 1 + sum(2 + len(numbers) for _, numbers in told)
     assert len(sent) == -(-words // WORDS)
-    wire._sum = lambda words: sent.pop(0)
-    assert list(wire.receive()) == told and not sent
+    channel._sum = lambda words: sent.pop(0)
+    assert list(channel.receive()) == told and not sent
 
 
 # What two ranks play: the embedded pair; families by heads, recurrences, whose head is sliced, and
@@ -119,11 +122,11 @@ def test_taps_are_carried_of_those_who_have_some():
     answers = [
         (mx.ones((n, 5)), tap) for n, tap in ((3, one), (2, mx.zeros((1, 2, 0))), (2, other))
     ]
-    found = carried(mx.distributed.init(), answers)
+    found = gather_taps(mx.distributed.init(), answers)
     assert [logits.shape for logits, _ in found] == [(3, 5), (2, 5), (2, 5)]
     for (_, expected), (_, tap) in zip(answers, found, strict=True):
         assert tap.shape == expected.shape and mx.array_equal(tap, expected)
-    logits, tap = carried(mx.distributed.init(), (None, one))
+    logits, tap = gather_taps(mx.distributed.init(), (None, one))
     assert logits is None and mx.array_equal(tap, one)
 
 

@@ -8,7 +8,7 @@ from program import run, start
 
 from dflash_mlx.cli import doctor_hosts
 from dflash_mlx.cluster.hosts import Host, Hosts
-from dflash_mlx.cluster.reach import Reached, reach
+from dflash_mlx.cluster.probe import HostReport, probe
 
 HERE, THERE = Host("127.0.0.1", ("127.0.0.1",)), Host("mac2", ("10.0.0.2",))
 VERSIONS = {"Python": "3.11.7", "dflash-mlx": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
@@ -30,15 +30,15 @@ def ssh(tmp_path, monkeypatch):
 def test_a_machine_is_asked_through_ssh(ssh):
     answer = json.dumps(VERSIONS | {"backends": ["ring"]})
     ssh(f"echo '{answer}'")
-    [found] = reach([THERE])
-    assert found == Reached(THERE, VERSIONS, ("ring",))
+    [found] = probe([THERE])
+    assert found == HostReport(THERE, VERSIONS, ("ring",))
 
 
 def test_the_command_runs_in_this_folder_with_this_python(ssh):
     """As a rank is started: without a question; ssh hands the last word to a shell over there."""
     shell = 'for last; do :; done; sh -c "$last"'
     ssh(f'case "$*" in *BatchMode=yes*mac2*) ;; *) exit 9;; esac; {shell}')
-    [found] = reach([THERE])
+    [found] = probe([THERE])
     assert not found.problem and "ring" in found.backends
     assert found.versions["Python"] == ".".join(map(str, sys.version_info[:3]))
 
@@ -47,8 +47,8 @@ def test_the_command_runs_in_this_folder_with_this_python(ssh):
     ("script", "problem", "advice"),
     [
         ("echo Permission denied >&2; exit 255", "Permission denied", "ssh-copy-id mac2"),
-        ("exit 127", "there is no", "same folder"),
-        ("echo No module named dflash_mlx >&2; exit 1", "not installed", "what is installed here"),
+        ("exit 127", "not installed there", "same folder"),
+        ("echo No module named dflash_mlx >&2; exit 1", "not installed", "same folder"),
         ("echo boom >&2; exit 3", "fails: boom", "doctor' there"),
         ("echo Welcome!", "answers 'Welcome!'", "print something"),
         ("exec sleep 100", "not answered", "asleep"),
@@ -56,7 +56,7 @@ def test_the_command_runs_in_this_folder_with_this_python(ssh):
 )
 def test_a_machine_that_cannot_take_part(script, problem, advice, ssh):
     ssh(script)
-    [found] = reach([THERE], seconds=0.5 if "sleep" in script else 60)
+    [found] = probe([THERE], seconds=0.5 if "sleep" in script else 60)
     assert problem in found.problem and advice in found.advice and not found.backends
 
 
@@ -68,7 +68,7 @@ def hosts_file(path, backend="ring", machines=("127.0.0.1", "mac2")):
 
 def checks_of(path, monkeypatch, *answers):
     """The exit code, and the checks, where the machines answer so."""
-    monkeypatch.setattr(doctor_hosts, "reach", lambda hosts: list(answers))
+    monkeypatch.setattr(doctor_hosts, "probe", lambda hosts: list(answers))
     done = run("doctor", "--hosts", path, "--offline", "--json")
     content = json.loads(done.stdout)
     return done.returncode, {check["name"]: check for check in content["checks"]}
@@ -77,7 +77,7 @@ def checks_of(path, monkeypatch, *answers):
 def test_other_versions_are_named(tmp_path, monkeypatch):
     others = VERSIONS | {"mlx": "0.30.0", "Python": "3.11.8"}
     path = hosts_file(tmp_path / "hosts.json")
-    answers = (Reached(HERE, VERSIONS, ("ring",)), Reached(THERE, others, ("ring",)))
+    answers = (HostReport(HERE, VERSIONS, ("ring",)), HostReport(THERE, others, ("ring",)))
     code, found = checks_of(path, monkeypatch, *answers)
     assert code == 1 and found["mlx"]["status"] == "fail" and found["Python"]["status"] == "warn"
     assert found["mlx"]["detail"] == "0.32.4 on 127.0.0.1; 0.30.0 on mac2"
@@ -86,14 +86,15 @@ def test_other_versions_are_named(tmp_path, monkeypatch):
 
 def test_a_package_that_is_not_there(tmp_path, monkeypatch):
     path = hosts_file(tmp_path / "hosts.json")
-    without = Reached(THERE, VERSIONS | {"mlx": None}, ())
-    code, found = checks_of(path, monkeypatch, Reached(HERE, VERSIONS, ("ring",)), without)
+    without = HostReport(THERE, VERSIONS | {"mlx": None}, ())
+    code, found = checks_of(path, monkeypatch, HostReport(HERE, VERSIONS, ("ring",)), without)
     assert code == 1 and found["rank 1, mac2"]["detail"] == "mlx not installed"
 
 
 def test_a_backend_that_a_machine_does_not_have(tmp_path, monkeypatch):
     path = hosts_file(tmp_path / "hosts.json", "jaccl")
-    answers = (Reached(HERE, VERSIONS, ("ring", "jaccl")), Reached(THERE, VERSIONS, ("ring",)))
+    here = HostReport(HERE, VERSIONS, ("ring", "jaccl"))
+    answers = (here, HostReport(THERE, VERSIONS, ("ring",)))
     code, found = checks_of(path, monkeypatch, *answers)
     assert code == 1 and found["jaccl"]["detail"] == "not available on mac2"
     assert "rdma_ctl" in found["jaccl"]["advice"] and found["link"]["detail"] == "not measured"
@@ -119,7 +120,7 @@ class ScriptedRanks:
     def __call__(self, hosts, arguments):
         return self
 
-    def hear(self, seconds):
+    def receive(self, seconds):
         return [(self, *self.words.pop(0))] if self.words else []
 
     def end(self):
@@ -135,7 +136,7 @@ class ScriptedRanks:
     ],
 )
 def test_ranks_that_measure_nothing(ranks, problem, monkeypatch):
-    monkeypatch.setattr(doctor_hosts, "Ranks", ranks)
+    monkeypatch.setattr(doctor_hosts, "RankProcesses", ranks)
     monkeypatch.setattr(doctor_hosts, "MEASURE_SECONDS", 0.01)
     found, said = doctor_hosts._run_ranks(Hosts("ring", {}, (HERE, THERE)), "tiny")
     assert found is None and problem in said and ranks.ended

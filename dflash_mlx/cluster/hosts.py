@@ -4,12 +4,15 @@
      "hosts": [{"ssh": "127.0.0.1", "ips": ["10.0.0.1"]},
                {"ssh": "mac2.local", "ips": ["10.0.0.2"]}]}
 
-A list of hosts alone is one, too. `mlx.distributed_config` writes such files.
+The list of hosts alone is valid too. `mlx.distributed_config` writes such files.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from ..errors import SettingsError
 from ..validation import brief, check_file, parse_json
 
 RING, JACCL, JACCL_RING = "ring", "jaccl", "jaccl-ring"
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _HERE = ("127.0.0.1", "localhost", "::1")
 
 
@@ -27,9 +31,9 @@ class Host:
     """A machine.
 
     Attributes:
-        ssh: what it is called by, for ssh; "127.0.0.1" for this one.
+        ssh: its name for ssh; "127.0.0.1" for this one.
         ips: its addresses on the links to the others.
-        rdma: its device for each of the machines, of a backend over RDMA.
+        rdma: its device for each of the machines, for a backend over RDMA.
     """
 
     ssh: str
@@ -42,14 +46,21 @@ class Host:
         own = socket.gethostname()
         return self.ssh in (*_HERE, own, own.partition(".")[0], f"{own}.local")
 
+    def command(self, command: Sequence[str]) -> list[str]:
+        """A command line that runs a command there, in this process's folder if it exists."""
+        if self.is_here:
+            return list(command)
+        place = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.join(command)}"
+        return [*SSH, self.ssh, place]
+
 
 @dataclass(frozen=True)
 class Hosts:
-    """All of them, rank 0 first.
+    """All machines, rank 0 first.
 
     Attributes:
         backend: of MLX.
-        environment: that every process gets.
+        environment: variables of every process.
     """
 
     backend: str
@@ -57,7 +68,7 @@ class Hosts:
     machines: tuple[Host, ...]
 
     def launches(self) -> list[dict[str, Any]]:
-        """What each rank's process is told, so that MLX finds the others; on ports free now."""
+        """Each rank's settings, with which MLX finds the others; on ports that are free now."""
         ports = _free_ports(sum(max(1, len(host.ips)) for host in self.machines))
         base: dict[str, Any] = {"environment": self.environment}
         if self.backend == RING:
@@ -79,14 +90,14 @@ def read_hosts(path: Path) -> Hosts:
         content = parse_json(path.read_bytes(), path, SettingsError)
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read ({error.strerror}).") from error
-    whole = content if isinstance(content, dict) else {"hosts": content}
-    backend = whole.get("backend") or RING
+    if not isinstance(content, dict):
+        content = {"hosts": content}
+    backend, hosts = content.get("backend") or RING, content.get("hosts")
     if backend not in (RING, JACCL, JACCL_RING):
         raise SettingsError(
             f"{path}: backend {brief(backend)} is none of {RING}, {JACCL}, {JACCL_RING}; "
             "for others, start dflash-mlx with mlx.launch."
         )
-    hosts = whole.get("hosts")
     if not isinstance(hosts, list) or len(hosts) < 2:
         raise SettingsError(f"{path}: two hosts or more are expected, each with ssh and ips.")
     machines = tuple(_host(path, host) for host in hosts)
@@ -95,34 +106,29 @@ def read_hosts(path: Path) -> Hosts:
             f"{path}: the first host is {machines[0].ssh}: start dflash-mlx there, or put this "
             'machine first, as {"ssh": "127.0.0.1", ...}.'
         )
-    if any(not host.is_here and host.ips[0] in _HERE for host in machines):
-        raise SettingsError(f"{path}: a host that is elsewhere has this machine's own address.")
-    return Hosts(backend, _environment(path, whole.get("envs") or []), machines)
+    envs = content.get("envs") or []
+    if not isinstance(envs, list) or not all(isinstance(e, str) and "=" in e for e in envs):
+        raise SettingsError(f"{path}: envs is a list of NAME=VALUE, not {brief(envs)}.")
+    return Hosts(backend, dict(env.split("=", 1) for env in envs), machines)
 
 
 def _host(path: Path, host: Any) -> Host:
     try:
         ssh, ips, rdma = host["ssh"], host.get("ips") or [], host.get("rdma") or []
-    except (AttributeError, KeyError, TypeError) as error:
-        raise SettingsError(f"{path}: a host needs ssh and ips, not {brief(host)}.") from error
-    texts = [ssh, *ips] if isinstance(ips, list) else [None]
-    if not all(isinstance(text, str) and text for text in texts) or not isinstance(rdma, list):
+        valid = isinstance(ips, list) and isinstance(rdma, list)
+        valid = valid and all(isinstance(text, str) and text for text in (ssh, *ips))
+    except (AttributeError, KeyError, TypeError):
+        valid = False
+    if not valid or ssh.startswith("-"):  # ssh would read it as an option
         raise SettingsError(f"{path}: a host needs ssh and ips, not {brief(host)}.")
-    if ssh.startswith("-"):  # ssh would take it for an option
-        raise SettingsError(f"{path}: {brief(ssh)} is no name of a host.")
-    if not ips and ssh not in _HERE:
-        raise SettingsError(f"{path}: {ssh} has no ips: give its address on the link.")
-    return Host(ssh, tuple(ips) or ("127.0.0.1",), tuple(rdma))
-
-
-def _environment(path: Path, envs: Any) -> dict[str, str]:
-    if not isinstance(envs, list) or not all(isinstance(e, str) and "=" in e for e in envs):
-        raise SettingsError(f"{path}: envs is a list of NAME=VALUE, not {brief(envs)}.")
-    return dict(env.split("=", 1) for env in envs)
+    host = Host(ssh, tuple(ips) or ("127.0.0.1",), tuple(rdma))
+    if not host.is_here and host.ips[0] in _HERE:
+        raise SettingsError(f"{path}: {ssh} needs ips: its address on the link to this machine.")
+    return host
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on here now; on other machines they are likely free as well."""
+    """Ports that are free on this machine, and probably on the others."""
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in taken:

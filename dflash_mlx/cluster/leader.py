@@ -1,9 +1,8 @@
-"""Rank 0's part: it decides, and has the others do the same on their shards.
+"""Rank 0: it decides, and has the other ranks repeat what it does on their parts of the model.
 
-Everything that changes a session's caches is told to them: what needs no other rank (a commit, a
-cut, a mark) waits for the next forward, and goes with it in one message. A forward is computed as
-soon as it is built, on all ranks the same arrays in the same order, so that their sums meet; the
-lock keeps the forwards of two threads apart.
+Every operation on a session's caches is sent to them. Those that need no other rank (a commit, a
+trim, a checkpoint) wait for the next forward and go with it in one message. All ranks compute the
+same arrays in the same order, so that their sums meet; the lock separates the forwards of threads.
 """
 
 from __future__ import annotations
@@ -23,141 +22,147 @@ from ..errors import ClusterError, DFlashError
 from ..proposal import Proposal
 from ..threads import clean_up_at_end
 from ..validation import ErrorWrapper
-from .watchdog import Watch
-from .wire import Kind, Told, Wire
+from .channel import Channel, Operation, OperationKind
+from .watchdog import Watchdog
 
-IDLE_SECONDS = 1.0  # of silence, after which the others rest between messages
-REST_SECONDS = 0.2  # for which they do: a rank that waits in a sum keeps a core busy
+IDLE_SECONDS = 1.0  # without a forward, after which the others sleep between messages
+REST_SECONDS = 0.2  # that they sleep; a rank that waits in a sum keeps a core busy
 LOST = "A machine of the cluster does not answer any more"
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class Leader:
-    """Tells the other ranks what to do.
+    """Sends rank 0's operations to the other ranks.
 
     Args:
-        wire: to them; all are there.
-        stall: seconds that a forward may take before the others are given up.
-        lost: called once with what is wrong, in any thread, when they are; and whether a thread
-            waits for them that will not come back.
-        carry: brings what a forward returns together from all ranks; they all do it.
+        channel: to the other ranks.
+        stall: seconds that a forward may take before the cluster is given up.
+        lost: called once, in any thread, with the error that ends the cluster, and whether a thread
+            waits forever.
+        gather: completes a forward's result from all ranks; all of them call it.
 
     Attributes:
-        messages: forwards that were told; `beats` are not among them.
+        messages: forwards that were sent.
+        heartbeats: messages that were sent while idle.
     """
 
     def __init__(
         self,
-        wire: Wire,
+        channel: Channel,
         stall: float,
         lost: Callable[[ClusterError, bool], None],
-        carry: Callable[[Any], Any] = lambda answer: answer,
+        gather: Callable[[Any], Any] = lambda result: result,
     ) -> None:
-        self._wire, self._lost, self._carry = wire, lost, carry
+        self._channel, self._lost, self._gather = channel, lost, gather
         self._numbers = count()
-        self._told: deque[Told] = deque()  # since the last message
-        self._lock, self._leading = threading.RLock(), False
+        self._pending: deque[Operation] = deque()  # since the last message
+        self._lock, self._in_forward = threading.RLock(), False
         self._problem: str | None = None
         self._last = time.monotonic()
-        self.messages = self.beats = 0
-        self._watch = Watch(stall, self._stalled)
+        self.messages = self.heartbeats = 0
+        self._watchdog = Watchdog(stall, self._stalled)
         self._ended = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="dflash-beat", daemon=True)
-        self._beating.start()
+        self._heartbeat = threading.Thread(
+            target=self._send_heartbeats, name="dflash-heartbeat", daemon=True
+        )
+        self._heartbeat.start()
         atexit.register(self.close)
 
     def number(self) -> int:
-        """A new one, of a session, a mark or a piece."""
+        """A new number for a session, a checkpoint or a stored piece."""
         return next(self._numbers)
 
-    def tell(self, kind: Kind, *numbers: int) -> None:
-        """Have the others do something before the next forward; from any thread."""
-        self._told.append(Told(kind, numbers))
+    def add(self, kind: OperationKind, *numbers: int) -> None:
+        """Add an operation to the next message; from any thread."""
+        self._pending.append(Operation(kind, numbers))
 
-    def lead(self, forward: Callable[[], Answer], kind: Kind, numbers: Sequence[int]) -> Answer:
-        """Have all ranks run a forward; what it returns here, computed.
+    def run(
+        self, forward: Callable[[], Result], kind: OperationKind, numbers: Sequence[int]
+    ) -> Result:
+        """Run a forward on all ranks. Returns rank 0's result, computed.
 
-        Raises `ClusterError` when one of them is lost, now or earlier.
+        Raises `ClusterError` when a rank is lost, now or earlier.
         """
         with self._lock:
-            if self._leading:  # it is part of one that they know about
+            if self._in_forward:  # part of a forward that the others run already
                 return forward()
-            with self._attempt():
+            with self._guard():
                 self.messages += 1
-                self._cast(Told(kind, numbers))
-                answer: Answer = self._carry(forward())
-                mx.eval(answer)
+                self._send(Operation(kind, numbers))
+                result: Result = self._gather(forward())
+                mx.eval(result)
                 self._last = time.monotonic()
-            return answer
+            return result
 
     def verify(
         self,
-        forward: Callable[[Sequence[Any], Sequence[Proposal]], Answer],
+        forward: Callable[[Sequence[Any], Sequence[Proposal]], Result],
         sessions: Sequence[Any],
         proposals: Sequence[Proposal],
-    ) -> Answer:
-        """Lead the verify of these sessions' proposals, whose tokens are read for it."""
+    ) -> Result:
+        """Verify the sessions' proposals on all ranks; reads the proposals' tokens."""
         numbers: list[int] = []
         known = []
         for session, proposal in zip(sessions, proposals, strict=True):
-            ids, chain = _read(proposal.tokens), proposal.is_chain
-            session.introduce()
+            tokens, chain = proposal.tokens, proposal.is_chain
+            ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else list(tokens)
+            session.announce()
             numbers += [session.number, len(ids), chain, *ids, *(() if chain else proposal.parents)]
             known.append(Proposal(ids, proposal.parents))
-        return self.lead(lambda: forward(sessions, known), Kind.VERIFY, numbers)
+        return self.run(lambda: forward(sessions, known), OperationKind.VERIFY, numbers)
 
     def give_up(self, problem: str, stuck: bool = False) -> None:
-        """The others are lost: whatever is led from now on fails."""
+        """End the cluster: every later forward fails with this problem."""
         if self._problem is None:
-            self._problem = problem
-            self._ended.set()
-            self._watch.close()
+            self._end(problem)
             self._lost(ClusterError(problem), stuck)
 
     def close(self) -> None:
-        """Let the others go."""
+        """Let the other ranks end."""
         atexit.unregister(self.close)
         self._ended.set()
-        if self._problem is not None:  # then threads may wait for ever
+        if self._problem is not None:  # a thread may hold the lock forever
             return
-        self._beating.join()
+        self._heartbeat.join()
         with self._lock:
             if self._problem is None:
-                self._problem = "The cluster is closed: join it anew."
-                with ErrorWrapper(ClusterError, LOST), self._watch.expecting():
-                    self._cast(Told(Kind.STOP))
-        self._watch.close()
+                with ErrorWrapper(ClusterError, LOST), self._watchdog.watching():
+                    self._send(Operation(OperationKind.STOP))
+                self._end("The cluster is closed: join it again.")
 
-    def _cast(self, last: Told) -> None:
-        told = [self._told.popleft() for _ in range(len(self._told))]
-        self._wire.cast([*told, last])
+    def _end(self, problem: str) -> None:
+        self._problem = problem
+        self._ended.set()
+        self._watchdog.close()
+
+    def _send(self, last: Operation) -> None:
+        pending = [self._pending.popleft() for _ in range(len(self._pending))]
+        self._channel.send([*pending, last])
 
     @contextmanager
-    def _attempt(self) -> Iterator[None]:
-        """What fails inside, half done, leaves the ranks with different caches."""
+    def _guard(self) -> Iterator[None]:
+        """End the cluster if the inside fails, because the ranks' caches differ from then on."""
         if self._problem is not None:
             raise ClusterError(self._problem)
-        self._leading, whole = True, False
+        self._in_forward, complete = True, False
         try:
-            with ErrorWrapper(ClusterError, LOST), self._watch.expecting():
+            with ErrorWrapper(ClusterError, LOST), self._watchdog.watching():
                 yield
-            whole = True
+            complete = True
         except DFlashError as error:
             self.give_up(str(error))
             raise
         finally:
-            self._leading = False
-            if not whole and self._problem is None:  # Ctrl-C: the others wait for this forward
-                self._problem = "A forward was interrupted: join the cluster anew."
-                self._ended.set()
-                self._watch.close()
+            self._in_forward = False
+            if not complete and self._problem is None:  # Ctrl-C: the others wait for this forward
+                self._end("A forward was interrupted: join the cluster again.")
 
     def _stalled(self, seconds: float) -> None:
         self.give_up(f"{LOST}: nothing has come back for {seconds:.0f} s.", stuck=True)
 
-    def _beat(self) -> None:
-        """Have the others rest while there is nothing to do, and see that they are there."""
+    def _send_heartbeats(self) -> None:
+        """While idle, let the others sleep, and check that they answer."""
         clean_up_at_end()
         while not self._ended.wait(REST_SECONDS):
             if time.monotonic() - self._last < IDLE_SECONDS:
@@ -166,14 +171,8 @@ class Leader:
                 if self._ended.is_set():
                     return
                 try:
-                    with self._attempt():
-                        self.beats += 1
-                        self._cast(Told(Kind.BEAT))
+                    with self._guard():
+                        self.heartbeats += 1
+                        self._send(Operation(OperationKind.HEARTBEAT))
                 except ClusterError:
-                    return  # whoever waits for the others has been told
-
-
-def _read(tokens: Sequence[int] | mx.array) -> list[int]:
-    """Token ids, which may still be on their way."""
-    ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else list(tokens)
-    return list(ids)
+                    return  # `give_up` has reported it

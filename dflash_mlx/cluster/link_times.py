@@ -1,7 +1,7 @@
-"""How long sums over machines take, measured by the ranks themselves.
+"""Measures sums over the machines, by the ranks themselves.
 
-The sums of a chain depend on each other, with something for the device to do between them, as in a
-forward: so what a device waits for is in it.
+A chain of sums depend on each other, with work for the device between them, as in a forward. So the
+device's waiting time is included.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import mlx.core as mx
 
 from ..errors import ClusterError
 from ..validation import ErrorWrapper
-from .wire import Kind, Told, Wire
+from .channel import Channel, Operation, OperationKind
 
-ROWS = 16  # of a drafted round
+ROWS = 16  # of a drafted step
 LARGE_BYTES = 2**23
-FIRST, MOST = 2, 64  # sums of a chain
+MIN_SUMS, MAX_SUMS = 2, 64  # of a chain
 CHAIN_SECONDS = 0.25
 CHAINS = 3
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What was measured, in seconds.
+    """Measured seconds.
 
     Attributes:
         machines: how many took part.
-        width: numbers of a row, in half precision.
-        row, rows: a sum of one of these, and of 16.
-        message: what rank 0 tells before a forward.
-        bandwidth: bytes per second, of a sum of 8 MiB.
+        width: half-precision numbers of a row.
+        row, rows: for a sum of one row, and of 16.
+        message: for the message before a forward.
+        bandwidth: bytes per second, in a sum of 8 MiB.
     """
 
     machines: int
@@ -44,55 +44,55 @@ class LinkTimes:
     bandwidth: float
 
     def summing(self, size: float) -> float:
-        """Of so many bytes: an estimate."""
+        """Estimated seconds for a sum of this many bytes."""
         return self.row + size / self.bandwidth
 
 
-def measure_link(wire: Wire, width: int) -> LinkTimes:
-    """As every rank, all at once; the times are this rank's.
+def measure_link(channel: Channel, width: int) -> LinkTimes:
+    """Measure together with all other ranks; returns this rank's times.
 
     Args:
-        wire: to the others.
-        width: numbers of a row, as of a model's hidden states.
+        channel: to the others.
+        width: numbers of a row, such as a model's hidden size.
 
-    Raises `ClusterError` when another one is lost.
+    Raises `ClusterError` when another rank is lost.
     """
     with ErrorWrapper(ClusterError, "The machines do not sum together"):
-        row, rows = (_chain(wire, mx.zeros((n, width), mx.bfloat16)) for n in (1, ROWS))
-        large = _chain(wire, mx.zeros((LARGE_BYTES // 4,), mx.float32))
-        message = _timed(wire, lambda count: _tell(wire, count))
+        row, rows = (_chain(channel, mx.zeros((n, width), mx.bfloat16)) for n in (1, ROWS))
+        large = _chain(channel, mx.zeros((LARGE_BYTES // 4,), mx.float32))
+        message = _timed(channel, lambda count: _send_messages(channel, count))
     bandwidth = LARGE_BYTES / large
-    return LinkTimes(wire.size, width, row, rows, message, bandwidth)
+    return LinkTimes(channel.size, width, row, rows, message, bandwidth)
 
 
-def _chain(wire: Wire, x: mx.array) -> float:
-    """Seconds of one sum of an array of this shape."""
+def _chain(channel: Channel, x: mx.array) -> float:
+    """Seconds for one sum of an array of this shape."""
 
     def run(count: int) -> None:
         total = x
         for _ in range(count):
-            total = mx.distributed.all_sum(total * 0.5, group=wire.group)
+            total = mx.distributed.all_sum(total * 0.5, group=channel.group)
         mx.eval(total)
 
-    return _timed(wire, run)
+    return _timed(channel, run)
 
 
-def _tell(wire: Wire, count: int) -> None:
+def _send_messages(channel: Channel, count: int) -> None:
     for _ in range(count):
-        if wire.rank == 0:
-            wire.cast([Told(Kind.BEAT)])
+        if channel.rank == 0:
+            channel.send([Operation(OperationKind.HEARTBEAT)])
         else:
-            list(wire.receive())
+            list(channel.receive())
 
 
-def _timed(wire: Wire, run: Callable[[int], None]) -> float:
-    """Seconds of one of what `run` does so many times; rank 0 says how often."""
-    run(FIRST)
+def _timed(channel: Channel, run: Callable[[int], None]) -> float:
+    """Seconds for each of the `count` operations of `run(count)`; rank 0 chooses the count."""
+    run(MIN_SUMS)
     start = time.perf_counter()
-    run(FIRST)
-    each = (time.perf_counter() - start) / FIRST
-    wanted = max(FIRST, min(MOST, int(CHAIN_SECONDS / each)))
-    count = wire.meet(wanted)[0]
+    run(MIN_SUMS)
+    each = (time.perf_counter() - start) / MIN_SUMS
+    wanted = max(MIN_SUMS, min(MAX_SUMS, int(CHAIN_SECONDS / each)))
+    count = channel.meet(wanted)[0]
     took = []
     for _ in range(CHAINS):
         start = time.perf_counter()

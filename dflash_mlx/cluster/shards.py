@@ -1,4 +1,4 @@
-"""A model -> this rank's part of it, by mlx-lm's own means: heads of all layers, or some layers."""
+"""Reduce a model to this rank's part with mlx-lm's own functions: heads or layers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..validation import ErrorWrapper
 
 
 def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Module | None:
-    """Leave this rank its heads of every layer; the head before it was sliced, if it was.
+    """Keep this rank's heads of every layer.
 
-    Raises `SettingsError` for a model that cannot be split so, or not so often.
+    Returns the output head before it was split, None if it was not. Raises `SettingsError` for a
+    model that cannot be split so, or not into that many parts.
     """
     by_layers = _why_no_pipeline(model) is None
     if not hasattr(model, "shard"):
@@ -34,7 +35,7 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
         model.shard(group)
     for was, layer in zip(before, model.layers, strict=True):
         for heads, now in zip(was, _heads(layer), strict=True):
-            # Some families repeat keys where there are fewer heads of them than machines.
+            # Some families repeat key heads if there are fewer than machines.
             if now < 1 or (now * size != heads and not (now == 1 and size % heads == 0)):
                 raise SettingsError(f"{wrong}: they do not divide {heads} heads{instead}.")
     sliced = internals.own_head(text) is not head
@@ -42,9 +43,9 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
 
 
 def split_by_layers(name: str, model: Any, group: mx.distributed.Group) -> int:
-    """Leave this rank some of the layers; how many there were.
+    """Keep this rank's layers. Returns the number of layers of the whole model.
 
-    Raises `SettingsError` for a model that cannot be split so, or not so often.
+    Raises `SettingsError` for a model that cannot be split so, or not into that many parts.
     """
     why = _why_no_pipeline(model)
     if why is not None:
@@ -61,11 +62,11 @@ def split_by_layers(name: str, model: Any, group: mx.distributed.Group) -> int:
 
 
 def _why_no_pipeline(model: Any) -> str | None:
-    """What keeps a model's layers from being split over machines; None when they can be."""
+    """Why a model's layers cannot be split over machines; None if they can."""
     if not internals.has_pipeline(internals.backbone(internals.text_model(model))):
         return f"mlx-lm does not split the layers of a {_type(model)} over machines"
     if any(type(cache) is internals.LayerCache for cache in make_cache(model)):
-        # A stage's first layer gets what an earlier one keeps, and has no way to take it back.
+        # A stage keeps entries of an earlier stage's layers and could not remove rejected ones.
         return f"in a pipeline of a {_type(model)}, rejected drafts would stay in what layers share"
     return None
 
@@ -75,7 +76,7 @@ def _type(model: Any) -> str:
 
 
 def _heads(layer: nn.Module) -> list[int]:
-    """A layer's numbers of heads, the queries' first."""
+    """A layer's head counts, the queries' first."""
     attention, mixer = internals.attention_of(layer), internals.mixer_of(layer)
     if attention is not None:
         heads = [internals.query_heads(attention)]

@@ -1,8 +1,7 @@
-"""Starts the processes of a cluster, sees that they go on, and ends and starts them again.
+"""Starts the processes of a cluster, watches them, and restarts a server that fails.
 
-A rank that ends, or has been silent for too long, takes the others with it: a forward needs all of
-them. Rank 0 hears of it first, so that its clients get an error; then all are ended, by their pids.
-A server is started again, and until it is there its clients are told so (`away`).
+A forward needs all ranks, so a rank that ends or falls silent ends the others. Rank 0 learns first,
+so that its clients get an error. Then all processes are ended by their ids.
 """
 
 from __future__ import annotations
@@ -11,67 +10,36 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from ..machine.signals import signals_to
-from .away import Away
 from .hosts import Hosts
-from .post import FAILED as HAS_FAILED
-from .post import LOADED, LOST, MET, READY
-from .ranks import Rank, Ranks
+from .ranks import RankProcess, RankProcesses
+from .supervisor_line import FAILED, LOADED, LOST, MET, READY
 
-LOOK_SECONDS = 0.25
-SILENT_SECONDS = 20.0  # without a beat: a process that is stopped, a machine that is gone
-START_SECONDS = 30.0  # until the first: ssh connects, and Python imports
-GRACE_SECONDS = 3.0  # for rank 0 to tell its clients
-AGREE_SECONDS = 1.0  # within which what is wrong with one rank shows on the others
-MOST_STARTS = 3  # that come to nothing, one after the other
-FAILED, INTERRUPTED = 1, 130
+POLL_SECONDS = 0.25
+SILENT_SECONDS = 20.0  # without a heartbeat: a stopped process, or a machine that is gone
+START_SECONDS = 30.0  # until the first heartbeat: ssh connects, and Python imports
+GRACE_SECONDS = 3.0  # for rank 0 to answer its clients
+SETTLE_SECONDS = 1.0  # in which a failure of one rank shows on the others
+MAX_STARTS = 3  # in a row without a server that was ready
+FAILED_CODE, INTERRUPTED_CODE = 1, 130
 
 
 @dataclass
-class End:
-    """How the processes came to their end.
+class Outcome:
+    """How one run of the processes ended.
 
     Attributes:
         code: for the shell.
-        problem: what was wrong with a rank; None where rank 0 ended by itself, and said why.
-        served: whether it was ready before.
+        problem: what failed; None if a rank has said it, or nothing did.
+        served: whether the server was ready before.
     """
 
     code: int
     problem: str | None = None
     served: bool = False
-
-
-class Coming:
-    """How far the ranks are in loading, which may take as long as it takes, and in meeting.
-
-    Args:
-        ranks: how many.
-        limit: seconds in which they meet once all have loaded.
-    """
-
-    def __init__(self, ranks: int, limit: float) -> None:
-        self._loading, self._limit = ranks, limit
-        self._since: float | None = None
-        self._met = False
-
-    def hear(self, rank: Rank, word: str) -> None:
-        """A rank says something."""
-        self._loading -= word == LOADED
-        self._met = self._met or word == MET
-        if not self._loading and self._since is None:
-            self._since = time.monotonic()
-
-    @property
-    def problem(self) -> str | None:
-        """What is wrong."""
-        if self._met or self._since is None or time.monotonic() - self._since < self._limit:
-            return None
-        return f"the machines have not come together for {self._limit:.0f} seconds"
 
 
 class Supervisor:
@@ -80,143 +48,114 @@ class Supervisor:
     Args:
         hosts: the machines.
         arguments: of `dflash-mlx`, on all of them.
-        say: a line for people.
-        listening: of a server, which is started again when it fails; None for other commands.
-        silent: seconds without a beat after which a rank is given up.
-        start: starts all of their processes.
+        report: prints a line for the user.
+        listening: of a server, which is restarted when it fails; None for other commands.
+        silent: seconds without a heartbeat after which a rank is given up.
+        start: starts all processes.
     """
 
     def __init__(
         self,
         hosts: Hosts,
         arguments: Sequence[str],
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         listening: socket.socket | None = None,
         silent: float = SILENT_SECONDS,
-        start: Callable[[Hosts, Sequence[str], socket.socket | None], Ranks] = Ranks,
+        start: Callable[[Hosts, Sequence[str], socket.socket | None], RankProcesses] = (
+            RankProcesses
+        ),
     ) -> None:
-        self._hosts, self._arguments, self._say = hosts, arguments, say
+        self._hosts, self._arguments, self._report = hosts, arguments, report
         self._listening, self._silent, self._start = listening, silent, start
-        self._told_to_end = 0
-        self._failed: dict[str, str] = {}  # ranks by name, and what they say is wrong
+        self._signals = 0  # Ctrl-C and SIGTERM so far
 
     def run(self) -> int:
-        """Until the command has ended; its exit code."""
-        away = None if self._listening is None else Away(self._listening)
-        with ExitStack() as stack:
-            stack.enter_context(signals_to(self._told))
-            if away is not None:
-                stack.callback(away.close)
-            return self._until_it_ends(away)
-
-    def _until_it_ends(self, away: Away | None) -> int:
+        """Run the command to its end. Returns its exit code."""
         starts = 0
-        while True:
-            starts += 1
-            end = self._once(away)
-            if end.problem is None or self._told_to_end:
-                return end.code
-            starts = 0 if end.served else starts
-            if self._listening is None or starts == MOST_STARTS:
-                self._say(f"{end.problem}: the cluster has ended.")
-                return FAILED
-            self._say(f"{end.problem}: all are started again.")
+        with signals_to(self._signalled):
+            while True:
+                starts += 1
+                ranks = self._start(self._hosts, self._arguments, self._listening)
+                try:
+                    outcome = self._watch(ranks)
+                finally:
+                    ranks.end()
+                if outcome.problem is None or self._signals:
+                    return outcome.code
+                starts = 0 if outcome.served else starts
+                if self._listening is None or starts == MAX_STARTS:
+                    self._report(f"{outcome.problem}: the cluster has ended.")
+                    return FAILED_CODE
+                self._report(f"{outcome.problem}: all are started again.")
 
-    def _once(self, away: Away | None) -> End:
-        """Start all, and see them to their end."""
-        with ExitStack() as stack:
-            if away is not None:
-                away.answer()
-            ranks = self._start(self._hosts, self._arguments, self._listening)
-            stack.callback(ranks.end)
-            return self._see(ranks, away)
-
-    def _see(self, ranks: Ranks, away: Away | None) -> End:
-        served, passed_on, coming = False, 0, Coming(len(ranks.all), self._silent)
+    def _watch(self, ranks: RankProcesses) -> Outcome:
+        first, loading, met_by = ranks.all[0].process, len(ranks.all), float("inf")
+        served, forwarded, failures = False, 0, dict[str, str]()
         while True:
-            for rank, word, more in ranks.hear(LOOK_SECONDS):
-                coming.hear(rank, word)
-                if word == READY:
+            for rank, word, reason in ranks.receive(POLL_SECONDS):
+                if word == LOADED:
+                    loading -= 1
+                    if not loading:  # loading may take any time, meeting may not
+                        met_by = time.monotonic() + self._silent
+                elif word == MET:
+                    met_by = float("inf")
+                elif word == READY:
                     served = True
-                    if away is not None:
-                        away.close()
-                elif word == HAS_FAILED:
-                    self._failed[rank.name] = more
+                elif word == FAILED:
+                    failures[rank.name] = reason
                 elif word == LOST:
-                    return self._lost(ranks, more, served, away)
-            if self._told_to_end > passed_on:
-                passed_on = self._told_to_end
-                end = signal.SIGINT if self._listening is None else signal.SIGTERM
-                ranks.all[0].process.send_signal(end)
-            code = ranks.all[0].process.poll()
-            if code is not None and (code >= 0 or self._told_to_end):
-                return self._ended(ranks, code, served)
-            problem = self._problem(ranks) or coming.problem
+                    return self._fail(ranks, reason, served, failures)
+            if self._signals > forwarded:  # rank 0 knows how to end
+                forwarded = self._signals
+                first.send_signal(signal.SIGTERM if self._listening else signal.SIGINT)
+            code = first.poll()
+            if code is not None and (code >= 0 or self._signals):
+                ranks.wait(SETTLE_SECONDS)
+                killed = _killed(ranks)
+                if code > 0 and killed and not self._signals:
+                    return Outcome(FAILED_CODE, killed[0].end, served)
+                return Outcome(code if code >= 0 else INTERRUPTED_CODE, None, served)
+            problem = self._problem(ranks)
+            if time.monotonic() > met_by:
+                problem = f"the machines have not come together for {self._silent:.0f} seconds"
             if problem is not None:
-                return self._lost(ranks, problem, served, away)
+                return self._fail(ranks, problem, served, failures)
 
-    def _ended(self, ranks: Ranks, code: int, served: bool) -> End:
-        """Rank 0 has ended: by itself, or because another one did."""
-        _wait(ranks, AGREE_SECONDS)
-        signalled = _signalled(ranks)
-        if code > 0 and signalled and not self._told_to_end:
-            return End(FAILED, _how(signalled[0]), served)
-        return End(code if code >= 0 else INTERRUPTED, None, served)
-
-    def _problem(self, ranks: Ranks) -> str | None:
-        """What is wrong with a rank. Those that are told that it is over end with 0."""
+    def _problem(self, ranks: RankProcesses) -> str | None:
+        """A rank that failed or is silent; ranks that rank 0 has stopped end with 0."""
         for rank in ranks.all:
             if rank.process.poll():
-                return _how(rank)
+                return rank.end
             silent = time.monotonic() - rank.heard
-            most = self._silent if rank.spoke else max(self._silent, START_SECONDS)
-            if rank.process.poll() is None and silent > most:
+            limit = self._silent if rank.spoke else max(self._silent, START_SECONDS)
+            if rank.process.poll() is None and silent > limit:
                 return f"{rank.name} has been silent for {silent:.0f} seconds"
         return None
 
-    def _lost(self, ranks: Ranks, problem: str, served: bool, away: Away | None) -> End:
-        """Rank 0 tells its clients, if it can; who comes later is told from here."""
+    def _fail(
+        self, ranks: RankProcesses, problem: str, served: bool, failures: dict[str, str]
+    ) -> Outcome:
+        """Tell rank 0, so that it answers its clients, and find out what went wrong."""
         if self._listening is not None and served:
-            ranks.tell(ranks.all[0], problem)
-            _wait_for(ranks.all[0], GRACE_SECONDS)
+            ranks.send(ranks.all[0], problem)
+            ranks.wait(GRACE_SECONDS, ranks.all[:1])
         else:
-            _wait(ranks, AGREE_SECONDS)
-        if away is not None:
-            away.answer()
-        signalled = _signalled(ranks)
-        if not served and not signalled and any(rank.process.poll() for rank in ranks.all[1:]):
-            if not ranks.all[0].process.poll():  # else it has said the same
-                for name, why in self._failed.items():
-                    self._say(f"{name}: {why}")
-            return End(FAILED)
-        problem = _how(signalled[0]) if signalled else problem.rstrip(".")
-        return End(FAILED, problem, served)
+            ranks.wait(SETTLE_SECONDS)
+        killed = _killed(ranks)
+        if failures and not served and not killed:
+            if not ranks.all[0].process.poll():  # otherwise rank 0 has printed the same
+                for name, reason in failures.items():
+                    self._report(f"{name}: {reason}")
+            return Outcome(FAILED_CODE)
+        return Outcome(FAILED_CODE, killed[0].end if killed else problem.rstrip("."), served)
 
-    def _told(self, number: int, frame: Any) -> None:
-        """Ctrl-C and SIGTERM are rank 0's, which knows how to end; the second one ends all."""
-        self._told_to_end += 1
-        if self._told_to_end > 1:
+    def _signalled(self, number: int, frame: Any) -> None:
+        """Pass the first signal on to rank 0; the second one ends all."""
+        self._signals += 1
+        if self._signals > 1:
             raise KeyboardInterrupt
 
 
-def _signalled(ranks: Ranks) -> list[Rank]:
-    """Those that were killed."""
+def _killed(ranks: RankProcesses) -> list[RankProcess]:
+    """The processes that a signal ended."""
     return [rank for rank in ranks.all if (rank.process.poll() or 0) < 0]
-
-
-def _how(rank: Rank) -> str:
-    """How a process ended."""
-    code = rank.process.poll() or 0
-    return f"{rank.name} ended by signal {-code}" if code < 0 else f"{rank.name} ended ({code})"
-
-
-def _wait_for(rank: Rank, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while rank.process.poll() is None and time.monotonic() < until:
-        time.sleep(LOOK_SECONDS / 5)
-
-
-def _wait(ranks: Ranks, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    for rank in ranks.all:
-        _wait_for(rank, until - time.monotonic())

@@ -1,8 +1,7 @@
-"""Whether what machines do together goes on.
+"""A time limit for operations over the network.
 
-A machine that stops, or a network that takes nothing more, raises no error: whoever waits for it in
-a sum waits for ever, in native code that no signal ends. So what is waited for has a limit, by how
-long such things have taken.
+A machine that stops, or a network that takes no more data, raises no error: a thread that waits for
+it in a sum waits forever, in native code that no signal interrupts.
 """
 
 from __future__ import annotations
@@ -12,45 +11,45 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STALL_SECONDS = 20.0  # clients are to have an error within 30
-SLOWER = 4  # times the longest so far, where that is longer
+STALL_SECONDS = 20.0  # clients should get an error within 30
+SLOWEST_FACTOR = 4  # the limit is at least this multiple of the longest operation so far
 CHECK_SECONDS = 0.25
 
 
-class Watch:
-    """Looks after one thread's waiting.
+class Watchdog:
+    """Calls a function if an operation of one thread takes too long.
 
     Args:
-        limit: seconds that anything may take.
-        stalled: called once, in a thread of its own, with the seconds that something has taken.
+        limit: seconds that an operation may take.
+        stalled: called once, in the watchdog's thread, with the seconds that it has taken.
     """
 
     def __init__(self, limit: float, stalled: Callable[[float], None]) -> None:
         self._limit, self._stalled = limit, stalled
         self._longest = 0.0
-        self._begun: float | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="dflash-watch", daemon=True)
+        self._started: float | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dflash-watchdog", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def expecting(self) -> Iterator[None]:
-        """What is done inside ends within the limit."""
-        begun = self._begun = time.monotonic()
+    def watching(self) -> Iterator[None]:
+        """Watch the operation inside."""
+        started = self._started = time.monotonic()
         try:
             yield
         finally:
-            self._begun = None
-            self._longest = max(self._longest, time.monotonic() - begun)
+            self._started = None
+            self._longest = max(self._longest, time.monotonic() - started)
 
     def close(self) -> None:
-        """Nothing is waited for any more."""
-        self._ended.set()
+        """Stop watching."""
+        self._closed.set()
 
-    def _look(self) -> None:
-        while not self._ended.wait(min(CHECK_SECONDS, self._limit / 4)):
-            begun = self._begun
-            taken = 0.0 if begun is None else time.monotonic() - begun
-            if taken > max(self._limit, SLOWER * self._longest):
+    def _run(self) -> None:
+        while not self._closed.wait(min(CHECK_SECONDS, self._limit / 4)):
+            started = self._started
+            taken = 0.0 if started is None else time.monotonic() - started
+            if taken > max(self._limit, SLOWEST_FACTOR * self._longest):
                 self._stalled(taken)
                 return

@@ -1,7 +1,7 @@
-"""What all ranks but the first do: on their shards what rank 0 did, as it tells them.
+"""Every rank but the first: it repeats on its part of the model what rank 0 does.
 
-Here is no drafter, no sampler and no socket, and nothing is decided. So machines whose sums round
-differently never part: only rank 0's logits are looked at.
+It has no drafter, no sampler and no socket, and decides nothing. So ranks whose sums round
+differently cannot diverge: only rank 0 looks at logits.
 """
 
 from __future__ import annotations
@@ -18,73 +18,74 @@ from ..targets import Target, TargetSession
 from ..targets.batched import BatchVerifier
 from ..targets.caches import Arrays, Checkpoint
 from ..validation import ErrorWrapper
+from .channel import Channel, Operation, OperationKind, decode_optional
 from .leader import LOST, REST_SECONDS
-from .watchdog import Watch
-from .wire import Kind, Told, Wire, given
+from .watchdog import Watchdog
 
 Numbers = Sequence[int]
 
 
 class Worker:
-    """One rank's shard, and the sessions on it.
+    """One rank's part of the target, and the sessions on it.
 
     Args:
-        wire: to the other ranks.
-        target: the shard.
-        carry: as of `Leader`.
+        channel: to the other ranks.
+        target: this rank's part.
+        gather: as for `Leader`.
 
     Attributes:
-        sessions: by the numbers that rank 0 gave them.
+        sessions: by rank 0's numbers.
     """
 
     def __init__(
         self,
-        wire: Wire,
+        channel: Channel,
         target: Target,
-        carry: Callable[[Any], Any] = lambda answer: answer,
+        gather: Callable[[Any], Any] = lambda result: result,
     ) -> None:
-        self._wire, self._target, self._carry = wire, target, carry
-        self._forest: BatchVerifier | None = None  # made when two requests share a round
-        self._marks: dict[int, Checkpoint] = {}
+        self._channel, self._target, self._gather = channel, target, gather
+        self._batch: BatchVerifier | None = None  # created for the first step of two requests
+        self._checkpoints: dict[int, Checkpoint] = {}
         self._pieces: dict[int, Arrays] = {}
         self.sessions: dict[int, TargetSession] = {}
-        self._does: dict[Kind, Callable[[Numbers], None]] = {
-            Kind.BEAT: lambda _: time.sleep(REST_SECONDS),
-            Kind.START: self._start,
-            Kind.READ: self._read,
-            Kind.VERIFY: self._verify,
-            Kind.COMMIT: lambda of: self.sessions[of[0]].commit(of[1:]),
-            Kind.CUT: lambda of: self.sessions[of[0]].trim_to(of[1]),
-            Kind.MARK: self._mark,
-            Kind.REWIND: lambda of: self.sessions[of[0]].rewind(self._marks[of[1]]),
-            Kind.FORGET: lambda of: self._forget(self._marks, of[0]),
-            Kind.DROP: lambda of: self._forget(self.sessions, of[0]),
-            Kind.KEEP: self._keep,
-            Kind.FREE: lambda of: self._forget(self._pieces, of[0]),
-            Kind.RESTORE: self._restore,
+        kinds = OperationKind
+        self._handlers: dict[OperationKind, Callable[[Numbers], Any]] = {
+            kinds.HEARTBEAT: lambda _: time.sleep(REST_SECONDS),
+            kinds.STOP: lambda _: None,
+            kinds.START: self._start,
+            kinds.PREFILL: self._prefill,
+            kinds.VERIFY: self._verify,
+            kinds.COMMIT: lambda of: self.sessions[of[0]].commit(of[1:]),
+            kinds.TRIM: lambda of: self.sessions[of[0]].trim_to(of[1]),
+            kinds.CHECKPOINT: self._checkpoint,
+            kinds.REWIND: lambda of: self.sessions[of[0]].rewind(self._checkpoints[of[1]]),
+            kinds.DROP_CHECKPOINT: lambda of: self._checkpoints.pop(of[0], None),
+            kinds.DROP_SESSION: lambda of: self.sessions.pop(of[0], None),
+            kinds.STORE: self._store,
+            kinds.DROP_PIECE: lambda of: self._pieces.pop(of[0], None),
+            kinds.RESTORE: self._restore,
         }
 
-    def follow(self, watch: Watch) -> None:
-        """Do what rank 0 tells, until it tells no more. Raises `ClusterError` if it is lost.
+    def run(self, watchdog: Watchdog) -> None:
+        """Run rank 0's operations until it stops. Raises `ClusterError` if it is lost.
 
         Args:
-            watch: sees that it does not fall silent.
+            watchdog: notices a rank 0 that sends no more messages.
         """
-        told = Told(Kind.START)
-        while told.kind is not Kind.STOP:
-            with ErrorWrapper(ClusterError, LOST), watch.expecting():
-                for told in self._wire.receive():
-                    if told.kind is not Kind.STOP:
-                        self._does[told.kind](told.numbers)
+        operation = Operation(OperationKind.START)
+        while operation.kind is not OperationKind.STOP:
+            with ErrorWrapper(ClusterError, LOST), watchdog.watching():
+                for operation in self._channel.receive():
+                    self._handlers[operation.kind](operation.numbers)
 
     def _start(self, of: Numbers) -> None:
         number, kv_bits, *tap_layers = of
-        self.sessions[number] = self._target.start(tap_layers, given(kv_bits))
+        self.sessions[number] = self._target.start(tap_layers, decode_optional(kv_bits))
 
-    def _read(self, of: Numbers) -> None:
+    def _prefill(self, of: Numbers) -> None:
         number, last, *tokens = of
-        # All that rank 0 computes is computed, in its order: there may be sums in it.
-        mx.eval(self._carry(self.sessions[number].read(tokens, bool(last))))
+        # Compute all that rank 0 computes: any of it may contain sums.
+        mx.eval(self._gather(self.sessions[number].read(tokens, bool(last))))
 
     def _verify(self, of: Numbers) -> None:
         sessions, proposals, start = [], [], 0
@@ -98,16 +99,16 @@ class Worker:
             sessions.append(self.sessions[number])
             proposals.append(Proposal(tokens, parents))
         if len(sessions) == 1:
-            mx.eval(self._carry(sessions[0].verify(proposals[0])))
+            mx.eval(self._gather(sessions[0].verify(proposals[0])))
             return
-        self._forest = self._forest or BatchVerifier(self._target)
-        mx.eval(self._carry(self._forest.verify(sessions, proposals)))
+        self._batch = self._batch or BatchVerifier(self._target)
+        mx.eval(self._gather(self._batch.verify(sessions, proposals)))
 
-    def _mark(self, of: Numbers) -> None:
-        self._marks[of[1]] = self.sessions[of[0]].checkpoint()
+    def _checkpoint(self, of: Numbers) -> None:
+        self._checkpoints[of[1]] = self.sessions[of[0]].checkpoint()
 
-    def _keep(self, of: Numbers) -> None:
-        session, start = self.sessions[of[0]], given(of[2])
+    def _store(self, of: Numbers) -> None:
+        session, start = self.sessions[of[0]], decode_optional(of[2])
         found = session.state() if start is None else session.rows(start, of[3])
         piece = {name: mx.contiguous(x) for name, x in found.items()}
         mx.async_eval(piece)
@@ -115,13 +116,8 @@ class Worker:
 
     def _restore(self, of: Numbers) -> None:
         number, position, room, state, *pieces = of
-        whole = given(state)
+        stored = decode_optional(state)
         rows = [self._pieces[piece] for piece in pieces]
-        held = {} if whole is None else self._pieces[whole]
-        self.sessions[number].restore(position, rows, held, room)
-
-    @staticmethod
-    def _forget(
-        held: dict[int, TargetSession] | dict[int, Checkpoint] | dict[int, Arrays], at: int
-    ) -> None:
-        held.pop(at, None)
+        self.sessions[number].restore(
+            position, rows, {} if stored is None else self._pieces[stored], room
+        )
