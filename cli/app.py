@@ -19,8 +19,8 @@ from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError, PromptError, SettingsError, UnsupportedTreeError
 from dflash_mlx.machine.facts import installed
 
+from .option_groups import expand_groups
 from .output import error_line
-from .spread import spread
 
 FAILED, USAGE = 1, 2
 WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
@@ -59,7 +59,7 @@ class Commands(Mapping[str, Any]):
 def _load_command(name: str, module: str, function: str) -> Any:
     """The command that Typer makes of a function."""
     single = typer.Typer(add_completion=False)
-    single.command(name)(spread(vars(import_module(f".{module}", __package__))[function]))
+    single.command(name)(expand_groups(vars(import_module(f".{module}", __package__))[function]))
     return get_command(single)
 
 

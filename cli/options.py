@@ -1,4 +1,4 @@
-"""The options that several commands share. Those of one kind are a dataclass, see `spread`."""
+"""Options that several commands share; related ones are a dataclass, see `option_groups`."""
 
 from __future__ import annotations
 

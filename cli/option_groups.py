@@ -1,4 +1,4 @@
-"""Options that belong together: a command takes them as one dataclass, Typer sees every field."""
+"""Groups of options: a command takes a dataclass, and Typer sees each of its fields."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from inspect import Parameter, Signature, signature
 from typing import Any, get_type_hints
 
 
-def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of its dataclass parameters, in their place, as parameters.
+def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each dataclass parameter of a command by parameters for its fields.
 
-    `chat(*, names: Names, stop: Stop)` becomes `chat(*, model: Model, draft: Draft, stop: Stop)`. A
-    field's annotation and default say what the option is, as a parameter's do in Typer.
+    `chat(*, names: Names, stop: Stop)` becomes `chat(*, model: Model, draft: Draft, stop: Stop)`.
+    Annotations and defaults of the fields declare the options, like those of parameters in Typer.
     """
     groups: dict[str, Any] = {}
     parameters = []
@@ -26,14 +26,14 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hints[name]))
 
     @wraps(command)
-    def gathered(**given: Any) -> None:
+    def grouped(**given: Any) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         command(**given)
 
-    vars(gathered)["__signature__"] = Signature(parameters)
-    gathered.__annotations__ = {one.name: one.annotation for one in parameters}
-    return gathered
+    vars(grouped)["__signature__"] = Signature(parameters)
+    grouped.__annotations__ = {one.name: one.annotation for one in parameters}
+    return grouped
 
 
 def _fields(group: Any) -> list[Parameter]:

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dflash_mlx.cli.spread import spread
+from dflash_mlx.cli.option_groups import expand_groups
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def program():
         got.append((loud, names, times, sampling))
 
     app = typer.Typer(add_completion=False)
-    app.command()(spread(command))
+    app.command()(expand_groups(command))
     return app, got
 
 
