@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from kernel_check import (
     TOLERANCES,
-    Counted,
     kernel_factory,
     on_gpu_or_emulator,
     relative_error,
     same_bits,
 )
 from kernel_trees import random_tree
-from metal_host import needs_compiler
 from mlx_lm.models.cache import KVCache
 
 from dflash_mlx.errors import KernelError
@@ -192,46 +190,6 @@ def test_a_cache_is_read_in_place(kernel):
     assert same_bits(kernel(queries, *slices, **named), expected)
     turned = (mx.contiguous(x.swapaxes(2, 3)).swapaxes(2, 3) for x in (keys, values))
     assert same_bits(kernel(queries, *turned, **named), expected)
-
-
-@needs_compiler
-@pytest.mark.parametrize(("nodes", "group"), [(1, 1), (16, 1), (16, 8)])
-def test_keys_and_values_are_read_once(nodes, group):
-    """Counted: for all rows of a block and all query heads that share them."""
-    counted = Counted()
-    case = Case(mx.float16, 128, key_heads=2, group=group, nodes=nodes, length=300)
-    (queries, keys, values), named = case.arguments()
-    BlockAttention(counted)(queries, keys, values, **named)
-    traffic = counted.counters("block_attention").buffers
-    assert traffic["keys"].read == keys.nbytes
-    assert traffic["values"].read == values.nbytes
-
-
-@needs_compiler
-def test_a_window_leaves_the_rest_of_the_keys_unread():
-    """Counted: what is read ends at the tiles of 32 keys in which the window of any row begins."""
-    counted = Counted()
-    case = Case(mx.float16, 128, nodes=4, length=1000, window=100)
-    (queries, keys, values), named = case.arguments()
-    BlockAttention(counted)(queries, keys, values, **named)
-    rows = counted.counters("block_attention").buffers["keys"].read // keys[0, 0, 0].nbytes
-    assert 103 <= rows < 103 + 32
-
-
-def test_only_chunks_that_a_tree_reaches_have_a_threadgroup_for_each_node():
-    """Four chunks of 512 keys have two threadgroups each, for 40 rows of 2 heads in SIMD-groups
-    of 16; the two that the tree reaches have 40."""
-    factory, grids = kernel_factory(), []
-
-    def recorded(**arguments):
-        kernel = factory(**arguments)
-        return lambda **call: grids.append(call) or kernel(**call)
-
-    case = Case(mx.float16, 64, key_heads=3, group=4, nodes=40, length=4 * 512 + 70, tree=True)
-    args, named = case.arguments()
-    BlockAttention(recorded)(*args, **named)
-    (x, y, z), (threads, _, _) = grids[0]["grid"], grids[0]["threadgroup"]
-    assert (x // threads, y, z) == (3, 4 * 2 + 40, 1)
 
 
 def test_what_does_not_fit_is_refused(kernel):

@@ -7,23 +7,18 @@ import numpy as np
 import pytest
 from kernel_check import (
     DTYPES,
-    Counted,
     float64,
     kernel_factory,
     on_gpu_or_emulator,
     same_bits,
     within_rounding,
 )
-from kernel_trees import path, random_parents
-from metal_host import needs_compiler
+from kernel_trees import random_parents
 
-from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.delta_replay import (
     MOST_NODES,
     DeltaReplay,
     DeltaVerify,
-    delta_replay_reference,
-    visits,
 )
 
 pytestmark = on_gpu_or_emulator
@@ -144,19 +139,6 @@ def test_a_state_that_gains_nothing_keeps_what_is_tiny(verify, replay):
     assert same_bits(replay(*rows[1:], mx.arange(3), 3), following)
 
 
-def test_a_balanced_tree_of_63_nodes(verify, replay):
-    """Which needs every slot in which a state can wait: each leaf has the bits of its path."""
-    parents = [(node - 1) // 2 if node else -1 for node in range(63)]
-    assert max(slot for _, _, slot in visits(parents)) == 4
-    arrays = draft(mx.float32, 63, (1, 2), (64, 5))
-    y = check(verify, arrays, parents)
-    for leaf in (31, 46, 47, 62):
-        rows = mx.array(path(parents, leaf))
-        chain, state = verify(*(mx.take(x, rows, axis=1) for x in arrays[:-1]), arrays[-1])
-        assert same_bits(chain[:, -1], y[:, leaf])
-        assert same_bits(replay(*arrays[1:], rows, rows.size), state)
-
-
 @pytest.mark.parametrize("shape", ["star", "comb", "chain"])
 def test_trees_of_64_nodes(verify, shape):
     """All children of the root; a chain with a leaf at every node; a chain given as a tree."""
@@ -169,61 +151,3 @@ def test_trees_of_64_nodes(verify, shape):
     y = check(verify, arrays, parents)
     if shape == "chain":
         assert same_bits(verify(*arrays)[0], y)
-
-
-def test_none_and_one_of_the_kept_rows(replay):
-    """A count of nothing leaves the state; more rows than are listed are not asked for."""
-    arrays = draft(mx.float16, 4, (1, 2), (64, 4))
-    for kept in (mx.array([2]), mx.arange(4)):
-        assert same_bits(replay(*arrays[1:], kept, 0), arrays[-1])
-    _, _, states = rule(arrays, [-1, -1, -1, -1])
-    for row in range(4):
-        following = replay(*arrays[1:], mx.array([row]).astype(mx.uint32), mx.array(1))
-        assert within_rounding(following, states[row][None], np.abs(states[row][None]) + 1)
-
-
-def test_what_is_too_large_is_refused(verify):
-    for rows, dims, words in ((65, (32, 4), "no kernel"), (2, (257, 4), "no kernel")):
-        with pytest.raises(KernelError, match=words):
-            verify(*draft(mx.float32, rows, (1, 1), dims))
-    with pytest.raises(KernelError, match="multiple"):
-        verify(
-            *draft(mx.float32, 2, (1, 1), (32, 4))[:1], *draft(mx.float32, 2, (2, 3), (32, 4))[1:]
-        )
-
-
-def test_the_reference_replays_any_rows(replay):
-    """In their order, whichever they are; as many as it is told."""
-    arrays = draft(mx.float32, 5, (1, 2), (32, 4))
-    for kept in ([0, 2, 4], [1], [3, 4]):
-        for count in range(1, len(kept) + 1):
-            state, chosen = arrays[-1], kept[:count]
-            rows = [x[:, mx.array(chosen)] for x in arrays[:-1]]
-            _, _, states = rule([*rows, state], list(range(-1, count - 1)))
-            for rule_of in (replay, delta_replay_reference):
-                following = float64(rule_of(*arrays[1:], mx.array(kept), count))[0]
-                assert np.abs(following - states[-1]).max() < 1e-5
-
-
-@needs_compiler
-@pytest.mark.parametrize("key_dim", [32, 64, 256])
-def test_sums_are_fused_where_the_text_says_so(key_dim):
-    """Counted: a row of the state takes three `fma` for each element, the reading among them."""
-    counted, arrays = Counted(), draft(mx.float16, 5, (1, 2), (key_dim, 6))
-    elements = 5 * 2 * 6 * key_dim
-    verify = DeltaVerify(counted)
-    verify(*arrays)
-    verify(*arrays, [-1, 0, 0, 1, 1])
-    DeltaReplay(counted)(*arrays[1:], mx.arange(5), 4)
-    assert counted.counters("delta_verify_chain").fmas == 3 * elements
-    assert counted.counters("delta_verify_tree").fmas == 3 * elements
-    assert counted.counters("delta_replay").fmas == 2 * elements * 4 // 5
-
-
-@needs_compiler
-def test_lanes_meet_three_times_a_sum_and_threads_never():
-    """Counted: two sums a row of the draft, for what is missing and what is read; no barrier."""
-    counted, arrays = Counted(), draft(mx.float16, 5, (1, 2), (64, 6))
-    DeltaVerify(counted)(*arrays)
-    chain, simdgroups = counted.counters("delta_verify_chain"), 2 * 2
-    assert (chain.barriers, chain.exchanges) == (0, 2 * 3 * 5 * simdgroups)

@@ -9,14 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_check import (
     TOLERANCES,
-    Counted,
     kernel_factory,
     on_gpu_or_emulator,
     relative_error,
     same_bits,
 )
 from kernel_trees import path, random_parents
-from metal_host import needs_compiler
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from dflash_mlx.errors import KernelError
@@ -137,23 +135,6 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(verify, replay):
         assert same_bits(chain[:, -1], outputs[:, node])
         padded = mx.pad(rows, (0, 3))  # what an accept walk on the device hands over
         assert same_bits(replay(*arrays[1:], padded, mx.array(rows.size)), state)
-
-
-@needs_compiler
-def test_a_state_is_read_once_and_written_at_most_once():
-    """Counted, for any number of rows; a tree writes no state at all."""
-    arrays, parents = draft(mx.float16, 16, (2, 4), (64, 8)), random_parents(16)
-    counted, state = Counted(), arrays[-1]
-    verify = DeltaVerify(counted)
-    verify(*arrays)
-    verify(*arrays, parents)
-    DeltaReplay(counted)(*arrays[1:], mx.arange(16), 9)
-    for name in ("delta_verify_chain", "delta_verify_tree", "delta_replay"):
-        traffic = counted.counters(name).buffers
-        assert traffic["state"].read == state.nbytes
-        assert ("next" not in traffic) == (name == "delta_verify_tree")
-        if "next" in traffic:
-            assert traffic["next"].written == state.nbytes
 
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), max_size=63))

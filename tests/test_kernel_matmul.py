@@ -8,17 +8,14 @@ import pytest
 from kernel_check import (
     DTYPES,
     TOLERANCES,
-    Counted,
     kernel_factory,
     on_gpu_or_emulator,
     random_weights,
     relative_error,
     same_bits,
 )
-from metal_host import needs_compiler
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.modules import Kernels
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k, verify_matmul_reference
 from dflash_mlx.kernels.weights import AffineWeights
 
@@ -142,47 +139,6 @@ def test_a_bad_row_spoils_no_other(matmul):
     assert not mx.isfinite(spoilt[mx.array([3, 7])]).any().item()
 
 
-@needs_compiler
-@pytest.mark.parametrize("rows", [1, 8, 9, 16])
-@pytest.mark.parametrize("shape,splits", [((256, 512), 1), ((64, 2048), 4)])
-def test_every_weight_is_read_once_and_multiplied_by_no_more_than_16_rows(rows, shape, splits):
-    """Counted by the emulator. A stock tile of 32 rows multiplies twice as much."""
-    mx.random.seed(7)
-    factory, w = Counted(), random_weights(shape, mx.bfloat16, 4)
-    VerifyMatmul(factory)(mx.random.normal((rows, shape[1])).astype(mx.bfloat16), w)
-    counted = factory.counters("verify_matmul_affine")
-    columns, depth = shape
-    assert counted.buffers["w"].read == counted.buffers["w"].distinct_read == w.words.nbytes
-    # Each code is made once; scale and bias enter once for a group, column and row, and the bias
-    # is that of the codes' middle, in each of the four lanes of a column.
-    multiplied, groups = 8 if rows <= 8 else 16, depth // w.group_size
-    assert counted.fmas == columns * (depth + groups * (2 * multiplied + 4))
-    assert counted.multiply_accumulates == multiplied * columns * depth
-    sums = splits * rows * columns * 4 if splits > 1 else rows * columns * 2
-    assert counted.buffers["y"].written == sums
-
-
-@needs_compiler
-@pytest.mark.parametrize("depth", [64, 512])
-def test_no_barrier_and_one_sum_of_lanes_in_each_step_along_k(depth):
-    """Counted: two barriers a tile, however long K is, and three shuffles a step for each row."""
-    factory, w = Counted(), random_weights((64, depth), mx.bfloat16, 4)
-    VerifyMatmul(factory)(mx.ones((16, depth), mx.bfloat16), w)
-    counted = factory.counters("verify_matmul_affine")
-    tiles, rows_of_a_lane, steps = 2, 4, depth // w.group_size
-    assert counted.barriers == 2 * tiles
-    assert counted.exchanges == 3 * tiles * rows_of_a_lane * steps
-
-
-@needs_compiler
-def test_ragged_shapes_are_rounded_up_to_a_tile_of_columns_and_to_32_along_k():
-    factory, w = Counted(), random_weights((250, 600), mx.bfloat16)
-    VerifyMatmul(factory)(mx.ones((16, 600), mx.bfloat16), w)
-    counted = factory.counters("verify_matmul_plain")
-    assert counted.buffers["w"].read == w.nbytes
-    assert counted.multiply_accumulates == 16 * 256 * 608
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_reference_reads_the_weights_as_they_are_packed(bits):
     """By hand: words are taken apart, the lowest bits first."""
@@ -193,29 +149,6 @@ def test_the_reference_reads_the_weights_as_they_are_packed(bits):
     values = np.array(w.scales)[..., None] * q + np.array(w.biases)[..., None]
     truth = np.array(x, np.float64) @ values.reshape(5, 96).T
     assert np.allclose(np.array(verify_matmul_reference(x, w)), truth, atol=1e-5)
-
-
-def test_splits_depend_on_the_shape_alone():
-    assert splits_of_k(1024, 4096) == 8  # 32 tiles of columns: as many splits as are worth it
-    assert splits_of_k(1024, 1024) == 2
-    assert splits_of_k(4096, 4096) == 2
-    assert splits_of_k(4096, 4096, gate_up=True) == 1  # twice as many tiles
-    assert splits_of_k(151936, 4096) == 1
-    assert splits_of_k(1, 100) == 1
-    assert splits_of_k(4096, 4096, enough=512) == 4  # on chips with many cores
-
-
-@pytest.mark.parametrize("large,splits", [(False, 2), (True, 4)])
-def test_a_chip_with_many_cores_has_more_splits(large, splits):
-    grids = []
-
-    def recorded(*, grid, output_shapes, output_dtypes, **_):
-        grids.append(grid)
-        return list(map(mx.zeros, output_shapes, output_dtypes))
-
-    kernels = Kernels(lambda **named: recorded, large)
-    kernels.product(mx.ones((1, 4096)), mx.ones((4096, 4096)))
-    assert grids[0][1] == splits
 
 
 def test_what_does_not_fit_is_refused(matmul):

@@ -15,7 +15,6 @@ from kernel_check import (
     within_rounding,
 )
 
-from dflash_mlx.kernels.source import in_device_memory
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k
 from dflash_mlx.kernels.verify_qkv import VerifyQkv
 from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
@@ -110,18 +109,6 @@ def test_the_first_split_is_added_first(matmul):
         assert (matmul(x, w) == 1).all().item(), places
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [None, 4, 8])
-def test_columns_of_weights_and_rows_of_x_are_their_own(matmul, dtype, bits):
-    """Weights whose rows differ by orders of magnitude, in every group: nothing may leak."""
-    mx.random.seed(3)
-    scale = 2.0 ** mx.random.randint(-6, 6, (37, 4)).astype(mx.float32)
-    values = (mx.random.normal((37, 4, 64)) * scale[..., None]).reshape(37, 256).astype(dtype)
-    w = values if bits is None else AffineWeights(*mx.quantize(values, 64, bits), bits, 64)
-    rows = mx.random.normal((16, 256)) * 2.0 ** mx.random.randint(-6, 6, (16, 256))
-    check(matmul, rows.astype(dtype), w)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_code_at_every_place(matmul, bits):
     """The smallest and the largest, wherever they are in a word: x picks column after column."""
@@ -177,55 +164,3 @@ def test_a_closed_gate_is_closed_whatever_it_keeps_back(matmul, dtype):
     x, gate, up = (mx.zeros((9, 32), dtype) for _ in range(3))
     x[:, 0], gate[:, 0], up[:, 0] = 1.0, -1e20, 1e20
     assert (matmul(x, gate, up) == 0).all().item()
-
-
-KINDS = {
-    "4-bit": (mx.bfloat16, 4, (33, 192), 1),
-    "8-bit": (mx.float16, 8, (40, 256), 1),
-    "plain": (mx.float32, None, (40, 77), 1),
-    "gate and up": (mx.bfloat16, 4, (20, 192), 2),
-    "split": (mx.float16, 4, (24, 1056), 1),
-    "split gate and up": (mx.bfloat16, 8, (24, 1056), 2),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_of_many_has_the_bits_it_has_alone(matmul, kind):
-    """33 to 64 rows, in several tiles: whatever their number, and in whichever tile."""
-    dtype, bits, shape, count = KINDS[kind]
-    mx.random.seed(5)
-    weights = [random_weights(shape, dtype, bits, 32) for _ in range(count)]
-    x = mx.random.normal((64, shape[1])).astype(dtype)
-    alone = mx.concatenate([matmul(x[i : i + 16], *weights) for i in range(0, 64, 16)])
-    assert same_bits(matmul(x[5:6], *weights), alone[5:6])
-    for rows in (17, 31, 33, 47, 49, 64):
-        assert same_bits(matmul(x[:rows], *weights), alone[:rows]), rows
-        assert same_bits(matmul(x[64 - rows :], *weights), alone[64 - rows :]), rows
-
-
-def test_no_rows_are_no_work(matmul):
-    """Leading dimensions of one, and x that is not stored row after row."""
-    mx.random.seed(6)
-    w, wide = random_weights((40, 128), mx.float32, 4), mx.random.normal((128, 5))
-    assert same_bits(matmul(wide.T, w), matmul(mx.contiguous(wide.T), w))
-    stored = random_weights((128, 40), mx.float32)
-    assert same_bits(
-        matmul(wide.T, stored.T), matmul(mx.contiguous(wide.T), mx.contiguous(stored.T))
-    )
-
-
-def test_dequantized_weights_are_those_of_mlx():
-    for bits, group in product((4, 8), (32, 64, 128)):
-        w = random_weights((3, 256), mx.bfloat16, bits, group)
-        truth = mx.dequantize(
-            w.words, w.scales.astype(mx.float32), w.biases.astype(mx.float32), group, bits
-        )
-        assert mx.array_equal(dequantized(w), truth) and w.shape == (3, 256)
-
-
-def test_small_arrays_are_flat_and_eight():
-    for size in range(1, 10):
-        array = mx.arange(size).reshape(1, size)
-        padded = in_device_memory(array)
-        assert padded.size == max(8, size)
-        assert padded.reshape(-1)[:size].tolist() == list(range(size))

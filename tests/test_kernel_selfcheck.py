@@ -13,11 +13,10 @@ from kernel_models import exact_target, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import CHUNK, BlockAttention
 from dflash_mlx.kernels.fused import UNITS, gated_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
-from dflash_mlx.kernels.selfcheck import attention_checks, faults
-from dflash_mlx.kernels.shapes import AttentionShape, matrices
+from dflash_mlx.kernels.selfcheck import faults
+from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.loading import wiring
 from dflash_mlx.machine.chips import chip_named
 from dflash_mlx.targets.selfcheck import check_rows, model_checks, weight_checks
@@ -160,37 +159,6 @@ def test_every_way_to_fail_is_found(wrong, words):
     assert any(word in problem for word in words.split("|"))
 
 
-def rows_of(count):
-    return lambda name, given: (
-        name == "verify_matmul_affine" and given["inputs"][0].shape[0] == count
-    )
-
-
-@pytest.mark.parametrize(("rows", "exact"), [(1, True), (16, True), (16, False), (64, True)])
-def test_every_number_of_rows_that_may_come_is_asked(rows, exact):
-    factory = Broken(rows_of(rows), slightly_off)
-    chip = chip_named("M4")
-    for key, problem in found("qwen3", factory, exact=exact, chip=chip).items():
-        assert problem.startswith(f"the product of {rows} rows by {key} differs")
-        break
-    else:
-        pytest.fail("nothing was found")
-
-
-def test_attention_is_asked_with_all_its_simdgroups():
-    """Long heads, and many of them a head of keys: threadgroups of 512 threads."""
-    most = []
-
-    def concerns(name, given):
-        if name == "block_attention":
-            most.append(given["threadgroup"][0])
-        return False
-
-    shape = AttentionShape(16, 2, 128, mx.float32)
-    assert not faults(attention_checks(BlockAttention(Broken(concerns, None)), shape, (16,)))
-    assert max(most) == 16 * 32
-
-
 def asked_of(checks):
     """What attention is asked for by checks, as dictionaries; it is not computed."""
     asked = []
@@ -203,19 +171,6 @@ def asked_of(checks):
     for check in checks(attention):
         check.ours()
     return asked
-
-
-def test_attention_is_asked_in_every_way():
-    """Across the end of a chunk, in chains and trees, with sinks, over 8- and 4-bit keys."""
-    shape = AttentionShape(4, 2, 64, mx.float32, window=20, sinks=True, group_size=32)
-    asked = asked_of(lambda kernel: attention_checks(kernel, shape, (1, 3)))
-    kinds = {(of["nodes"], of["bits"], "tree" in of) for of in asked}
-    assert kinds == {(1, None, False), (3, None, False), (3, None, True)} | {
-        (16, bits, tree) for bits in (8, 4) for tree in (False, True)
-    }
-    for of in asked:
-        assert of["first"] + 1 < CHUNK < of["first"] + of["length"] - 1
-        assert of["sinks"].shape == (4,) and of["window"] == 20
 
 
 def test_every_kind_of_layer_is_asked():
@@ -234,16 +189,6 @@ def test_every_kind_of_layer_is_asked():
     both.a.set_dtype(mx.bfloat16), both.b.set_dtype(mx.float16)  # of one size, and so of one name
     dtypes = {c.ours()[0].dtype for c in weight_checks(both, {}, kernels, None, {}, True)}
     assert dtypes == {mx.bfloat16, mx.float16}
-
-
-def test_what_the_table_leaves_to_mlx_is_not_asked():
-    """Nor compiled: a chip that is not known runs no kernel of ours."""
-    asked = []
-    factory = Broken(lambda name, given: asked.append(name), None)
-    assert found("qwen3_5", factory, exact=False) == {} and not asked
-    assert found("qwen3", factory, exact=False, chip=chip_named("M4")) == {}
-    assert {name for name in asked if name.startswith("delta")} == set()
-    assert "block_attention" in asked and "verify_matmul_affine" in asked
 
 
 def wired(family, broken, chip="M4"):

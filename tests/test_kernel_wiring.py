@@ -9,16 +9,12 @@ from functools import partial
 import families
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 import tinymodels
 from kernel_check import (
-    DTYPES,
-    float64,
     kernel_factory,
     on_gpu_or_emulator,
     same_bits,
-    within_rounding,
 )
 from kernel_models import HEAD, Launches, exact_target, half_precision
 from mlx.utils import tree_flatten
@@ -145,20 +141,6 @@ def test_a_convolution_in_one_order_is_the_stock_one():
     layer.__class__, layer._rows = VerifyConv1d, range(1, 65)
     assert mx.allclose(layer(x), stock, atol=1e-6)
     assert same_bits(layer(x)[:, 4:5], layer(x[:, 4:8]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_convolution_is_rounded_once(dtype):
-    """In half precision too, where MLX's may add up in it; from 1 row to 64, each as alone."""
-    layer = nn.Conv1d(24, 24, 4, groups=24, bias=False)
-    layer.weight = mx.random.normal((24, 4, 1), key=mx.random.key(0)).astype(dtype)
-    layer.__class__, layer._rows = VerifyConv1d, range(1, 65)
-    x = mx.random.normal((1, 67, 24), key=mx.random.key(1)).astype(dtype)
-    y, taps, rows = layer(x), float64(layer.weight)[..., 0], float64(x)
-    parts = np.stack([rows[:, tap : tap + 64] * taps[:, tap] for tap in range(4)])
-    assert y.dtype == dtype and within_rounding(y, parts.sum(0), np.abs(parts).sum(0))
-    for row in (0, 1, 31, 63):
-        assert same_bits(layer(x[:, row : row + 4]), y[:, row : row + 1])
 
 
 def test_many_rows_are_left_to_stock_layers():

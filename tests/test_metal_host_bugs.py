@@ -142,29 +142,6 @@ def test_finding_names_the_line():
     assert source == "body" and wrong in lines[int(line) - 1]
 
 
-@pytest.mark.skipif(
-    any(compiler.is_clang for compiler in metal_host.compilers()[:1]),
-    reason="clang's line tables do not say from where an inlined function was called",
-)
-def test_finding_in_a_matrix_load_names_the_call():
-    correct, wrong, _ = BUGS["a tile one row short"]
-    bug = planted(correct, wrong)
-    with pytest.raises(CheckError) as caught:
-        bug.run()
-    lines = {"body": bug.constructor["source"], "header": bug.constructor["header"]}
-    places = [finding.where.split(":") for finding in caught.value.findings]
-    texts = [lines[source].splitlines()[int(line) - 1].strip() for source, line in places]
-    assert [text.split("(")[0].split(" =")[0] for text in texts] == ["out[i]", "simdgroup_load"]
-
-
-def test_grid_in_threadgroups_is_found():
-    """The grid counts threads. Given in threadgroups, it is too small for a whole one."""
-    whole = sample()
-    with pytest.raises(CheckError) as caught:
-        replace(whole, call=whole.call | {"grid": (64 // 32, 1, 1)}).run()
-    assert "divergent-matrix" in kinds(caught)
-
-
 @pytest.mark.parametrize("threads", [1, 64])
 def test_too_much_private_memory_is_found(threads):
     """And the next launch finds every thread's stack in order again."""
@@ -190,7 +167,3 @@ def test_a_pointer_of_the_wrong_address_space_is_refused():
     words = "unpack<T>(words[0], scale, bias, w_tile"
     with pytest.raises(CompilationError, match="no matching function"):
         planted(words, words.replace("w_tile", "y")).run(strict=True)
-
-
-def test_address_spaces_of_the_kernel_itself():
-    sample().run(strict=True)

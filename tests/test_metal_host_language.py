@@ -68,22 +68,6 @@ def test_simd_functions():
         )
 
 
-def test_simd_functions_of_a_part_of_the_lanes():
-    """In divergent flow only the lanes that are there take part."""
-    a = values(THREADS)
-    body = """
-      if (t % 2) {
-        out[t] = simd_sum(a[t]);
-      } else {
-        out[t] = simd_max(a[t]);
-      }
-    """
-    got = run(body, a)
-    rows = np.array(a).reshape(2, 16, 2)
-    expected = np.stack([rows[:, :, 0].max(1), rows[:, :, 1].sum(1)], 1)
-    np.testing.assert_array_equal(got.reshape(2, 16, 2), expected[:, None].repeat(16, 1))
-
-
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_matrices(dtype, transposed):
@@ -108,11 +92,6 @@ def test_matrices(dtype, transposed):
     np.testing.assert_array_equal(got, (left.T if transposed else left) @ right + 3)
 
 
-def test_a_matrix_of_one_value_is_diagonal():
-    body = "simdgroup_store(simdgroup_matrix<float, 8, 8>(2.0f), out, 8);"
-    np.testing.assert_array_equal(run(body, shape=(8, 8), grid=(LANES, 1, 1)), 2 * np.eye(8))
-
-
 @pytest.mark.parametrize("compiler", metal_host.compilers(), ids=lambda each: each.version[:12])
 def test_half_and_bfloat_round_after_every_operation(compiler):
     """Including the intermediate ones: half(half(a + b) + c), as Metal has no wider half."""
@@ -133,55 +112,6 @@ def test_bfloat_rounds_to_even_and_keeps_infinities():
     np.testing.assert_array_equal(got, np.array(given.astype(mx.bfloat16).astype(mx.float32)))
 
 
-def test_vectors():
-    a = values(4 * THREADS)
-    got = run(
-        """
-          const float4 four = *(const device float4*)(a + 4 * t);
-          const float2 two = four.zw * 2.0f + four.xy;
-          out[t] = dot(four, float4(two, two)) + float(as_type<uint>(four.x) & 1u);
-        """,
-        a,
-    )
-    four = np.array(a).reshape(-1, 4)
-    two = four[:, 2:] * 2 + four[:, :2]
-    np.testing.assert_array_equal(got, (four * np.concatenate([two, two], 1)).sum(1))
-
-
-def test_atomics():
-    got = run(
-        "atomic_fetch_add_explicit(&out[t % 4], a[t], memory_order_relaxed);",
-        values(THREADS),
-        shape=(4,),
-        atomic_outputs=True,
-        init_value=0,
-    )
-    np.testing.assert_array_equal(got, np.array(values(THREADS)).reshape(-1, 4).sum(0))
-
-
-def test_atomics_in_threadgroup_memory():
-    """In every threadgroup anew, and with plain accesses before and after, barriers between."""
-    body = """
-      threadgroup atomic<uint> count;
-      const uint at = thread_position_in_threadgroup.x;
-      if (at == 0) atomic_store_explicit(&count, 5, memory_order_relaxed);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      atomic_fetch_add_explicit(&count, at, memory_order_relaxed);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      out[t] = atomic_load_explicit(&count, memory_order_relaxed);
-    """
-    assert (run(body, threadgroup=(16, 1, 1)) == 5 + 120).all()
-
-
-def test_an_atomic_sum_that_begins_with_nothing_is_found():
-    with pytest.raises(metal_host.CheckError, match="uninitialised"):
-        run(
-            "atomic_fetch_add_explicit(&out[0], a[t], memory_order_relaxed);",
-            values(THREADS),
-            atomic_outputs=True,
-        )
-
-
 def test_simdgroup_barrier_orders_its_own_lanes_only():
     body = """
       threadgroup float shared[64];
@@ -193,14 +123,3 @@ def test_simdgroup_barrier_orders_its_own_lanes_only():
     np.testing.assert_array_equal(run(body.format(1), a), np.array(a)[np.arange(THREADS) ^ 1])
     with pytest.raises(metal_host.CheckError, match="race"):
         run(body.format(32), a)
-
-
-def test_threads_of_a_ragged_grid():
-    """The last threadgroup of each row is smaller than the others."""
-    body = """
-      const uint3 at = thread_position_in_grid, of = threads_per_grid;
-      out[at.y * of.x + at.x] = threads_per_threadgroup.x * 100 + simd_sum(1);
-    """
-    got = run(body, shape=(2, 70), grid=(70, 2, 1), threadgroup=(40, 1, 1))
-    expected = [4032] * 32 + [4008] * 8 + [3030] * 30
-    np.testing.assert_array_equal(got, [expected, expected])

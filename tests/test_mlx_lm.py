@@ -265,10 +265,10 @@ def test_where_a_family_has_its_parts(family):
         assert (attention is None) == (mixer is not None)
         if mixer is not None:
             assert type(mixer) in mixers and family in HYBRID
-            assert internals.RECURRENCE in type(mixer).__call__.__code__.co_names
             continue
         assert internals.is_mla(layer) == (family in MLA)
-        assert internals.has_indexer(attention) == (family in ("deepseek_v32", "glm_moe_dsa"))
+        indexed = type(attention) is internals.DeepseekV32Attention
+        assert indexed == (family in ("deepseek_v32", "glm_moe_dsa"))
         assert internals.has_sinks(attention) == (family in ("gpt_oss", "deepseek_v41"))
         assert type(attention).__call__.__code__.co_names.count(internals.ATTENTION) == (
             family != "deepseek_v41"

@@ -1,9 +1,8 @@
-"""Layers of a model that verify with our kernels, in the place of the stock ones.
+"""A model's layers on our kernels.
 
-`wire` swaps them in once, when a model is loaded: a layer keeps its weights, their names and its
-identity, and gets a subclass of its own class whose `__call__` asks how many rows there are. Few
-rows go through the kernel, all others (a prompt) through the stock layer. No class is patched, and
-a layer that the table leaves to MLX is not touched.
+`wire` swaps layers once, when a model is loaded: a layer keeps its weights, their names and its
+identity, and gets a subclass of its own class. Few rows go through the kernel, more rows (a prompt)
+through the stock layer. No class is patched, and layers that the table leaves to MLX are untouched.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Kernels:
     """The compiled kernels that a model's layers share.
 
     Args:
-        metal_kernel: what runs Metal sources; the tests have one that runs them on the CPU.
-        large: whether the chip has the cores of a Max or an Ultra; None asks the device.
+        metal_kernel: compiles Metal sources; the tests have one that runs them on the CPU.
+        large: whether the chip is a Max or an Ultra; None asks the device.
     """
 
     def __init__(
@@ -60,12 +59,12 @@ class Wiring:
 
     Attributes:
         kernels: the kernels.
-        chip: whose table was asked.
+        chip: the chip whose table decided.
         exact: whether every row of a verify goes through our kernels, so that its bits do not
-            depend on how many rows there are.
-        layers: the path of every layer that was swapped, and the rows from which it is ours.
-        measured: as of `first_row`; it decides about attention when that is called.
-        broken: the names of what failed its check here and is left to MLX.
+            depend on the number of rows.
+        layers: the path of every swapped layer, and the number of rows from which it is ours.
+        measured: as in `first_row`; attention asks it at every call.
+        broken: the names of kernels that failed their check here and are left to MLX.
     """
 
     kernels: Kernels
@@ -81,40 +80,25 @@ class Wiring:
         return EXACT_ROWS if self.exact else None
 
 
-class VerifyLinear(nn.Linear):
-    """A linear layer of plain weights."""
+class OurLinear(nn.Module):
+    """A linear layer on our kernel for few rows; mixed into a stock class."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., K] -> [..., N]."""
         return _product(self, x) if _is_ours(self, x) else super().__call__(x)
 
 
-class VerifyQuantizedLinear(nn.QuantizedLinear):
-    """A linear layer of affine-quantized weights."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """x [..., K] -> [..., N]."""
-        return _product(self, x) if _is_ours(self, x) else super().__call__(x)
-
-
-class VerifyEmbedding(nn.Embedding):
-    """An embedding that is the head too."""
+class OurHead(nn.Module):
+    """An embedding that is the head too, on our kernel; mixed into a stock class."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., D] -> logits [..., V]."""
-        return _product(self, x) if _is_ours(self, x) else super().as_linear(x)
+        stock: Any = super()
+        return _product(self, x) if _is_ours(self, x) else stock.as_linear(x)
 
 
-class VerifyQuantizedEmbedding(nn.QuantizedEmbedding):
-    """A quantized embedding that is the head too."""
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """x [..., D] -> logits [..., V]."""
-        return _product(self, x) if _is_ours(self, x) else super().as_linear(x)
-
-
-class VerifySwitchLinear(SwitchLinear):
-    """One linear layer of each expert, of plain weights."""
+class OurSwitchLinear(nn.Module):
+    """One linear layer per expert on our kernel; mixed into a stock class."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """x [..., 1 or k, 1, K] of tokens sent to experts [..., k] -> [..., k, 1, N].
@@ -123,24 +107,19 @@ class VerifySwitchLinear(SwitchLinear):
         """
         if indices.size // self._top_k not in self._rows:
             return super().__call__(x, indices, sorted_indices)
-        return _routed(self, x, indices)
-
-
-class VerifyQuantizedSwitchLinear(QuantizedSwitchLinear):
-    """One linear layer of each expert, of affine-quantized weights."""
-
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As `VerifySwitchLinear`."""
-        if indices.size // self._top_k not in self._rows:
-            return super().__call__(x, indices, sorted_indices)
-        return _routed(self, x, indices)
+        rows = x.squeeze(-2)
+        if rows.shape[:-1] != indices.shape:
+            rows = rows.squeeze(-2)  # one row of x for all experts of a token
+        y = self._kernel(rows, weights(self), indices)
+        if "bias" in self:
+            y = y + self.bias[indices]
+        return y[..., None, :]
 
 
 class VerifyConv1d(nn.Conv1d):
-    """A short convolution of each channel by itself, as recurrent layers have, for exact decoding.
+    """A recurrent layer's short convolution per channel, for exact decoding.
 
-    Products and sums of whole rows, in one order: whatever kernel MLX picks for a convolution by
-    its length is not asked.
+    It sums in one order, where MLX picks a kernel by the number of rows.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -156,14 +135,15 @@ class VerifyConv1d(nn.Conv1d):
         return _biased(self, y.astype(x.dtype))
 
 
-# The stock class, exactly: what a subclass of it computes is not known.
+# By stock class, exactly: a subclass may compute something else.
 SWAPS: Mapping[type, type] = {
-    nn.Linear: VerifyLinear,
-    nn.QuantizedLinear: VerifyQuantizedLinear,
-    nn.Embedding: VerifyEmbedding,
-    nn.QuantizedEmbedding: VerifyQuantizedEmbedding,
-    SwitchLinear: VerifySwitchLinear,
-    QuantizedSwitchLinear: VerifyQuantizedSwitchLinear,
+    stock: type(f"Verify{stock.__name__}", (ours, stock), {})
+    for ours, stocks in (
+        (OurLinear, (nn.Linear, nn.QuantizedLinear)),
+        (OurHead, (nn.Embedding, nn.QuantizedEmbedding)),
+        (OurSwitchLinear, (SwitchLinear, QuantizedSwitchLinear)),
+    )
+    for stock in stocks
 }
 
 
@@ -181,12 +161,12 @@ def wire(
     Args:
         model: an mlx-lm model, changed in place.
         config: its config.json.
-        kernels: what the layers run on.
-        chip: whose table is asked; None for a chip that is not known.
-        measured: as of `first_row`.
+        kernels: the kernels that the layers run on.
+        chip: the chip whose table decides; None for an unknown one.
+        measured: as in `first_row`.
         exact: True sends every verify of up to 64 rows through our kernels; False asks the table;
             None is True where that was measured to cost nothing.
-        broken: the names of what is left to MLX, whatever the table says.
+        broken: the names of kernels that are left to MLX.
 
     Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
     """
@@ -219,28 +199,28 @@ def wire(
 def will_be_exact(
     model: nn.Module, config: dict[str, Any], measured: Mapping[str, int | None]
 ) -> bool:
-    """Whether `wire` decides for exact decoding where nobody asks."""
+    """Whether `wire` chooses exact decoding by default."""
     found = list(matrices(model, config))
     swappable = all(can_swap(module, matrix) for _, module, matrix in found)
     return swappable and exact_by_default([matrix for _, _, matrix in found], measured)
 
 
 def _swap_convolutions(model: nn.Module) -> None:
-    """Have the channels' own convolutions of recurrent layers add up in one order."""
+    """Swap the convolutions of recurrent layers."""
     for module in model.modules():
         if type(module) is nn.Conv1d and _own_channel(module):
             module.__class__, module._rows = VerifyConv1d, range(1, EXACT_ROWS + 1)
 
 
 def _own_channel(convolution: Any) -> bool:
-    """Whether every channel is convolved by itself, at every row, with no padding."""
+    """Whether a convolution is per channel, without stride, padding or dilation."""
     channels, _, inputs = convolution.weight.shape
     plain = (convolution.stride, convolution.padding, convolution.dilation) == (1, 0, 1)
     return plain and inputs == 1 and convolution.groups == channels
 
 
 def can_swap(module: nn.Module, matrix: Matrix) -> bool:
-    """Whether there is a layer of ours, on a kernel of ours, for this one."""
+    """Whether a layer of this kind can run on our kernels."""
     if type(module) not in SWAPS or not has_kernel(matrix):
         return False
     return "scales" not in module or module.scales.dtype == module.biases.dtype
@@ -248,7 +228,7 @@ def can_swap(module: nn.Module, matrix: Matrix) -> bool:
 
 @contextmanager
 def verifying(layers: Iterable[tuple[nn.Module, Matrix]], kernels: Kernels) -> Iterator[None]:
-    """Have stock layers run on our kernels meanwhile, whatever the table says."""
+    """Run stock layers on our kernels for the code inside, whatever the table says."""
     layers = list(layers)
     originals = [type(module) for module, _ in layers]
     try:
@@ -261,12 +241,12 @@ def verifying(layers: Iterable[tuple[nn.Module, Matrix]], kernels: Kernels) -> I
 
 
 def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: range) -> None:
-    """Give a layer its subclass, for these numbers of rows."""
+    """Swap a layer's class for these numbers of rows."""
     module.__class__ = SWAPS[type(module)]
     module._rows = rows
     module._kernel = kernels.experts if matrix.experts else kernels.product
     module._top_k = matrix.top_k
-    if "scales" in module:  # checked once, here: the weights of a loaded model do not change
+    if "scales" in module:
         stored = (module.weight, module.scales, module.biases)
         module._affine = AffineWeights(*stored, module.bits, module.group_size)
 
@@ -283,14 +263,3 @@ def _product(layer: Any, x: mx.array) -> mx.array:
 
 def _biased(layer: nn.Module, y: mx.array) -> mx.array:
     return y + layer.bias if "bias" in layer else y
-
-
-def _routed(layer: Any, x: mx.array, experts: mx.array) -> mx.array:
-    """The products of tokens with their experts, in the shapes of mlx-lm's switch layers."""
-    rows = x.squeeze(-2)
-    if rows.shape[:-1] != experts.shape:
-        rows = rows.squeeze(-2)  # one row of x for all experts of a token
-    y = layer._kernel(rows, weights(layer), experts)
-    if "bias" in layer:
-        y = y + layer.bias[experts]
-    return y[..., None, :]

@@ -1,9 +1,8 @@
-"""Do the kernels compile and compute here what their references do?
+"""Checks the kernels against their references on this device.
 
-They are developed on an emulator and meet a real GPU on the user's machine first. So when a model
-is loaded, every kernel that may run is called as the model will call it (its dtypes, its shapes,
-its weights) and compared with its reference in plain MLX, before any layer is given to it. What
-fails is left to MLX; what does not fail still runs.
+The kernels were developed on an emulator and meet a real GPU on the user's machine. So when a model
+is loaded, every kernel that may run is called with the model's dtypes, shapes and weights, and
+compared with its reference in plain MLX. A kernel that fails is left to MLX; the others still run.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from .verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
 from .verify_qkv import VerifyQkv
 from .weights import AffineWeights, Weights, dequantized
 
-# Of the largest value: a few roundings of the result, and of float32 sums as long as K.
+# Relative to the largest value: a few roundings of the result and of float32 sums of length K.
 TOLERANCES = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2, mx.float32: 1e-4}
-COLUMNS = 8  # at the beginning, in the middle and at the end of a matrix that are compared
+COLUMNS = 8  # compared at the beginning, in the middle and at the end of a matrix
 HALF_ROWS, ALL_ROWS = 3, 64  # rows of half a tile; the most that exact decoding verifies
 
 
 @dataclass(frozen=True)
 class Check:
-    """One call of a kernel, and what it should give.
+    """One call of a kernel, and its expected result.
 
     Attributes:
-        key: what is left to MLX if it fails, as `Matrix.key` and `attention_key` name it.
+        key: the `Matrix.key` or `attention_key` that is left to MLX if the call fails.
         what: the call in words, for a message.
-        ours, reference: both give arrays of the same shapes; the reference's are float32.
+        ours, reference: return arrays of the same shapes; the reference's are float32.
     """
 
     key: str
@@ -47,7 +46,7 @@ class Check:
 
 
 def faults(checks: Iterable[Check]) -> dict[str, str]:
-    """What is wrong on this device, by the key of what has to be left to MLX."""
+    """The failed checks: a description by key."""
     found: dict[str, str] = {}
     for check in checks:
         if check.key not in found and (fault := _fault(check)):
@@ -56,7 +55,7 @@ def faults(checks: Iterable[Check]) -> dict[str, str]:
 
 
 def _fault(check: Check) -> str | None:
-    """How a call fails: it does not run, or its result is another one. None if it does not."""
+    """How a call fails: it does not run, or its result differs. None if it passes."""
     try:
         results = check.ours()
         mx.eval(results)
@@ -73,29 +72,25 @@ def _fault(check: Check) -> str | None:
 
 
 def _said(error: Exception) -> str:
-    """The compiler's own line out of a message, or the first one."""
+    """A message's first line with an error of the compiler, or its first line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[0]).strip()[:200]
 
 
 class Noise:
-    """Random arrays, other ones for every call.
-
-    Args:
-        dtype: of all of them.
-    """
+    """Random arrays of one dtype, different in every call."""
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self.dtype = dtype
         self._key = mx.random.key(0)
 
     def __call__(self, *shape: int) -> mx.array:
-        """Of a normal distribution."""
+        """Values of a normal distribution."""
         self._key, key = mx.random.split(self._key)
         return mx.random.normal(shape, key=key).astype(self.dtype)
 
     def gates(self, *shape: int) -> mx.array:
-        """Between 0 and 1."""
+        """Values between 0 and 1, in float32."""
         return mx.sigmoid(self(*shape).astype(mx.float32))
 
 
@@ -110,38 +105,34 @@ def product_checks(
     """The product of x in `dtype` by w [N, K], or the gated unit of w and `up`."""
     noise, columns = Noise(dtype), _columns(w.shape[-2])
     picked = [dequantized(_picked(m, columns)) for m in (w, up) if m is not None]
+
+    def ours(x: mx.array) -> list[mx.array]:
+        return [kernel(x, w, up)[..., columns]]
+
+    def reference(x: mx.array) -> list[mx.array]:
+        return [verify_matmul_reference(x.astype(mx.float32), *picked)]
+
     for count in rows:
-        x = noise(count, w.shape[-1])
-
-        def reference(x: mx.array = x) -> list[mx.array]:
-            return [verify_matmul_reference(x.astype(mx.float32), *picked)]
-
-        def ours(x: mx.array = x) -> list[mx.array]:
-            return [kernel(x, w, up)[..., columns]]
-
-        yield Check(key, f"the product of {count} rows by {key}", ours, reference)
+        x, what = noise(count, w.shape[-1]), f"the product of {count} rows by {key}"
+        yield Check(key, what, partial(ours, x), partial(reference, x))
 
 
 def qkv_checks(
-    kernel: VerifyQkv,
-    key: str,
-    dtype: mx.Dtype,
-    rows: Iterable[int],
-    weights: Sequence[Weights],
+    kernel: VerifyQkv, key: str, dtype: mx.Dtype, rows: Iterable[int], weights: Sequence[Weights]
 ) -> Iterator[Check]:
     """The products of the same x in `dtype` by each of the weights [N, K]."""
     noise, columns = Noise(dtype), [_columns(w.shape[-2]) for w in weights]
     picked = [dequantized(_picked(w, of)) for w, of in zip(weights, columns, strict=True)]
+
+    def ours(x: mx.array) -> list[mx.array]:
+        return [y[..., of] for y, of in zip(kernel(x, weights), columns, strict=True)]
+
+    def reference(x: mx.array) -> list[mx.array]:
+        return [verify_matmul_reference(x.astype(mx.float32), w) for w in picked]
+
     for count in rows:
-        x = noise(count, weights[0].shape[-1])
-
-        def reference(x: mx.array = x) -> list[mx.array]:
-            return [verify_matmul_reference(x.astype(mx.float32), w) for w in picked]
-
-        def ours(x: mx.array = x) -> list[mx.array]:
-            return [y[..., of] for y, of in zip(kernel(x, weights), columns, strict=True)]
-
-        yield Check(key, f"the products of {count} rows by {key}", ours, reference)
+        x, what = noise(count, weights[0].shape[-1]), f"the products of {count} rows by {key}"
+        yield Check(key, what, partial(ours, x), partial(reference, x))
 
 
 def expert_checks(
@@ -155,27 +146,26 @@ def expert_checks(
 ) -> Iterator[Check]:
     """As `product_checks`, by w [E, N, K] of `top_k` experts a row."""
     noise, columns = Noise(dtype), _columns(w.shape[-2])
-    picked = [dequantized(_picked(m, columns)) for m in (w, up) if m is not None]
+    gate, *others = (dequantized(_picked(m, columns)) for m in (w, up) if m is not None)
+
+    def ours(x: mx.array, experts: mx.array) -> list[mx.array]:
+        return [kernel(x, w, experts, up)[..., columns]]
+
+    def reference(x: mx.array, experts: mx.array) -> list[mx.array]:
+        return [verify_matmul_moe_reference(x.astype(mx.float32), gate, experts, *others)]
+
     for count in rows:
         experts = mx.argsort(noise(count, w.shape[0]), axis=-1)[:, :top_k]
-        # A row for each token, as gate and up have it, or for each pair, as the projection down.
+        # A row per token, as gate and up have it, or per token and expert, as the down projection.
         x = noise(count, w.shape[-1]) if up is not None else noise(count, top_k, w.shape[-1])
-
-        def reference(x: mx.array = x, experts: mx.array = experts) -> list[mx.array]:
-            first, *second = picked
-            exact = x.astype(mx.float32)
-            return [verify_matmul_moe_reference(exact, first, experts, *second)]
-
-        def ours(x: mx.array = x, experts: mx.array = experts) -> list[mx.array]:
-            return [kernel(x, w, experts, up)[..., columns]]
-
-        yield Check(key, f"the product of {count} rows by {key}", ours, reference)
+        what = f"the product of {count} rows by {key}"
+        yield Check(key, what, partial(ours, x, experts), partial(reference, x, experts))
 
 
 def attention_checks(
     kernel: Callable[..., mx.array], shape: AttentionShape, rows: Iterable[int]
 ) -> Iterator[Check]:
-    """Chains and trees across the end of a chunk of keys, and with quantized keys where allowed."""
+    """Chains and trees across the end of a chunk of keys, also with quantized keys if possible."""
     for count in rows:
         yield _attention(kernel, shape, count, None, False)
         if count > 1:
@@ -246,20 +236,20 @@ def delta_checks(
 
 
 def _exact(value: Any) -> Any:
-    """Floating-point numbers in float32."""
+    """Floating-point arrays in float32; other values as they are."""
     if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
         return value.astype(mx.float32)
     return value
 
 
 def _arrays(rule: Callable[..., Any], *args: Any) -> list[mx.array]:
-    """What a rule gives, one array or several."""
+    """A rule's results as a list."""
     result = rule(*args)
     return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
 
 
 def _columns(count: int) -> mx.array:
-    """The columns that are compared: a reference of whole matrices would take long to compute."""
+    """The columns to compare: the reference of a whole matrix takes long."""
     starts = (0, count // 2, count - COLUMNS)
     return mx.array(
         sorted({at + i for at in starts for i in range(COLUMNS) if 0 <= at + i < count})

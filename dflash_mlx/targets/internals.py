@@ -1,11 +1,10 @@
-"""All that this package touches in mlx-lm's models and that mlx-lm does not promise.
+"""Everything in mlx-lm's models that this package uses and mlx-lm does not promise.
 
-Kinds of caches and layers, functions that are private, the names that layers give to their parts,
-and what is set or written inside of a cache: whoever needs one asks here, in place of spelling it.
-tests/test_mlx_lm.py tries each against the mlx-lm that is installed; after an update that moved
-something it fails there, under the name that it has here. (The layers that have kernels of ours are
-named in `kernels`, below this package. What a forward of ours reads of the layer that it stands
-for, as `mla` does, it reads itself, under the layer's names; the tests list them.)
+Kinds of caches and layers, private functions, the names of layers' parts, and cache fields that are
+read or written. The rest of the package asks here. tests/test_mlx_lm.py tries each of them against
+the installed mlx-lm; when an update moves something, it fails under the name used here. (The layers
+with kernels are named in `kernels`. A forward of ours, such as `mla`, reads its layer's parts by
+their own names; the tests list those.)
 """
 
 from __future__ import annotations
@@ -15,51 +14,27 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
-from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
-from mlx_lm.models.deepseek_v32 import DeepseekV32Attention
-from mlx_lm.models.deepseek_v41 import LayerCache, _window_indices
-from mlx_lm.models.deepseek_v41 import _apply_rope as apply_rope
-from mlx_lm.models.deepseek_v41 import _fake_quant_fp4 as fake_quant_fp4
-from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
-from mlx_lm.models.qwen3_5 import GatedDeltaNet
-from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
-from mlx_lm.utils import _get_classes as classes_of
+from mlx_lm.models.base import scaled_dot_product_attention as scaled_dot_product_attention
+from mlx_lm.models.cache import ArraysCache as ArraysCache
+from mlx_lm.models.cache import CacheList as CacheList
+from mlx_lm.models.cache import KVCache as KVCache
+from mlx_lm.models.cache import QuantizedKVCache as QuantizedKVCache
+from mlx_lm.models.cache import RotatingKVCache as RotatingKVCache
+from mlx_lm.models.cache import make_prompt_cache as make_prompt_cache
+from mlx_lm.models.deepseek_v3 import DeepseekV3Attention as DeepseekV3Attention
+from mlx_lm.models.deepseek_v32 import DeepseekV32Attention as DeepseekV32Attention
+from mlx_lm.models.deepseek_v41 import LayerCache as LayerCache
+from mlx_lm.models.deepseek_v41 import _window_indices
+from mlx_lm.models.gated_delta import compute_g as compute_g
+from mlx_lm.models.gated_delta import gated_delta_update as gated_delta_update
+from mlx_lm.models.gated_delta import normalize_qk as normalize_qk
+from mlx_lm.models.qwen3_5 import GatedDeltaNet as GatedDeltaNet
+from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet as Qwen3NextGatedDeltaNet
 
-__all__ = [
-    "ArraysCache",
-    "CacheList",
-    "DeepseekV32Attention",
-    "DeepseekV3Attention",
-    "GatedDeltaNet",
-    "KVCache",
-    "LayerCache",
-    "Qwen3NextGatedDeltaNet",
-    "QuantizedKVCache",
-    "RotatingKVCache",
-    "apply_rope",
-    "classes_of",
-    "compute_g",
-    "fake_quant_fp4",
-    "gated_delta_update",
-    "make_prompt_cache",
-    "normalize_qk",
-    "scaled_dot_product_attention",
-]
-
-# The names by which layers call what a verify gives them another function for.
+# The global name by which layers call attention.
 ATTENTION = scaled_dot_product_attention.__name__
-RECURRENCE = gated_delta_update.__name__
 
-# Rotations whose angle depends on a row's own position alone, and which take one for each row.
+# Rotations whose angle depends on a row's position only, and which take a position per row.
 ROPES = {"RoPE", "Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE"}
 
 BACKBONE = ("embed_tokens", "layers", "norm")  # the parts of `backbone`
@@ -69,17 +44,17 @@ BACKBONE = ("embed_tokens", "layers", "norm")  # the parts of `backbone`
 
 
 def text_model(model: nn.Module) -> Any:
-    """The model that writes, in one that also sees images; else the model itself."""
+    """The language model in a vision-language model; else the model itself."""
     return getattr(model, "language_model", model)
 
 
 def backbone(text: nn.Module) -> Any:
-    """The part with the layers, between embedding and head; None where there is none."""
+    """The part with embedding, layers and norm; None where there is none."""
     return getattr(text, "model", None)
 
 
 def own_layers(backbone: Any) -> list[nn.Module]:
-    """The layers that are in this process: all, or those of its stage in a pipeline."""
+    """The layers in this process: all, or those of its pipeline stage."""
     return list(getattr(backbone, "pipeline_layers", backbone.layers))
 
 
@@ -99,12 +74,12 @@ def own_head(text: nn.Module) -> Any:
 
 
 def embed_scale(backbone: nn.Module) -> float | None:
-    """What embeddings are multiplied by before the first layer: sqrt(D) in Gemma's models."""
+    """The factor of embeddings before the first layer: sqrt(D) in Gemma's models."""
     return getattr(backbone, "embed_scale", None)
 
 
 def attention_of(layer: nn.Module | None) -> Any:
-    """A decoder layer's attention; None where it has a recurrence in its place."""
+    """A decoder layer's attention; None where it has a recurrence instead."""
     return getattr(layer, "self_attn", None)
 
 
@@ -114,12 +89,12 @@ def mixer_of(layer: nn.Module | None) -> Any:
 
 
 def has_key_projection(attention: nn.Module) -> bool:
-    """Whether keys are projected per head, so that `head_size` and `key_heads` can be told."""
+    """Whether keys are projected per head, so that `head_size` and `key_heads` are known."""
     return hasattr(attention, "k_proj")
 
 
 def key_heads(attention: nn.Module) -> int:
-    """Heads of keys; every family spells it differently."""
+    """Heads of keys; families name it differently."""
     names = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
     return int(next(getattr(attention, name) for name in names if hasattr(attention, name)))
 
@@ -131,32 +106,27 @@ def query_heads(attention: nn.Module) -> int:
 
 
 def head_size(attention: Any) -> int:
-    """Numbers in one head's key, by the projection: there the families agree."""
+    """Numbers in one head's key, from the projection's shape."""
     return int(attention.k_proj.weight.shape[0]) // key_heads(attention)
 
 
 def has_sinks(attention: nn.Module) -> bool:
-    """Whether its softmax has sinks, as gpt-oss's."""
+    """Whether its softmax has sinks, as in gpt-oss."""
     return "sinks" in attention
 
 
 def is_mla(layer: nn.Module | None) -> bool:
-    """Whether a decoder layer's cache holds latents, which only MLA can read."""
+    """Whether a decoder layer's attention is MLA, whose cache holds latents."""
     return hasattr(attention_of(layer), "kv_lora_rank")
 
 
 def sharding_group(mixer: Any) -> Any:
-    """The machines that have the other heads of a Gated DeltaNet; None where this has them all."""
+    """The group that shares a Gated DeltaNet's heads; None where this process has all."""
     return getattr(mixer, "sharding_group", None)
 
 
-def has_indexer(attention: nn.Module) -> bool:
-    """Whether MLA has an indexer, which picks what each query sees (DeepSeek-V3.2, GLM-5)."""
-    return type(attention) is DeepseekV32Attention
-
-
 def compression(attention: Any) -> int:
-    """Rows that a DeepSeek-V4.1 layer pools into an entry; 0 for one that reads another's."""
+    """Rows that a DeepSeek-V4.1 layer pools into an entry; 0 for a layer without entries."""
     compressor = getattr(attention, "compressor", None)
     return 0 if compressor is None else int(compressor.ratio)
 
@@ -165,17 +135,21 @@ def compression(attention: Any) -> int:
 
 
 def fields(cache: Any) -> dict[str, Any]:
-    """What a cache consists of, by name: arrays, trees of them, positions. It is not a copy."""
+    """A cache's own fields by name: arrays, trees of arrays, positions. Not a copy."""
     return vars(cache)
 
 
 def end_of_ring(cache: RotatingKVCache) -> int:
-    """Where the next row of a sliding window would be written."""
+    """Where a sliding window's next row goes."""
     return cache._idx
 
 
 def cut_ring(cache: RotatingKVCache, rejected: int) -> None:
-    """Forget the last rows of a sliding window whose rows are in temporal order."""
+    """Forget the last rows of a sliding window, wrapped or not.
+
+    A forward of several rows leaves the rows in temporal order with `max_size - 1` older ones, so
+    no later row misses what is cut.
+    """
     end = cache._idx - rejected
     cache.keys, cache.values = cache.keys[..., :end, :], cache.values[..., :end, :]
     cache._idx = end
@@ -183,12 +157,12 @@ def cut_ring(cache: RotatingKVCache, rejected: int) -> None:
 
 
 def in_temporal_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
-    """A sliding window's rows [1, H, max_size, D] by position, as a step of one row left them."""
+    """A sliding window's rows [1, H, max_size, D] in order of position."""
     return cache._temporal_order(rows)
 
 
 def window_of(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
-    """A sliding window's keys and values [1, H, N, D], by position, without what it has passed."""
+    """A sliding window's keys and values [1, H, N, D] in order, without rows outside the window."""
     rows = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
     passed = rows[0].shape[2] - cache.max_size
     keys, values = (cache._trim(passed, x) if passed > 0 else x for x in rows)
@@ -196,19 +170,19 @@ def window_of(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
 
 
 def fill_window(cache: RotatingKVCache, position: int, keys: mx.array, values: mx.array) -> None:
-    """Make a sliding window the one of a position; its rows are as `window_of` gives them."""
+    """Fill a sliding window with the rows of `window_of` at a position."""
     cache.keys, cache.values, cache.offset, cache._idx = keys, values, position, keys.shape[2]
 
 
 def mask_of(cache: Any, rows: int, **settings: Any) -> Any:
-    """The mask of the next rows that a model would get from this cache; None for none."""
+    """The mask that a model gets from this cache for the next rows; None for none."""
     return cache.make_mask(rows, **settings)
 
 
 def hook(
     cache: Any, make_mask: Callable[..., mx.array], update_and_fetch: Callable[..., Any]
 ) -> None:
-    """Have a model ask these functions in place of this one cache's methods, until `unhook`."""
+    """Replace these methods of one cache, until `unhook`."""
     cache.make_mask, cache.update_and_fetch = make_mask, update_and_fetch
 
 
@@ -218,17 +192,17 @@ def unhook(cache: Any) -> None:
 
 
 def watch_window(cache: LayerCache, seen: Callable[[mx.array], None]) -> None:
-    """Have `seen` also get the rows [1, S, D] that enter a layer's window, for good."""
+    """Have `seen` called with all rows [1, S, D] that enter a layer's window."""
     update_window = cache.update_window
 
-    def update_and_tell(rows: mx.array) -> mx.array:
+    def update_and_report(rows: mx.array) -> mx.array:
         seen(rows)
         return update_window(rows)
 
-    cache.update_window = update_and_tell
+    cache.update_window = update_and_report
 
 
 def window_indices(cache: LayerCache, rows: int) -> mx.array:
-    """The rows [rows, W] of its window, older ones first, that each of the next rows sees."""
+    """The window rows [rows, W], oldest first, that each of the next rows sees."""
     held = 0 if cache.window is None else cache.window.shape[1]
     return _window_indices(previous=held, length=rows, window=cache.window_size)

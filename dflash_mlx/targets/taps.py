@@ -1,4 +1,4 @@
-"""Reading the outputs of chosen layers: what a drafter conditions on."""
+"""Taps: the outputs of chosen layers, which a drafter conditions on."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ class Taps:
 
     Args:
         layers: the model's decoder layers.
-        indices: the layers to read, in the order the drafter expects them; -1 is what the first
-            of them reads, the embedding's output.
-        overrides: where the recorders are added; they record while it is installed.
+        indices: the layers to tap, in the drafter's order; -1 is the embedding's output.
+        overrides: the recorders are added to it, and record while it is installed.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], indices: Sequence[int], overrides: Overrides
     ) -> None:
         self._indices = tuple(indices)
-        self._seen: dict[int, tuple[Any, Any]] = {}  # what a layer has read and returned
-        for index in {max(index, 0) for index in indices}:  # the first layer reads the embedding
+        self._seen: dict[int, tuple[Any, Any]] = {}  # a layer's input and result
+        for index in {max(index, 0) for index in indices}:  # -1 is the first layer's input
             overrides.watch(layers[index], partial(self._record, index))
 
     def take(self, rows: int) -> mx.array:
-        """The last forward's recorded outputs side by side, [N, rows, K*D]; [1, rows, 0] if K=0."""
+        """The last forward's outputs, concatenated: [N, rows, K*D]; [1, rows, 0] if K = 0."""
         if not self._indices:
             return mx.zeros((1, rows, 0))
         seen, self._seen = self._seen, {}
@@ -48,23 +47,23 @@ class Taps:
 
 
 def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
-    """Rows of features [1, N, K*D]: the first ones, or a path with others in between."""
+    """The kept rows of features [1, N, K*D]."""
     if len(kept) == taps.shape[1]:
         return taps
     return taps[:, : len(kept)] if kept[-1] < len(kept) else taps[:, mx.array(list(kept))]
 
 
 def _embedded(x: mx.array) -> mx.array:
-    """The embeddings [N, S, D] that the first layer reads; DeepSeek-V4.1's gets them hc times."""
+    """The embeddings [N, S, D] in the first layer's input; DeepSeek-V4.1 repeats them hc times."""
     return x[:, :, 0] if x.ndim == 4 else x
 
 
 def _hidden(result: Any) -> mx.array:
-    """The hidden states [N, S, D] in what a decoder layer returns, which may be several things."""
+    """The hidden states [N, S, D] in a decoder layer's result."""
     hidden: mx.array = result[0] if isinstance(result, tuple) else result
     if hidden.ndim == 4:
-        # DeepSeek-V4.1 carries several residual streams [N, S, hc, D] and the mix [N, S, hc] with
-        # which the next reader, a layer or the final norm, sums them: record what that one reads.
+        # DeepSeek-V4.1 has several residual streams [N, S, hc, D], and a mix [N, S, hc] by which
+        # the next layer or the final norm sums them: record that sum.
         mix = result[1][..., None]
         return (mix * hidden.astype(mx.float32)).sum(axis=2).astype(hidden.dtype)
     return hidden  # Gemma 4 adds the keys and values that later layers share
