@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 import test_dflash2
 import test_dspark
-from forests import memory, same
+from batches import memory, same
 from test_dspark import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, SLIDING
 
 from dflash_mlx.drafter import batch

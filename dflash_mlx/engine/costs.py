@@ -130,7 +130,7 @@ def measure_shared(
     target: Target, drafter: Drafter, widest: int, kv_bits: int | None = None
 ) -> Costs:
     """Time the rounds of `MANY` requests together. They draft for texts of one token, repeated."""
-    sampler, forest = Sampler(), BatchVerifier(target)
+    sampler, verifier = Sampler(), BatchVerifier(target)
 
     def begin(depth: int) -> Round:
         """Rounds of all of them."""
@@ -145,7 +145,7 @@ def measure_shared(
                 mx.eval([p.tokens for p in drafted if p and isinstance(p.tokens, mx.array)])
             middle = time.perf_counter()
             proposals = [Proposal([TOKEN] * rows)] * MANY
-            answers = forest.verify(sessions, proposals)
+            answers = verifier.verify(sessions, proposals)
             mx.eval([sampler.decide(proposals[0], logits).values for logits, _ in answers])
             for session in sessions:
                 session.commit([0])

@@ -26,7 +26,7 @@ class Flat(Batch):
     """
 
     def __init__(self, target: Target, rounds: SharedRounds | None) -> None:
-        self._forest, self._rounds = BatchVerifier(target), rounds
+        self._batch_verifier, self._rounds = BatchVerifier(target), rounds
 
     def propose(self, turns: Sequence[BatchItem]) -> None:
         """Set the proposals: of one request its own, of many what brings most for all."""
@@ -123,7 +123,7 @@ class Flat(Batch):
         if len(turns) == 1:
             return [turns[0].request.target.verify(turns[0].proposal)]
         sessions = [turn.request.target for turn in turns]
-        return self._forest.verify(sessions, [turn.proposal for turn in turns])
+        return self._batch_verifier.verify(sessions, [turn.proposal for turn in turns])
 
     def can_pipeline(self, turns: Sequence[BatchItem]) -> bool:
         """Whether nobody need be asked what he could draft in the next round."""

@@ -4,10 +4,10 @@ from threading import Lock
 
 import mlx.core as mx
 import pytest
+from batches import BatchAndSingles, memory, tiny_target
 from families import FAMILIES, Letters, random_prompt
-from forests import Company, memory, tiny_target
 from mlx_lm.utils import _get_classes
-from test_forest import ONE_BY_ONE
+from test_batched import ONE_BY_ONE
 
 from dflash_mlx.errors import UnsupportedTreeError
 from dflash_mlx.proposal import Proposal
@@ -39,10 +39,10 @@ def readings(target: Target, count: int) -> tuple[int, int]:
     for module in (target.model, *target.model.modules()):
         if module is target.model or type(module).__name__ in WEIGHTS:
             watching.watch(module, lambda *_, module=module: calls.append(module))
-    forest = BatchVerifier(target)
+    verifier = BatchVerifier(target)
     proposals = [Proposal(random_prompt(1 + at % 3, at)) for at in range(count)]
     with watching.installed():
-        forest.verify(sessions, proposals)
+        verifier.verify(sessions, proposals)
     models = sum(call is target.model for call in calls)
     return models, len(calls) - models
 
@@ -63,9 +63,9 @@ def test_nothing_is_evaluated():
     sessions = [target.start((0, 3)) for _ in range(8)]
     for session in sessions:
         list(session.prefill(random_prompt(9, 1)))
-    forest = BatchVerifier(target)
+    verifier = BatchVerifier(target)
     before = memory()
-    verified = forest.verify(sessions, [Proposal(random_prompt(8, 2))] * 8)
+    verified = verifier.verify(sessions, [Proposal(random_prompt(8, 2))] * 8)
     assert memory() - before < 8192
     mx.eval(verified)
     assert memory() - before > 65536  # the control: logits of 64 rows
@@ -81,12 +81,12 @@ def test_a_request_that_cannot_be_verified_leaves_the_others_as_they_were():
 
 
 def test_nobodys_caches_are_held_on_to():
-    """A request that ends is forgotten, although the forest goes on."""
+    """A request that ends is forgotten, although the verifier goes on."""
     target = tiny_target("deepseek_v41")
-    forest = BatchVerifier(target)
+    verifier = BatchVerifier(target)
     sessions = [target.start(), target.start()]
-    forest.verify(sessions, [Proposal([1, 2]), Proposal([3])])
-    assert not len(forest._layers._rows) and not forest._layers._entries
+    verifier.verify(sessions, [Proposal([1, 2]), Proposal([3])])
+    assert not len(verifier._layers._rows) and not verifier._layers._entries
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_models_that_share_less(kind, level, fields):
     model_class, args_class = _get_classes(config)
     mx.random.seed(0)
     model = model_class(args_class.from_dict(config))
-    company = Company(Target(model, Letters(), config, kind), 3)
-    assert company.forest.level == level
+    pair = BatchAndSingles(Target(model, Letters(), config, kind), 3)
+    assert pair.verifier.level == level
     for _ in range(2):
-        company.round(range(3))
-    company.check_states()
+        pair.round(range(3))
+    pair.check_states()

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import pytest
+from batches import QUANTIZABLE, BatchAndSingles, same, tiny_target
 from families import FAMILIES
-from forests import QUANTIZABLE, Company, same, tiny_target
 from oracle import Oracle
 
 import dflash_mlx as dm
@@ -22,26 +22,26 @@ ONE_BY_ONE = ("deepseek_v41",)  # its attention, not the rest
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_request_is_as_alone(family):
     """Three, eight, one, eight: of any widths, chains and trees, with any rows kept."""
-    company = Company(tiny_target(family), 8)
-    assert company.forest.level == (0 if family in ONE_BY_ONE else 1)
+    pair = BatchAndSingles(tiny_target(family), 8)
+    assert pair.verifier.level == (0 if family in ONE_BY_ONE else 1)
     for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
-        company.round(members, trees)
-    company.check_states()
+        pair.round(members, trees)
+    pair.check_states()
 
 
 @pytest.mark.parametrize("family", QUANTIZABLE)
 def test_quantized_keys_beside_others(family):
-    company = Company(tiny_target(family), 3, kv_bits=8)
+    pair = BatchAndSingles(tiny_target(family), 3, kv_bits=8)
     for trees in (False, True):
-        company.round(range(3), trees)
-    company.check_states()
+        pair.round(range(3), trees)
+    pair.check_states()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_thirty_two_requests(family):
-    company = Company(tiny_target(family), 32)
-    company.round(range(32), trees=True)
-    company.check_states()
+    pair = BatchAndSingles(tiny_target(family), 32)
+    pair.round(range(32), trees=True)
+    pair.check_states()
 
 
 @pytest.mark.matrix
@@ -49,31 +49,31 @@ def test_thirty_two_requests(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_requests_of_every_family(family, count):
     """Logits and features bit for bit; `--stock-blas` says so of MLX's own BLAS."""
-    company = Company(tiny_target(family), count)
+    pair = BatchAndSingles(tiny_target(family), count)
     for trees in (False, True):
-        company.round(range(count), trees)
-    company.check_states()
+        pair.round(range(count), trees)
+    pair.check_states()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4_E4B-like", "qwen3_next", "deepseek_v41"])
 def test_going_back(family):
     """Marks, cuts and what comes after them do not know who else was verified."""
-    company = Company(tiny_target(family), 2)
+    pair = BatchAndSingles(tiny_target(family), 2)
     marks = [
-        [one.checkpoint() for one in company.together],
-        [one.checkpoint() for one in company.alone],
+        [one.checkpoint() for one in pair.together],
+        [one.checkpoint() for one in pair.alone],
     ]
     for _ in range(2):
-        company.round(range(2))
-    for sessions, each in zip((company.together, company.alone), marks, strict=True):
+        pair.round(range(2))
+    for sessions, each in zip((pair.together, pair.alone), marks, strict=True):
         for session, mark in zip(sessions, each, strict=True):
             session.rewind(mark)
-    company.round(range(2))
-    if company.together[0].can_trim:
-        for session in (*company.together, *company.alone):
+    pair.round(range(2))
+    if pair.together[0].can_trim:
+        for session in (*pair.together, *pair.alone):
             session.trim_to(1)
-        company.round(range(2))
-    company.check_states()
+        pair.round(range(2))
+    pair.check_states()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
@@ -96,7 +96,7 @@ def test_texts_are_those_alone(family):
 
 def together(target, prompts, texts, settings, count):
     """The texts of some requests, each round of which is one forward, and one wait."""
-    forest = BatchVerifier(target)
+    verifier = BatchVerifier(target)
     sessions = [target.start() for _ in prompts]
     samplers = [Sampler(*of) for of in zip(settings, prompts, strict=True)]
     drafters = []
@@ -108,7 +108,7 @@ def together(target, prompts, texts, settings, count):
     while any(len(text) <= count for text in written):
         going = [at for at, text in enumerate(written) if len(text) <= count]
         proposals = [drafters[at].propose(written[at][-1], 7) for at in going]
-        verified = forest.verify([sessions[at] for at in going], proposals)
+        verified = verifier.verify([sessions[at] for at in going], proposals)
         decisions = [
             samplers[at].decide(proposal, logits)
             for at, proposal, (logits, _) in zip(going, proposals, verified, strict=True)
@@ -193,12 +193,12 @@ FAMILY_OF = {
     [(family, *each) for family, mistakes in FAMILY_OF.items() for each in mistakes],
 )
 def test_mistakes_are_noticed(family, where, name, mistake, monkeypatch):
-    company = Company(tiny_target(family), 3)
+    pair = BatchAndSingles(tiny_target(family), 3)
     monkeypatch.setattr(where, name, mistake)
     with pytest.raises((AssertionError, ValueError, AttributeError, KeyError)):
         for trees in (False, True, False):
-            company.round(range(3), trees)
-        company.check_states()
+            pair.round(range(3), trees)
+        pair.check_states()
 
 
 def test_requests_of_other_taps():

@@ -49,11 +49,11 @@ def memory() -> int:
     return mx.get_active_memory()
 
 
-class Company:
+class BatchAndSingles:
     """Requests that are verified together, each with a twin that is verified alone."""
 
     def __init__(self, target: Target, count: int, kv_bits: int | None = None, seed: int = 0):
-        self.target, self.forest = target, BatchVerifier(target)
+        self.target, self.verifier = target, BatchVerifier(target)
         self.random = random.Random(seed)
         layers, bits = (0, target.num_layers - 1), (None, kv_bits)
         self.together = [target.start(layers, bits[at % 2]) for at in range(count)]
@@ -82,7 +82,7 @@ class Company:
     def round(self, members: Sequence[int], trees: bool = False) -> None:
         """Verify some requests together and each alone, and commit: all must be the same."""
         proposals = self.proposals(members, trees)
-        verified = self.forest.verify([self.together[at] for at in members], proposals)
+        verified = self.verifier.verify([self.together[at] for at in members], proposals)
         assert len(verified) == len(members)
         for at, proposal, (logits, taps) in zip(members, proposals, verified, strict=True):
             expected, features = self.alone[at].verify(proposal)

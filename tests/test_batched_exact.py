@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from batches import states_are_same, tiny_target
 from families import random_prompt
-from forests import states_are_same, tiny_target
 from kernel_check import kernel_factory, on_gpu_or_emulator
 from kernel_models import Launches, exact_target
 from kernel_trees import random_parents
@@ -28,7 +28,7 @@ def test_every_request_is_as_alone(family):
         factory = partial(EmulatedKernel, checked=False)
     launches = Launches(factory)
     target = exact_target(family, launches)
-    forest = BatchVerifier(target)
+    verifier = BatchVerifier(target)
     tree = Proposal(random_prompt(5, 2), tuple(random_parents(5)))
     proposals = [Proposal(random_prompt(7, 1)), tree, Proposal([9])]
     together, alone = ([target.start((0, 3)) for _ in proposals] for _ in range(2))
@@ -40,7 +40,7 @@ def test_every_request_is_as_alone(family):
     mx.eval(expected)
     three = dict(launches.counts)
     launches.counts.clear()
-    verified = forest.verify(together, proposals)
+    verified = verifier.verify(together, proposals)
     mx.eval(verified)
     for (logits, taps), (other, features) in zip(verified, expected, strict=True):
         assert mx.array_equal(logits, other) and mx.array_equal(taps, features)
@@ -55,7 +55,7 @@ def test_every_request_is_as_alone(family):
 def test_no_more_rows_than_the_kernels_take():
     """Requests go together as long as all their rows do."""
     target = tiny_target("qwen3")
-    forest = BatchVerifier(target)
+    verifier = BatchVerifier(target)
     target.wiring = SimpleNamespace(widest=64)
-    assert list(forest._forwards([40, 24, 1, 63, 2, 64])) == [(0, 2), (2, 4), (4, 5), (5, 6)]
-    assert list(forest._forwards([])) == []
+    assert list(verifier._forwards([40, 24, 1, 63, 2, 64])) == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert list(verifier._forwards([])) == []
