@@ -29,7 +29,7 @@ from dflash_mlx.loading.registry import EMBEDDED
 
 from . import options
 from .output import note, waiting
-from .serve_options import SERVER, Port
+from .serve import SERVER, Port
 
 SOON: Final = 5.0  # seconds for a server on this machine to say whether it is there
 PAUSE: Final = 0.2  # seconds before it is asked again

@@ -1,18 +1,19 @@
-"""`dflash-mlx serve`: a model for clients of OpenAI's and Anthropic's interfaces."""
+"""`dflash-mlx serve`: a model behind the HTTP APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -23,9 +24,9 @@ from dflash_mlx.machine.signals import signals_to
 
 from . import options
 from .machines import Machines, inherited, joined, shared
-from .output import error_line, note
+from .options import option
+from .output import note
 from .pair import Pair, measuring, open_pair
-from .serve_options import Load, Reached, Verbose
 
 if TYPE_CHECKING:
     from dflash_mlx import Engine, PrefixStore, Target
@@ -34,10 +35,70 @@ if TYPE_CHECKING:
     from dflash_mlx.serve.metrics import Metrics
     from dflash_mlx.serve.server import APIServer
 
-STUCK_SECONDS: Final = 30.0  # a chunk of a long prompt may take a large model as long
-STUCK_CODE: Final = 1
-LEAST_GB, MOST = 0.001, 1e6  # gigabytes or seconds; more is a mistake, and infinite no number
-LAST_SECONDS: Final = 2.0  # for clients to hear what is wrong
+SERVER = "Server"  # the group that --help shows
+LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each other
+
+
+def _finite(number: float | None) -> float | None:
+    """Refuse a number that cannot be counted in bytes or waited for."""
+    if number is not None and not isfinite(number):
+        raise typer.BadParameter("must be finite")
+    return number
+
+
+Port = Annotated[
+    int,
+    option(SERVER, "PORT", "Port; 0 takes a free one.", "--port", "-p", min=0, max=65535),
+]
+Verbose = Annotated[bool, options.flag("--verbose", SERVER, "Log a line for every request.")]
+
+
+@dataclass(frozen=True)
+class Access:
+    """How clients reach the server, and which ones it answers."""
+
+    host: Annotated[str, option(SERVER, "HOST", "Address to listen on.")] = "127.0.0.1"
+    port: Port = 8000
+    api_key: Annotated[list[str] | None, option(SERVER, "KEY", "Require this key. Repeatable.")] = (
+        None
+    )
+    api_key_file: Annotated[
+        Path | None, option(SERVER, "FILE", "Require a key of FILE (one per line).")
+    ] = None
+    no_auth: Annotated[
+        bool, options.flag("--no-auth", SERVER, "Answer other machines without a key.")
+    ] = False
+    allow_host: Annotated[
+        list[str] | None, option(SERVER, "NAME", "Another name of this server. Repeatable.")
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None, option(SERVER, "URL", "Answer web pages of this origin. Repeatable.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much the server takes on."""
+
+    concurrency: Annotated[
+        int, option(SERVER, "N", "Requests decoded together.", min=1, max=1024)
+    ] = 32
+    queue: Annotated[int, option(SERVER, "N", "Requests that may wait.", min=0)] = 64
+    memory: Annotated[
+        float | None,
+        option(SERVER, "GB", "Limit of all KV caches. Default: none.", min=0.001, callback=_finite),
+    ] = None
+    prefix_cache: Annotated[
+        float,
+        option(SERVER, "GB", "Shared prefixes in memory.", min=0, callback=_finite),
+    ] = 4.0
+    cache_dir: Annotated[
+        Path | None, option(SERVER, "DIR", "Keep shared prefixes on disk, too.")
+    ] = None
+    drain_seconds: Annotated[
+        float,
+        option(SERVER, "S", "Time to finish open answers.", min=0, callback=_finite),
+    ] = 30.0
 
 
 def serve(
@@ -46,7 +107,7 @@ def serve(
     names: options.Names,
     no_draft: options.NoDraft = False,
     weights: options.Weights,
-    reached: Reached,
+    access: Access,
     load: Load,
     max_tokens: options.MaxTokens = 4096,
     sampling: options.Sampling,
@@ -54,32 +115,33 @@ def serve(
     machines: Machines,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's and Anthropic's dialects, and a page to chat on.
+    """Serve a model over HTTP: the APIs of OpenAI and Anthropic, and a page to chat on.
 
-    Settings of decoding are for requests that do not bring their own.
+    The decoding settings are the defaults of requests.
     """
     try:
         from dflash_mlx.serve.auth import Auth
         from dflash_mlx.serve.server import listen
     except ModuleNotFoundError as error:
         raise MissingDependencyError.of(f"{error.name} is not installed", "serve") from error
-    _check_load(load)
-    keys = _keys(reached)
-    if keys and reached.no_auth:
-        raise typer.BadParameter("goes without a key", param_hint="--no-auth")
+    if load.cache_dir is not None and not load.prefix_cache:
+        raise typer.BadParameter("needs a --prefix-cache above 0", param_hint="--cache-dir")
+    keys = _keys(access)
+    if keys and access.no_auth:
+        raise typer.BadParameter("cannot be combined with a key", param_hint="--no-auth")
     auth = Auth(
-        reached.host,
+        access.host,
         keys,
-        frozenset(name.lower() for name in reached.allow_host or ()),
-        frozenset(origin.lower().rstrip("/") for origin in reached.allow_origin or ()),
-        reached.no_auth,
+        frozenset(name.lower() for name in access.allow_host or ()),
+        frozenset(origin.lower().rstrip("/") for origin in access.allow_origin or ()),
+        access.no_auth,
     )
-    listening = partial(listen, reached.host, reached.port)
+    listening = partial(listen, access.host, access.port)
     if shared(machines, names, weights, context, listening):
         return
     _log(verbose)
     with (
-        inherited(context) or listening() as socket,  # a taken port is told before all else
+        inherited(context) or listening() as socket,  # a taken port fails first
         _serving(socket, auth, load) as (server, metrics, over),
     ):
         check = partial(_check_sampling, sampling)
@@ -90,51 +152,27 @@ def serve(
         engine = _open(server, pair, names.model, auth, load, settings, metrics)
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C ends it)")
+        note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C stops)")
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
-            _close(engine)
-        if pair.chains is not None:
-            pair.chains.keep()
+            engine.close()
+        pair.keep_costs()
 
 
 def _check_sampling(sampling: options.Sampling, target: Target) -> None:
-    """Raise `SettingsError` for settings that no request could be answered with."""
+    """Raise `SettingsError` for defaults that no request could use."""
     from dflash_mlx.settings import SamplingSettings
 
     SamplingSettings(**vars(sampling)).check_vocabulary(target.vocab_size)
-
-
-def _check_load(load: Load) -> None:
-    """Refuse numbers that no machine has, before they are counted in bytes."""
-    for name in ("memory", "prefix_cache", "drain_seconds"):
-        number = getattr(load, name)
-        least = LEAST_GB if name == "prefix_cache" and number else 0
-        if number is not None and not least <= number <= MOST:
-            said = f"must be from {least:g} to {MOST:g}, not {number:g}"
-            raise typer.BadParameter(said, param_hint=options.spelled(name))
-    if load.cache_dir is not None and not load.prefix_cache:
-        raise typer.BadParameter("goes without --prefix-cache 0", param_hint="--cache-dir")
-
-
-def _close(engine: Engine) -> None:
-    """End the engine; the process, where a call of the device never returns."""
-    closing = threading.Thread(target=engine.close, daemon=True)
-    closing.start()
-    closing.join(STUCK_SECONDS)
-    if closing.is_alive():
-        error_line("The engine does not come back from the device: the process ends without it.")
-        sys.stderr.flush()
-        os._exit(STUCK_CODE)
 
 
 @contextmanager
 def _serving(
     socket: Any, auth: Auth, load: Load
 ) -> Iterator[tuple[APIServer, Metrics, Future[None]]]:
-    """A server in a thread of its own, which says that the model loads until there is one.
+    """A server in its own thread, which answers 503 while the model loads.
 
-    So loading stays in the main thread, where Ctrl-C ends it.
+    Loading stays in the main thread, where Ctrl-C ends it.
     """
     from dflash_mlx.serve.metrics import Metrics
     from dflash_mlx.serve.server import APIServer, make_loading_app
@@ -159,7 +197,7 @@ def _open(
     settings: dict[str, Any],
     metrics: Metrics,
 ) -> Engine:
-    """Have the model answer; what makes its answers."""
+    """Start the engine and answer requests with it."""
     from dflash_mlx.serve.app import make_app
     from dflash_mlx.serve.handler import RequestHandler
 
@@ -183,7 +221,7 @@ def _open(
 def _give_up(
     engine: Engine, handler: RequestHandler, server: APIServer, error: DFlashError
 ) -> None:
-    """The machines have lost each other: clients are told, and then the process ends."""
+    """Tell clients that the machines have lost each other, and end the process."""
     handler.draining = handler.lost = True
     engine.abandon(error)
     last = threading.Timer(LAST_SECONDS, server.stop)
@@ -194,16 +232,16 @@ def _give_up(
 def _end(
     server: APIServer, over: Future[None], seconds: float, number: int, frame: FrameType | None
 ) -> None:
-    """SIGTERM and SIGINT end the server, not the process: that has an exit code of its own."""
-    if over.done():  # nobody is answered any more, and the engine is not waited for
+    """On SIGTERM and SIGINT, stop the server; the process then ends with exit code 0."""
+    if over.done():  # the engine does not stop
         os._exit(0)
     if server.busy:
-        note(f"Finishing what is being answered, {seconds:g} s at most; again to end at once.")
+        note(f"Finishing open answers for at most {seconds:g} s; Ctrl-C again stops at once.")
     server.stop()
 
 
 def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
-    """What prompts share."""
+    """The cache of prompt prefixes that requests share."""
     if not load.prefix_cache:
         return None
     folder = None if load.cache_dir is None else load.cache_dir.expanduser()
@@ -215,7 +253,7 @@ def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
 
 
 def _log(verbose: bool) -> None:
-    """A line for each request on stderr, and nothing of what it says."""
+    """Log to stderr; requests, without their content, only if `verbose`."""
     logging.disable(logging.NOTSET)
     logger = logging.getLogger("dflash_mlx.serve")
     handler = logging.StreamHandler()
@@ -224,21 +262,18 @@ def _log(verbose: bool) -> None:
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
 
 
-def _keys(reached: Reached) -> frozenset[str]:
-    """The keys that were given. Raises `SettingsError` for an empty file or one that is none."""
-    keys = set(reached.api_key or ())
-    if reached.api_key_file is not None:
-        keys |= _keys_in(reached.api_key_file.expanduser())
+def _keys(access: Access) -> frozenset[str]:
+    """The API keys. Raises `SettingsError` for empty ones, `OutputError` for an unreadable file."""
+    keys = set(access.api_key or ())
     if "" in keys:
         raise SettingsError("--api-key is empty: give a key.")
+    if access.api_key_file is not None:
+        path = access.api_key_file.expanduser()
+        try:
+            found = set(filter(None, map(str.strip, path.read_text().splitlines())))
+        except (OSError, UnicodeDecodeError) as error:
+            raise OutputError(f"{path}: the keys cannot be read ({error}).") from error
+        if not found:
+            raise SettingsError(f"{path} has no key in it.")
+        keys |= found
     return frozenset(keys)
-
-
-def _keys_in(path: Path) -> set[str]:
-    try:
-        keys = {line.strip() for line in path.read_text().splitlines() if line.strip()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutputError(f"{path}: the keys cannot be read ({error}).") from error
-    if not keys:
-        raise SettingsError(f"{path} has no key in it.")
-    return keys
