@@ -27,7 +27,7 @@ from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, known_drafter
 
 from . import bench_tables as tables
 from . import options
-from .machines import Machines, joined, shared
+from .machines import Machines, cluster_member, runs_elsewhere
 from .options import AUTO, DECODING, OFF, OUTPUT, is_given, named, tree_rows, value
 from .output import note, print_json
 from .pair import WHOLE_BLOCKS, check_drafts, open_pair
@@ -167,7 +167,7 @@ def bench(
     if openai is not None:
         ours = ("draft", "block_size", "target_bits", "draft_bits", "tree_budget", "hosts")
         _refuse("--openai", [option for option in ours if is_given(option, context)])
-    if shared(machines, names, weights, context):
+    if runs_elsewhere(machines, names, weights, context):
         return
     check_drafts(names)
     budget = tree_rows(tree_budget)
@@ -206,7 +206,7 @@ def bench(
         network = replace(names, draft=names.draft or known_drafter(names.model))
         # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
         rounds = replace(WHOLE_BLOCKS, block_size=block_size)
-        pair = open_pair(network, weights, rounds, member=joined(context))
+        pair = open_pair(network, weights, rounds, member=cluster_member(context))
         content = tables.measure_pair(pair, chosen, setup)
     if json:
         print_json(content)

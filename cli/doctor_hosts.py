@@ -26,7 +26,7 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.validation import brief, is_integer, text_config
 
 from .doctor_checks import Check
-from .machines import Machines, Member, Place
+from .machines import Machines, Member, RankProcess
 from .output import counted, note, waiting
 from .roofline import target_folder
 
@@ -56,10 +56,10 @@ def check_hosts(path: Path, model: str, hub: Hub) -> tuple[list[Check], dict[str
     width, layers = _shape(model, hub)
     hosts = read_hosts(path.expanduser())
     with waiting("Asking all machines"):
-        reached = probe(hosts.machines)
-    checks = [_machine(number, one) for number, one in enumerate(reached)]
+        reports = probe(hosts.machines)
+    checks = [_machine(number, one) for number, one in enumerate(reports)]
     if all(check.status == "ok" for check in checks):
-        checks += [*_versions(reached), *_backend(hosts.backend, reached)]
+        checks += [*_versions(reports), *_backend(hosts.backend, reports)]
     if any(check.status == "fail" for check in checks):
         return [*checks, Check("link", "warn", "not measured", "Fix what failed above.")], None
     with waiting("Measuring the link"):
@@ -72,7 +72,7 @@ def check_hosts(path: Path, model: str, hub: Hub) -> tuple[list[Check], dict[str
 def measure(model: str, hub: Hub, context: typer.Context) -> None:
     """Measure the link as one of the ranks; rank 0 reports the times."""
     width, layers = _shape(model, hub)
-    place = context.find_object(Place)
+    process = context.find_object(RankProcess)
     try:
         member = Member(Machines(), context)
         import mlx.core as mx
@@ -82,16 +82,16 @@ def measure(model: str, hub: Hub, context: typer.Context) -> None:
 
         times = measure_link(Channel(mx.distributed.init()), width)
     except DFlashError as error:
-        if place is None:
+        if process is None:
             raise
-        place.line.send(LOST, str(error))
+        process.line.send(LOST, str(error))
         raise typer.Exit(1) from error
     if member.cluster.rank:
         return
-    if place is None:
+    if process is None:
         note(_describe(times, layers))
     else:
-        place.line.send(MEASURED, json.dumps(asdict(times)))
+        process.line.send(MEASURED, json.dumps(asdict(times)))
 
 
 def _shape(model: str, hub: Hub) -> tuple[int, int]:
@@ -116,20 +116,20 @@ def _machine(number: int, one: HostReport) -> Check:
     return Check(name, "ok", f"{versions}; backends: {', '.join(one.backends)}")
 
 
-def _versions(reached: Sequence[HostReport]) -> Iterator[Check]:
+def _versions(reports: Sequence[HostReport]) -> Iterator[Check]:
     """Versions that differ between machines."""
     for package in (*SAME, "Python"):
-        found = Counter(one.versions[package] for one in reached)
+        found = Counter(one.versions[package] for one in reports)
         if len(found) > 1:
-            each = "; ".join(f"{one.versions[package]} on {one.host.ssh}" for one in reached)
+            each = "; ".join(f"{one.versions[package]} on {one.host.ssh}" for one in reports)
             advice = f"Install the same {package} on all of them."
             yield Check(package, "fail" if package in SAME else "warn", each, advice)
 
 
-def _backend(backend: str, reached: Sequence[HostReport]) -> Iterator[Check]:
+def _backend(backend: str, reports: Sequence[HostReport]) -> Iterator[Check]:
     """The file's backend, where a machine does not have it."""
     base = backend.partition("-")[0]
-    if without := [one.host.ssh for one in reached if base not in one.backends]:
+    if without := [one.host.ssh for one in reports if base not in one.backends]:
         yield Check(backend, "fail", f"not available on {', '.join(without)}", LINK_ADVICE)
 
 

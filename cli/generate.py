@@ -15,7 +15,7 @@ from dflash_mlx.errors import PromptError, SettingsError
 from . import options
 from .generate_prompt import STDIN, Files, Prompt, System, as_messages, read_prompt, read_schema
 from .generate_summary import as_json, event_as_json, stats_as_json, stats_as_lines, summary
-from .machines import Machines, joined, shared, stdin_ends
+from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
 from .options import DECODING, OUTPUT
 from .output import as_line, check_writable, note, panel, print_json, stderr, waiting, write_file
 from .pair import Pair, check_plain, explain, open_pair
@@ -74,7 +74,7 @@ def generate(
     json_lines: JsonLines = False,
 ) -> None:
     """Answer one prompt. The text goes to stdout, a summary to stderr."""
-    if shared(machines, names, weights, context):
+    if runs_elsewhere(machines, names, weights, context):
         return
     if raw and system is not None:
         raise typer.BadParameter(
@@ -90,7 +90,7 @@ def generate(
     if output is not None:
         check_writable(output)
     encoded = cache(lambda target: _encode(target, asked))  # a long prompt is encoded once
-    pair = open_pair(names, weights, rounds, no_draft, compare, joined(context), encoded)
+    pair = open_pair(names, weights, rounds, no_draft, compare, cluster_member(context), encoded)
     settings = sampling.settings() | _schema_settings(pair, schema)
     comparison = _comparison(pair, encoded(pair.target), max_tokens, stop or [], settings)
     untaught = comparison.untaught() if compare else comparison

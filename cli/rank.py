@@ -2,8 +2,8 @@
 
     python -m dflash_mlx.cli.rank '{"rank": 1, ...}' generate --model NAME ...
 
-The first argument is from `cluster.hosts` and `cluster.ranks`; MLX reads its part of it from the
-environment and from files, when it is imported and the ranks meet.
+The first argument comes from `cluster.ranks`. MLX reads its part from environment variables and
+files when it is imported and when the ranks meet.
 """
 
 from __future__ import annotations
@@ -17,38 +17,34 @@ from typing import Any
 
 from dflash_mlx.cluster.supervisor_line import SupervisorLine
 
-from .machines import Place
+from .machines import RankProcess
 
 
 def main() -> None:
-    """Run the command as the rank that the first argument says."""
-    told, *arguments = sys.argv[1:]
-    begin = json.loads(told)
-    reading = writing = begin.get("line")
+    """Run the command as the rank that the first argument describes."""
+    first, *arguments = sys.argv[1:]
+    start = json.loads(first)
+    reading = writing = start.get("line")
     if reading is None:  # stdin and stdout are the line: prints go to stderr from now on
         reading, writing = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     line = SupervisorLine(reading, writing)
     line.send("pid", str(os.getpid()))
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= _environment(begin, Path(folder))
-        _run(arguments, Place(line, begin.get("listening")))
+        os.environ |= _environment(start, Path(folder))
+        from .app import app
+
+        app(arguments, prog_name="dflash-mlx", obj=RankProcess(line, start.get("listening")))
 
 
-def _environment(begin: dict[str, Any], folder: Path) -> dict[str, str]:
-    """What MLX asks for."""
-    found = {"MLX_RANK": str(begin["rank"])} | begin["environment"]
-    for name, content in begin["files"].items():
+def _environment(start: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The variables that MLX reads, some of them names of files."""
+    found = {"MLX_RANK": str(start["rank"])} | start["environment"]
+    for name, content in start["files"].items():
         path = folder / name
         path.write_text(json.dumps(content))
         found[name] = str(path)
     return found
-
-
-def _run(arguments: list[str], place: Place) -> None:
-    from .app import app
-
-    app(arguments, prog_name="dflash-mlx", obj=place)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, 
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
-from .machines import Machines, inherited, joined, shared
+from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
 from .options import option
 from .output import note
 from .pair import Pair, measuring, open_pair
@@ -137,15 +137,17 @@ def serve(
         access.no_auth,
     )
     listening = partial(listen, access.host, access.port)
-    if shared(machines, names, weights, context, listening):
+    if runs_elsewhere(machines, names, weights, context, listening):
         return
     _log(verbose)
     with (
-        inherited(context) or listening() as socket,  # a taken port fails first
+        inherited_socket(context) or listening() as socket,  # a taken port fails first
         _serving(socket, auth, load) as (server, metrics, over),
     ):
         check = partial(_check_sampling, sampling)
-        pair = open_pair(names, weights, rounds, no_draft, member=joined(context), check=check)
+        pair = open_pair(
+            names, weights, rounds, no_draft, member=cluster_member(context), check=check
+        )
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}

@@ -104,4 +104,4 @@ def test_seconds_that_are_none(seconds):
 @pytest.mark.parametrize("command", ["generate hi", "bench", "serve"])
 def test_what_is_about_other_machines_goes_with_hosts(command, given):
     done = run(*command.split(), given)
-    assert done.returncode == 2 and "goes with --hosts" in done.stderr
+    assert done.returncode == 2 and "needs --hosts" in done.stderr

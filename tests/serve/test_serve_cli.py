@@ -1,8 +1,6 @@
 """`dflash-mlx serve` and `launch`: what is refused at once, and what agents are told."""
 
 import json
-import os
-import signal
 import socket
 import threading
 import tomllib
@@ -13,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.launch import Agent, _ended_in_order, how
+from dflash_mlx.cli.launch import Agent, agent_command
 from dflash_mlx.errors import MissingDependencyError, ServerError
 
 
@@ -93,7 +91,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
 
 
 def test_claude_is_told_by_its_environment():
-    start = how(Agent.claude, "/bin/claude", "http://127.0.0.1:8000", "m", "k")
+    start = agent_command(Agent.claude, "/bin/claude", "http://127.0.0.1:8000", "m", "k")
     assert start.command == ["/bin/claude"]
     assert start.environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8000"
     assert start.environment["ANTHROPIC_AUTH_TOKEN"] == "k"
@@ -101,7 +99,7 @@ def test_claude_is_told_by_its_environment():
 
 
 def test_codex_is_told_by_its_arguments():
-    start = how(Agent.codex, "codex", "http://127.0.0.1:8000", 'm"x', "k")
+    start = agent_command(Agent.codex, "codex", "http://127.0.0.1:8000", 'm"x', "k")
     settings = {}
     for argument in start.command[1:]:
         name, _, value = argument.removeprefix("-c").partition("=")
@@ -112,7 +110,7 @@ def test_codex_is_told_by_its_arguments():
 
 
 def test_opencode_is_told_by_its_environment():
-    start = how(Agent.opencode, "opencode", "http://127.0.0.1:8000", "m", "k")
+    start = agent_command(Agent.opencode, "opencode", "http://127.0.0.1:8000", "m", "k")
     config = json.loads(start.environment["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == "dflash/m" and "m" in config["provider"]["dflash"]["models"]
     assert config["provider"]["dflash"]["options"]["baseURL"] == "http://127.0.0.1:8000/v1"
@@ -135,13 +133,6 @@ def test_port_0_of_an_agents_server_is_a_free_one(tmp_path, monkeypatch):
     [(url, port)] = asked
     assert code == 1 and "no more is needed" in told
     assert port > 0 and url == f"http://127.0.0.1:{port}"
-
-
-def test_sigterm_ends_what_launch_has_started():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit, match="143"), _ended_in_order():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_agent_that_is_not_there():
