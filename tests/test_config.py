@@ -170,11 +170,80 @@ def test_errors_name_the_field(field, fields):
     assert f": {field.strip()}" in message and "\n" not in message
 
 
+TWO = {"architectures": ["DFlash2DraftModel"]}
+SIZES_OF_TWO = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
+
+
+def nested(**fields):
+    return {"dflash_config": fields}
+
+
+def yarn(**more):
+    return YARN | more
+
+
+NOT_UNDERSTOOD = {
+    "architectures": {"architectures": ["Eagle3DraftModel"]},
+    "dflash_config.projector": nested(projector="mlp"),
+    "dflash_config.selector_rank is not understood": nested(selector_rank=16),
+    "conv_kernel_size is missing": TWO,
+    "selector_top_k is missing": TWO
+    | nested(conv_kernel_size=2, conv_group_size=16, selector_rank=256),
+    "dflash_config.conv_group_size must divide 64": TWO
+    | nested(**SIZES_OF_TWO | {"conv_group_size": 48}),
+    "dflash_config.conv_kernel_size must": TWO | nested(**SIZES_OF_TWO | {"conv_kernel_size": 0}),
+    "dflash_config.selector_top_k must": TWO | nested(**SIZES_OF_TWO | {"selector_top_k": 10**6}),
+    "dflash_config.output_multiplier must": nested(output_multiplier=0),
+    "dflash_config.final_logit_softcapping must": nested(final_logit_softcapping=-30.0),
+    "dflash_config.input_embedding_scale must": nested(input_embedding_scale=float("nan")),
+    "is_causal contradicts causal": {"is_causal": True, "causal": False},
+    "rope_scaling.factor is missing": {"rope_scaling": {"rope_type": "yarn"}},
+    "rope_scaling.factor must": {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+    "rope_scaling.truncate must": {"rope_scaling": yarn(truncate="no")},
+    "rope_scaling.extrapolation_factor is not": {"rope_scaling": yarn(extrapolation_factor=1)},
+    "rope_scaling.rope_type has": {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+    "rope_parameters.sliding_attention is not": {
+        "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}
+    },
+    "rope_parameters.partial_rotary_factor must": {
+        "rope_parameters": {"partial_rotary_factor": 0.25}
+    },
+    "max_window_layers is missing": {"use_sliding_window": True, "sliding_window": 64},
+    "mlp_bias must": {"mlp_bias": True},
+    "draft_vocab_size must": {"draft_vocab_size": 32000},
+    "target_hidden_size must": {"target_hidden_size": 5120},
+    "quantization_config is not": {
+        "quantization_config": {"bits": 4, "group_size": 128, "quant_method": "gptq"}
+    },
+    "quantization is not": {"quantization": {"mode": "mxfp4"}},
+}
+
+
+@pytest.mark.parametrize(("words", "fields"), NOT_UNDERSTOOD.items())
+def test_what_is_not_understood_is_an_error_that_names_the_field(words, fields):
+    with pytest.raises(ConfigError) as caught:
+        config(**fields)
+    assert str(caught.value).startswith(f"drafter config: {words}")
+
+
 def test_the_message_says_where(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MINIMAL | {"block_size": 0}))
     with pytest.raises(ConfigError, match=f"^{path}: block_size must be a whole number"):
         DraftConfig.from_file(path)
+
+
+def test_every_field_says_where_it_was_read():
+    resolved = config(**nested(block_size=8), rope_parameters={"rope_theta": 1e7})
+    sources = {field.field: field.source for field in resolved.describe()}
+    assert sources["block_size"] == "dflash_config.block_size"
+    assert sources["rope_theta"] == "rope_parameters.rope_theta"
+    assert sources["mask_token_id"] == "mask_token_id" and sources["head_dim"] == "default"
 
 
 def test_from_file(tmp_path):

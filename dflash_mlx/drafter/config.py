@@ -1,11 +1,10 @@
-"""A drafter's config.json, in every published packaging, resolved into one validated form.
+"""A drafter's config.json, in every published packaging, as one validated `DraftConfig`.
 
 Published drafters spell the same fact in several places: the block size at the root or nested in
 `dflash_config`, the rope base at the root or in `rope_parameters`, causality as `is_causal` or
-`causal`. Reading only one of them is how other ports ran drafters at the wrong block size without
-a word. Here the table of `packagings` says where a field may stand and what its absence means,
-every decision remembers the place it was read from, and what is missing, contradicts itself or is
-not understood is a `ConfigError` that names the field.
+`causal`. A reader of only one of them runs a drafter at the wrong block size without a word. The
+tables of `packagings` say where a field may stand and what its absence means. What is missing,
+contradicts itself or is not understood is a `ConfigError` that names the field.
 """
 
 from __future__ import annotations
@@ -18,8 +17,16 @@ from typing import Any
 
 from ..errors import ConfigError, IncompatibleDrafterError
 from ..validation import brief, read_json
-from .blocks import read_causality, read_first_row, read_sinks, read_taps, read_windows
-from .fields import Decision, Fields
+from .config_attention import (
+    read_causality,
+    read_first_row,
+    read_rope,
+    read_sinks,
+    read_taps,
+    read_windows,
+    rope_amplitude,
+)
+from .config_reader import ConfigReader, ResolvedField
 from .packagings import (
     ARCHITECTURES,
     DFLASH,
@@ -33,10 +40,9 @@ from .packagings import (
     SPECULATORS_KINDS,
     Architecture,
 )
-from .rotation import amplitude, read_rotation
 
-MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_ROWS = 1024, 2**14, 2**20, 2**12
-MOST_TOKENS = 2**24  # of a vocabulary
+MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_ROWS = 1024, 2**14, 2**20, 2**12
+MAX_VOCABULARY = 2**24
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 
 
@@ -99,7 +105,7 @@ class DraftConfig:
     quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
     unreadable: str | None = None  # why the weights cannot be read, where the config says so
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    unused: tuple[Decision, ...] = field(default=(), compare=False, repr=False)
+    unused: tuple[ResolvedField, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """What stands for another field's value becomes it."""
@@ -135,42 +141,46 @@ class DraftConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "drafter config") -> DraftConfig:
         """Resolve a parsed config.json; `where` starts the error messages. Raises `ConfigError`."""
-        said = _architecture(raw, where)
-        read = Fields(raw, where, said.packaging)
-        read.found_at_root("architectures", "speculators_model_type")
-        resolved = _shape(read)
-        resolved |= _heads(read, said, resolved)
+        architecture = _architecture(raw, where)
+        read = ConfigReader(raw, where, architecture.packaging)
+        for place, _ in read.found("architectures", "speculators_model_type"):
+            read.sources[place] = place
+        resolved = _sizes(read)
+        resolved |= _heads(read, architecture, resolved)
         layers, rows = resolved["num_hidden_layers"], resolved["block_size"]
         resolved["first_row"] = read_first_row(read, resolved["kind"], rows)
         if rows <= resolved["first_row"]:
-            raise read.error("block_size", f"must be a whole number of at least 2, not {rows}")
+            problem = f"must be a whole number of at least 2, not {rows}"
+            raise read.error(read.place("block_size"), problem)
         resolved["windows"], sliding = read_windows(read, layers)
         resolved["causal"] = read_causality(read, sliding)
         resolved["sinks"] = read_sinks(read, resolved["windows"])
-        resolved["target_layer_ids"] = _taps(read, resolved["num_target_layers"])
-        resolved |= read_rotation(read, resolved["max_position_embeddings"])
-        resolved["rope_neox"] = read.flag("rope_neox", said.rope_neox)
-        resolved["rope_amplitude"] = amplitude(resolved, read.sources)
+        resolved["target_layer_ids"] = read_taps(read, resolved["num_target_layers"])
+        positions = resolved["max_position_embeddings"]
+        resolved["rope_theta"], resolved["rope_scaling"] = read_rope(read, positions)
+        resolved["rope_neox"] = read.boolean("rope_neox", architecture.rope_neox)
+        resolved["rope_amplitude"] = rope_amplitude(resolved, read.sources)
         if resolved["head_dim"] % 2:
             raise read.error("head_dim", "must be even for rotary positions")
         resolved |= _weights(read)
-        unused = tuple(read.check_all_known())
+        unused = tuple(read.unused())
         return cls(**resolved, sources=read.sources, unused=unused)
 
-    def describe(self) -> list[Decision]:
-        """Every resolved field with the place it came from, for people to check.
+    def describe(self) -> list[ResolvedField]:
+        """Every field with the place where it was read.
 
-        What is in the config and not used is in `unused`.
+        Keys of the config that are not used are in `unused`.
         """
         names = [item.name for item in fields(self) if item.name not in ("sources", "unused")]
         return [
-            Decision(name, getattr(self, name), self.sources.get(name, "default")) for name in names
+            ResolvedField(name, getattr(self, name), self.sources.get(name, "default"))
+            for name in names
         ]
 
     def check_fits(self, hidden_size: int, vocab_size: int, num_layers: int) -> None:
         """Raise `IncompatibleDrafterError` unless a target of this shape is the drafter's own.
 
-        A `num_target_layers` that is one off, as some files have it, only warns.
+        A `num_target_layers` that is one off, as in some files, only warns.
         """
         pairs = [("hidden_size", self.target_hidden_size, hidden_size)]
         if not self.sources.get("vocab_size", "").startswith("default of"):
@@ -185,7 +195,7 @@ class DraftConfig:
                 raise IncompatibleDrafterError(
                     f"The drafter was made for another target: {message}"
                 )
-            # Of this place, whoever asks: a pair is checked in several, and it is said once.
+            # At this line for every caller: a pair is checked in several places, and warned once.
             warnings.warn(
                 f"dflash-mlx: the drafter may be another target's: {message}", stacklevel=1
             )
@@ -197,7 +207,7 @@ class DraftConfig:
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
-    """What the config's labels stand for. Raises `ConfigError`."""
+    """The packaging and the kind that the config's labels mean. Raises `ConfigError`."""
     names = raw.get("architectures") or [None]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str | None):
         raise ConfigError(f"{where}: architectures must name one drafter, not {brief(names)}.")
@@ -206,6 +216,7 @@ def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
         raise ConfigError(
             f"{where}: architectures {name!r} is {OTHER_NETWORKS[name]}, another network."
         )
+    unknown = ConfigError(f"{where}: architectures {name!r} is not a known drafter.")
     algorithm = raw.get("speculators_model_type")
     if algorithm is not None or "transformer_layer_config" in raw:
         kind = SPECULATORS_KINDS.get(algorithm) if isinstance(algorithm, str) else None
@@ -215,94 +226,83 @@ def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
                 f"not {brief(algorithm)}."
             )
         if name is not None and name not in ARCHITECTURES and "Speculator" not in name:
-            raise _unknown(where, name)
+            raise unknown
         return Architecture(SPECULATORS, kind)
     if name is None:
         muse = raw.get("model_type") == "muse_glimmer_assistant"
         name = "MuseGlimmerAssistantModel" if muse else "DFlashDraftModel"
     if name not in ARCHITECTURES:
-        raise _unknown(where, name)
-    said = ARCHITECTURES[name]
+        raise unknown
+    found = ARCHITECTURES[name]
     nested = raw.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
-    if said.kind == DFLASH and any("causal_head" in place for place in (raw, nested)):
-        return replace(said, packaging=JETSPEC)
-    return said
+    if found.kind == DFLASH and any("causal_head" in place for place in (raw, nested)):
+        return replace(found, packaging=JETSPEC)
+    return found
 
 
-def _unknown(where: str, name: str) -> ConfigError:
-    return ConfigError(f"{where}: architectures {name!r} is not a drafter that is known here.")
-
-
-def _shape(read: Fields) -> dict[str, Any]:
-    """The sizes of the network, and of the target that it was made for."""
-    heads = read.integer("num_attention_heads", most=MOST_HEADS)
-    hidden = read.integer("hidden_size", most=MOST_WIDTH)
-    vocabulary = read.integer("vocab_size", most=MOST_TOKENS)
+def _sizes(read: ConfigReader) -> dict[str, Any]:
+    """The sizes of the network and of its target."""
+    heads = read.integer("num_attention_heads", most=MAX_HEADS)
+    hidden = read.integer("hidden_size", most=MAX_WIDTH)
+    vocabulary = read.integer("vocab_size", most=MAX_VOCABULARY)
+    key_value_heads = read.integer("num_key_value_heads", heads, divides=heads)
+    mode = read.get("attention_mode")
+    if mode not in (None, "gqa", "mha") or (mode == "mha" and key_value_heads != heads):
+        problem = f"is {brief(mode)} with {key_value_heads} heads of keys"
+        raise read.error(read.place("attention_mode"), problem)
+    width = read.integer("target_hidden_size", hidden, most=MAX_WIDTH)
+    if width != hidden and not read.packaging.other_width:
+        problem = f"must be {hidden}, not {width}"
+        raise read.error(read.place("target_hidden_size"), problem)
+    most = MAX_WIDTH // heads
     return {
         "hidden_size": hidden,
-        "num_hidden_layers": read.integer("num_hidden_layers", most=MOST_LAYERS),
-        "intermediate_size": read.integer("intermediate_size", most=MOST_WIDTH),
+        "num_hidden_layers": read.integer("num_hidden_layers", most=MAX_LAYERS),
+        "intermediate_size": read.integer("intermediate_size", most=MAX_WIDTH),
         "num_attention_heads": heads,
-        "num_key_value_heads": _key_value_heads(read, heads),
-        "head_dim": read.integer("head_dim", max(hidden // heads, 1), most=MOST_WIDTH // heads),
+        "num_key_value_heads": key_value_heads,
+        "head_dim": read.integer("head_dim", max(hidden // heads, 1), most=most),
         "vocab_size": vocabulary,
-        "draft_vocab_size": _drafted_vocabulary(read, vocabulary),
-        "target_hidden_size": _target_width(read, hidden),
-        "block_size": read.integer("block_size", most=MOST_ROWS),
-        "mask_token_id": read.integer("mask_token_id", minimum=0, below=vocabulary),
-        "num_target_layers": read.optional_integer("num_target_layers", most=MOST_LAYERS),
+        "draft_vocab_size": _draft_vocabulary(read, vocabulary),
+        "target_hidden_size": width,
+        "block_size": read.integer("block_size", most=MAX_ROWS),
+        "mask_token_id": read.integer("mask_token_id", least=0, most=vocabulary - 1),
+        "num_target_layers": read.integer("num_target_layers", None, most=MAX_LAYERS),
         "max_position_embeddings": read.integer("max_position_embeddings", 40960),
     }
 
 
-def _drafted_vocabulary(read: Fields, vocabulary: int) -> int:
+def _draft_vocabulary(read: ConfigReader, vocabulary: int) -> int:
     """How many tokens can be drafted."""
-    count = read.optional_integer("draft_vocab_size")
-    if count is None:
-        return vocabulary
+    count: int = read.integer("draft_vocab_size", vocabulary)
     if read.sources["draft_vocab_size"].startswith("default"):
         return min(count, vocabulary)
     if count > vocabulary or (count < vocabulary and not read.packaging.reduced):
-        raise read.error("draft_vocab_size", f"must be {vocabulary}, not {count}")
+        raise read.error(read.place("draft_vocab_size"), f"must be {vocabulary}, not {count}")
     return count
 
 
-def _target_width(read: Fields, hidden: int) -> int:
-    width = read.integer("target_hidden_size", hidden, most=MOST_WIDTH)
-    if width != hidden and not read.packaging.other_width:
-        raise read.error("target_hidden_size", f"must be {hidden}, not {width}")
-    return width
-
-
-def _key_value_heads(read: Fields, heads: int) -> int:
-    count = read.integer("num_key_value_heads", heads, divides=heads)
-    mode = read.get("attention_mode")
-    if mode not in (None, "gqa", "mha") or (mode == "mha" and count != heads):
-        raise read.error("attention_mode", f"is {brief(mode)} with {count} heads of keys")
-    return count
-
-
-def _heads(read: Fields, said: Architecture, resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """What comes after the backbone, and so what the drafter is."""
-    kind, packaging = said.kind, said.packaging
-    rank, markov = read.one("markov_rank"), None
+def _heads(
+    read: ConfigReader, architecture: Architecture, resolved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What comes after the backbone, and so the drafter's kind and packaging."""
+    kind, packaging = architecture.kind, architecture.packaging
+    rank = read.integer("markov_rank", None, least=0, most=MAX_WIDTH)
     if rank is None and kind == DSPARK:
         raise read.error("markov_rank", "is missing")
-    if rank is not None:
-        read.sources["markov"] = rank[0]
-        width = read.integer(rank[0].rpartition(".")[2], minimum=0, most=MOST_WIDTH)
-        markov = Markov(width, _markov_type(read)) if width else None
-    confidence = read.flag("confidence", packaging.confidence and kind == DSPARK) or False
+    markov = Markov(rank, _markov_type(read)) if rank else None
     if markov is not None and kind == DFLASH2:
-        raise read.error("markov_rank", "and DFlash2's selector do not go together")
+        raise read.error(read.place("markov_rank"), "and DFlash2's selector do not go together")
+    confidence = read.boolean("confidence", packaging.confidence and kind == DSPARK)
     if kind != DFLASH2:
         kind = DSPARK if markov is not None or (kind == DSPARK and confidence) else DFLASH
     projector = read.get("projector_type")
     if projector is not None and (
         not isinstance(projector, str) or kind not in PROJECTORS.get(projector, ())
     ):
-        raise read.error("projector_type", f"is {brief(projector)}, the rest says {kind}")
+        problem = f"is {brief(projector)}, the other fields say {kind}"
+        raise read.error(read.place("projector_type"), problem)
     if markov is not None and packaging.name == "zlab":
         # DSpark under DFlash's label. There are both kinds, so the file has to say more.
         packaging = replace(SPECFORGE, first_row={DSPARK: None})
@@ -310,18 +310,19 @@ def _heads(read: Fields, said: Architecture, resolved: Mapping[str, Any]) -> dic
     kept: dict[str, Any] = {"kind": kind, "packaging": packaging.name, "markov": markov}
     kept["confidence"] = confidence and kind == DSPARK
     if kind == DFLASH2:
-        kept |= _dflash2(read, resolved)
+        kept |= _selector(read, resolved)
     return kept
 
 
-def _markov_type(read: Fields) -> str:
+def _markov_type(read: ConfigReader) -> str:
     kind = read.get("markov_head_type") or "vanilla"
     if kind not in MARKOV_TYPES:
-        raise read.error("markov_head_type", f"must be one of {', '.join(MARKOV_TYPES)}")
+        problem = f"must be one of {', '.join(MARKOV_TYPES)}"
+        raise read.error(read.place("markov_head_type"), problem)
     return str(kind)
 
 
-def _dflash2(read: Fields, resolved: Mapping[str, Any]) -> dict[str, Any]:
+def _selector(read: ConfigReader, resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of DFlash2's convolutions and of its candidate selector."""
     hidden, vocabulary = resolved["hidden_size"], resolved["vocab_size"]
     if resolved["draft_vocab_size"] != vocabulary:
@@ -329,51 +330,41 @@ def _dflash2(read: Fields, resolved: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "conv_kernel_size": read.integer("conv_kernel_size", most=64),
         "conv_group_size": read.integer("conv_group_size", divides=hidden),
-        "selector_rank": read.integer("selector_rank", most=MOST_WIDTH),
-        "selector_top_k": read.integer("selector_top_k", below=vocabulary + 1),
-        "selector_vocab_size": read.optional_integer("selector_vocab_size", most=vocabulary),
+        "selector_rank": read.integer("selector_rank", most=MAX_WIDTH),
+        "selector_top_k": read.integer("selector_top_k", most=vocabulary),
+        "selector_vocab_size": read.integer("selector_vocab_size", None, most=vocabulary),
     }
 
 
-def _taps(read: Fields, depth: int | None) -> tuple[int, ...]:
-    taps = read_taps(read)
-    if depth is not None and max(taps) >= depth:
-        raise read.error("target_layer_ids", f"names layer {max(taps)} of {depth}")
-    return taps
-
-
-def _weights(read: Fields) -> dict[str, Any]:
+def _weights(read: ConfigReader) -> dict[str, Any]:
     """What is done to embeddings and logits, and how the weights are stored."""
     stored, unreadable = _quantization(read)
     return {
         "rms_norm_eps": read.number("rms_norm_eps", 1e-6),
-        "attention_bias": read.boolean("attention_bias"),
-        "tie_word_embeddings": read.boolean("tie_word_embeddings"),
+        "attention_bias": read.boolean("attention_bias", False),
+        "tie_word_embeddings": read.boolean("tie_word_embeddings", False),
         "input_embedding_scale": read.number("input_embedding_scale", 1.0),
         "output_multiplier": read.number("output_multiplier", 1.0),
-        "final_logit_softcapping": read.optional_number("final_logit_softcapping"),
+        "final_logit_softcapping": read.number("final_logit_softcapping"),
         "logit_scale": read.number("logit_scale", 1.0),
-        "runtime_block_size": read.optional_integer("runtime_block_size", most=MOST_ROWS),
+        "runtime_block_size": read.integer("runtime_block_size", None, most=MAX_ROWS),
         "quantization": stored,
         "unreadable": unreadable,
     }
 
 
-def _quantization(read: Fields) -> tuple[Mapping[str, Any] | None, str | None]:
-    """How mlx-lm quantized the stored weights (its converters write both spellings).
+def _quantization(read: ConfigReader) -> tuple[Mapping[str, Any] | None, str | None]:
+    """How mlx-lm quantized the stored weights, and why they cannot be read if they cannot.
 
-    ModelOpt's files name an algorithm; then the network is known and its weights are not readable.
+    mlx-lm's converters write both spellings. ModelOpt's files name an algorithm of their own.
     """
     both = [name for name in ("quantization", "quantization_config") if read.mapping(name)]
     if not both:
         return None, None
-    name = both[0]
-    stored = read.mapping(name)
+    stored = read.mapping(both[0])
     if "quant_algo" in stored and "quant_method" not in stored:
-        read.sources["unreadable"] = name
-        return None, f"{name}.quant_algo {brief(stored['quant_algo'])} is not one of mlx-lm's"
+        return None, f"{both[0]}.quant_algo {brief(stored['quant_algo'])} is not one of mlx-lm's"
     sizes = [type(stored.get(size)) is int for size in ("bits", "group_size")]
     if "quant_method" in stored or not all(sizes):
-        raise read.error(name, "is not one of mlx-lm's, with bits and group_size")
-    read.sources["quantization"] = name
+        raise read.error(both[0], "is not one of mlx-lm's, with bits and group_size")
     return stored, None

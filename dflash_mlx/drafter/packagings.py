@@ -1,9 +1,9 @@
-"""The packagings that block drafters are published in, a row each, and every key they are known by.
+"""The packagings that block drafters are published in, as data.
 
-The same network is published under many names: z-lab's, DeepSpec's, SpecForge's, Red Hat's ... They
-differ in where a field stands and how it is called, in what an absent field means, which row of a
-block drafts first, which layers are causal, and how tensors are called. All of that is here, as
-data: a new packaging is a new row. `docs/drafters.md` names the sources.
+The same network is published under many names: z-lab's, DeepSpec's, SpecForge's, Red Hat's and
+others. They differ in the places and names of fields, in what an absent field means, in the row
+that drafts first, in which layers are causal, and in the names of tensors. A new packaging is a new
+row here. `docs/drafters.md` names the sources.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ PLACES = ("dflash_config", "dspark_config", "transformer_layer_config", "")
 
 @dataclass(frozen=True)
 class Packaging:
-    """What one publisher's files mean where they say nothing.
+    """What the files of one publisher mean.
 
     Attributes:
-        name: as `--inspect` shows it.
-        first_row: the row of a block that drafts the first token, of DFlash and of DSpark; None:
-            the file has to say it.
-        causal: whether a row of the block is blind to later ones where no flag says so: "sliding"
-            in layers that `layer_types` calls sliding, "never" in none.
-        defaults: fields that may be left out, and what they are then.
-        copied: the file is a copy of the target's config with the drafter's fields written over
-            it, so the target's own fields (`COPIED`) describe nothing.
-        confidence: whether a DSpark drafter has a confidence head where no key says so.
-        reduced: whether it has drafters that know only some of the target's tokens.
-        other_width: whether it has drafters that are wider or narrower than their target.
-        tensors: how names that are not ours begin -> what that is in ours.
+        name: as `models --inspect` shows it.
+        first_row: by kind, the row of a block that drafts the first token; None if the file has to
+            say it.
+        causal: without a flag in the file, "sliding" layers are causal, or none ("never").
+        defaults: values of absent fields.
+        copied: the file is a copy of the target's config with the drafter's fields added, so the
+            target's own fields (`COPIED`) mean nothing.
+        confidence: without a key in the file, whether a DSpark drafter has a confidence head.
+        reduced: whether drafters may know only some of the target's tokens.
+        other_width: whether drafters may be wider or narrower than their target.
+        tensors: beginnings of tensors' names -> our beginnings.
         unused_tensors: stored, and not needed.
     """
 
@@ -118,119 +117,93 @@ SPECULATORS_KINDS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
 # `projector_type` -> the kinds it may go with.
 PROJECTORS = {"dflash": {DFLASH}, "dflash2": {DFLASH2}, "dspark": {DSPARK, DFLASH}}
 
-# The spellings of what is one field, here by our name for it. They have to agree.
+# Fields with several spellings, by our name. The spellings have to agree.
 SPELLINGS = {
     "causal": ("causal", "is_causal", "causal_head", "dflash_query_causal"),
     "rope_neox": ("rope_is_neox_style", "is_neox_style"),
     "markov_rank": ("markov_rank", "dspark_markov_rank"),
     "confidence": ("enable_confidence_head", "use_confidence_head"),
-    "ids of Speculators": ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
-    "sinks": ("attention_sink_bias",),
-    "sinks of sliding layers": ("add_swa_attention_sink_bias",),
-    "sinks of full layers": ("add_full_attention_sink_bias",),
+    "shifted_layer_ids": ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
 }
 # Keys that say which row drafts first, and the row for true; the other one is for false.
 FIRST_ROW_FLAGS = {"sample_from_anchor": 0, "shift_label": 0, "dspark_bonus_anchor": 1}
 
 
-def _keys(reason: str, names: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), reason)
-
-
-# Accepted and not used, with the reason that `--inspect` gives.
-HARMLESS = {
-    **_keys(
-        "the library's own record",
-        "auto_map model_type dtype torch_dtype transformers_version _name_or_path speculators_"
-        "version use_cache return_dict output_attentions output_hidden_states problem_type "
-        "id2label label2id is_encoder_decoder is_decoder chunk_size_feed_forward use_return_dict "
-        "finetuning_task torchscript pruned_heads add_cross_attention cross_attention_hidden_size "
-        "tie_encoder_decoder prefix task_specific_params tokenizer_class use_bfloat16 tf_legacy_"
-        "loss _attn_implementation _attn_implementation_autoset pretraining_tp has_no_defaults_"
-        "at_init base_model_ep_plan base_model_pp_plan base_model_tp_plan _experts_implementation "
-        "attn_implementation library_name license tags",
-    ),
-    **_keys(
-        "tokens that the target decides about",
+# Keys that change nothing about the network.
+HARMLESS = frozenset(
+    (
+        # the library's own record
+        "auto_map model_type dtype torch_dtype transformers_version _name_or_path "
+        "speculators_version use_cache return_dict output_attentions output_hidden_states "
+        "problem_type id2label label2id is_encoder_decoder is_decoder chunk_size_feed_forward "
+        "use_return_dict finetuning_task torchscript pruned_heads add_cross_attention "
+        "cross_attention_hidden_size tie_encoder_decoder prefix task_specific_params "
+        "tokenizer_class use_bfloat16 tf_legacy_loss _attn_implementation "
+        "_attn_implementation_autoset pretraining_tp has_no_defaults_at_init base_model_ep_plan "
+        "base_model_pp_plan base_model_tp_plan _experts_implementation attn_implementation "
+        "library_name license tags "
+        # tokens that the target decides about
         "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id "
         "decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens "
-        "begin_suppress_tokens bad_words_ids",
-    ),
-    **_keys(
-        "of training",
+        "begin_suppress_tokens bad_words_ids "
+        # training
         "attention_dropout hidden_dropout embedding_dropout initializer_range num_anchors "
         "max_anchors confidence_head_alpha loss_decay_gamma loss_type loss_weights loss_gamma "
-        "loss_config ttt_steps initial_context_length embed_requires_grad freeze_embed",
-    ),
-    **_keys(
-        "a hint for serving; any value gives the same text",
+        "loss_config ttt_steps initial_context_length embed_requires_grad freeze_embed "
+        # hints for serving: any value gives the same text
         "draft_window_size dflash_initial_block_size prefer_requested_block_size "
-        "dspark_draft_topk confidence_threshold confidence_temperatures sts_temperatures",
-    ),
-    **_keys("all positions of a text are alike", "mrope_section mrope_interleaved"),
-    **_keys("decided by the tensors", "confidence_head_with_markov has_own_embed_tokens"),
-}
-# Fields of targets that a copied config (DeepSpec's) still has; they describe nothing there.
-COPIED = _keys(
-    "copied from the target; the drafter has no such part",
-    "partial_rotary_factor attn_output_gate output_gate_type full_attention_interval "
-    "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
-    "linear_value_head_dim num_experts num_experts_per_tok num_local_experts decoder_sparse_step "
-    "moe_intermediate_size shared_expert_intermediate_size norm_topk_prob mlp_only_layers "
-    "output_router_logits router_aux_loss_coef n_routed_experts n_shared_experts n_group "
-    "topk_group routed_scaling_factor first_k_dense_replace moe_layer_freq swiglu_limit "
-    "swiglu_alpha mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings "
-    "num_nextn_predict_layers rope_interleave use_qk_norm attn_type_list experts_per_token "
-    "vision_config language_model_only image_token_id video_token_id vision_start_token_id "
-    "vision_end_token_id attn_logit_softcapping query_pre_attn_scalar use_sliding_window "
-    "max_window_layers sliding_window",
+        "dspark_draft_topk confidence_threshold confidence_temperatures sts_temperatures "
+        # all positions of a text are alike
+        "mrope_section mrope_interleaved "
+        # decided by the tensors
+        "confidence_head_with_markov has_own_embed_tokens"
+    ).split()
 )
-# Refused unless the value is the one that means nothing: key -> (that value, what it would be).
-OTHER_VALUES: dict[str, tuple[Any, str]] = {
-    "hidden_act": ("silu", "another activation"),
-    "mlp_bias": (False, "biases in the MLP"),
-    "partial_rotary_factor": (1, "a partial rotation"),
-    "attn_output_gate": (False, "gated attention"),
-    "gating": (False, "gated attention"),
-    "enable_qwen35_gated_q_proj": (False, "gated attention"),
-    "log_snr_conditioning": (False, "a network that is told how noisy its input is"),
-    "draft_adapter_rank": (0, "adapters"),
-    "fc_norm": (False, "a norm around fc"),
-    "fc_layernorm": (False, "a norm around fc"),
-    "gru_hidden_dim": (0, "a GRU head"),
-    "emb_dim": (0, "a GRU head"),
-    "pure_draft_prefix_len": (0, "a head that leaves the first rows out"),
-    "draft_shift": (False, "a shift that no published head has"),
-    "draft_ffn_type": ("dense", "a mixture of experts"),
-    "use_heterogeneous_kv": (False, "a fusion of taps per layer"),
-    "attention_k_eq_v": (False, "keys that are values"),
-    "global_head_dim": (0, "heads of another size in full layers"),
-    "num_global_key_value_heads": (0, "other keys and values in full layers"),
-    "hc_mult": (1, "several residual streams"),
-    "attn_logit_softcapping": (0, "capped attention"),
-    "num_experts": (0, "a mixture of experts"),
-    "num_local_experts": (0, "a mixture of experts"),
-    "n_routed_experts": (0, "a mixture of experts"),
+# Fields of the target in a copied config (DeepSpec's): the drafter has no such part.
+COPIED = frozenset(
+    (
+        "partial_rotary_factor attn_output_gate output_gate_type full_attention_interval "
+        "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
+        "linear_value_head_dim num_experts num_experts_per_tok num_local_experts "
+        "decoder_sparse_step moe_intermediate_size shared_expert_intermediate_size "
+        "norm_topk_prob mlp_only_layers output_router_logits router_aux_loss_coef "
+        "n_routed_experts n_shared_experts n_group topk_group routed_scaling_factor "
+        "first_k_dense_replace moe_layer_freq swiglu_limit swiglu_alpha mamba_ssm_dtype "
+        "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers "
+        "rope_interleave use_qk_norm attn_type_list experts_per_token vision_config "
+        "language_model_only image_token_id video_token_id vision_start_token_id "
+        "vision_end_token_id attn_logit_softcapping query_pre_attn_scalar use_sliding_window "
+        "max_window_layers sliding_window"
+    ).split()
+)
+# Keys that change the network unless they have this value.
+NEUTRAL: dict[str, Any] = {
+    "hidden_act": "silu",
+    "draft_ffn_type": "dense",
+    "partial_rotary_factor": 1,
+    "hc_mult": 1,
+    **dict.fromkeys(
+        "mlp_bias attn_output_gate gating enable_qwen35_gated_q_proj log_snr_conditioning fc_norm "
+        "fc_layernorm draft_shift use_heterogeneous_kv attention_k_eq_v".split(),
+        False,
+    ),
+    **dict.fromkeys(
+        "draft_adapter_rank gru_hidden_dim emb_dim pure_draft_prefix_len global_head_dim "
+        "num_global_key_value_heads attn_logit_softcapping num_experts num_local_experts "
+        "n_routed_experts".split(),
+        0,
+    ),
 }
-# Keys that begin so and are not known: the drafter is inside a target (DeepSeek-V4, -V4.1).
-INSIDE_A_TARGET = "dspark_"
 
-
-# Tensors that any file may have and that nothing is computed with, by how their names end.
-UNUSED_TENSORS = ("rotary_emb.inv_freq",)
+UNUSED_TENSORS = ("rotary_emb.inv_freq",)  # endings of names, in any packaging
 PACKAGINGS = {row.name: row for row in (ZLAB, JETSPEC, DEEPSPEC, SPECFORGE, SPECULATORS, MUSE)}
 
 
 def our_name(packaging: Packaging, tensor: str) -> str | None:
-    """What a stored tensor is called in our networks; None where nothing is computed with it."""
+    """The name of a stored tensor in our networks; None if it is not needed."""
     if tensor in packaging.unused_tensors or tensor.endswith(UNUSED_TENSORS):
         return None
     for start, ours in packaging.tensors.items():
         if tensor.startswith(start):
             return ours + tensor.removeprefix(start)
     return tensor
-
-
-def harmless(packaging: Packaging) -> Mapping[str, str]:
-    """The keys that are accepted and not used, with the reason."""
-    return {**HARMLESS, **COPIED} if packaging.copied else HARMLESS

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..drafter.config import DraftConfig
-from ..drafter.fields import Decision
+from ..drafter.config_reader import ResolvedField
 from ..drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, PACKAGINGS, our_name
 from .checks import check_safetensors, read_header
 
 NETWORKS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 
 
-def inspect_drafter(path: Path) -> list[Decision]:
+def inspect_drafter(path: Path) -> list[ResolvedField]:
     """Every decision about a drafter and its source: from its config, then from its tensors.
 
     Unused fields of the config come last. `path` is a drafter's folder, or a config.json, whose
@@ -27,7 +27,7 @@ def inspect_drafter(path: Path) -> list[Decision]:
         config = settle(config, shapes)
     source = "architectures" if "architectures" in config.sources else "default"
     source = config.sources.get("speculators_model_type", source)
-    network = Decision("network", NETWORKS[config.kind], source)
+    network = ResolvedField("network", NETWORKS[config.kind], source)
     decisions = [network, *config.describe()]
     return [*decisions, *(_parts(config, shapes) if shapes else []), *config.unused]
 
@@ -48,20 +48,20 @@ def settle(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> DraftC
     return replace(config, **changes, sources=sources)
 
 
-def _parts(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[Decision]:
+def _parts(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[ResolvedField]:
     """Decisions from the presence of tensors."""
     decisions = []
     for part, tensor in (("embedding", EMBEDDING), ("head", HEAD)):
         if tensor in shapes:
-            decisions.append(Decision(part, "its own", f"tensor {tensor}"))
+            decisions.append(ResolvedField(part, "its own", f"tensor {tensor}"))
         elif part == "head" and EMBEDDING in shapes and config.tie_word_embeddings:
-            decisions.append(Decision(part, "its own embedding", "tie_word_embeddings"))
+            decisions.append(ResolvedField(part, "its own embedding", "tie_word_embeddings"))
         else:
-            decisions.append(Decision(part, "the target's", f"no tensor {tensor}"))
+            decisions.append(ResolvedField(part, "the target's", f"no tensor {tensor}"))
     if MASK in shapes:
-        decisions.append(Decision("masks", "its own embedding", f"tensor {MASK}"))
+        decisions.append(ResolvedField("masks", "its own embedding", f"tensor {MASK}"))
     if ADAPTER in shapes:
-        decisions.append(Decision("taps", "adapted to its width", f"tensor {ADAPTER}"))
+        decisions.append(ResolvedField("taps", "adapted to its width", f"tensor {ADAPTER}"))
     return decisions
 
 
