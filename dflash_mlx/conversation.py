@@ -1,8 +1,8 @@
-"""What one request leaves for the next: the caches of a chat stay, and only new tokens are read.
+"""The caches that one request leaves for the next: a chat reads only its new tokens.
 
-The next prompt mostly begins with what the caches hold. Where it parts from them (an undone turn,
-a template that drops old thinking) they go back to that token or, when a sliding window or a
-recurrent state cannot be cut there, to the last mark before it.
+The next prompt mostly begins with the tokens in the caches. Where it diverges (an undone turn, a
+template that drops old reasoning) the caches are trimmed to that token. Sliding windows and
+recurrent states cannot be trimmed; they go back to the last checkpoint before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -24,36 +24,43 @@ from .targets.caches import check_kv_bits
 from .targets.target import LAST_STEP, PREFILL_STEP
 from .validation import brief, check_type
 
-MOST_HELD = 2 * PREFILL_STEP  # tokens whose features wait for the first token, but in a store
-MOST_MARKS = 8  # each holds the windows and the states of the target and the drafter
+MAX_PENDING = 2 * PREFILL_STEP  # tokens whose features may wait until after the first token
+MAX_CHECKPOINTS = 8  # each keeps the windows and states of target and drafter
 
 
-class Holder(Protocol):
-    """What a conversation belongs to, as a request."""
+class SupportsEnded(Protocol):
+    """The request that uses a conversation."""
 
     ended: bool
+
+
+class PairCheckpoint(NamedTuple):
+    """The states of both sessions after the same tokens; `drafter` is None if it can trim."""
+
+    target: Any
+    drafter: Any
 
 
 class Conversation:
     """The caches of a pair, for one request after another.
 
-    Hand it to `stream_generate` with every turn's whole prompt, in any thread. One request at a
-    time: the one before has ended, was closed, or nobody holds it any more. A drafter of your own
-    is resumed if its sessions are `resumable` (`DraftSession`). Else every request reads its
-    whole prompt.
+    Pass it to `stream_generate` with every turn's whole prompt, from any thread, but to one request
+    at a time: the last one must have ended, or been closed or garbage collected. A drafter of your
+    own is resumed if its sessions are `resumable` (`drafter.protocol`). Otherwise every request
+    reads its whole prompt.
 
     Args:
         target, drafter, kv_bits: as in `stream_generate`, for all turns.
-        prefix: where a request begins that cannot go on with these caches, and what it reads is
-            kept for others; of the same pair.
-        salt: who may share in it; conversations with other salts do not.
+        prefix: a prefix cache of the pair. A request that cannot continue these caches starts from
+            it, and its tokens are added to it.
+        salt: only conversations with the same salt share its entries.
 
-    Raises `SettingsError` for a store of another pair, and for an argument of another kind.
+    Raises `SettingsError` for a prefix cache of another pair, or an argument of a wrong type.
 
     Attributes:
         ids: the tokens in the caches.
-        target: the target's session, of the last request.
-        drafter: the drafter's.
+        target: the target's session of the last request.
+        drafter: the drafter's session.
     """
 
     target: TargetSession
@@ -76,47 +83,55 @@ class Conversation:
         if prefix is not None:
             prefix.check(target, drafter)
         self._pair, self._prefix, self._salt = (target, drafter, kv_bits), prefix, salt
-        self._ends: Sequence[int] = ()
-        self._marks: list[tuple[Any, Any]] = []  # of target and drafter, in the order of positions
+        self._branches: Sequence[int] = ()
+        self._checkpoints: list[PairCheckpoint] = []  # by position
         self._started = False
-        self._prompt: Sequence[int] = ()  # that is read
-        # Features of it that the drafter has not got yet, and the target's mark behind them,
-        self._held: list[tuple[mx.array, Any]] = []
-        self._reader_thread = 0  # lazy, in this thread
-        self._settled = True
+        self._prompt: Sequence[int] = ()
+        # Features of the prompt that the drafter does not have yet, each with the target's
+        # checkpoint after them or None. They may be lazy arrays of this thread.
+        self._pending: list[tuple[mx.array, Any]] = []
+        self._prefill_thread = 0
+        self._flushed = True
         self._opening = threading.Lock()
-        self._request: weakref.ref[Holder] | None = None  # the last one
+        self._request: weakref.ref[SupportsEnded] | None = None  # the last one
         self.ids: list[int] = []
 
     @property
     def kv_bits(self) -> int | None:
-        """Of the target's keys and values."""
+        """The bits of the target's keys and values; None if they are not quantized."""
         return self._pair[2]
 
     @property
-    def shares(self) -> bool:
-        """Whether there is a store."""
+    def has_prefix_cache(self) -> bool:
+        """Whether other requests can share what is read."""
         return self._prefix is not None
 
     def check(self, target: Target, drafter: Drafter | None, kv_bits: int | None) -> None:
-        """Raise `SettingsError` unless the conversation is of this pair."""
-        of, drafting, bits = self._pair
-        if of is not target or drafting is not drafter:
-            what = "target" if of is not target else "drafter"
+        """Raise `SettingsError` unless the conversation was made for these."""
+        own_target, own_drafter, own_bits = self._pair
+        if own_target is not target or own_drafter is not drafter:
+            what = "target" if own_target is not target else "drafter"
             raise SettingsError(f"The conversation is of another {what}: begin a new one.")
-        if bits != kv_bits:
+        if own_bits != kv_bits:
             raise SettingsError(
-                f"The conversation is of kv_bits={bits}: say so in every turn, or begin a new one."
+                f"The conversation is of kv_bits={own_bits}: say so in every turn, or begin a new "
+                "one."
             )
 
-    def open(self, request: Holder) -> None:
-        """Belong to a request until it has ended, or nobody holds it any more.
-
-        Raises `SettingsError` while the conversation belongs to another.
-        """
+    def open(self, request: SupportsEnded) -> None:
+        """Reserve the caches for a request. Raises `SettingsError` while another uses them."""
         with self._opening:
             self._check_free()
             self._request = weakref.ref(request)
+
+    def forget(self) -> None:
+        """Drop the caches; the next request reads its whole prompt.
+
+        Raises `SettingsError` while a request uses them.
+        """
+        with self._opening:
+            self._check_free()
+            self.drop_caches()
 
     def _check_free(self) -> None:
         last = None if self._request is None else self._request()
@@ -126,108 +141,95 @@ class Conversation:
                 "it first, or give each its own Conversation."
             )
 
-    def resume(self, prompt: Sequence[int], sampler: Sampler, ends: Sequence[int] = ()) -> int:
-        """Get the caches ready for a request; the first tokens of its prompt that they hold.
+    # What follows is for the request that uses the conversation.
 
-        The prompt's last token is never among them: what comes after it is to be read.
-
-        Args:
-            prompt, sampler: the request's.
-            ends: where other prompts are likely to diverge, for `PrefixCache`.
-        """
-        pairs = zip(self.ids, prompt[:-1], strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        drafting, self._ends = self._resumable(), ends
-        if (
-            drafting is not None
-            and self._go_back(shared, drafting)
-            and (self.ids or not self._prefix)
-        ):
-            drafting.resume(sampler)
-        else:
-            self._begin(prompt, sampler)
-        return len(self.ids)
-
-    def forget(self) -> None:
-        """Give the caches back; the next request reads its whole prompt.
-
-        Raises `SettingsError` while the conversation belongs to a request.
-        """
-        with self._opening:
-            self._check_free()
-            self.give_back()
-
-    def give_back(self) -> None:
-        """As `forget`, by the request it belongs to: that reads its text again to go on."""
+    def drop_caches(self) -> None:
+        """Drop the caches; `resume` and `prefill` rebuild them."""
         if self._started:
             del self.target, self.drafter
-        self._started, self._marks, self.ids = False, [], []
-        self._held, self._settled = [], True
+        self._started, self._checkpoints, self.ids = False, [], []
+        self._pending, self._flushed = [], True
+
+    def resume(self, prompt: Sequence[int], sampler: Sampler, branches: Sequence[int] = ()) -> int:
+        """Get the caches ready for a prompt; returns how many of its tokens they hold.
+
+        The last token is never among them, because the logits after it are needed.
+
+        Args:
+            prompt: token ids.
+            sampler: of the request.
+            branches: positions where other prompts are likely to diverge, for the prefix cache.
+        """
+        self._branches = branches
+        pairs = zip(self.ids, prompt[:-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self._is_resumable and self._go_back(shared) and (self.ids or not self._prefix):
+            self.drafter.resume(sampler)
+        else:
+            self._start(prompt, sampler)
+        return len(self.ids)
 
     def prefill(
-        self, prompt: Sequence[int], step: Callable[[], int] = lambda: PREFILL_STEP
+        self, prompt: Sequence[int], chunk: Callable[[], int] = lambda: PREFILL_STEP
     ) -> Iterator[mx.array | None]:
-        """Read the rest of the prompt, forward by forward; the last one yields the logits [1, V].
+        """Read the rest of the prompt, one forward per iteration.
 
-        The drafter gets the features with `settle`, and those of a long prompt's beginning before:
-        the first token need not wait for it. A store gets what is read as soon as both have read
-        it. `step` says how many tokens the next forward may have.
+        Yields None, and after the last forward the logits [1, V]. The drafter gets most features
+        later, with `flush`, so that the first token need not wait for it. A prefix cache gets
+        tokens as soon as both models have read them.
 
-        There is a mark where the last forward begins: whoever asks the same again, or says the end
-        of it differently, has that one to read. Behind it nobody could go back to it.
+        A checkpoint is made where the last forward begins: a prompt that differs only at its end
+        can then go back to it.
+
+        Args:
+            prompt: token ids.
+            chunk: returns the most tokens of the next forward.
         """
         stops: list[int] = []
         if self._prefix is not None:
             sessions = self.target, self.drafter
-            stops = self._prefix.checkpoint_positions(*sessions, prompt, self._ends, self._salt)
-        self._prompt, self._reader_thread, self._settled = prompt, threading.get_ident(), False
-        for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, step):
+            stops = self._prefix.checkpoint_positions(*sessions, prompt, self._branches, self._salt)
+        self._prompt, self._prefill_thread, self._flushed = prompt, threading.get_ident(), False
+        for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, chunk):
             last_begins = self.target.position == len(prompt) - LAST_STEP
-            self._held.append((taps, self.target.checkpoint() if last_begins else None))
-            rows = sum(taps.shape[1] for taps, _ in self._held)
-            if logits is None and (self.shares or rows > MOST_HELD):
-                self._hand_over()
-            if logits is None and self.shares:
-                self.keep(mark=len(self.ids) in stops)
+            self._pending.append((taps, self.target.checkpoint() if last_begins else None))
+            if logits is None:
+                rows = sum(taps.shape[1] for taps, _ in self._pending)
+                if self.has_prefix_cache or rows > MAX_PENDING:
+                    self._extend_pending()
+                self.store(checkpoint=len(self.ids) in stops)
             yield logits
         if threading.current_thread() is not threading.main_thread():
-            self.settle()  # a pool of threads would read the next event in another one
+            self.flush()  # the next event may be read by another thread of a pool
 
-    def settle(self) -> bool:
-        """Let the drafter know all of the prompt that was read; before a round, and at the end.
+    def flush(self) -> bool:
+        """Give the drafter all pending features; before a step, and at the end of a request.
 
-        Features may still be lazy, and then only the thread that has read the prompt can take
-        them. Returns whether it is this one; else the caches are to be given up.
+        Returns False if that is impossible: the features are lazy arrays of another thread. The
+        caches must be dropped then.
         """
-        if self._held and threading.get_ident() != self._reader_thread:
+        if self._pending and threading.get_ident() != self._prefill_thread:
             return False
-        if not self._settled:
-            self._hand_over()
-            self.keep(mark=False)
-            self._settled = True
+        if not self._flushed:
+            self._extend_pending()
+            self.store(checkpoint=False)
+            self._flushed = True
         return True
 
-    def _hand_over(self) -> None:
-        held, self._held = self._held, []
-        for taps, mark in held:
-            self.extend(self._prompt[len(self.ids) :][: taps.shape[1]], taps)
-            if mark is not None:
-                self._mark(mark)
-
-    def keep(self, mark: bool = True) -> None:
-        """Store what the caches hold, if there is a store; at the end of a request, with a mark."""
+    def store(self, checkpoint: bool = True) -> None:
+        """Add the caches to the prefix cache, if there is one; at the end with a checkpoint."""
         if self._prefix is not None:
-            self._prefix.insert(self.target, self.drafter, self.ids, mark, self._salt)
+            self._prefix.insert(self.target, self.drafter, self.ids, checkpoint, self._salt)
 
     def extend(
         self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int] | None = None
     ) -> None:
-        """Let the drafter know the tokens that the target has just committed.
+        """Give the drafter tokens that the target has just committed.
 
         Args:
-            tokens: S of them.
-            taps: their features, [1, S, K*D], perhaps lazy; or a round's, [1, N, K*D], computed,
-            kept: and which rows of those they are, rising.
+            tokens: S token ids.
+            taps: their features [1, S, K*D], lazy or not; or a computed step's, [1, N, K*D].
+            kept: the tokens' rows in a step's features, rising; None if `taps` has no others.
         """
         self.drafter.read_tokens(tokens)
         if kept is not None:
@@ -237,8 +239,15 @@ class Conversation:
             self.drafter.extend(taps)
         self.ids += tokens
 
-    def _begin(self, prompt: Sequence[int], sampler: Sampler) -> None:
-        """Begin with new sessions: in the store if there is one, else with nothing."""
+    def _extend_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for taps, target_checkpoint in pending:
+            self.extend(self._prompt[len(self.ids) :][: taps.shape[1]], taps)
+            if target_checkpoint is not None:
+                self._add_checkpoint(target_checkpoint)
+
+    def _start(self, prompt: Sequence[int], sampler: Sampler) -> None:
+        """Start new sessions, from the prefix cache if there is one."""
         target, drafter, kv_bits = self._pair
         if self._prefix is None:
             self.target = target.start(() if drafter is None else drafter.tap_layers, kv_bits)
@@ -246,40 +255,42 @@ class Conversation:
         else:
             opened = self._prefix.open(prompt, sampler, kv_bits, self._salt)
             self.target, self.drafter, held = opened
-        self._started, self._marks, self.ids = True, [], list(prompt[:held])
-        self._held, self._settled = [], True
+        self._started, self._checkpoints, self.ids = True, [], list(prompt[:held])
+        self._pending, self._flushed = [], True
 
-    def _resumable(self) -> DraftSession | None:
-        """The drafter's session, if the caches are whole: no forward was left out or broken off."""
+    @property
+    def _is_resumable(self) -> bool:
+        """Whether both sessions hold exactly `ids`: no forward failed or was left out."""
         if not (self._started and self.drafter.resumable and self.target.intact):
-            return None
-        held = {self.target.position, self.drafter.position, len(self.ids)}
-        return self.drafter if len(held) == 1 else None
+            return False
+        return self.target.position == self.drafter.position == len(self.ids)
 
-    def _go_back(self, shared: int, drafting: DraftSession) -> bool:
-        """Forget what comes after the first `shared` tokens, if that can be done."""
-        if shared < len(self.ids):
-            if self.target.can_trim and drafting.can_trim:
-                self.target.trim_to(shared)
-                drafting.trim_to(shared)
+    def _go_back(self, shared: int) -> bool:
+        """Forget the tokens after the first `shared`; whether that is possible."""
+        if shared == len(self.ids):
+            if self.ids:
+                self._add_checkpoint(self.target.checkpoint())
+            return True
+        if self.target.can_trim and self.drafter.can_trim:
+            self.target.trim_to(shared)
+            self.drafter.trim_to(shared)
+        else:
+            earlier = [one for one in self._checkpoints if one.target.position <= shared]
+            self._checkpoints = earlier
+            if not earlier:
+                return False
+            self.target.rewind(earlier[-1].target)
+            if earlier[-1].drafter is None:
+                self.drafter.trim_to(self.target.position)
             else:
-                self._marks = [mark for mark in self._marks if mark[0].position <= shared]
-                if not self._marks:
-                    return False
-                target, drafter = self._marks[-1]
-                self.target.rewind(target)
-                if drafter is None:
-                    drafting.trim_to(target.position)
-                else:
-                    drafting.rewind(drafter)
-            del self.ids[self.target.position :]
-        elif self.ids:
-            self._mark(self.target.checkpoint())
+                self.drafter.rewind(earlier[-1].drafter)
+        del self.ids[self.target.position :]
         return True
 
-    def _mark(self, target: Any) -> None:
-        """Mark this place, of which `target` is the target's, where caches cannot be cut at any."""
-        drafting = self.drafter
-        if drafting.resumable and not (self.target.can_trim and drafting.can_trim):
-            mark = None if drafting.can_trim else drafting.checkpoint()
-            self._marks = [*self._marks, (target, mark)][-MOST_MARKS:]
+    def _add_checkpoint(self, target_checkpoint: Any) -> None:
+        """Add a checkpoint of both, unless both can trim."""
+        drafter = self.drafter
+        if drafter.resumable and not (self.target.can_trim and drafter.can_trim):
+            own = None if drafter.can_trim else drafter.checkpoint()
+            added = [*self._checkpoints, PairCheckpoint(target_checkpoint, own)]
+            self._checkpoints = added[-MAX_CHECKPOINTS:]

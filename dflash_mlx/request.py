@@ -215,7 +215,7 @@ class Request:
         """
         self._store()
         self._consistent = False  # `close` has nothing to store
-        self._conversation.give_back()
+        self._conversation.drop_caches()
 
     def close(self) -> None:
         """End the request, and release its conversation."""
@@ -228,10 +228,10 @@ class Request:
         """Store what the caches hold for other requests, unless a step has failed in the middle."""
         pipelined = self._pending[0] if self._pending else None
         self._pending.clear()
-        if self._consistent and self._conversation.settle():
+        if self._consistent and self._conversation.flush():
             if pipelined is not None:
                 self._extend_plain(pipelined, self.anchor)
-            self._conversation.keep()
+            self._conversation.store()
 
     # A step, in order
 
@@ -242,7 +242,7 @@ class Request:
             shared: whether other requests are part of it.
         """
         clock = time.perf_counter()
-        if not self._conversation.settle():  # another thread did the prefill
+        if not self._conversation.flush():  # another thread did the prefill
             self.suspend()
             self.resume()
             for _ in self.prefill():
@@ -365,7 +365,7 @@ class Request:
         step, piece, stats = self._pending.popleft(), accepted.piece, self.stats
         used, is_tree = len(piece.tokens), not step.proposal.is_chain
         kept = min(accepted.right, used)
-        stats.count_round(accepted.drafted, kept, used, is_tree)
+        stats.count_step(accepted.drafted, kept, used, is_tree)
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds

@@ -1,6 +1,6 @@
-"""From tokens to text: when a character is certain, and where the text ends.
+"""From tokens to text: which characters are certain, and where the text ends.
 
-A round can bring many tokens at once; they are taken one by one, so that EOS, a stop string and
+A step can bring many tokens at once. They are taken one by one, so that EOS, a stop string and
 `max_tokens` end the text at exactly the token where plain decoding would have ended it.
 """
 
@@ -15,7 +15,7 @@ from .validation import ErrorWrapper
 
 
 class Piece(NamedTuple):
-    """What one round added: certain text, the tokens used, and why the text ended, if it did."""
+    """What one step added: certain text, the tokens used, and why the text ended, if it did."""
 
     text: str
     tokens: list[int]
@@ -25,14 +25,18 @@ class Piece(NamedTuple):
 class TextStream:
     """Incremental text of one request.
 
-    Characters are held back while their bytes are incomplete or while they may be the start of a
-    stop string; the stop string itself, the EOS token's text and everything after are never shown.
+    Characters are held back while their bytes are incomplete, or while they may be the start of a
+    stop string. The stop string, the EOS token's text and everything after are never emitted.
 
     Args:
         detokenizer: a fresh streaming detokenizer of mlx-lm.
         eos_ids: the token ids that end the text.
         stop: strings that end the text, wherever token borders fall.
         max_tokens: the most tokens to take, an EOS token included.
+
+    Attributes:
+        remaining: tokens that may still come.
+        finish_reason: why the text ended; None while it goes on.
     """
 
     def __init__(
@@ -43,59 +47,59 @@ class TextStream:
         self.remaining = max_tokens
         self.finish_reason: FinishReason | None = None if max_tokens > 0 else "length"
         self._held = ""
-        self._detokenizing = ErrorWrapper(
-            ConfigError, "The target's tokenizer cannot make text of its tokens"
-        )
+        message = "The target's tokenizer cannot make text of its tokens"
+        self._wrap_errors = ErrorWrapper(ConfigError, message)
 
     def add(self, tokens: Sequence[int]) -> Piece:
-        """Take a round's tokens up to where the text ends.
+        """Take a step's tokens, up to the end of the text.
 
         Raises `ConfigError` for a token that the tokenizer does not know.
         """
         used: list[int] = []
         text = ""
-        with self._detokenizing:
+        with self._wrap_errors:
             for token in tokens:
                 if self.finish_reason is not None:
                     break
                 used.append(token)
-                text += self._take(token)
+                text += self._add_token(token)
         return Piece(text, used, self.finish_reason)
 
-    def _take(self, token: int) -> str:
+    def _add_token(self, token: int) -> str:
+        """The text that is certain after one more token."""
         self.remaining -= 1
         if token in self._eos_ids:
             self.finish_reason = "stop"
-            return self._flush()
+            return self._finalize()
         self._detokenizer.add_token(token)
         self._held += self._detokenizer.last_segment
         if self._stop and self._cut_at_stop():
             return self._release(0)
         if self.remaining == 0:
             self.finish_reason = "length"
-            return self._flush()
+            return self._finalize()
         return self._release(self._possible_stop() if self._stop else 0)
 
-    def _flush(self) -> str:
-        """All that is left at the end, unless it completes a stop string."""
+    def _finalize(self) -> str:
+        """The rest of the text, up to a stop string that it completes."""
         self._detokenizer.finalize()
-        # Ended in the middle of a character: its first bytes alone are not text.
+        # A text that ends inside a character ends before it.
         self._held += self._detokenizer.last_segment.rstrip("\ufffd")
         self._cut_at_stop()
         return self._release(0)
 
     def _release(self, keep: int) -> str:
-        """The held text but for its last `keep` characters."""
+        """The held text without its last `keep` characters."""
         border = len(self._held) - keep
         text, self._held = self._held[:border], self._held[border:]
         return text
 
     def _cut_at_stop(self) -> bool:
-        """End the text before the first stop string, if one is complete."""
-        places = [self._held.find(stop) for stop in self._stop]
-        if not any(place >= 0 for place in places):
+        """End the text before the first complete stop string; whether there is one."""
+        starts = [start for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        if not starts:
             return False
-        self._held = self._held[: min(place for place in places if place >= 0)]
+        self._held = self._held[: min(starts)]
         self.finish_reason = "stop"
         return True
 
@@ -109,18 +113,23 @@ class TextStream:
 
 
 def skip_text_start(detokenizer: Any, tokenizer: Any) -> None:
-    """Have a fresh streaming detokenizer of mlx-lm's take its tokens for the rest of a text.
+    """Prepare a fresh streaming detokenizer for tokens that continue a text.
 
-    It leaves out a space that a text begins with; so it is shown some token before.
+    mlx-lm's detokenizers drop a space at the start of a text, so this one gets a token first.
     """
-    some = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    ids = some or range(len(tokenizer))  # bytes may have no letter of their own
+    ids = tokenizer.encode("a", add_special_tokens=False)[-1:] or range(len(tokenizer))
     detokenizer.add_token(next(token for token in ids if tokenizer.decode([token]).strip()))
-    detokenizer.last_segment  # noqa: B018 (what it says of that token is read, and dropped)
+    detokenizer.last_segment  # noqa: B018 (reading it drops that token's text)
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int], continues: bool = False) -> str:
-    """What a `TextStream` makes of all tokens of a text, without stop strings."""
+    """The text that a `TextStream` without stop strings makes of these tokens.
+
+    Args:
+        tokenizer: the target's.
+        tokens: token ids.
+        continues: whether the tokens continue a text.
+    """
     detokenizer = tokenizer.detokenizer
     if continues:
         skip_text_start(detokenizer, tokenizer)

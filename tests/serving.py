@@ -119,7 +119,7 @@ class FakeEngine:
             tokens = self.target.tokenizer.encode(text, add_special_tokens=False)
             over = number == last and self.error is None and self.reason is not None
             tokens += ends[:1] if over and self.reason == "stop" else []
-            stats.count_round(len(tokens), max(0, len(tokens) - 1), len(tokens))
+            stats.count_step(len(tokens), max(0, len(tokens) - 1), len(tokens))
             reason = self.reason if over else None
             yield Event(text, tokens, max(0, len(tokens) - 1), len(tokens), reason, stats)
 

@@ -245,7 +245,7 @@ def run_mlx_lm(
             sampler=make_sampler(temp=temperature),
         ):
             if tokens:
-                stats.count_round(0, 0, 1)
+                stats.count_step(0, 0, 1)
             else:
                 start, stats.output_tokens = time.perf_counter(), 1
             text.append(response.text)
