@@ -4,7 +4,6 @@ import asyncio
 import gc
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -75,21 +74,6 @@ def test_async_readers_side_by_side(crowd):
 
     with dm.Engine(crowd.target, crowd.knowing(0.8)) as engine:
         assert asyncio.run(main(engine)) == crowd.alone
-
-
-def test_who_does_not_read_delays_nobody(crowd):
-    with dm.Engine(crowd.target, crowd.knowing(0.8)) as engine:
-        unread, *others = submit_all(engine, crowd)
-        assert [job.result(SOON).tokens for job in others] == crowd.alone[1:]
-        assert unread.result(SOON).tokens == crowd.alone[0]
-        assert sum(len(event.tokens) for event in unread) == LENGTH
-
-
-def test_no_tokens_need_no_forward(crowd):
-    with dm.Engine(crowd.target, None) as engine:
-        job = engine.submit([1, 2], max_tokens=0)
-        (event,) = list(job)
-        assert (event.finish_reason, job.result(SOON).tokens) == ("length", [])
 
 
 def test_a_conversation_is_gone_on_with(crowd):
@@ -255,30 +239,6 @@ def test_who_is_cancelled_is_gone_within_a_round(crowd):
     assert [job.result().tokens for job in jobs[2:]] == crowd.alone[2:]
 
 
-def test_nobody_s_caches_are_touched_when_others_come_and_go(crowd):
-    """No bytes are copied, the target's or the drafter's: the arrays stay the very same."""
-    played = Played(crowd.target, random_drafter(), Flat(crowd.target, None))
-    first = played.submit([1, 2, 3], max_tokens=100)
-    for _ in range(2):  # the prompt, and a round that gives the drafter its context
-        played.scheduler.step()
-
-    def held() -> list[mx.array]:
-        request = played.scheduler._running[0].request
-        caches = [*request.target._cache, *(layer._full for layer in request.drafter._cache)]
-        return [array for cache in caches for array in (cache.keys, cache.values)]
-
-    before = held()
-    for change in ("comes", "comes", "goes", "comes", "goes", "goes"):
-        if change == "comes":
-            jobs = submit_all(played, crowd)
-        else:
-            [job.cancel() for job in jobs]
-        played.scheduler.step()
-        assert all(now is array for now, array in zip(held(), before, strict=True))
-    first.cancel()
-    played.run()
-
-
 def test_room_for_two_is_enough_for_all(crowd):
     """No more than fit are ever let in, and every text is what it was."""
     drafter = random_drafter()
@@ -367,13 +327,3 @@ def test_a_program_ends_that_forgot_to_close_its_engine():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split("\n")[0] == "the program ends"
-
-
-def test_an_engine_that_is_forgotten_ends_its_thread(crowd):
-    engine = dm.Engine(crowd.target, None)
-    engine.submit([1, 2], max_tokens=1).result(SOON)
-    (thread,) = [t for t in threading.enumerate() if t.name.startswith("dflash-engine")]
-    del engine
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 
 import mlx.core as mx
 import pytest
@@ -10,7 +9,7 @@ from families import random_prompt
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
-from dflash_mlx.errors import EngineError, PromptError, SettingsError
+from dflash_mlx.errors import EngineError, SettingsError
 
 PROMPT = [token % 192 for token in random_prompt(9, seed=1)]
 SOON = 60  # seconds after which a test fails rather than hangs
@@ -78,28 +77,6 @@ def test_nobody_waits_for_a_job_in_the_thread_that_makes_it(engine, wait):
         job.result(SOON)
 
 
-def test_a_job_has_several_readers(engine):
-    """Each gets some of the events, and nobody waits for ever."""
-
-    async def read(job: dm.Job) -> int:
-        return len([event async for event in job])
-
-    async def main() -> list[int]:
-        job = engine.submit(PROMPT, max_tokens=20)
-        readers = asyncio.gather(*(read(job) for _ in range(3)))
-        return await asyncio.wait_for(readers, SOON)
-
-    stats = engine.submit(PROMPT, max_tokens=20).result(SOON).stats
-    assert sum(asyncio.run(main())) == 1 + stats.rounds
-    job, seen = engine.submit(PROMPT, max_tokens=20), []
-    threads = [threading.Thread(target=lambda: seen.extend(job)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert len(seen) == 1 + stats.rounds
-
-
 def test_a_job_is_awaited_beside_its_readers(engine):
     """Each time the same, and what it raises is raised."""
 
@@ -117,33 +94,10 @@ def test_a_job_is_awaited_beside_its_readers(engine):
     asyncio.run(main())
 
 
-def test_a_job_says_how_far_it_is(engine):
-    job = engine.submit(PROMPT, max_tokens=4)
-    assert repr(job).startswith("Job(")
-    job.result(SOON)
-    assert repr(job) == "Job('length', 4 tokens)"
-    failed = engine.submit(PROMPT, logits_processors=[lambda tokens, logits: logits * mx.nan])
-    with pytest.raises(SettingsError):
-        failed.result(SOON)
-    assert repr(failed) == "Job(SettingsError, 0 tokens)"
-
-
 def test_what_is_the_engine_s_is_no_setting_of_a_job(engine):
     for name in ("target", "drafter"):
         with pytest.raises(SettingsError, match=f"{name} is the engine's"):
             engine.submit(PROMPT, **{name: None})
-
-
-@pytest.mark.parametrize("wrong", ["tiny", None, 5])
-def test_a_target_that_is_none_is_refused(wrong):
-    for use in (dm.Engine, lambda *pair: dm.generate(*pair, "Hello")):
-        with pytest.raises(SettingsError, match="target must be such as dm.load_target"):
-            use(wrong, None)
-
-
-def test_bytes_are_not_token_ids(engine):
-    with pytest.raises(PromptError, match="text, a list of token ids"):
-        engine.submit(b"Hello")
 
 
 def test_every_reader_of_a_failed_job_sees_where_it_failed(engine):
@@ -160,11 +114,6 @@ def test_every_reader_of_a_failed_job_sees_where_it_failed(engine):
         seen.append([frame.name for frame in caught.traceback])
     assert all(names[-1] == "leave" for names in seen)
     assert len(seen[0]) == len(seen[1]) and all(names.count("_raise_error") == 1 for names in seen)
-
-
-def test_a_salt_is_text(engine):
-    with pytest.raises(SettingsError, match="salt must be text"):
-        engine.submit(PROMPT, salt=3)
 
 
 def test_a_forked_process_is_told_that_it_has_no_engine(engine, monkeypatch):

@@ -56,7 +56,7 @@ def drafters(answer: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("bits", [None, 4])
 def test_drafted_tokens_are_mlx_lms_own(family, bits):
     model = target(family, bits)
     answer = greedy(model, PROMPT, LENGTH)
@@ -70,7 +70,7 @@ def test_drafted_tokens_are_mlx_lms_own(family, bits):
             assert result.stats.rounds == LENGTH - 1
 
 
-@pytest.mark.parametrize("block_size", range(1, 17))
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16])
 def test_every_block_size(block_size):
     answer = greedy(target(), PROMPT, LENGTH)
     drafter = oracle(answer, 0.8, seed=block_size)
@@ -80,8 +80,8 @@ def test_every_block_size(block_size):
     check(generate(target(), drafter, PROMPT, max_tokens=9, block_size=block_size), answer[:9])
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 2, 15, 16, 17, 18, 33])
-@pytest.mark.parametrize("p", [None, 0.9, 1.0])
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 16, 17, 33])
+@pytest.mark.parametrize("p", [None, 0.9])
 def test_max_tokens_is_exact(max_tokens, p):
     answer = greedy(target(), PROMPT, LENGTH)
     drafter = None if p is None else oracle(answer, p)
@@ -134,7 +134,7 @@ def end_positions(answer: list[int]) -> list[int]:
     return [i for i, token in enumerate(answer) if token not in answer[:i]]
 
 
-@pytest.mark.parametrize("p", [None, 0.0, 0.9, 1.0])
+@pytest.mark.parametrize("p", [None, 0.9])
 def test_eos_anywhere_in_a_block(p):
     answer = greedy(target(), PROMPT, LENGTH)
     assert any(i % 16 not in (0, 15) for i in end_positions(answer))
@@ -164,18 +164,13 @@ def test_drafted_tokens_after_the_end_do_not_count():
     assert event.stats.accepted_per_round == [place]
 
 
-def test_no_stop_strings_may_be_none():
-    answer = greedy(target(), PROMPT, 8)
-    assert generate(target(), None, PROMPT, max_tokens=8, stop=None).tokens == answer
-
-
 def stop_strings(text: str) -> list[str]:
     """Parts of a text that no earlier part equals, from one to five characters."""
     parts = [text[i : i + n] for n in (1, 2, 3, 5) for i in range(0, len(text) - n, 7)]
     return [part for part in parts if "\ufffd" not in part]
 
 
-@pytest.mark.parametrize("p", [None, 0.0, 1.0])
+@pytest.mark.parametrize("p", [None, 1.0])
 def test_stop_strings_anywhere_in_a_block(p):
     answer = greedy(target(), PROMPT, LENGTH)
     text = decoded(answer)

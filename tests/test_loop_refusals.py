@@ -47,15 +47,6 @@ def test_what_is_no_drafter_policy_or_conversation_is_refused(name, value):
         stream_generate(target(), given.pop("drafter"), PROMPT, **given)
 
 
-def test_what_is_no_target_is_refused():
-    """A model's name, or all that `load` returned, is easily given for the target."""
-    for none in ("tiny", (target(), None), None, type(target())):
-        with pytest.raises(SettingsError, match="^target must be such as"):
-            generate(none, None, PROMPT)
-        with pytest.raises(SettingsError, match="^target must be such as"):
-            Engine(none, None)
-
-
 def test_a_policy_of_what_is_no_pair_is_refused():
     for none in (None, "lookup", Oracle):
         with pytest.raises(SettingsError, match="of a target and its drafter, not "):
@@ -112,42 +103,21 @@ def test_an_array_of_any_integers_is_a_draft(dtype):
     assert generate(target(), drafter, PROMPT, max_tokens=24).tokens == answer
 
 
-def test_a_drafter_that_is_falsy_is_a_drafter():
-    class Empty(Oracle):
-        def __len__(self):
-            return 0
-
-    drafter = Empty(PROMPT, greedy(target(), PROMPT, 16), VOCABULARY)
-    assert generate(target(), drafter, PROMPT, max_tokens=16).stats.rounds == 1
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": -(10**400)}, "max_tokens"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 1.5}, "top_p"),
         ({"top_k": VOCABULARY + 1}, "top_k"),
-        ({"min_p": 2.0}, "min_p"),
-        ({"no_such_setting": 1}, "no_such_setting"),
         ({"tree_budget": 1}, "tree_budget"),
         ({"tree_budget": "many"}, "tree_budget"),
         ({"block_size": 0}, "block_size"),
-        ({"block_size": -3}, "block_size"),
         ({"block_size": "3"}, "block_size"),
-        ({"block_size": 3.0}, "block_size"),
-        ({"block_size": True}, "block_size"),
         ({"block_size": 10**400}, "block_size must be a whole number from 1 to 2,147,483,647"),
         ({"kv_bits": np.array([8, 4])}, "must be 8 or 4"),
-        ({"tree_budget": np.array([8, 4])}, "tree_budget"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ""}, "stop"),
         ({"stop": ["a", 5]}, "stop"),
         ({"stop": 5}, "stop"),
-        ({"stop": b"a"}, "stop"),
     ],
     ids=str,
 )
@@ -172,12 +142,6 @@ def test_a_mistyped_setting_names_the_one_that_may_be_meant(name, told):
         for ask in (partial(generate, target(), None), engine.submit):
             with pytest.raises(SettingsError, match=f"no setting {name!r}.*{re.escape(told)}"):
                 ask(PROMPT, **{name: 3})
-
-
-@pytest.mark.parametrize("ask", [generate, stream_generate], ids=lambda ask: ask.__name__)
-def test_a_forgotten_drafter_is_told_of_what_was_called(ask):
-    with pytest.raises(TypeError, match=rf"{ask.__name__}.* 'prompt'"):
-        ask(target(), [{"role": "user", "content": "hi"}], max_tokens=3)
 
 
 def test_a_block_wider_than_the_drafters_is_refused():

@@ -1,18 +1,14 @@
 """A prompt in any of its forms, and what is no prompt."""
 
-import json
-import logging
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from damaged_text import TEMPLATES
-from tinymodels import END, ending_at, save_target, target, tokenizer
+from tinymodels import END, ending_at, target, tokenizer
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.errors import PromptError
-from dflash_mlx.loading.load import load_target
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.targets import Target
 
@@ -82,15 +78,6 @@ def test_the_prompt_leaves_room_for_an_answer():
     assert len(encode_prompt(small, [3] * 9)) == 9
     with pytest.raises(PromptError, match="has 10 tokens.* at most 9"):
         encode_prompt(small, [3] * 10)
-
-
-def test_no_tokenizer_warns_of_a_long_text(tmp_path, monkeypatch, caplog):
-    """transformers would, for every prompt that is longer than the tokenizer's config says."""
-    path = save_target(tmp_path) / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 2}))
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    assert len(load_target(tmp_path).tokenizer.encode("what is 37 + 48?")) > 2
-    assert not caplog.records
 
 
 def with_template(template: str | None) -> Target:

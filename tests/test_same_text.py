@@ -37,7 +37,7 @@ WAYS["a processor"] = {"logits_processors": [never]}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 0.8, 1.3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
 def test_whoever_drafts(temperature, way):
     model = target("qwen3")
     settings = {"temperature": temperature, "seed": 11, "max_tokens": TOKENS, **WAYS[way]}
@@ -52,7 +52,7 @@ def test_whoever_drafts(temperature, way):
     assert dm.generate(model, random_drafter(), PROMPT, **settings).tokens == plain.tokens
 
 
-@pytest.mark.parametrize("block_size", range(1, 17))
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 9, 16])
 def test_at_every_width(block_size):
     model = target("llama")
     settings = {"temperature": 0.8, "seed": 4, "max_tokens": TOKENS, "top_p": 0.95}

@@ -16,7 +16,7 @@ from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
 
-VOCABULARIES = [16, 50, 200]
+VOCABULARIES = [16, 200]
 
 
 def surprise(observed, expected):
@@ -63,7 +63,7 @@ FILTERS.append({"top_p": 0.95, "top_k": 12, "min_p": 0.01})
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.3])
+@pytest.mark.parametrize("temperature", [0.3, 1.3])
 def test_next_tokens_follow_the_processed_distribution(vocabulary, filters, temperature):
     logits = 2 * np.random.default_rng(vocabulary).normal(size=vocabulary)
     rows = 5000
@@ -243,41 +243,26 @@ def test_drafting_never_waits_for_the_device(settings):
     [
         {"temperature": -0.1},
         {"temperature": math.nan},
-        {"temperature": math.inf},
         {"temperature": "hot"},
-        {"temperature": 1e-39},
-        {"temperature": 1e300},
         {"temperature": 10**400},
         {"top_p": 0.0},
-        {"top_p": 1.1},
         {"top_k": -1},
         {"top_k": 2.5},
         {"top_k": 193},
-        {"top_k": 10**400},
         {"min_p": -0.1},
-        {"min_p": 1.5},
-        {"seed": -1},
         {"seed": 2**32},
         {"repetition_penalty": 0.0},
         {"presence_penalty": math.nan},
-        {"presence_penalty": 10**400},
         {"repetition_penalty": 1.1e20},
-        {"repetition_penalty": 0.9e-20},
         {"frequency_penalty": "some"},
         {"repetition_context_size": 0},
-        {"repetition_context_size": 2**64},
         {"repetition_context_size": 64},
-        {"presence_context_size": 64, "frequency_penalty": 0.5},
         {"frequency_context_size": 64},
         {"logit_bias": {192: 1.0}},
         {"logit_bias": {"a": 1.0}},
         {"logit_bias": {1: math.inf}},
-        {"logit_bias": {1: 10**400}},
-        {"logit_bias": {10**400: 1.0}},
         {"logit_bias": {True: 1.0}},
-        {"logits_processors": ["json"]},
         {"logits_processors": "json"},
-        {"logits_processors": print},
         {"xtc_probability": 0.1},
     ],
     ids=str,
@@ -316,15 +301,13 @@ def test_the_smallest_temperatures_are_greedy(temperature):
     ("result", "message"),
     [
         (lambda logits: None, r"shape \(1, 192\), not None"),
-        (lambda logits: logits.tolist(), r"shape \(1, 192\), not \["),
         (lambda logits: logits[0], r"shape \(1, 192\), not \(192,\)"),
         (lambda logits: logits[:, :5], r"shape \(1, 192\), not \(1, 5\)"),
-        (lambda logits: logits * mx.nan, "No token can be chosen: logits_processors"),
         (lambda logits: mx.where(mx.arange(192) == 7, mx.nan, logits), "NaN"),
         (lambda logits: mx.full(logits.shape, -mx.inf), "nothing but -inf"),
         (lambda logits: mx.where(mx.arange(192) == 7, mx.inf, logits), "infinite"),
     ],
-    ids=["nothing", "a list", "no rows", "fewer tokens", "NaN", "one NaN", "only -inf", "inf"],
+    ids=["nothing", "no rows", "fewer tokens", "one NaN", "only -inf", "inf"],
 )
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_what_a_processor_may_not_return(result, message, temperature):
@@ -362,21 +345,6 @@ def test_numbers_of_numpy_and_fractions_are_numbers():
     ids, block_size = [np.int64(1), np.int32(2)], np.int64(3)
     assert dm.generate(target, None, ids, **others).tokens == expected
     assert dm.generate(target, drafter, ids, block_size=block_size, **others).tokens == expected
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("right", range(5))
-def test_a_chain_brings_the_certainty_after_its_last_kept_row(right, temperature):
-    """That of one row is all that is asked for: exponentials of a vocabulary are dear."""
-    logits = mx.random.normal((5, 30), key=mx.random.key(right))
-    settings = SamplingSettings(temperature=temperature, seed=1)
-    choices = Sampler(settings, [1]).choose(Proposal([2] * 5), logits).choices
-    drafts = [*choices[:right], *((token + 1) % 30 for token in choices[right:])][:4]
-    proposal = Proposal(mx.array([2, *drafts]))
-    _, again, (certainty,) = Sampler(settings, [1]).choose(proposal, logits, True)
-    row = np.array(logits, np.float64)[right]
-    assert again == choices
-    assert certainty == pytest.approx(np.exp(row).max() / np.exp(row).sum(), rel=1e-5)
 
 
 def test_decisions_of_many_requests_are_read_together():

@@ -36,17 +36,6 @@ def test_a_draft_is_the_networks_most_likely_tokens(width):
     assert mx.array(proposal.tokens).tolist() == [3, *expected_drafts(features(), 3, rows)]
 
 
-@pytest.mark.parametrize("pieces", [[7], [3, 4], [1, 1, 5], [0, 7], [7, 0], [2, 0, 0, 5]])
-def test_features_may_come_in_any_pieces(pieces):
-    session = random_drafter().start(target(), Sampler())
-    taken = 0
-    for piece in pieces:
-        session.extend(features()[:, taken : taken + piece])
-        taken += piece
-    drafts = mx.array(session.propose(3, 16).tokens).tolist()
-    assert drafts == [3, *expected_drafts(features(), 3, 16)]
-
-
 def test_rounds_that_draft_nothing_still_take_in_the_features():
     session = random_drafter().start(target(), Sampler())
     for row in range(len(PROMPT)):

@@ -214,13 +214,6 @@ def test_what_continues_a_text_has_its_first_spaces(cut, stop, shown):
     assert pieces_of(cut, stop, continues=True) == shown
 
 
-def test_bytes_of_a_character_wait_for_the_others():
-    smile = "🙂".encode()
-    coded = byte_level([b"a" + smile[:1], smile[1:3], smile[3:] + b"b"])
-    stream = coded.stream((), 99)
-    assert "".join(stream.add([token]).text for token in coded.ids) == "a🙂b"
-
-
 def test_nothing_follows_the_end():
     coded = byte_level([b"a", b"b", b"c"])
     a, b, c = coded.ids

@@ -3,8 +3,6 @@
 import json
 import math
 
-import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from oracle import Oracle
@@ -14,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.rules import Rules
 from dflash_mlx.targets import Target
 
 pytest.importorskip("llguidance")
@@ -124,28 +121,6 @@ def test_rules_say_how_far_a_draft_fits(target):
         assert rule.follows(tokens[:at], [end]) == 0 and rule.follows(tokens[:at], tokens[at:])
         assert rule.allowed(tokens[:at])[tokens[at]]
     assert rule.allowed([*tokens, end]) is None and rule.allowed([tokens[-1]]) is None
-
-
-class Spells:
-    """Allows one text."""
-
-    def __init__(self, text):
-        self.text = text
-
-    def follows(self, answer, tokens):
-        rest = zip(self.text[len(answer) :], tokens, strict=False)
-        return next((at for at, (right, told) in enumerate(rest) if right != told), len(tokens))
-
-    def allowed(self, answer):
-        assert list(answer) == self.text[: len(answer)]
-        return np.arange(9) == self.text[len(answer)]
-
-
-def test_where_one_token_alone_may_follow_no_score_is_waited_for():
-    """Asked, these scores would name token 0 each time, and lead off the text."""
-    logits = mx.zeros((5, 9))
-    scores = Rules([Spells([3, 1, 4, 1, 5])]).drafts(logits, None, 1.0, mx.zeros_like)
-    assert scores.shape == logits.shape
 
 
 def test_a_model_that_loves_blanks_has_one_between_two_parts(target):

@@ -132,21 +132,6 @@ def test_one_request_after_another_of_a_changing_width():
     assert tokens_of(in_new_threads(events)) == truth
 
 
-def test_a_drafter_of_ones_own_gets_features_that_any_thread_can_read():
-    target, sums = tiny_target(), []
-
-    class Reader(Oracle):
-        def propose(self, anchor, width):
-            sums.append(mx.abs(mx.concatenate(self.taps, axis=1)).sum().item())
-            return super().propose(anchor, width)
-
-    answer = dm.generate(target, None, [1, 2, 3], max_tokens=12).tokens
-    reader = Reader([1, 2, 3], answer, target.vocab_size, p=0.5, tap_layers=(0, 2))
-    events = dm.stream_generate(target, reader, [1, 2, 3], max_tokens=12, block_size=4)
-    assert tokens_of(in_new_threads(events)) == answer
-    assert sums == sorted(sums) and len(sums) > 3
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_features_of_the_prompt_wait_for_the_first_token(elsewhere):
     """Lazy in the thread that has read the prompt; where another one goes on, it is read again."""
@@ -183,18 +168,6 @@ def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
     assert (
         results[0].tokens == results[1].tokens == dm.generate(*pair, "The fox", max_tokens=9).tokens
     )
-
-
-def test_a_request_closed_elsewhere_can_be_gone_on_with():
-    target, prompt = tiny_target(), [token % 192 for token in PROMPT]
-    kept = dm.Conversation(target, None)
-    events = dm.stream_generate(target, None, prompt, max_tokens=9, conversation=kept)
-    begun = [in_a_thread(lambda: next(events)).tokens[0] for _ in range(3)]
-    in_a_thread(events.close)
-    again = [*prompt, *begun, 7]
-    result = in_a_thread(lambda: dm.generate(target, None, again, max_tokens=5, conversation=kept))
-    assert result.stats.reused_tokens == len(prompt) + 3
-    assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
 
 
 def ended(events: Iterator[dm.Event]) -> None:
@@ -251,18 +224,6 @@ def test_a_request_that_failed_leaves_the_conversation_free():
         next(events)  # the first token needs no drafter
         with pytest.raises(ZeroDivisionError):
             next(events)
-
-
-def test_no_request_resets_what_another_measures():
-    target = tiny_target()
-    large = mx.zeros((64, 1024, 1024))
-    mx.eval(large)
-    del large
-    result = dm.generate(target, None, [1, 2, 3], max_tokens=2)
-    assert result.stats.peak_bytes >= 64 * 1024 * 1024 * 4
-    mx.reset_peak_memory()
-    result = dm.generate(target, None, [1, 2, 3], max_tokens=2)
-    assert result.stats.peak_bytes < 64 * 1024 * 1024 * 4
 
 
 def test_a_session_is_not_made_of_classes_that_another_threads_forward_installed():

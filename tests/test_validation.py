@@ -2,25 +2,16 @@
 
 import json
 import math
-import os
-from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_mlx.bench.datasets import parse_object
-from dflash_mlx.bench.report import read_run
-from dflash_mlx.cli.chat_commands import read_conversation
 from dflash_mlx.errors import ConfigError, DataError, DFlashError, WeightsError
-from dflash_mlx.train.answers import whole_lines
-from dflash_mlx.train.dataset import parse_record
 from dflash_mlx.validation import (
     ErrorWrapper,
     brief,
     is_finite,
-    is_integer,
     is_positive,
     parse_json,
     read_json,
@@ -70,12 +61,6 @@ def test_what_is_no_finite_number(value):
 def test_finite_numbers(value):
     assert is_finite(value)
     assert is_positive(value) == (value > 0)
-
-
-@pytest.mark.parametrize("value", [0, -1, 2**31, 10**400, 4.0, True, "4", None, np.float32(4)])
-def test_what_is_no_size(value):
-    assert not is_integer(value)
-    assert is_integer(2**31 - 1) and is_integer(1) and is_integer(0, least=0)
 
 
 json_values = st.recursive(
@@ -133,27 +118,6 @@ def test_an_error_that_nobody_listed_is_not_hidden():
 
 
 DEEP = '{"a":' * 100_000
-
-
-def test_whoever_reads_lines_and_files_of_people_says_it_in_one_line(tmp_path):
-    """Nesting without end is no traceback, and a pipe is not waited for."""
-    deep, pipe = tmp_path / "deep.json", tmp_path / "pipe"
-    deep.write_text(DEEP)
-    os.mkfifo(pipe)
-    for read in (
-        lambda: parse_object(DEEP, "here"),
-        lambda: parse_record(DEEP, "here"),
-        lambda: whole_lines(lines_in(tmp_path / "answers.jsonl")),
-        *(partial(read, path) for read in (read_run, read_conversation) for path in (deep, pipe)),
-    ):
-        with pytest.raises(DataError) as caught:
-            read()
-        assert str(caught.value).isprintable()
-
-
-def lines_in(path):
-    path.write_text(DEEP + "\n")
-    return path
 
 
 def test_the_part_of_a_config_that_is_about_text():
