@@ -1,4 +1,4 @@
-"""What the experiments share: their options, a pair, and the embedded suite's prompts."""
+"""Shared by measuring scripts: options, a pair, the embedded prompts, decoding in turns."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import dflash_mlx as dm
 from dflash_mlx.loading.registry import known_drafter
 
-TURN = 16  # tokens that a text goes on by before it is another's turn
-Way = TypeVar("Way")
+TURN = 16  # tokens that a method decodes before the next one's turn
+Method = TypeVar("Method")
 Item = TypeVar("Item")
 
 
 def options_of(doc: str, **defaults: int | str) -> argparse.Namespace:
-    """The options of the command line: those of every experiment, and others by default.
+    """Parse the command line: common options, and one per default.
 
-    What drafts is the pair's own network, alone unless --draft says otherwise.
+    The drafter is the pair's own network, without lookup, unless --draft is given.
     """
     options = argparse.ArgumentParser(description=doc.splitlines()[0])
     options.add_argument("--model", default="tiny")
@@ -33,7 +33,7 @@ def options_of(doc: str, **defaults: int | str) -> argparse.Namespace:
 
 
 def experiment(options: argparse.Namespace) -> tuple[dm.Target, Any, list[list[int]]]:
-    """The pair, and `limit` prompts of each category as token ids."""
+    """The pair, and `limit` embedded prompts per category as token ids."""
     print(f"BLAS: {dm.use_fast_blas(stock=options.stock_blas).name}")
     from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
     from dflash_mlx.prompt import encode_prompt
@@ -44,32 +44,34 @@ def experiment(options: argparse.Namespace) -> tuple[dm.Target, Any, list[list[i
 
 
 def spread(items: Sequence[Item], count: int, first: int = 0) -> Sequence[Item]:
-    """So many of these, spread evenly from the first one on."""
+    """`count` items, spread evenly."""
     return items[first :: max(1, len(items) // count)][:count]
 
 
-def in_turns(streams: Mapping[Way, Iterator[dm.Event]]) -> dict[Way, tuple[dm.Stats, list[int]]]:
-    """Decode in several ways side by side, `TURN` tokens of each in turn: its stats and tokens.
+def in_turns(
+    streams: Mapping[Method, Iterator[dm.Event]],
+) -> dict[Method, tuple[dm.Stats, list[int]]]:
+    """Decode with several methods in turns of `TURN` tokens; returns stats and tokens of each.
 
-    A machine's pace changes from one second to the next: here it does so for all ways alike. Each
-    lap has another order, for whoever comes after wide rounds finds other caches. Stats count the
-    time of a way's own rounds, the one included that a turn's last round has begun.
+    A machine's speed changes from second to second, and turns spread this over all methods. The
+    order changes in every lap, because wide steps leave other data in the CPU's caches. The time of
+    a pipelined step counts for the method that started it.
     """
     import mlx.core as mx
 
-    done: dict[Way, tuple[dm.Stats, list[int]]] = {}
-    going, tokens = dict(streams), {way: list[int]() for way in streams}
+    done: dict[Method, tuple[dm.Stats, list[int]]] = {}
+    going, tokens = dict(streams), {method: list[int]() for method in streams}
     while going:
-        for way, stream in sample([*going.items()], len(going)):
-            end = len(tokens[way]) + TURN
-            while len(tokens[way]) < end:
+        for method, stream in sample([*going.items()], len(going)):
+            end = len(tokens[method]) + TURN
+            while len(tokens[method]) < end:
                 event = next(stream, None)
                 if event is None:
-                    del going[way]
+                    del going[method]
                     break
-                tokens[way] += event.tokens
-                done[way] = event.stats, tokens[way]
+                tokens[method] += event.tokens
+                done[method] = event.stats, tokens[method]
             clock = time.perf_counter()
             mx.synchronize()
-            done[way][0].decode_seconds += time.perf_counter() - clock
+            done[method][0].decode_seconds += time.perf_counter() - clock
     return done
