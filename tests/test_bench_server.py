@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from program import run
 from typer.testing import CliRunner
 
 from dflash_mlx.bench.datasets import BenchPrompt
@@ -201,11 +200,3 @@ def test_bench_shows_clients_side_by_side(chat):
     assert told["clients"] == 2 and told["tokens"] == 5 * told["requests"]
     for wrong in (["--concurrency", "2"], ["--openai", chat.url, "--concurrency", "0"]):
         assert bench(*wrong).exit_code == 2
-
-
-def test_a_chat_says_when_a_server_serves_another_model(chat):
-    """Ours answers by whatever name it is asked."""
-    for model, said in (("other", True), ("some-model", False)):
-        done = run("chat", "--server", chat.url, "--model", model, stdin="hi\n")
-        assert done.returncode == 0 and done.stdout.startswith("Hello")
-        assert ("serves some-model, which may be what answers" in done.stderr) == said

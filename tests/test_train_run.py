@@ -209,8 +209,6 @@ def test_without_a_chat_template_it_says_so_first(
         ({"synthesize": 3}, "either a file"),
         ({"data": None}, "either a file"),
         ({"hours": 1.0}, "not both"),
-        ({"anchors": 0}, "anchors is 0"),
-        ({"learning_rate": float("nan")}, "learning_rate"),
         ({"bits": 5}, "4, 6 or 8"),
     ],
 )

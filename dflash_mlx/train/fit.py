@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -97,10 +97,7 @@ class StepReport:
     held_out_metric: float | None = None
 
 
-class Progress(Protocol):
-    """Called after every step."""
-
-    def __call__(self, report: StepReport) -> None: ...
+Progress = Callable[[StepReport], None]
 
 
 @dataclass

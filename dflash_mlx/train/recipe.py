@@ -74,32 +74,10 @@ class Recipe:
                 "Give either a file (--data) or a number of prompts that the target writes "
                 "(--synthesize N)."
             )
-        if self.keep_answers and self.data is None:
-            raise SettingsError("--keep-answers needs --data.")
         if self.steps is not None and self.hours is not None:
             raise SettingsError("Give steps or hours, not both.")
-        least = {
-            "synthesize": 2,
-            "steps": 1,
-            "anchors": 1,
-            "tokens": 16,
-            "max_tokens": 2,  # the first token is never drafted
-            "rows": 1,
-            "turn_tokens": 4,
-            "held_out": 1,
-            "layers": 1,
-            "seed": 0,
-        }
-        for name, limit in least.items():
-            value = getattr(self, name)
-            if value is not None and value < limit:
-                raise SettingsError(f"{name} is {value}: it must be at least {limit}.")
         if self.seed >= 2**SEED_BITS:
             raise SettingsError(f"seed is {self.seed}: it must be below 2**{SEED_BITS}.")
-        for name in ("hours", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise SettingsError(f"{name} is {value}: it must be above 0.")
         if self.bits not in (None, 4, 6, 8):
             raise SettingsError(f"A drafter is stored in 4, 6 or 8 bits, not {self.bits}.")
         check_kind(self.kind, self.block_size)
