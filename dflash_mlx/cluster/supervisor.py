@@ -142,7 +142,7 @@ class Supervisor:
         else:
             ranks.wait(SETTLE_SECONDS)
         killed = _killed(ranks)
-        if failures and not served and not killed:
+        if not served and not killed and any(rank.process.poll() for rank in ranks.all[1:]):
             if not ranks.all[0].process.poll():  # otherwise rank 0 has printed the same
                 for name, reason in failures.items():
                     self._report(f"{name}: {reason}")
