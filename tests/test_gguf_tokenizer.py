@@ -10,7 +10,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.gguf.header import read_header
-from dflash_mlx.loading.gguf.tokenizer import _SPLITS, build, end_tokens
+from dflash_mlx.loading.gguf.tokenizer import build, end_tokens
 from dflash_mlx.loading.registry import packaged
 
 # Lines of gsm8k, HumanEval, MBPP and MT-bench (see their licences in ../docs/benchmarks.md).
@@ -51,12 +51,6 @@ def test_it_is_the_original() -> None:
 )
 def test_pre_tokenizers_split_as_they_are_named(name: str, expected: list[str]) -> None:
     assert pieces(name, "It's 1234 x, y\n\nz") == expected
-
-
-@pytest.mark.parametrize("text", PROMPTS)
-@pytest.mark.parametrize("name", sorted(_SPLITS))
-def test_nothing_is_lost_between_the_pieces(name: str, text: str) -> None:
-    assert "".join(pieces(name, text)) == text
 
 
 def test_llama_3_splits_as_its_own_tokenizer_json() -> None:

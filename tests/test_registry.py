@@ -32,11 +32,7 @@ def test_no_drafter_is_listed_twice():
     "name",
     [
         "deepseek-ai/dspark_qwen3_4b_block7",
-        "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark",
-        "RadixArk/Qwen3.8-27B-DSpark",
-        "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
         "incoai/GLM-5.3-DFlash2",
-        "mlx-community/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-DSpark-bf16",
         "JetSpec/jetspec-qwen3-8b",
         "meta-models/Muse-Glimmer-30B-assistant",
     ],
@@ -57,10 +53,8 @@ def test_a_drafter_that_is_known_not_to_load_says_why_and_is_not_fetched():
     [
         "Qwen/Qwen3-8B",
         "mlx-community/Qwen3-8B-4bit",
-        "qwen/qwen3-8b",
         "/models/Qwen3-8B",
         "~/models/Qwen3-8B-bf16/",
-        "./Qwen3-8B",
         "somebody/Qwen3-8B",
     ],
 )
@@ -73,16 +67,13 @@ def test_a_drafter_is_found_by_repository_and_by_folder(name):
     [
         ("mlx-community/Qwen3-8B-4bit-DWQ-053125", "z-lab/Qwen3-8B-DFlash-b16"),
         ("lmstudio-community/Qwen3-Coder-Next-MLX-4bit", "z-lab/Qwen3-Coder-Next-DFlash"),
-        ("mlx-community/Qwen3.5-35B-A3B-mxfp4", "z-lab/Qwen3.5-35B-A3B-DFlash"),
         ("mlx-community/gpt-oss-20b-MXFP4-Q8", "z-lab/gpt-oss-20b-DFlash"),
         ("mlx-community/gemma-4-31b-it-8bit", "z-lab/gemma-4-31B-it-DFlash"),
         (
             "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
             "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
         ),
-        ("mlx-community/Kimi-K2.5-3bit", "z-lab/Kimi-K2.5-DFlash"),
         ("mlx-community/MiniMax-M2.7-nvfp4", "z-lab/MiniMax-M2.7-DFlash"),
-        ("zai-org/GLM-5.1-FP8", "z-lab/GLM-5.1-FP8-DFlash"),
         ("mlx-community/Qwen3.8-27B-4bit", "z-lab/Qwen3.8-27B-DFlash2"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2"),
         ("mlx-community/SmolLM2-135M-Instruct-4bit", "smollm2"),
@@ -92,9 +83,7 @@ def test_conversions_are_known_by_their_name(name, drafter):
     assert known_drafter(name) == drafter
 
 
-@pytest.mark.parametrize(
-    "kind", ["", "-Q4_K_M", ".Q8_0", "-IQ4_XS", "-UD-Q2_K_XL", "-imat-Q6_K", "-f16", "-BF16"]
-)
+@pytest.mark.parametrize("kind", ["", "-Q4_K_M", ".Q8_0", "-UD-Q2_K_XL", "-imat-Q6_K", "-BF16"])
 def test_gguf_files_are_known_by_their_name(kind):
     assert known_drafter(f"/models/Qwen3-8B{kind}.gguf") == "z-lab/Qwen3-8B-DFlash-b16"
     assert known_drafter(f"SmolLM2-135M-Instruct{kind}.GGUF") == "smollm2"
