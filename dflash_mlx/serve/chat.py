@@ -12,6 +12,7 @@ from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
 from .logprobs import TokenLogprob
 from .openai_common import (
+    MAX_TOP_LOGPROBS,
     ContentPart,
     Effort,
     Function,
@@ -30,8 +31,6 @@ from .parts import Reasoning, Text
 from .request import GenerationRequest, ToolChoice
 from .sse import DONE, Frames, frame
 from .tools import ToolCall
-
-MAX_TOP_LOGPROBS = 20
 
 
 class ChatFunction(Body):

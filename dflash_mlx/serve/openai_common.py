@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .handler import Finish, StepOutput
     from .logprobs import TokenLogprob, TokenProbability
 
-MAX_STOPS, MAX_CHOICES, MAX_BIASES = 16, 8, 16384
+MAX_STOPS, MAX_CHOICES, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 8, 16384, 20
 SEEDS: Final = 2**32
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -178,6 +178,18 @@ def usage(prompt_tokens: int, finishes: Sequence[Finish]) -> dict[str, Any]:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         },
+    }
+
+
+def responses_usage(prompt_tokens: int, finish: Finish) -> dict[str, Any]:
+    """The `usage` of a response, with the names of POST /v1/responses."""
+    total = usage(prompt_tokens, [finish])
+    return {
+        "input_tokens": prompt_tokens,
+        "input_tokens_details": total["prompt_tokens_details"] | {"cache_write_tokens": 0},
+        "output_tokens": total["completion_tokens"],
+        "output_tokens_details": total["completion_tokens_details"],
+        "total_tokens": total["total_tokens"],
     }
 
 

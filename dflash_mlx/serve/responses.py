@@ -17,6 +17,7 @@ from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
 from .openai_common import (
+    MAX_TOP_LOGPROBS,
     ContentPart,
     Effort,
     Function,
@@ -25,17 +26,16 @@ from .openai_common import (
     flat_name,
     format_logprob,
     read_content,
+    responses_usage,
     template_call,
     thinking_settings,
-    usage,
 )
-from .parts import Part, Text
+from .parts import Reasoning, Text
 from .request import GenerationRequest, Tool, ToolChoice, without_none
 from .sse import Frames, frame
 from .tools import ToolCall
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
-MAX_TOP_LOGPROBS: Final = 20
 
 log = logging.getLogger("dflash_mlx.serve")
 
@@ -286,8 +286,7 @@ class ResponsesResponse:
             self._finish = step.finish
             yield from self._close_item()
 
-    def _add_text(self, part: Part) -> Events:
-        assert not isinstance(part, ToolCall)
+    def _add_text(self, part: Text | Reasoning) -> Events:
         kind = "message" if isinstance(part, Text) else "reasoning"
         if not self._is_open or self._output[-1]["type"] != kind:
             yield from self._close_item()
@@ -345,14 +344,17 @@ class ResponsesResponse:
             return
         self._is_open = False
         item = self._output[-1]
-        truncated = self._finish is not None and self._finish.reason == "length"
-        item["status"] = "incomplete" if truncated else "completed"
+        item["status"] = "incomplete" if self._truncated else "completed"
         (part,) = item["content"]
         event = {**self._place(), "content_index": 0}
         done = {key: part[key] for key in ("text", "logprobs") if key in part}
         yield {"type": f"response.{part['type']}.done", **event, **done}
         yield {"type": "response.content_part.done", **event, "part": dict(part)}
         yield self._item_event("done")
+
+    @property
+    def _truncated(self) -> bool:
+        return self._finish is not None and self._finish.reason == "length"
 
     def _item_event(self, kind: str) -> dict[str, Any]:
         index = len(self._output) - 1
@@ -365,21 +367,15 @@ class ResponsesResponse:
     def _response(self) -> dict[str, Any]:
         """The response object so far."""
         body, finish = self._body, self._finish
-        truncated = finish is not None and finish.reason == "length"
-        status = "in_progress" if finish is None else "incomplete" if truncated else "completed"
-        fields = body.model_dump(
-            by_alias=True,
-            exclude_unset=True,
-            exclude_none=True,
-            include={"text", "reasoning", "tool_choice"},
-        )
+        ended = "incomplete" if self._truncated else "completed"
+        fields = body.model_dump(by_alias=True, exclude_unset=True, exclude_none=True)
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": status,
+            "status": ended if finish else "in_progress",
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._truncated else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -395,17 +391,6 @@ class ResponsesResponse:
             "tools": [],
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": self._usage() if finish else None,
+            "usage": responses_usage(self._stream.prompt_tokens, finish) if finish else None,
             **({"x_dflash": drafting([finish])} if finish else {}),
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        assert self._finish is not None
-        total = usage(self._stream.prompt_tokens, [self._finish])
-        return {
-            "input_tokens": total["prompt_tokens"],
-            "input_tokens_details": total["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": total["completion_tokens"],
-            "output_tokens_details": total["completion_tokens_details"],
-            "total_tokens": total["total_tokens"],
         }

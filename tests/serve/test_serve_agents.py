@@ -1,7 +1,7 @@
 """The coding agents that people have, from npm, through `dflash-mlx launch`: a turn with a tool.
 
-The model is one that always calls the agent's shell first, which no model small enough for a test
-does; templates, dialects, sockets and agents are the real ones.
+The model is fake and always calls the agent's shell first. Templates, APIs, sockets and agents are
+real.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""`dflash-mlx serve` and `launch`: what is refused at once, and what agents are told."""
+"""`dflash-mlx serve` and `launch`: errors of options, and the settings of agents."""
 
 import json
 import socket
@@ -35,7 +35,7 @@ def test_another_host_needs_a_key():
         (["--host", "192.0.2.1", "--no-auth"], "give a --host of this machine's", 1),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(options, word, expected, tmp_path, monkeypatch):
+def test_errors_are_one_line(options, word, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "blank").write_text("\n \n")
     code, told = run("serve", *options)

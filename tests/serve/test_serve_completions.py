@@ -1,4 +1,4 @@
-"""OpenAI's completions: text that is continued."""
+"""OpenAI's completions over a fake engine."""
 
 import pytest
 from serving import FakeEngine, client, frames, make_target
@@ -34,7 +34,7 @@ def accumulated(chunks):
         ([[65], [66, 67]], [[65], [66, 67]]),
     ],
 )
-def test_prompts_of_all_kinds_whole_and_streamed(target, prompt, prompts):
+def test_all_kinds_of_prompts(target, prompt, prompts):
     engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(prompt=prompt, n=2, echo=True)).json()
@@ -53,7 +53,7 @@ def test_prompts_of_all_kinds_whole_and_streamed(target, prompt, prompts):
     assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
-def test_without_a_limit_it_is_short(target):
+def test_the_default_limit_is_openais(target):
     engine = FakeEngine(target)
     with client(engine, defaults={"max_tokens": 4096}) as server:
         server.post(PATH, json=ask())
@@ -61,13 +61,13 @@ def test_without_a_limit_it_is_short(target):
 
 
 @pytest.mark.parametrize("prompt", ["", [10**6], "word " * 50])
-def test_the_prompt_is_what_is_wrong(prompt):
+def test_errors_name_the_prompt(prompt):
     with client(FakeEngine(make_target(context=20))) as server:
         answer = server.post(PATH, json=ask(prompt=prompt))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
 
 
-def test_a_prompt_that_is_refused_leaves_nothing_open(target):
+def test_one_refused_prompt_cancels_the_others(target):
     engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(prompt=["One", ""]))
@@ -91,20 +91,8 @@ def test_a_prompt_that_is_refused_leaves_nothing_open(target):
         {"response_format": {"type": "json_object"}},
     ],
 )
-def test_what_is_not_supported_is_refused(target, wrong):
+def test_unsupported_fields_are_refused(target, wrong):
     engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(**wrong))
     assert answer.status_code == 400 and not engine.submitted
-
-
-def test_too_many_prompts_are_counted(target):
-    with client(FakeEngine(target)) as server:
-        told = server.post(PATH, json=ask(prompt=["One"] * 33)).json()["error"]
-    assert told["param"] == "prompt" and "33 prompts" in told["message"] and "32" in told["message"]
-
-
-def test_as_many_prompts_as_there_may_be_are_answered(target):
-    with client(FakeEngine(target)) as server:
-        answer = server.post(PATH, json=ask(prompt=["One"] * 32))
-    assert answer.status_code == 200 and len(answer.json()["choices"]) == 32

@@ -1,4 +1,4 @@
-"""The application over the engine itself: forwards that fail, a device that does not come back."""
+"""The application over the real engine: texts, failing forwards, a device that hangs."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ async def said(server, question, **more):
     ("prompt", "tokens"),
     [("Hello there", 3), ("Ones: 7 +", 1), ("Ones: 7 +", 2), ("Let us add 4", 4)],
 )
-def test_a_text_is_continued_with_the_space_it_goes_on_with(pair, prompt, tokens):
+def test_completions_keep_the_first_space(pair, prompt, tokens):
     body = {"prompt": prompt, "max_tokens": tokens}
     with engine_of(pair) as engine, client(engine) as server:
         [told] = server.post("/v1/completions", json=body | {"logprobs": 0}).json()["choices"]
@@ -75,26 +75,7 @@ def test_a_text_is_continued_with_the_space_it_goes_on_with(pair, prompt, tokens
     assert "".join(one["choices"][0]["text"] for one in chunks if one["choices"]) == told["text"]
 
 
-@pytest.mark.parametrize(
-    ("stop", "told"), [([" 7"], ("", "stop")), (["7"], (" ", "stop")), (["x"], (" 7", "length"))]
-)
-def test_a_stop_string_may_begin_with_the_first_space(pair, stop, told):
-    body = {"prompt": "Ones: 7 +", "max_tokens": 2, "stop": stop}
-    with engine_of(pair) as engine, client(engine) as server:
-        [choice] = server.post("/v1/completions", json=body).json()["choices"]
-    assert (choice["text"], choice["finish_reason"]) == told
-
-
-def test_the_stop_sequence_that_is_named_is_not_in_the_text(pair):
-    turns = [{"role": "user", "content": "What is 47 plus 38?"}]
-    turns += [{"role": "assistant", "content": "Let us add 47 and 38 digit"}]
-    asked = {"model": "m", "max_tokens": 9, "messages": turns, "stop_sequences": [" by", "."]}
-    with engine_of(pair) as engine, client(engine) as server:
-        told = server.post("/v1/messages", json=asked).json()
-    assert told["content"] == [] and told["stop_sequence"] == " by"
-
-
-def test_a_prefilled_answer_goes_on_where_it_ends(pair):
+def test_a_prefilled_answer_is_continued(pair):
     question, begun = "What is 47 plus 38?", "Let us add 47 and 38 digit"
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": begun}]
     with engine_of(pair) as engine, client(engine) as server:
@@ -106,7 +87,7 @@ def test_a_prefilled_answer_goes_on_where_it_ends(pair):
     assert answer["message"]["content"].startswith(begun + " by digit")
 
 
-def test_a_forward_that_fails_ends_one_answer_and_no_other(pair):
+def test_a_failing_forward_ends_one_answer_only(pair):
     """Whichever shares a round with the one to blame reads its text again, and goes on."""
 
     async def ask(blamed):
@@ -128,7 +109,7 @@ def test_a_forward_that_fails_ends_one_answer_and_no_other(pair):
     assert "boom" in stream and "[DONE]" not in stream
 
 
-def test_an_answer_that_a_schema_shapes_is_the_librarys_own(pair):
+def test_a_schema_gives_the_same_text_as_the_library(pair):
     pytest.importorskip("llguidance")
     from dflash_mlx.structured import JsonSchema
 
@@ -158,7 +139,7 @@ def test_an_answer_that_a_schema_shapes_is_the_librarys_own(pair):
     assert own.text.startswith('{"sum": ')
 
 
-def test_a_device_that_does_not_come_back_is_told_by_health(pair):
+def test_health_reports_a_device_that_hangs(pair):
     async def ask():
         with engine_of(pair, stuck=2) as engine:
             handler = make_handler(engine)
@@ -179,7 +160,7 @@ def test_a_device_that_does_not_come_back_is_told_by_health(pair):
     asyncio.run(ask())
 
 
-def test_a_device_that_does_not_come_back_is_told_when_all_have_left(pair):
+def test_health_reports_a_hang_after_all_clients_left(pair):
     """And somebody who comes then does not have the clock begin anew."""
 
     async def ask():

@@ -1,4 +1,4 @@
-"""Answers that fit a schema and calls that have to be made: no token leads out of their grammar."""
+"""Grammars of schemas and forced calls."""
 
 import importlib
 import json
@@ -15,7 +15,6 @@ from dflash_mlx.serve.errors import RequestError
 from dflash_mlx.serve.grammar import MAX_CALLS, GrammarFactory
 from dflash_mlx.serve.parts import AnswerParser, Text
 from dflash_mlx.serve.request import GenerationRequest, Tool
-from dflash_mlx.serve.responses import ResponsesBody
 from dflash_mlx.serve.tools import ToolCall, ToolSyntax
 
 SCHEMA = {
@@ -52,7 +51,7 @@ def follows(target, request, thinking=False):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(4))
-def test_forced_calls_are_written_as_their_parser_reads_them(family, seed):
+def test_forced_calls_parse(family, seed):
     """Whatever a model would choose under the grammar is a call that fits."""
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{family}")
     target = make_target(parser)
@@ -85,7 +84,7 @@ def at_random(tokenizer, matcher, random, most=2000):
     return tokenizer.decode(tokens)
 
 
-def test_other_families_refuse_to_be_forced(target):
+def test_other_syntaxes_cannot_be_forced(target):
     syntax = ToolSyntax.of(
         make_target(importlib.import_module("mlx_lm.tool_parsers.gemma4")).tokenizer
     )
@@ -101,7 +100,7 @@ def target():
     return make_target(json_tools, thinking="<think>\n")
 
 
-def test_which_calls_may_be_made(target):
+def test_which_calls_a_grammar_allows(target):
     takes = follows(target, ask(tools=TOOLS, tool_choice="required"))
     assert takes(CALL) and takes(f"{CALL}\n{CALL}") and not takes("Hm") and not takes("")
     assert takes(CALL * MAX_CALLS) and not takes(CALL * (MAX_CALLS + 1))
@@ -112,32 +111,17 @@ def test_which_calls_may_be_made(target):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_function_that_is_named_is_called_once(named):
-    given = {"name": "now", "parameters": {"type": "object"}}
-    function = {"type": "function", "function": {"name": "now"}}
-    hi = [{"role": "user", "content": "Hi"}]
-    bodies = [
-        ChatBody.model_validate(
-            {
-                "model": "m",
-                "messages": hi,
-                "tools": [{"type": "function", "function": given}],
-                "tool_choice": function if named else "required",
-            }
-        ),
-        ResponsesBody.model_validate(
-            {
-                "model": "m",
-                "input": "Hi",
-                "tools": [{"type": "function", **given}],
-                "tool_choice": {"type": "function", "name": "now"} if named else "required",
-            }
-        ),
-    ]
-    assert [
-        (body.generation_request().tool_choice, body.generation_request().parallel_calls)
-        for body in bodies
-    ] == [("required", not named)] * 2
+def test_a_named_function_is_called_once(named):
+    chosen = {"type": "function", "function": {"name": "now"}}
+    body = ChatBody.model_validate(
+        {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [{"type": "function", "function": {"name": "now"}}],
+            "tool_choice": chosen if named else "required",
+        }
+    )
+    request = body.generation_request()
+    assert request.tool_choice == "required" and request.parallel_calls != named
 
 
 def test_the_model_may_think_first(target):
@@ -147,7 +131,7 @@ def test_the_model_may_think_first(target):
     assert takes('Hm</think>{"city": "Rome", "unit": "C", "days": 3}') and not takes("Hm</think>{}")
 
 
-def test_strict_tools_are_strict_and_text_is_free(target):
+def test_strict_tools_leave_text_free(target):
     strict = [Tool("get_weather", "", SCHEMA, strict=True)]
     takes = follows(target, ask(tools=strict))
     good = json.dumps(
@@ -158,7 +142,7 @@ def test_strict_tools_are_strict_and_text_is_free(target):
     assert not takes(f"So: <tool_call>\n{wrong}\n</tool_call>")
 
 
-def test_what_cannot_be_a_grammar_is_refused(target):
+def test_invalid_schemas_are_refused(target):
     for schema in ({"type": "nonsense"}, {"$ref": "https://example.org/x"}, {"not": {}}):
         with pytest.raises((SettingsError, RequestError)):
             GrammarFactory(target).make(ToolSyntax.of(target.tokenizer), ask(schema=schema), False)

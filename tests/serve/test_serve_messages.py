@@ -1,4 +1,4 @@
-"""Anthropic's messages: what is asked reaches the engine, what it says reaches the client."""
+"""Anthropic's messages over a fake engine."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def accumulated(events):
     return message
 
 
-def test_an_answer_whole_and_streamed(target):
+def test_a_complete_and_a_streamed_answer(target):
     engine = FakeEngine(target, ["Hel", "lo", " world"], cached=3)
     with client(engine) as server:
         answer = server.post(PATH, json=ask()).json()
@@ -60,7 +60,7 @@ def test_an_answer_whole_and_streamed(target):
     assert [one["type"] for one in events][-2:] == ["message_delta", "message_stop"]
 
 
-def test_the_stop_sequence_that_ended_the_text_is_told(target):
+def test_the_stop_sequence_is_reported(target):
     engine = FakeEngine(target, ["one", " two three"], reason="length")
     with client(engine) as server:
         assert server.post(PATH, json=ask()).json()["stop_reason"] == "max_tokens"
@@ -104,7 +104,7 @@ def test_turns_reach_the_template(target):
     assert sorted(places, key=prompt.index) == places
 
 
-def test_an_answer_may_be_begun(target):
+def test_a_prefilled_answer(target):
     engine = FakeEngine(target)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The sum is"}]
     with client(engine) as server:
@@ -124,7 +124,7 @@ def test_an_answer_may_be_begun(target):
         {"temperature": 1.5},
     ],
 )
-def test_what_is_not_supported_is_refused(target, wrong):
+def test_unsupported_fields_are_refused(target, wrong):
     engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(**wrong))
@@ -134,14 +134,14 @@ def test_what_is_not_supported_is_refused(target, wrong):
     assert content["request_id"] == answer.headers["request-id"]
 
 
-def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_act_on():
+def test_clients_recognize_a_prompt_that_is_too_long():
     with client(FakeEngine(make_target(context=20))) as server:
         content = server.post(PATH, json=ask(system="word " * 50)).json()
     assert content["error"]["message"].startswith("prompt is too long: ")
     assert content["error"]["message"].endswith(" tokens > 19 maximum")
 
 
-def test_tokens_are_counted_as_they_are_read(target):
+def test_count_tokens_equals_usage(target):
     engine = FakeEngine(target)
     body = ask(system="Be brief.")
     with client(engine) as server:
@@ -150,7 +150,7 @@ def test_tokens_are_counted_as_they_are_read(target):
     assert counted == {"input_tokens": read}
 
 
-def test_two_sessions_of_claude_code_differ_in_the_tail_alone(target):
+def test_two_sessions_of_claude_code_share_their_beginning(target):
     engine = FakeEngine(target)
     prompts = []
     with client(engine) as server:
@@ -188,7 +188,7 @@ DROPS = (
 
 
 @pytest.mark.parametrize("template", [REFUSES, ALTERNATES, DROPS])
-def test_a_system_message_in_the_middle_is_folded_in(template):
+def test_a_system_message_in_the_middle_is_merged(template):
     target = make_target(template=template)
     engine = FakeEngine(target)
     turns = [
@@ -209,28 +209,9 @@ def test_a_system_message_in_the_middle_is_folded_in(template):
     assert prompt.count("<|im_start|>system") <= 1
 
 
-def test_a_template_that_takes_it_keeps_a_system_message_where_it_was(target):
+def test_a_system_message_in_the_middle_stays_if_the_template_takes_it(target):
     engine = FakeEngine(target)
     turns = [{"role": "user", "content": "One"}, {"role": "system", "content": "Two"}]
     with client(engine) as server:
         server.post(PATH, json=ask(messages=turns))
     assert "user\nOne<|im_end|>\n<|im_start|>system\nTwo<|im_end|>" in engine.prompt()
-
-
-@pytest.mark.parametrize(
-    ("path", "last", "continues"),
-    [
-        ("/v1/messages", "assistant", True),
-        ("/v1/messages", "user", None),
-        ("/v1/chat/completions", "user", None),
-        ("/v1/completions", "prompt", True),
-    ],
-)
-def test_what_goes_on_with_a_text_is_told_to_the_engine(target, path, last, continues):
-    engine, turns = FakeEngine(target), [{"role": "user", "content": "Hi"}]
-    if last == "assistant":
-        turns.append({"role": "assistant", "content": "Well"})
-    body = {"prompt": "Once"} if last == "prompt" else {"messages": turns}
-    with client(engine) as server:
-        assert server.post(path, json={"model": "m", "max_tokens": 9, **body}).status_code == 200
-    assert engine.submitted[0][1].get("continues") == continues

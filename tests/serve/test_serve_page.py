@@ -1,4 +1,4 @@
-"""The page in a real browser: ask, race, stop, another conversation, reload, dark, narrow."""
+"""The page in a real browser: chat, race, stop, conversations, reload, dark, narrow."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ class Patient(FakeEngine):
 
 
 @pytest.mark.browser
-def test_a_person_and_the_page(tmp_path):
+def test_the_page_in_a_browser(tmp_path):
     if CHROMIUM is None or not MODULES.is_dir() or shutil.which("node") is None:
         pytest.skip("needs Chromium, node, and npm's playwright-core below NODE_PATH")
 

@@ -1,4 +1,4 @@
-"""An answer in its parts, wherever the rounds cut it."""
+"""Answers split into text, reasoning and calls."""
 
 import importlib
 import json
@@ -76,7 +76,7 @@ def test_every_parser_of_mlx_lm_is_tried():
 
 
 @pytest.mark.parametrize("family", WRITTEN)
-def test_a_call_of_each_family_however_rounds_cut_it(family):
+def test_a_call_of_each_family_in_steps_of_any_size(family):
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{family}")
     text = f"Wait.{parser.tool_call_start}{WRITTEN[family]}{parser.tool_call_end}"
     wanted = [Text("Wait."), ("get_weather", {"city": "New York", "days": 3})]
@@ -85,7 +85,7 @@ def test_a_call_of_each_family_however_rounds_cut_it(family):
         assert parts_of(splitter(parser), rounds) == wanted
 
 
-def test_several_calls_have_ids_of_their_own():
+def test_several_calls_have_different_ids():
     call = f"<tool_call>{WRITTEN['json_tools']}</tool_call>"
     split = splitter()
     calls = [one for one in split.feed(f"{call}\n{call}") if isinstance(one, ToolCall)]
@@ -98,7 +98,7 @@ def test_several_calls_have_ids_of_their_own():
     assert parts_of(splitter(mistral), [f"[TOOL_CALLS]{both}"]) == [("now", {})] * 2
 
 
-def test_only_one_call_where_one_is_allowed():
+def test_one_call_without_parallel():
     assert parts_of(splitter(parallel=False), [CALL, CALL]) == [("now", {})]
 
 
@@ -116,24 +116,19 @@ def test_only_one_call_where_one_is_allowed():
         "",
     ],
 )
-def test_what_is_no_call_is_text(body):
+def test_text_that_does_not_parse_stays_text(body):
     text = f"Hm <tool_call>{body}</tool_call> so"
     split = splitter()
     assert parts_of(split, [text]) == [Text(text)] and split.calls == 0
 
 
-def test_a_call_that_is_cut_is_text():
+def test_a_truncated_call_is_text():
     text = '<tool_call>{"name": "now", "arguments": {}}'
     assert parts_of(splitter(), [text], truncated=True) == [Text(text)]
     assert parts_of(splitter(), [text]) == [("now", {})]  # the end of the text ends it, too
 
 
-def test_a_further_call_that_is_none_is_text():
-    none = "<tool_call>Hm</tool_call>"
-    assert parts_of(splitter(), [CALL + none], truncated=True) == [("now", {}), Text(none)]
-
-
-def test_a_further_call_that_is_cut_is_nothing():
+def test_a_truncated_second_call_is_dropped():
     """A client has its call, and would show what is left of the next as the model's words."""
     text = f'{CALL}\n<tool_call>{{"na'
     for width in (1, len(text)):
@@ -145,7 +140,7 @@ def test_without_tools_nothing_is_a_call():
     assert parts_of(splitter(tools=()), [CALL]) == [Text(CALL)]
 
 
-def test_reasoning_is_apart_from_text():
+def test_reasoning_is_separate_from_text():
     rounds = ["\nLet me", " see.\n", "</think>\n", "\nYes.\n"]
     assert parts_of(splitter(thinking="<think>"), rounds) == [
         Reasoning("Let me see."),
@@ -166,7 +161,7 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=100)
 @given(st.lists(PIECES, max_size=12), st.integers(1, 9))
-def test_where_rounds_end_changes_nothing(pieces, width):
+def test_step_borders_change_nothing(pieces, width):
     text = "".join(pieces)
     rounds = [text[at : at + width] for at in range(0, len(text), width)]
     syntax = ToolSyntax.of(THINKS.tokenizer)
@@ -194,7 +189,7 @@ def test_channels_of_gpt_oss(width):
     assert parts_of(HarmonyParser(TOOLS, parallel=False), [again]) == [*parts, *parts[:2]]
 
 
-def test_channels_that_are_no_calls_are_text():
+def test_messages_of_gpt_oss_that_are_not_calls_are_text():
     for wrong in (HARMONY[:-1], HARMONY.replace("get_weather", "other")):
         *_, last = parts_of(HarmonyParser(TOOLS), [wrong])
         assert isinstance(last, Text) and last.text.endswith(wrong[-9:])
@@ -202,7 +197,7 @@ def test_channels_that_are_no_calls_are_text():
     assert isinstance(last, Text)
 
 
-def test_gpt_oss_is_known_by_its_tokens():
+def test_gpt_oss_is_recognized_by_its_tokens():
     target = make_target()
     assert not uses_harmony(target.tokenizer)
     marks = ["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"]

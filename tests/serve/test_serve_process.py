@@ -1,4 +1,4 @@
-"""The real process with the embedded pair, asked by the clients that people have."""
+"""The real process with the embedded pair and the SDKs of OpenAI and Anthropic."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ def test_openai_chat(chat):
     assert whole.usage.completion_tokens == tokens + stopped
 
 
-def test_openai_chat_without_waiting(server):
+def test_openai_async(server):
     """Several at once, and what each says is what it says alone."""
 
     async def ask():
@@ -156,7 +156,7 @@ def test_openai_responses(chat):
 @pytest.mark.parametrize(
     ("seeds", "step"), [(1, 7), pytest.param(5, 1, marks=pytest.mark.matrix, id="200")]
 )
-def test_schemas_and_forced_tools_validate(chat, claude, seeds, step):
+def test_schemas_and_forced_calls_validate(chat, claude, seeds, step):
     """At concurrency 8; all of them with `pytest -m matrix tests/serve/test_serve_process.py`."""
     cases = Demands(chat, claude).cases(seeds)[::step]
     assert len(cases) == (200 if step == 1 else 6)
@@ -186,16 +186,7 @@ def test_anthropic_messages(claude):
     assert stopped.stop_sequence == "Ones" and "Ones" not in stopped.content[0].text
 
 
-def test_anthropic_without_waiting(server):
-    async def ask():
-        client = anthropic.AsyncAnthropic(base_url=server.url, api_key="x", max_retries=0)
-        async with client.messages.stream(model="m", max_tokens=9, messages=QUESTION) as stream:
-            return await stream.get_final_text()
-
-    assert asyncio.run(ask())
-
-
-def test_prompts_that_begin_alike_are_read_once(chat, claude):
+def test_the_prefix_cache(chat, claude):
     system = "Mind these rules. " * 80
 
     def asked(question):
@@ -213,7 +204,7 @@ def test_prompts_that_begin_alike_are_read_once(chat, claude):
     assert usage.cache_read_input_tokens + usage.input_tokens <= tokens + 9
 
 
-def test_errors_are_the_sdks_own(chat, claude):
+def test_sdk_errors(chat, claude):
     with pytest.raises(openai.BadRequestError) as refused:
         chat.chat.completions.create(model="m", messages=LONG)
     assert refused.value.code == "context_length_exceeded"
@@ -223,7 +214,7 @@ def test_errors_are_the_sdks_own(chat, claude):
         chat.models.retrieve("other")
 
 
-def test_chat_talks_to_it(server, chat):
+def test_the_chat_command_as_a_client(server, chat):
     done = subprocess.run(
         [sys.executable, "-m", "dflash_mlx", "chat", "--server", server.url, "-n", "20"],
         input="What is 37 plus 48?\nAnd 2 plus 3?\n",
@@ -236,7 +227,7 @@ def test_chat_talks_to_it(server, chat):
     assert "20 tokens" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_told_to_end_it_finishes_its_answers(server, chat):
+def test_sigterm_finishes_answers(server, chat):
     """The last test: it ends the server of all."""
     stream = chat.chat.completions.create(
         model="m", messages=QUESTION, max_tokens=600, stream=True, temperature=1, seed=5

@@ -1,4 +1,4 @@
-"""OpenAI's responses: what is asked reaches the engine, what it says reaches the client."""
+"""OpenAI's responses over a fake engine."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def comparable(item):
     return {key: value for key, value in item.items() if key not in ("id", "call_id")}
 
 
-def test_reasoning_text_and_calls_whole_and_streamed(target):
+def test_reasoning_text_and_calls(target):
     said = ["Hm", ".\n</think>", "\n\nYes", ".<tool_call>\n", '{"name": "sp__f", "arguments"']
     engine = FakeEngine(target, [*said, ': {"a": 1}}\n</tool_call>'], cached=4)
     space = {"type": "namespace", "name": "sp", "tools": [tool("f")]}
@@ -64,7 +64,7 @@ def test_reasoning_text_and_calls_whole_and_streamed(target):
     assert details["reasoning_tokens"] == len(reasoning)
 
 
-def test_no_drafting_is_asked_for_as_in_chat(target):
+def test_draft_false_turns_drafting_off(target):
     engine = FakeEngine(target)
     with client(engine) as server:
         server.post(PATH, json=ask(draft=False))
@@ -73,7 +73,7 @@ def test_no_drafting_is_asked_for_as_in_chat(target):
     assert plain["block_size"] == 1 and "block_size" not in drafted
 
 
-def test_an_answer_that_is_cut(target):
+def test_a_truncated_answer(target):
     with client(FakeEngine(target, ["x</think>cut"], reason="length")) as server:
         answer = server.post(PATH, json=ask()).json()
         events = streamed(server, ask())
@@ -100,7 +100,7 @@ def test_items_reach_the_template(target):
     assert sorted(places, key=prompt.index) == places
 
 
-def test_codex_is_answered(target):
+def test_codex(target):
     request = json.loads(CODEX.read_text())
     engine = FakeEngine(target, ["x</think>Hello"])
     with client(engine) as server:
@@ -125,14 +125,14 @@ def test_codex_is_answered(target):
         {"tool_choice": {"type": "function", "name": "f"}},
     ],
 )
-def test_what_is_not_supported_is_refused(target, wrong):
+def test_unsupported_fields_are_refused(target, wrong):
     engine = FakeEngine(target)
     with client(engine) as server:
         answer = server.post(PATH, json=ask(**wrong))
     assert answer.status_code == 400 and answer.json()["error"]["message"] and not engine.submitted
 
 
-def test_the_input_is_what_is_too_long():
+def test_an_input_that_is_too_long():
     with client(FakeEngine(make_target(context=20))) as server:
         answer = server.post(PATH, json=ask(input="word " * 50))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "input"

@@ -1,4 +1,4 @@
-"""What goes over the wire of a stream: frames in few pieces, pings where it is silent."""
+"""Server-sent events: one piece per step, pings in silence."""
 
 import asyncio
 
