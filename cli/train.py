@@ -1,26 +1,134 @@
-"""`dflash-mlx train`: a drafter for any model, made on the machine it will run on."""
+"""`dflash-mlx train`: a drafter for any model, trained on the machine it will run on."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import dflash_mlx
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 
 from . import options
-from . import train_options as of
+from .options import OUTPUT, bits_of, flag, is_given, option, spelled
 from .output import note, waiting
-from .train_checks import check_usage, parse_loss
 
 if TYPE_CHECKING:
     from dflash_mlx import DFlash, Target
+    from dflash_mlx.train.recipe import Recipe
 
-RATES = {"adamw": 1e-3, "muon": 0.02}
+DATA, DRAFTER, TRAINING = "Data", "Drafter", "Training"  # what --help shows
+RATES = {"adamw": 1e-3, "muon": 0.02}  # default learning rates
+FROM_TARGET = "target"  # of --warm-start
+SHAPE = ("kind", "block_size", "layers", "causal")
+
+
+class Kind(StrEnum):
+    """Kinds of drafters that can be trained."""
+
+    dflash = "dflash"
+    dflash2 = "dflash2"
+    dspark = "dspark"
+
+
+class Optimizer(StrEnum):
+    """Optimizers of the trainer."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+class StoreBits(StrEnum):
+    """Bits of a stored weight."""
+
+    four = "4"
+    six = "6"
+    eight = "8"
+
+
+Out = Annotated[
+    Path,
+    option(OUTPUT, "DIR", "Folder for the drafter, and to resume from.", parser=options.named),
+]
+Json = Annotated[bool, flag("--json", OUTPUT, "Print JSON lines and nothing else.")]
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The options of a `Recipe`, under the names of its fields."""
+
+    data: Annotated[
+        Path | None, option(DATA, "FILE", "JSON lines of prompts, chats or texts; or a .txt file.")
+    ] = None
+    synthesize: Annotated[
+        int | None, option(DATA, "N", "Let the model write N prompts itself.", min=2)
+    ] = None
+    keep_answers: Annotated[
+        bool, flag("--keep-answers", DATA, "Learn the file's answers, not the model's own.")
+    ] = False
+    max_tokens: Annotated[
+        int, option(DATA, "N", "End an answer after N tokens.", "--answer-tokens", min=2)
+    ] = 256
+    rows: Annotated[int, option(DATA, "N", "Answers generated together.", min=1)] = 24
+    kind: Annotated[Kind, option(DRAFTER, "KIND", "dflash, dflash2 or dspark.")] = Kind.dflash
+    block_size: Annotated[
+        int, option(DRAFTER, "N", "Rows of a block, with the known first one.", min=2)
+    ] = 8
+    layers: Annotated[
+        int | None,
+        option(DRAFTER, "N", "Default: one per eight of the model's, plus one.", min=1),
+    ] = None
+    causal: Annotated[
+        bool, flag("--causal", DRAFTER, "Let rows of a block see only earlier rows.")
+    ] = False
+    warm_start: Annotated[
+        str | None, option(DRAFTER, "NAME", "Start from this drafter, or from 'target' layers.")
+    ] = None
+    bits: Annotated[
+        StoreBits | None,
+        option(DRAFTER, "4|6|8", "Store the drafter in so many bits, not 16.", "--store-bits"),
+    ] = None
+    steps: Annotated[int | None, option(TRAINING, "N", "Default: six epochs.", min=1)] = None
+    hours: Annotated[
+        float | None, option(TRAINING, "H", "As many steps as fit into H hours.", min=0)
+    ] = None
+    anchors: Annotated[int, option(TRAINING, "N", "Blocks per sequence and step.", min=1)] = 64
+    tokens: Annotated[int, option(TRAINING, "N", "Tokens of half a step.", min=16)] = 1024
+    learning_rate: Annotated[
+        float | None, option(TRAINING, "R", "Peak. Default: the optimizer's.", min=0)
+    ] = None
+    optimizer: Annotated[Optimizer, option(TRAINING, "NAME", "adamw or muon.")] = Optimizer.adamw
+    loss: Annotated[
+        str,
+        option(TRAINING, "CE,KL,TV", "Weights of cross entropy, KL and total variation."),
+    ] = "0.5,0.5,0"
+    whole_vocabulary: Annotated[
+        bool, flag("--whole-vocabulary", TRAINING, "Learn against tokens that never occur, too.")
+    ] = False
+    seed: Annotated[int, option(TRAINING, "N", "Seed of everything random.", min=0)] = 0
+
+    def recipe(self) -> Recipe:
+        """The recipe. Raises `SettingsError`."""
+        from dflash_mlx.train.recipe import Recipe
+
+        changed = {
+            "kind": self.kind.value,
+            "optimizer": self.optimizer.value,
+            "learning_rate": self.learning_rate,
+            "bits": None if self.bits is None else int(self.bits.value),
+            "loss_weights": parse_loss(self.loss),
+            "answer_vocabulary": not self.whole_vocabulary,
+        }
+        if self.learning_rate is None:
+            changed["learning_rate"] = RATES[self.optimizer.value]
+        given = {k: v for k, v in vars(self).items() if k not in ("loss", "whole_vocabulary")}
+        return Recipe(**given | changed)
 
 
 def train(
@@ -30,88 +138,48 @@ def train(
     target_bits: options.TargetBits = None,
     offline: options.Offline = False,
     stock_blas: options.StockBlas = False,
-    out: of.Out,
-    data: of.Data = None,
-    synthesize: of.Synthesize = None,
-    keep_answers: of.KeepAnswers = False,
-    answer_tokens: of.AnswerTokens = 256,
-    rows: of.Rows = 24,
-    kind: of.KindOf = of.Kind.dflash,
-    block_size: of.BlockSize = 8,
-    layers: of.Layers = None,
-    causal: of.Causal = False,
-    warm_start: of.WarmStart = None,
-    store_bits: of.StoreBits = None,
-    steps: of.Steps = None,
-    hours: of.Hours = None,
-    anchors: of.Anchors = 64,
-    tokens: of.Tokens = 1024,
-    learning_rate: of.Rate = None,
-    optimizer: of.OptimizerOf = of.Optimizer.adamw,
-    loss: of.Loss = "0.5,0.5,0",
-    whole_vocabulary: of.WholeVocabulary = False,
-    seed: of.Seed = 0,
-    json: of.Json = False,
+    out: Out,
+    choices: RecipeOptions,
+    json: Json = False,
 ) -> None:
-    """Train a drafter for a model. Interrupted? The same command goes on where it stopped."""
-    check_usage(context)
+    """Train a drafter for a model. If interrupted, the same command resumes."""
+    warm_start, hub = choices.warm_start, Hub(offline=offline)
+    if warm_start not in (None, FROM_TARGET):
+        if given := next((name for name in SHAPE if is_given(name, context)), None):
+            raise typer.BadParameter(
+                "cannot be combined with a drafter to start from", param_hint=spelled(given)
+            )
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
-    from dflash_mlx.train.recipe import Recipe
-
-    recipe = Recipe(
-        data=data,
-        synthesize=synthesize,
-        keep_answers=keep_answers,
-        kind=kind.value,
-        block_size=block_size,
-        layers=layers,
-        causal=causal,
-        warm_start=warm_start,
-        steps=steps,
-        hours=hours,
-        anchors=anchors,
-        tokens=tokens,
-        learning_rate=learning_rate or RATES[optimizer.value],
-        optimizer=optimizer.value,
-        loss_weights=parse_loss(loss),
-        answer_vocabulary=not whole_vocabulary,
-        max_tokens=answer_tokens,
-        rows=rows,
-        bits=None if store_bits is None else int(store_bits.value),
-        seed=seed,
-    )
-    hub = Hub(offline=offline)
+    recipe = choices.recipe()
     with waiting(f"Loading {model}"):
-        target = dflash_mlx.load_target(
-            model, None if target_bits is None else int(target_bits.value), hub=hub
-        )
-        warm = None
-        if warm_start not in (None, of.FROM_TARGET):
-            warm = _warm(str(warm_start), hub)
-    from .train_live import Lines, Live
+        target = dflash_mlx.load_target(model, bits_of(target_bits), hub=hub)
+        warm = None if warm_start in (None, FROM_TARGET) else _load_warm(str(warm_start), hub)
+    from .train_progress import JsonProgress, ProgressBar
 
-    _run(target, out.expanduser(), recipe, warm, blas, Lines() if json else Live())
+    progress = JsonProgress() if json else ProgressBar()
+    _run(target, out.expanduser(), recipe, warm, blas, progress)
 
 
-def _run(target: Target, out: Path, recipe: Any, warm: Any, blas: BlasInfo, show: Any) -> None:
-    """Train, measure on what was held out, and write the card."""
+def _run(
+    target: Target, out: Path, recipe: Recipe, warm: Any, blas: BlasInfo, progress: Any
+) -> None:
+    """Train, measure the drafter on held-out prompts, and write its model card."""
     from dflash_mlx.train.run import train as train_drafter
 
-    from .train_card import draw_curve, measure_held_out, write_card
+    from .train_card import measure_held_out, write_card
 
     begin = time.monotonic()
-    with show:
-        done = train_drafter(target, out, recipe, warm, show)
+    with progress:
+        done = train_drafter(target, out, recipe, warm, progress)
     hours = (time.monotonic() - begin) / 3600
-    with waiting("Measuring the drafter on prompts that it never saw"):
+    with waiting("Measuring the drafter on held-out prompts"):
         scores = measure_held_out(target, out)
-    picture = draw_curve(done, out)
-    write_card(target, recipe, done, scores, hours, blas, out, picture)
-    show.end(scores, out)
+    write_card(target, recipe, done, scores, hours, blas, out)
+    progress.end(scores, out)
     note(f"{out / 'work'} is no longer needed.")
 
 
-def _warm(name: str, hub: Hub) -> tuple[DFlash, dict[str, Any]]:
+def _load_warm(name: str, hub: Hub) -> tuple[DFlash, dict[str, Any]]:
     """A drafter to start from, and its config.json."""
     from mlx_lm.utils import dequantize_model
 
@@ -121,3 +189,18 @@ def _warm(name: str, hub: Hub) -> tuple[DFlash, dict[str, Any]]:
     drafter = dflash_mlx.load_drafter(name, hub=hub, kernels=False)
     dequantize_model(drafter)
     return drafter, read_json(drafter_folder(name, hub) / "config.json")
+
+
+def parse_loss(text: str) -> Any:
+    """The `LossWeights` of --loss. Raises `BadParameter`."""
+    from dflash_mlx.train.losses import LossWeights
+
+    try:
+        cross_entropy, kl, total_variation = map(float, text.split(","))
+        return LossWeights(cross_entropy, kl, total_variation)
+    except SettingsError as error:
+        raise typer.BadParameter(str(error), param_hint="--loss") from error
+    except ValueError as error:
+        raise typer.BadParameter(
+            "give three numbers, like 0.5,0.5,0", param_hint="--loss"
+        ) from error

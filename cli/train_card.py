@@ -1,4 +1,4 @@
-"""What a trained drafter is worth, and its model card."""
+"""What a trained drafter reaches, and its model card."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dflash_mlx
-from dflash_mlx.bench.plots import check_matplotlib
-from dflash_mlx.errors import MissingDependencyError, OutputError
+from dflash_mlx.errors import OutputError
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.facts import machine
 
@@ -18,18 +17,18 @@ if TYPE_CHECKING:
     from dflash_mlx.train.recipe import Recipe
     from dflash_mlx.train.run import Trained
 
-MEASURED, MOST_TOKENS = 16, 256  # held-out prompts, and tokens of each answer
-CURVE = "curve.png"
+MEASURED, MAX_TOKENS = 16, 256  # held-out prompts, and tokens of each answer
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A drafter on prompts that it never saw, greedy, whole blocks.
+    """A drafter on held-out prompts, greedy, with whole blocks.
 
     Attributes:
-        prompts, identical: how many, and how many answers were those of plain decoding.
-        tokens_per_round: over all of them.
-        speedup: seconds a token of plain decoding over the drafter's, over all of them.
+        prompts: their number.
+        identical: answers equal to those of plain decoding.
+        tokens_per_round: acceptance length over all prompts.
+        speedup: over plain decoding, all prompts together.
     """
 
     prompts: int
@@ -39,7 +38,7 @@ class Scores:
 
 
 def measure_held_out(target: Target, out: Path) -> Scores:
-    """Answer the prompts of held_out.jsonl plainly and with the drafter as it was stored."""
+    """Answer the prompts of held_out.jsonl plainly and with the stored drafter."""
     from dflash_mlx.bench.measure import Comparison, warm_up
 
     drafter = dflash_mlx.load_drafter(str(out))
@@ -48,7 +47,7 @@ def measure_held_out(target: Target, out: Path) -> Scores:
     prompts = [json.loads(line)["ids"] for line in lines if line][:MEASURED]
     runs = []
     for ids in prompts:
-        runs.append(Comparison(target, drafter, ids, max_tokens=MOST_TOKENS))
+        runs.append(Comparison(target, drafter, ids, max_tokens=MAX_TOKENS))
         runs[-1].run_pair()
     plain, drafted = ([getattr(r, way)[0].stats for r in runs] for way in ("plain", "drafted"))
     tokens = sum(stats.round_tokens for stats in drafted)
@@ -62,29 +61,6 @@ def measure_held_out(target: Target, out: Path) -> Scores:
     )
 
 
-def draw_curve(done: Trained, out: Path) -> str | None:
-    """The curve of training as a picture in `out`; None where matplotlib is not installed."""
-    try:
-        check_matplotlib()
-    except MissingDependencyError:
-        return None
-    if len(done.curve) < 2:
-        return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    steps = [row[0] for row in done.curve]
-    left.plot(steps, [row[1] for row in done.curve], label="training")
-    left.plot(steps, [row[2] for row in done.curve], label="held out")
-    left.set(xlabel="step", ylabel="loss")
-    left.legend(frameon=False)
-    right.plot(steps, [row[3] for row in done.curve])
-    right.set(xlabel="step", ylabel="held-out tokens a round")
-    figure.savefig(out / CURVE, dpi=150)
-    return CURVE
-
-
 def write_card(
     target: Target,
     recipe: Recipe,
@@ -93,33 +69,32 @@ def write_card(
     hours: float,
     blas: BlasInfo,
     out: Path,
-    picture: str | None,
 ) -> None:
-    """Write README.md: what the drafter is for, what made it, what it reaches."""
+    """Write README.md: what the drafter reaches, and how it was trained. Raises `OutputError`."""
     begun, config, loss = done.begun, done.config, recipe.loss_weights
-    data = f"the file {recipe.data.name}" if recipe.data else "prompts that the target wrote itself"
+    data = f"the file {recipe.data.name}" if recipe.data else "prompts written by the target"
     answers = "the file's answers" if recipe.keep_answers else "the target's own greedy answers"
     skipped = ("data", "loss_weights")
     settings = {k: v for k, v in asdict(recipe).items() if v is not None and k not in skipped}
     lines = [
         f"# A drafter for {Path(target.name).name}",
         "",
-        "Drafts tokens that the target then verifies: the text stays the target's own.",
+        "It drafts tokens that the target verifies, so the text stays the target's own.",
         "",
         f"    dflash-mlx generate --model {target.name} --draft {out} 'Hello'",
         "",
-        "## What it reaches",
+        "## Results",
         "",
-        "| held-out prompts | tokens a round | speedup | text equal to plain decoding |",
+        "| held-out prompts | tokens per step | speedup | identical to plain decoding |",
         "|---|---|---|---|",
         f"| {scores.prompts} | {scores.tokens_per_round:.2f} | {scores.speedup:.2f}x |"
         f" {scores.identical} of {scores.prompts} |",
         "",
-        f"Greedy, at most {MOST_TOKENS} tokens, blocks of {config['block_size']} rows, on: "
+        f"Greedy, at most {MAX_TOKENS} tokens, blocks of {config['block_size']} rows, on: "
         + ", ".join(f"{name} {value}" for name, value in machine(blas).items())
         + ".",
         "",
-        "## What made it",
+        "## Training",
         "",
         f"{begun.samples:,} samples with {begun.answer_tokens:,} tokens of answers: {data}, with "
         f"{answers}. {begun.steps:,} steps of {begun.tokens_of_step:,} tokens; the last run took "
@@ -131,7 +106,6 @@ def write_card(
         *(f"- {name}: {value}" for name, value in settings.items()),
         "",
         *curve_table(done.curve),
-        *([f"![loss and acceptance over steps]({picture})", ""] if picture else []),
     ]
     try:
         (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
@@ -140,11 +114,11 @@ def write_card(
 
 
 def curve_table(curve: list[list[Any]]) -> list[str]:
-    """At most twelve points of the curve, the last among them."""
+    """A Markdown table of at most twelve points of the curve, with the last one."""
     if not curve:
         return []
     every = -(-len(curve) // 12)
     rows = [row for i, row in enumerate(curve) if (len(curve) - 1 - i) % every == 0]
-    head = ["| step | loss | held-out loss | held-out tokens a round |", "|---|---|---|---|"]
+    head = ["| step | loss | held-out loss | held-out tokens per step |", "|---|---|---|---|"]
     body = [f"| {s} | {loss:.3f} | {apart:.3f} | {tau:.2f} |" for s, loss, apart, tau in rows]
     return [*head, *body, ""]

@@ -332,21 +332,6 @@ def test_ctrl_c(moment, pair, background_job):
         assert process.stderr.read() == b"" and process.wait(60) == 130
 
 
-def test_bench(pair, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": QUESTION, "category": "sums", "answer": "85"}] * 2
-    prompts.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "tell me"}])))
-    shown = run("bench", "--prompts", prompts, "-n", "8", "--repeats", "1", *pair)
-    assert shown.returncode == 0 and "sums" in shown.stdout and "3/3" in shown.stdout
-    assert "overhead per round" in shown.stderr and not CONTROL.search(shown.stderr)
-
-
-def test_bench_names_a_bad_line(pair, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "fine"}\n{"prompt":')
-    assert "line 2" in in_process("bench", "--prompts", str(prompts), *pair).stderr
-
-
 @embedded
 def test_the_embedded_pair_answers():
     # Whole blocks: what rows cost on a machine that is busy with tests is anybody's guess.

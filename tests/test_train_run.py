@@ -97,7 +97,7 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path, dat
     assert start(*options, "--out", whole).returncode == 0
     first, second = (folder / "model.safetensors" for folder in (whole, killed))
     assert first.read_bytes() == second.read_bytes()
-    assert "tokens a round" in (killed / "README.md").read_text()
+    assert "tokens per step" in (killed / "README.md").read_text()
 
 
 def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Path) -> None:

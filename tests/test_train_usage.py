@@ -24,10 +24,10 @@ def target() -> Target:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "2", "--hours", "1"], "goes without --hours"),
-        (["--keep-answers"], "goes with --data"),
+        (["--steps", "2", "--hours", "1"], "not both"),
+        (["--keep-answers"], "needs --data"),
         (["--hours", "0"], "above 0"),
-        (["--hours", "nan"], "--hours"),
+        (["--hours", "nan"], "hours"),
         (["--learning-rate", "0"], "above 0"),
         (["--learning-rate", "inf"], "above 0"),
         (["--seed", str(2**64)], "below 2**32"),
@@ -36,8 +36,8 @@ def target() -> Target:
         (["--loss", "1,2"], "give three numbers"),
         (["--answer-tokens", "1"], "greater than or equal to 2"),
         (["--seed", "-1"], "greater than or equal to 0"),
-        (["--warm-start", "tiny", "--layers", "2"], "goes without a drafter to start from"),
-        (["--warm-start", "tiny", "--kind", "dspark"], "goes without a drafter to start from"),
+        (["--warm-start", "tiny", "--layers", "2"], "a drafter to start from"),
+        (["--warm-start", "tiny", "--kind", "dspark"], "a drafter to start from"),
     ],
 )
 def test_mistakes_of_usage_are_told_first(

@@ -1,0 +1,117 @@
+"""The progress of a training: a bar on a terminal, JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .output import make_table, note, stderr, stdout
+
+if TYPE_CHECKING:
+    from dflash_mlx.train.run import Event
+
+    from .train_card import Scores
+
+LINE_SECONDS = 30.0  # between two lines where there is no terminal
+GB = 1e9
+
+
+class JsonProgress:
+    """Prints a JSON object for each event."""
+
+    def __enter__(self) -> JsonProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    def __call__(self, event: Event) -> None:
+        print(json.dumps({"event": _stage(event)[0], **asdict(event)}), flush=True)
+
+    def end(self, scores: Scores, out: Path) -> None:
+        """Print the last object."""
+        print(json.dumps({"event": "done", "out": str(out), **asdict(scores)}), flush=True)
+
+
+class ProgressBar:
+    """Draws a bar on stderr, or prints a line from time to time where it is no terminal."""
+
+    def __init__(self) -> None:
+        console = stderr()
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._terminal, self._stage = console.is_terminal, ""
+        self._task, self._noted = self._bar.add_task("", total=None), 0.0
+        self._held_out = ""
+
+    def __enter__(self) -> ProgressBar:
+        if self._terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._terminal:
+            self._bar.stop()
+        if kind is KeyboardInterrupt:
+            note("The same command resumes from here.")
+
+    def __call__(self, event: Event) -> None:
+        stage, done, total = _stage(event)
+        text = self._describe(event, stage)
+        if stage != self._stage:
+            self._bar.reset(self._task)  # the time that is left is that of a stage
+            self._stage = stage
+        self._bar.update(self._task, description=text, total=total, completed=done)
+        due = time.monotonic() - self._noted > LINE_SECONDS or done >= total
+        if stage == "begun" or (due and not self._terminal):
+            self._noted = time.monotonic()
+            self._bar.console.print(text, style="dim", soft_wrap=True)  # above the bar
+
+    def _describe(self, event: Any, stage: str) -> str:
+        if stage == "turns":
+            return f"prompts {event.turns:,} of {event.wanted:,}"
+        if stage == "answers":
+            return f"answers {event.done:,} of {event.prompts:,}, {event.tokens:,} tokens"
+        if stage == "begun":
+            need = event.estimate
+            return (
+                f"{event.samples:,} samples with {event.answer_tokens:,} tokens of answers "
+                f"({event.held_out} more held out), {event.steps:,} steps; about "
+                f"{need.memory / GB:.1f} GB of memory and {need.checkpoint / GB:.1f} GB of disk"
+            )
+        if event.held_out_metric is not None:
+            self._held_out = f", held out {event.held_out_metric:.2f} tokens per step"
+        return f"step {event.step:,} of {event.steps:,}: loss {event.loss:.3f}{self._held_out}"
+
+    def end(self, scores: Scores, out: Path) -> None:
+        """Print what the drafter reaches, and how to use it."""
+        table = make_table("held-out prompts", "tokens/step", "speedup", "identical")
+        table.add_row(
+            str(scores.prompts),
+            f"{scores.tokens_per_round:.2f}",
+            f"{scores.speedup:.2f}x",
+            f"{scores.identical}/{scores.prompts}",
+        )
+        stdout().print(table)
+        note(f"Use it with --draft {out}. Its model card is {out / 'README.md'}.")
+
+
+def _stage(event: Event) -> tuple[str, int, int]:
+    """The stage of an event, how much of it is done, and all of it."""
+    found: Any = event
+    match type(event).__name__:
+        case "TurnProgress":
+            return "turns", found.turns, found.wanted
+        case "AnswerProgress":
+            return "answers", found.done, found.prompts
+        case "TrainingPlan":
+            return "begun", 0, found.steps
+    return "step", found.step, found.steps
