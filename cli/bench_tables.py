@@ -15,7 +15,7 @@ from dflash_mlx.bench.report import describe_difference, run_content
 from dflash_mlx.bench.summary import PromptRuns, drafting_methods
 from dflash_mlx.machine.facts import computer, machine
 
-from .output import make_table, note, print_json, stderr, stdout, waiting
+from .output import counted, make_table, note, print_json, stderr, stdout, waiting
 from .pair import Pair, measuring
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ def show(content: Mapping[str, Any]) -> None:
     for category, figures in (content["protocol_figures"] or {}).items():
         note(f"{content['protocol']}, {category}: {_protocol_text(figures)}")
     overall = content["overall"]
-    note(f"{content['title']}; medians of {content['repeats']} runs per prompt and method")
+    note(
+        f"{content['title']}; medians of {counted(content['repeats'], 'run')} per prompt and method"
+    )
     waits = (
         f"{name} {1e3 * method['first_token_seconds']['median']:,.0f} ms"
         for name, method in overall["methods"].items()

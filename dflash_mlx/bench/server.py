@@ -60,18 +60,11 @@ class ServerClient:
         base = base if base.endswith("/v1") else f"{base}/v1"
         if model is not None:
             return cls(base, model, key)
-        offered = cls(base, "", key).offered()
-        if not offered:
-            raise ServerError(f"{base}/models lists no model: give --model.")
-        return cls(base, offered[0], key)
-
-    def offered(self) -> list[str]:
-        """Names of the server's models, empty where it does not list them. Raises `ServerError`."""
-        with _open(f"{self.url}/models", key=self.key) as response:
+        with _open(f"{base}/models", key=key) as response:
             try:
-                return [str(one["id"]) for one in json.load(response)["data"]]
-            except (ValueError, LookupError, TypeError, RecursionError):
-                return []
+                return cls(base, str(json.load(response)["data"][0]["id"]), key)
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                raise ServerError(f"{base}/models lists no model: give --model.") from error
 
     def ask(
         self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
