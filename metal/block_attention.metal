@@ -12,9 +12,9 @@
 //
 // Why a row's bits depend on that row alone. Chunks and the tiles within them begin at multiples
 // of CHUNK and KEYS of the absolute position, so every key has one slot, wherever the cache
-// begins and whoever asks. A score is a sum over D in the order of D. A row's weights are summed
+// begins. A score is a sum over D in the order of D. A row's weights are summed
 // tile after tile, chunk after chunk, and a slot that a row must not see adds an exact zero.
-// No row ever meets another: they are rows of one matrix product, and nothing else.
+// Rows do not interact: they are rows of one matrix product.
 //
 // Trees keep this. The nodes of a tree lie in the cache in the order of the draft, siblings at the
 // same position, so from the chunk on where the draft begins a threadgroup takes a single node
@@ -135,7 +135,7 @@ inline void load_tiles(threadgroup T* key_tile, threadgroup T* value_tile, Rows 
   }
 }
 
-// One SIMD-group's query rows, eight in each of BLOCKS, and what it has gathered for them so far.
+// One SIMD-group's query rows, eight in each of BLOCKS, and their running softmax and outputs.
 template <typename T, int D, int KEYS, int BLOCKS>
 struct QueryRows {
   typedef simdgroup_matrix<T, 8, 8> Operand;
@@ -248,7 +248,7 @@ struct QueryRows {
   }
 };
 
-// What a threadgroup is for: a chunk, and query rows from `begin` to `count` of those that share it.
+// A threadgroup's work: a chunk, and query rows from `begin` to `count` of those that share it.
 struct Share {
   int chunk;
   bool single;  // the rows of one node of a tree, where it has begun

@@ -15,8 +15,8 @@
 //
 // In a tree a node steps from its parent's state. The nodes are visited from the root down, each
 // subtree at once, so most nodes follow their parent directly. Where a node has several children,
-// its state waits in a slot of threadgroup memory for the later ones. Lanes keep to their own
-// elements there, so nobody has to wait for anybody.
+// its state waits in a slot of threadgroup memory for the later ones. Lanes use only their
+// own elements there, so no barrier is needed.
 #include <metal_simdgroup>
 #include <metal_stdlib>
 
@@ -75,7 +75,7 @@ struct SpreadRow {
   }
 };
 
-// What enters the recurrence: keys [N, Hk, DK], values [N, Hv, DV], decay and beta [N, Hv].
+// The recurrence's inputs: keys [N, Hk, DK], values [N, Hv, DV], decay and beta [N, Hv].
 template <typename T, typename Beta, int DK>
 struct DeltaInputs {
   const device T* keys;

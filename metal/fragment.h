@@ -2,8 +2,8 @@
 //
 // A lane holds two neighbouring elements of every matrix, at (row, column) and (row, column + 1)
 // of its `Place`: the layout that MLX's own kernels rely on. Knowing it lets a kernel fill operands
-// from memory of any type and treat accumulators as rows, without a detour through threadgroup
-// memory. What is summed is float, so sums lose nothing; operands are float or the model's own type.
+// from memory of any type and treat accumulators as rows, without threadgroup memory.
+// Sums are float; operands are float or the model's own type.
 #pragma once
 
 #include <metal_simdgroup>

@@ -1,4 +1,4 @@
-// What a product with a gate and what merges its splits share.
+// The gated unit, for the product kernels and for merging split sums.
 #pragma once
 
 #include <metal_stdlib>

@@ -1,11 +1,11 @@
-// What every kernel here asks of the compiler.
+// Requests to the compiler that every kernel shares.
 #pragma once
 
 #include <metal_stdlib>
 
-// A product and a sum are one operation only where the source says `fma`: left to the compiler, one
-// instance of a template might round the product and another not, and a row's bits would depend on
-// the rows beside it.
+// A product and a sum are fused only where the source says `fma`. If the compiler chose, one instance
+// of a template might round the product and another not, and a row's bits would depend on the other
+// rows.
 #pragma METAL fp contract(off)
 
 // For loops over small arrays, which are registers only if every index is known: an array that is

@@ -2,9 +2,9 @@
 //
 // A threadgroup of four SIMD-groups computes a tile. K goes in steps, a group of quantized weights
 // each, and SIMD-group s takes steps s, s + 4, s + 8 ... of the range: together they read 32 rows
-// of w in long stretches, each weight once for all 16 rows of x. In between nobody waits for
-// anybody: a lane reads what it multiplies (matrix_rows.h says how K is permuted for that), and
-// the four meet once, after the last step, in threadgroup memory.
+// of w in long stretches, each weight once for all 16 rows of x. There is no
+// barrier in between: a lane reads the values that it multiplies (matrix_rows.h says how K is
+// permuted for that), and the four SIMD-groups add up once, after the last step, in threadgroup memory.
 //
 //   w: 8 rows x 8 of K        x^T: 8 of K x 8 rows      sums: 8 columns x 8 rows of the result
 //   a lane has two values     a lane has one k          a lane has one column
@@ -15,8 +15,8 @@
 // once for each column and row instead of once for each weight.
 //
 // The order of every sum is fixed by K alone: the steps of one SIMD-group in ascending order, then
-// SIMD-groups 0 to 3. Its row's place in the tile, the other rows and their number do not enter:
-// rows that do not exist are zeros, and a column of an 8x8 product does not see the other columns.
+// SIMD-groups 0 to 3. A row's place in the tile and the other rows do not matter:
+// missing rows are zeros, and a column of an 8x8 product does not see the other columns.
 // Nothing is added atomically.
 #pragma once
 
@@ -72,7 +72,7 @@ struct Columns {
   }
 };
 
-// The rows of x behind one lane's operands, two shared_inputs of every eight, and four values of each.
+// The rows of x behind one lane's operands, two neighbours of every eight, and four values of each.
 template <typename T, int ROW_BLOCKS>
 struct LaneRows {
   const device T* rows[2 * ROW_BLOCKS];
@@ -96,7 +96,7 @@ struct LaneRows {
   }
 };
 
-// What one SIMD-group adds up: 32 columns by 8 ROW_BLOCKS rows of the result, over its steps.
+// One SIMD-group's sums: 32 columns by 8 ROW_BLOCKS rows of the result, over its steps.
 template <typename T, typename Weights, int ROW_BLOCKS>
 struct TileSums {
   Fragment sums[kColumnBlocks][ROW_BLOCKS];    // where `scaled`, of one step

@@ -1,10 +1,10 @@
 // The rows of a matrix of weights, plain or quantized, as one lane of a SIMD-group reads them.
 //
 // A matrix product goes along K in steps. Of a step's values in a row, four lanes have a quarter
-// each, shared_inputs that lie together in device memory. Lanes hand their values to 8x8 matrices two
+// each, neighbours that lie together in device memory. Lanes hand their values to 8x8 matrices two
 // at a time, so K is permuted: product i of a step takes values 8 (i / 4) + i % 4 of every quarter,
-// and those four further on. Every k meets its own column of x and is met once; nothing else is
-// asked of the order. What a lane has read is thus what it multiplies, and weights need no tile.
+// and those four further on. Every k is multiplied by its own column of x, once. So a lane
+// multiplies the values that it has read, and weights need no tile.
 //
 //   step                        how many values along K that is,
 //   scaled                      whether a row's values of a step share a scale and a bias,
@@ -89,11 +89,11 @@ inline void read_words(thread uint (&to)[2], const device uint* from) {
 inline void read_words(thread uint (&to)[1], const device uint* from) { to[0] = from[0]; }
 
 // Weights that MLX has quantized in its affine mode: value = scale * q + bias, where GROUP
-// shared_inputs of a row share scale and bias. q has BITS bits, the first value in the lowest ones.
+// neighbours of a row share scale and bias. q has BITS bits, the first value in the lowest ones.
 // S: the type of scales and biases. K is a multiple of GROUP, and a step is a group.
 //
-// Multiplied are the codes themselves, less the middle of their range so that sums stay small:
-// small integers, exact in every type. scale and bias enter once for a whole group.
+// The kernels multiply the codes, less the middle of their range so that sums stay small: small
+// integers, exact in every type. scale and bias are applied once per group.
 template <typename S, int BITS, int GROUP>
 struct AffineWeights {
   enum : int {

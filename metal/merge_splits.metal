@@ -20,7 +20,7 @@ void merge_splits(const device float* sums, device Out* y, int splits, size_t si
   y[at] = Out(GATE_UP ? gated(totals[0], totals[1]) : totals[0]);
 }
 
-// sums [splits, M, A + B + C + D], float32, of products side by side -> y_a [M, A], y_b [M, B] and so
+// sums [splits, M, A + B + C + D], float32, of fused products -> y_a [M, A], y_b [M, B] and so
 // on; one thread per element, column `column` of row `row`.
 template <typename Out>
 void merge_qkv(const device float* sums, device Out* y_a, device Out* y_b, device Out* y_c,

@@ -1,5 +1,5 @@
-// Up to four products of the same rows side by side, in one launch: what queries, keys and values are,
-// and what enters a recurrence.
+// Up to four products of the same rows in one launch: queries, keys and values, or the inputs of a
+// recurrence.
 //
 // Grid: (tiles of columns of the first matrix, then of the second and so on; splits of K; tiles of 16
 // rows). Keys, values and gates have few columns, and each by itself would leave a GPU half empty or

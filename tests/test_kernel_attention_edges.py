@@ -118,7 +118,7 @@ def test_scores_far_from_zero(kernel, dtype, size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("first,length", [(0, 1600), (700, 1100), (0, 512 * 3), (511, 2)])
-@pytest.mark.parametrize("level", [-20.0, 0.0, 20.0])
+@pytest.mark.parametrize("level", [-20.0, 20.0])
 def test_sinks_over_several_chunks(kernel, dtype, first, length, level):
     """A sink counts once, however many chunks there are, whether it or a key is the largest."""
     args = inputs(dtype, (4, 2), min(3, length), length)
@@ -126,7 +126,7 @@ def test_sinks_over_several_chunks(kernel, dtype, first, length, level):
     check(kernel, args, scale=0.125, first=first, sinks=sinks)
 
 
-@pytest.mark.parametrize("window", [513, 600, 1024, 1025, 1500])
+@pytest.mark.parametrize("window", [513, 1024, 1500])
 @pytest.mark.parametrize("tree", [False, True])
 def test_windows_longer_than_a_chunk(kernel, window, tree):
     """Which end in any chunk and tile, from a first row that lies in any."""

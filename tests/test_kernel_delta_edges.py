@@ -88,7 +88,7 @@ def test_one_rounding_in_every_mix_of_dtypes(verify, dtype, gates, tree):
     check(verify, draft(dtype, 9, (2, 4), (48, 6), gates), parents)
 
 
-@pytest.mark.parametrize("heads", [(1, 4), (2, 8), (1, 8), (3, 12), (4, 4)])
+@pytest.mark.parametrize("heads", [(1, 8), (3, 12)])
 def test_many_heads_of_values_for_one_of_keys(verify, replay, heads):
     arrays = draft(mx.float32, 5, heads, (32, 7))
     check(verify, arrays)
@@ -98,7 +98,7 @@ def test_many_heads_of_values_for_one_of_keys(verify, replay, heads):
     assert within_rounding(following, states[3][None], np.abs(states[3][None]) + 1)
 
 
-@pytest.mark.parametrize("key_dim", [1, 3, 31, 32, 33, 63, 64, 96, 100, 128, 160, 200, 255, 256])
+@pytest.mark.parametrize("key_dim", [1, 31, 32, 33, 100, 128, 255, 256])
 def test_every_length_of_a_row(verify, replay, key_dim):
     """Whole and ragged shares of a lane; nothing is read past a row's end."""
     arrays = draft(mx.float32, 3, (1, 2), (key_dim, 5))
@@ -109,7 +109,7 @@ def test_every_length_of_a_row(verify, replay, key_dim):
     assert within_rounding(following, states[2][None], np.abs(states[2][None]) + 1)
 
 
-@pytest.mark.parametrize("value_dim", [1, 2, 3, 4, 5, 15, 16, 17, 20])
+@pytest.mark.parametrize("value_dim", [1, 3, 4, 5, 17])
 def test_every_number_of_state_rows(verify, value_dim):
     """A SIMD-group and a threadgroup in part."""
     arrays = draft(mx.float32, 2, (1, 2), (64, value_dim))

@@ -159,15 +159,15 @@ def test_a_visit_finds_its_parents_state(draws):
 def test_what_does_not_fit_is_refused(verify, replay):
     queries, keys, values, decay, beta, state = draft(mx.float16, 3, (1, 2), (32, 4))
     kept = mx.arange(3)
-    for tape, words in [
-        ((keys[:, :2], values, decay, beta, state), "do not fit"),
-        ((keys, values[:, :, :1], decay, beta, state), "decay"),
-        ((keys, values.astype(mx.float32), decay, beta, state), "both the same"),
-        ((keys, values, decay.astype(mx.float16), beta, state), "the decay in float32"),
-        ((keys, values, decay, beta, state.astype(mx.float16)), "the state is"),
+    for tape in [
+        ((keys[:, :2], values, decay, beta, state),
+        ((keys, values[:, :, :1], decay, beta, state),
+        ((keys, values.astype(mx.float32), decay, beta, state),
+        ((keys, values, decay.astype(mx.float16), beta, state),
+        ((keys, values, decay, beta, state.astype(mx.float16)),
     ]:
         for rule in (replay, delta_replay_reference):
-            with pytest.raises(KernelError, match=words):
+            with pytest.raises(KernelError, match="delta rule has no kernel"):
                 rule(*tape, kept, 1)
     tape = (keys, values, decay, beta, state)
     for rule in (verify, delta_verify_reference):

@@ -39,7 +39,7 @@ def check(moe, x, w, experts, up=None):
     return y
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [mx.bfloat16])
 @pytest.mark.parametrize("bits,group", [(None, 0), (4, 32), (4, 64), (4, 128), (8, 32), (8, 64)])
 def test_one_row_per_token(moe, dtype, bits, group):
     mx.random.seed(group)

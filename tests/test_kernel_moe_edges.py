@@ -71,7 +71,7 @@ def test_one_rounding(moe, dtype, bits, group, gated):
     check(moe, x, w, routes(6, 2, 5), up if gated else None)
 
 
-@pytest.mark.parametrize("crowd", [8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 48, 64])
+@pytest.mark.parametrize("crowd", [8, 9, 16, 17, 33, 64])
 def test_crowds_of_every_size(moe, crowd):
     """So many rows for one expert between others: at the ends of half tiles, tiles and several."""
     mx.random.seed(crowd)

@@ -39,7 +39,7 @@ TOKENS, BLOCK = 24, 16
 PROMPT = families.random_prompt(9, seed=1)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
 def test_rows_of_a_block_are_the_rows_alone(family):
     """Logits, bit for bit, behind a context that fills sliding windows."""
     target = exact_target(family, kernel_factory())
@@ -59,7 +59,7 @@ def test_rows_of_a_block_are_the_rows_alone(family):
     assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe"])
 def test_nodes_of_a_tree_are_the_rows_alone(family):
     target = exact_target(family, kernel_factory())
     prompt, tokens = families.random_prompt(70, seed=2), families.random_prompt(7, seed=3)

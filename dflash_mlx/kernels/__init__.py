@@ -1,18 +1,15 @@
 """Metal kernels for verifying a block of drafted rows, one module per kernel.
 
-Every module holds the same three things:
+Every module has three things:
 
-- a class that is constructed with the factory of its kernels, `mx.fast.metal_kernel` unless told
-  otherwise (the tests pass a class with the same signature that runs Metal on the CPU), and that
-  is called with MLX arrays;
-- its reference: the same arguments and result in plain MLX, which is what runs without Metal and
-  what the kernel is tested against;
-- the rules for shapes and dtypes, broken with a `KernelError`.
+- a class, constructed with a kernel factory (`mx.fast.metal_kernel`; the tests have one that runs
+  Metal on the CPU) and called with MLX arrays;
+- its reference: the same arguments and result in plain MLX;
+- a check of shapes and dtypes that raises `KernelError`.
 
-The kernels themselves are functions in `metal/*.metal`; the text handed to the factory as `source`
-only declares threadgroup memory and calls them. When stock kernels are the better choice is decided
-by `choose`, and `modules` puts ours into a model.
+The kernels are functions in `metal/*.metal`; the `source` passed to the factory declares memory and
+calls them. `choose` decides where they run, and `modules` and `fused` put them into a model.
 
-Each row's result depends on that row, the weights and the shapes alone, bit for bit: never on how
-many rows share the call. That makes drafted text equal to undrafted text when both use the kernels.
+Each row's result depends on that row, the weights and the shapes only, bit for bit, never on the
+number of rows. So drafted text equals undrafted text when both use the kernels.
 """

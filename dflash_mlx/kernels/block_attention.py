@@ -1,9 +1,8 @@
-"""Attention of a block of drafted rows over a long context, split over the keys.
+"""Attention of a draft's rows over a long context, split over the keys.
 
-Stock attention takes eight queries at a time along a split context and sixteen without a split;
-the kernel reads keys and values once for all rows of a block and all query heads that share them.
-`metal/block_attention.metal` says how, and why a row's bits are the same whatever block, or tree,
-it is part of.
+Stock attention splits the context for up to eight queries only. The kernel reads keys and values
+once for all rows and all query heads that share them. `metal/block_attention.metal` explains it,
+and why a row's bits do not depend on the chain or tree around it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from .weights import FLOATS, AffineWeights
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MOST_NODES = 64
-# Keys of a threadgroup, at multiples of the absolute position: part of the definition of a row's
-# sum, so it cannot depend on the length. More keys mean less parallel work in a short context and
-# fewer partial sums to write and read in a long one.
+# Keys of a threadgroup, at multiples of the absolute position: it defines the order of a row's sum,
+# so it cannot depend on the length. More keys mean less parallel work in a short context and fewer
+# partial sums in a long one.
 CHUNK = 512
-_UNLIMITED = 2**30  # a window no context fills; what is subtracted from it still fits an int
+_UNLIMITED = 2**30  # a window that no context fills
 
 _MEMORY = """
   constexpr int KEYS = dflash::keys_per_tile(D * sizeof(T));
@@ -61,7 +60,7 @@ _MERGE = """
 
 
 class TreeMask(NamedTuple):
-    """How the rows of a draft hang together, where they are not a chain.
+    """The shape of a draft tree.
 
     Attributes:
         positions: [N] integers, the absolute position (depth) of each node, the root's first.
@@ -75,10 +74,8 @@ class TreeMask(NamedTuple):
 class BlockAttention:
     """Attention of the last N rows of a cache over all of it.
 
-    A row sees the past and, of the draft, what is on its own path (a chain's earlier rows, a
-    node's ancestors), each less than a window's positions back. Its bits depend on that row and on
-    what it sees alone: they are the same for a row of a block, the row by itself, and a node of a
-    tree.
+    A row sees the past and its own path in the draft, fewer than `window` positions back. Its bits
+    depend only on the row and on what it sees.
 
     Args:
         metal_kernel: the factory of its kernels.
@@ -130,10 +127,10 @@ class BlockAttention:
                 it, as mlx-lm's caches hold them. H is a multiple of KV. The draft's own rows are
                 the last N; those before it lie in the order of their positions.
             scale: of the scores, commonly D ** -0.5.
-            first: the absolute position of row 0: not 0 where a sliding cache has dropped rows.
+            first: the absolute position of row 0; a sliding cache has dropped rows before it.
             window: positions a row looks back, its own included; None for all.
-            sinks: [H] scores that take weight from a head's keys and have no value (gpt-oss).
-            tree: where the draft is not a chain.
+            sinks: [H] scores without a value (gpt-oss).
+            tree: the tree; None for a chain.
 
         Sums are float32. Raises `KernelError`.
         """
@@ -218,45 +215,35 @@ def check(
     sinks: mx.array | None,
     tree: TreeMask | None,
 ) -> None:
-    """Raise `KernelError` for arguments of `BlockAttention` that it does not take."""
-    if queries.ndim != 4 or queries.shape[0] != 1 or not 1 <= queries.shape[2] <= MOST_NODES:
-        raise KernelError(f"Queries are [1, heads, 1 to {MOST_NODES}, D], not {queries.shape}.")
-    _, heads, nodes, head_dim = queries.shape
-    if head_dim not in HEAD_DIMS or queries.dtype not in FLOATS:
-        raise KernelError(
-            f"Block attention has heads of {HEAD_DIMS} in float16, bfloat16 or float32, not of "
-            f"{head_dim} in {dtype_name(queries)}."
+    """Raise `KernelError` for arguments that `BlockAttention` does not take."""
+    fits = queries.ndim == len(keys.shape) == 4 and keys.shape == values.shape
+    if fits:
+        (batch, heads, nodes, head_dim), (other, key_heads, length, dim) = queries.shape, keys.shape
+        stored = [x.scales if isinstance(x, AffineWeights) else x for x in (keys, values)]
+        fits = (
+            (batch, other, dim) == (1, 1, head_dim)
+            and 1 <= nodes <= min(MOST_NODES, length)
+            and heads % key_heads == 0
+            and head_dim in HEAD_DIMS
+            and queries.dtype in FLOATS
+            and {x.dtype for x in stored} == {queries.dtype}
+            and _kind(keys) == _kind(values)
+            and (sinks is None or sinks.shape == (heads,))
+            and (tree is None or tree.positions.shape == (nodes,))
+            and (tree is None or tree.ancestors.shape == (nodes, nodes))
         )
-    if len(keys.shape) != 4 or keys.shape != values.shape:
-        raise KernelError(f"Keys {keys.shape} and values {values.shape} differ.")
-    batch, key_heads, length, dim = keys.shape
-    if batch != 1 or heads % key_heads or dim != head_dim or length < nodes:
-        raise KernelError(f"Queries {queries.shape} do not fit keys and values {keys.shape}.")
-    if _kind(keys) != _kind(values):
-        raise KernelError("Keys and values are quantized alike, or neither of them is.")
-    for stored in (keys, values):
-        held = stored.scales if isinstance(stored, AffineWeights) else stored
-        if held.dtype != queries.dtype:
-            raise KernelError(
-                f"Queries in {dtype_name(queries)} need keys and values, or their scales, of the "
-                f"same dtype, not {dtype_name(held)}."
-            )
-    if sinks is not None and sinks.shape != (heads,):
-        raise KernelError(f"{heads} heads need as many sinks, not {sinks.shape}.")
-    if tree is not None and (
-        tree.positions.shape != (nodes,) or tree.ancestors.shape != (nodes, nodes)
-    ):
+    if not fits:
         raise KernelError(
-            f"A tree of {nodes} nodes has positions {(nodes,)} and ancestors {(nodes, nodes)}, not "
-            f"{tree.positions.shape} and {tree.ancestors.shape}."
+            f"Block attention has no kernel for queries {queries.shape} in {dtype_name(queries)}, "
+            f"keys {keys.shape}, values {values.shape} and their sinks or tree."
         )
 
 
 def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:
-    """How many eights of rows a SIMD-group takes, and the SIMD-groups of a threadgroup.
+    """The eights of rows per SIMD-group, and the SIMD-groups per threadgroup.
 
-    For the query rows of one head of keys: as many together as registers allow. With sixteen, what
-    is loaded of keys and values is multiplied twice; fewer than 32 rows want more SIMD-groups.
+    For the query rows of one head of keys, as many as registers allow. Sixteen rows use each loaded
+    key twice; fewer than 32 rows want more SIMD-groups.
     """
     head_dim = queries.shape[-1]
     blocks = 2 if head_dim * queries.itemsize <= 256 and rows >= 32 else 1

@@ -40,7 +40,7 @@ STOCK_TILES = {
 
 # Rows from which our kernel runs; generations that are not named keep the stock kernels.
 #
-# affine: where stock begins to multiply 32 rows for the sake of 16. Measured in public on an
+# affine: where stock begins to use 32-row tiles. Measured in public on an
 #   M3 Max, 5120 -> 17408 in 4 bits: 0.129 ms for 1 row, for 16 rows 0.509 with the stock tile and
 #   0.306 with one of 16 rows. No public timing says who wins below stock's limit: stock stays.
 # float: from 2 rows on stock has tiles of 32 rows, of 64 where N > K (steel_matmul,
@@ -119,14 +119,13 @@ def attention_from(
 def exact_by_default(model: Iterable[Matrix], measured: Mapping[str, int | None]) -> bool:
     """Whether sending every row through our kernels costs nothing, from 1 row to 16.
 
-    Only timings of this machine can say so (`dflash-mlx tune`): one row is most of what
-    plain decoding does, and the estimates of the table are not good enough to slow it down by.
+    Only this machine's timings (`dflash-mlx tune`) can show it, not the table's estimates.
     """
     return all(has_kernel(matrix) and measured.get(matrix.key) == 1 for matrix in model)
 
 
 def summary(chip: Chip) -> str:
-    """What the table gives to our kernels on a chip of `GENERATIONS`, in one line."""
+    """Where our kernels run on a chip of `GENERATIONS`, in one line."""
     limits = _limits(chip)
     return (
         f"4- and 8-bit products from {min(limits)} to {max(limits)} rows on (by shape), 16-bit "
@@ -136,7 +135,7 @@ def summary(chip: Chip) -> str:
 
 
 def is_large(chip: str) -> bool:
-    """Whether a chip of this name has so many cores that they want smaller shares of a product."""
+    """Whether a chip has so many cores that products need smaller tiles."""
     return bool({"Max", "Ultra"} & set(chip.split()))
 
 
@@ -151,7 +150,7 @@ def _limits(chip: Chip) -> tuple[int, int, int]:
 
 
 def stock_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
-    """What MLX's kernels take for so many rows: an estimate from the chip's limits."""
+    """Seconds of MLX's kernels for this many rows: an estimate from the chip's limits."""
     once, weights = chip.reading(matrix.size), matrix.columns * matrix.depth
     if matrix.experts:
         return rows * matrix.top_k * once
@@ -164,7 +163,7 @@ def stock_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
 
 
 def tile_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
-    """What our kernels take for up to 16 rows: an estimate from the chip's limits."""
+    """Seconds of our kernels for up to 16 rows: an estimate from the chip's limits."""
     read, weights = chip.reading(matrix.size), matrix.columns * matrix.depth
     half, whole = (max(read, chip.multiplying(cost, weights)) for cost in (HALF_COST, WIDEST))
     crowded = matrix.crowded(rows, HALF)

@@ -1,9 +1,8 @@
 """The gated delta rule over a draft: the verify of its rows, and the replay of the kept ones.
 
-The state of a recurrent layer is megabytes and its inputs are kilobytes a row. So a verify writes
-no state per row: it leaves its inputs as a tape, and the commit runs the recurrence again over the
-rows that were kept, from the state before. In a tree every node steps from its parent's state.
-`metal/delta_replay.metal` says how, and why a row's bits depend on its path alone.
+A recurrent layer's state is megabytes, its inputs are kilobytes a row. So a verify writes no state
+per row; the commit runs the recurrence again over the kept rows. In a tree every node steps from
+its parent's state. `metal/delta_replay.metal` explains why a row's bits depend on its path only.
 
 The rule is that of Gated DeltaNet (arXiv 2412.06464), as in mlx-lm's `gated_delta_update`.
 """
@@ -224,11 +223,11 @@ def _step(
 
 
 def visits(parents: Sequence[int]) -> list[list[int]]:
-    """The order in which to visit a tree, and where its branching nodes' states wait meanwhile.
+    """The order in which to visit a tree, and the slots for the states of its branching nodes.
 
-    Children come after their parent, a subtree at once, the one that needs most slots last: by
-    then its parent's slot is free. So one more is needed only where two subtrees need as many, and
-    a tree that needs k has at least 2^(k+1) - 1 nodes (Sethi and Ullman's register allocation).
+    A parent comes first, then its subtrees, the one that needs most slots last: by then the
+    parent's slot is free. A tree that needs k slots has at least 2^(k+1) - 1 nodes (Sethi and
+    Ullman's register allocation).
 
     Args:
         parents: [N] each node's row, -1 for the root, parents first.
@@ -260,31 +259,27 @@ def visits(parents: Sequence[int]) -> list[list[int]]:
 def check(
     keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array, state: mx.array
 ) -> None:
-    """Raise `KernelError` for a tape that breaks the rules of `DeltaVerify`."""
-    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:2] != values.shape[:2]:
-        raise KernelError(f"delta rule: keys {keys.shape} and values {values.shape} do not fit.")
-    batch, rows, key_heads, key_dim = keys.shape
-    heads, value_dim = values.shape[2:]
-    if batch != 1 or not 1 <= rows <= MOST_NODES or heads % key_heads or key_dim > 256:
-        raise KernelError(
-            f"delta rule: keys {keys.shape} and values {values.shape} have no kernel; it takes "
-            f"[1, 1..{MOST_NODES}, heads, <= 256], with heads of values a multiple of the keys'."
+    """Raise `KernelError` for inputs that break the rules of `DeltaVerify`."""
+    fits = keys.ndim == values.ndim == 4 and keys.shape[:2] == values.shape[:2]
+    if fits:
+        (batch, rows, key_heads, key_dim), (heads, value_dim) = keys.shape, values.shape[2:]
+        fits = (
+            batch == 1
+            and 1 <= rows <= MOST_NODES
+            and heads % key_heads == 0
+            and key_dim <= 256
+            and keys.dtype == values.dtype
+            and {keys.dtype, beta.dtype} <= set(FLOATS)
+            and decay.shape == beta.shape == (1, rows, heads)
+            and state.shape == (1, heads, value_dim, key_dim)
+            and decay.dtype == state.dtype == mx.float32
         )
-    if keys.dtype not in FLOATS or values.dtype != keys.dtype or beta.dtype not in FLOATS:
-        raise KernelError(
-            f"delta rule: keys are {dtype_name(keys)}, values {dtype_name(values)}: float16, "
-            "bfloat16 or float32, both the same, is needed."
+    if not fits:
+        shapes = ", ".join(
+            f"{name} {x.shape} in {dtype_name(x)}"
+            for name, x in zip(_TAPE, (keys, values, decay, beta, state), strict=True)
         )
-    if decay.shape != (1, rows, heads) or beta.shape != decay.shape or decay.dtype != mx.float32:
-        raise KernelError(
-            f"delta rule: decay {decay.shape} in {dtype_name(decay)} and beta {beta.shape}: "
-            f"{(1, rows, heads)} is needed, the decay in float32."
-        )
-    if state.shape != (1, heads, value_dim, key_dim) or state.dtype != mx.float32:
-        raise KernelError(
-            f"delta rule: the state is {state.shape} in {dtype_name(state)}; "
-            f"{(1, heads, value_dim, key_dim)} in float32 is needed."
-        )
+        raise KernelError(f"The delta rule has no kernel for {shapes}.")
 
 
 def check_verify(queries: mx.array, keys: mx.array, parents: Sequence[int] | None) -> None:
@@ -298,7 +293,7 @@ def check_verify(queries: mx.array, keys: mx.array, parents: Sequence[int] | Non
 def _launch(
     keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[list[mx.array], dict]:
-    """The tape as inputs, and what the kernels are launched with: four state rows a SIMD-group."""
+    """The inputs, and the launch arguments: four state rows per SIMD-group."""
     (key_heads, key_dim), (heads, value_dim) = keys.shape[2:], values.shape[2:]
     tape = [in_device_memory(x) for x in (keys, values, decay, beta, state)]
     template = [("T", keys.dtype), ("B", beta.dtype), ("DK", key_dim)]

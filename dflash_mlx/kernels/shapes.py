@@ -1,7 +1,6 @@
-"""The weight matrices that a forward of a model reads: what its time depends on, and who runs it.
+"""The shapes of a model's matrices, attention and recurrence, by which kernels are chosen.
 
-Everything that decides about kernels looks at a model through this list: the table that chooses,
-the benchmark that times, the roofline that predicts. Lazy weights are as good as real ones here.
+The table, the benchmark and the roofline all use this list. Weights may be lazy.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..validation import text_config
 
-# What configs call the number of experts that a token is sent to.
+# The config fields for the number of experts per token.
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k")
 
 
@@ -29,11 +28,11 @@ class Matrix:
     Attributes:
         columns, depth: N and K.
         size: bytes of its weights, scales and biases; of one expert.
-        kind: what the kernels tell apart: "affine" or another mode of quantization, or "float".
-        bits: of a weight, without the scales.
-        group_size: weights that share a scale; 0 where they are not quantized.
-        experts: how many such matrices there are to choose from; 0 outside of experts.
-        top_k: experts that a token is sent to; 0 outside of experts.
+        kind: "affine" or another mode of quantization, or "float".
+        bits: per weight, without the scales.
+        group_size: weights that share a scale; 0 for "float".
+        experts: the number of experts; 0 for other layers.
+        top_k: experts per token; 0 for other layers.
     """
 
     columns: int
@@ -53,17 +52,16 @@ class Matrix:
         return f"{self.columns}x{self.depth} {self.kind} {self.bits}-bit{group}{experts}"
 
     def active(self, rows: int) -> float:
-        """How many matrices so many rows read on average.
+        """The average number of matrices that this many rows read.
 
-        Experts are taken to be chosen independently and equally often: real routing repeats
-        itself within a text and reads fewer.
+        Assumes that experts are chosen independently and equally often.
         """
         if not self.experts:
             return 1.0
         return self.experts * (1 - (1 - self.top_k / self.experts) ** rows)
 
     def crowded(self, rows: int, limit: int) -> float:
-        """How many matrices more than `limit` of so many rows read, chosen as for `active`."""
+        """The average number of matrices that more than `limit` of these rows read."""
         if not self.experts:
             return float(rows > limit)
         share = self.top_k / self.experts
@@ -79,9 +77,9 @@ class AttentionShape:
 
     Attributes:
         heads, key_heads, head_dim: of queries, of keys, numbers in a head.
-        dtype: what it is computed in.
+        dtype: of queries, keys and values.
         window: positions that a row looks back; None for all.
-        sinks: whether scores without a value take part.
+        sinks: whether the softmax has sinks.
         group_size: of quantized keys and values; None where they cannot be quantized.
     """
 
@@ -106,7 +104,7 @@ class DeltaShape:
     Attributes:
         key_heads, heads: of keys and of values.
         key_dim, value_dim: numbers in a head of each.
-        dtype: what it is computed in.
+        dtype: of keys and values.
     """
 
     key_heads: int
@@ -135,19 +133,19 @@ def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn
     ]
     tied = not any(path.endswith("lm_head") for path, _ in modules)
     for path, module in modules:
-        # Of embeddings a few rows are looked up; the whole matrix is read where it is the head.
+        # An embedding is read as a whole only where it is the head too.
         embedding = isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
         if not embedding or (tied and path.endswith("embed_tokens")):
             yield path, module, _matrix(module, top_k(config))
 
 
 def attention_key(heads: int, key_heads: int, head_dim: int) -> str:
-    """The name in tables of attention of so many heads: `attention 32/8 heads of 128`."""
+    """The name of an attention shape in tables: `attention 32/8 heads of 128`."""
     return f"attention {heads}/{key_heads} heads of {head_dim}"
 
 
 def key_over(key: str, bits: int | None) -> str:
-    """The name of attention over keys of so many bits; None for keys as they are."""
+    """The name of attention over quantized keys; `bits` is None for plain keys."""
     return key if bits is None else f"{key} over {bits}-bit keys"
 
 
@@ -158,7 +156,7 @@ def top_k(config: dict[str, Any]) -> int:
 
 
 def dtype_of(layer: Any) -> mx.Dtype:
-    """What a linear layer's inputs and outputs are computed in."""
+    """The dtype of a linear layer's inputs and outputs."""
     return layer.scales.dtype if "scales" in layer else layer.weight.dtype
 
 
@@ -174,7 +172,7 @@ def _matrix(module: Any, experts_of_a_token: int) -> Matrix:
     if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
         [experts] = stacked
         size //= experts
-    elif stacked:  # a matrix of each head (MLA): together they are one taller matrix
+    elif stacked:  # a matrix per head (MLA): together one taller matrix
         columns *= stacked[0]
     top = experts_of_a_token if experts else 0
     return Matrix(columns, depth, size, kind, bits, group_size, experts, top)

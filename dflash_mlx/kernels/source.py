@@ -1,10 +1,8 @@
-"""The text of the Metal sources, in the one piece that a kernel factory takes as its header.
+"""The Metal sources as the single header string that a kernel factory takes.
 
-`mx.fast.metal_kernel` compiles a string: it finds no files, and hands the string over as ASCII. In
-`metal/` the kernels are ordinary files with local includes, as Apple's own compiler takes them.
-
-MLX writes the whole text anew for every call and compares it with what it has compiled, so the
-text is short: comments, indentation and empty lines stay in the files.
+`mx.fast.metal_kernel` compiles an ASCII string and finds no files; in `metal/` the kernels are
+ordinary files with local includes. MLX compares the whole text at every call, so comments,
+indentation and empty lines are removed.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import mlx.core as mx
 
 from ..errors import KernelError
 
-# What `mx.fast.metal_kernel` is: with name, input_names, output_names, source and header it gives a
+# The signature of `mx.fast.metal_kernel`: name, input_names, output_names, source and header give a
 # function of inputs, template, grid, threadgroup, output_shapes and output_dtypes.
 KernelFactory = Callable[..., Any]
 
@@ -54,8 +52,8 @@ def _lines(name: str, seen: set[str]) -> list[str]:
 def in_device_memory(array: mx.array) -> mx.array:
     """The array, flat and with zeros up to 8 elements if it has fewer; else as it is.
 
-    MLX hands inputs of fewer elements over as `const constant T*`, which does not convert to the
-    `const device T*` of our functions. Only for inputs whose shape the kernel does not ask for.
+    MLX passes smaller inputs as `const constant T*`, which does not convert to the
+    `const device T*` of our functions. Only for inputs whose shape the kernel does not read.
     """
     if array.size >= _FEWEST:
         return array

@@ -1,8 +1,7 @@
 """x w^T for the few rows of a verify, and the gated unit silu(x gate^T) (x up^T) in one pass.
 
-The stock kernels change with the number of rows, and between a vector and a 16-row verify they use
-32-row tiles, half of them empty. `metal/verify_matmul.metal` has tiles of 16 rows and one order of
-sums for every number of rows.
+Stock kernels change with the number of rows, and use 32-row tiles for 16 rows.
+`metal/verify_matmul.metal` has tiles of 16 rows and one order of sums for any number of rows.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ from .weights import (
 
 TILE_ROWS, TILE_COLUMNS, THREADS = 16, 32, 128  # as in metal/matmul_tile.h
 
-# K is split until there are so many tiles: a few for each core, and where there are many cores
-# enough that the last of them do not leave most idle ...
+# K is split until there are this many tiles, a few per core, but no split is shorter than the last.
 ENOUGH_TILES, ENOUGH_TILES_LARGE = 256, 512
-# ... but no split is shorter than this.
 _SHORTEST_SPLIT = 512
 
 _CALL = """
@@ -58,7 +55,7 @@ def verify_matmul_reference(x: mx.array, w: Weights, up: Weights | None = None) 
 
 
 def splits_of_k(columns: int, depth: int, gate_up: bool = False, enough: int = ENOUGH_TILES) -> int:
-    """In how many parts the sums over K = `depth` are taken: given by the shape of w, on a chip."""
+    """The number of parts of the sums over K = `depth`, by the shape of w and the chip."""
     tiles = -(-columns // (TILE_COLUMNS // 2 if gate_up else TILE_COLUMNS))
     return max(1, min(enough // tiles, depth // _SHORTEST_SPLIT))
 
@@ -68,8 +65,8 @@ def product_kernels(
 ) -> dict[tuple[bool, bool], Callable[..., list[mx.array]]]:
     """The kernels of a product, keyed by (affine weights, gate and up).
 
-    Their inputs are x, then `inputs`, then w and, with a gate, up. `call` is Metal for the call,
-    where the two weights are `left` and `right`; right is not read, and is w, without a gate.
+    Their inputs are x, then `inputs`, then w and, with a gate, up. `call` is the Metal call; its
+    weights are `left` and `right`. Without a gate, right is w and is not read.
     """
     kernels = {}
     for affine, gate_up in product((False, True), repeat=2):

@@ -1,7 +1,7 @@
 """The products of a mixture of experts for the few rows of a verify.
 
-At 16 rows and 8 experts a row the stock gathered product runs row by row, and reads an expert's
-weights once for every row that uses it. `metal/verify_matmul_moe.metal` reads them once.
+The stock gathered product runs row by row and reads an expert's weights once per row that uses it.
+`metal/verify_matmul_moe.metal` reads them once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A few products of the same rows in one launch: queries, keys and values.
 
-Alone, the matrices of keys and values have so few columns that their K is split and the sums are
-merged by another launch: six launches a layer where one or two do.
+Alone, the matrices of keys and values have so few columns that their K is split and merged: six
+launches a layer instead of one or two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .weights import (
     traits,
 )
 
-COUNTS = (2, 3, 4)  # of matrices that go side by side
+COUNTS = (2, 3, 4)  # of fused matrices
 _LETTERS = "abcd"
 _CALL = """
     threadgroup float scratch[dflash::kScratch];
@@ -50,7 +50,7 @@ _MERGE = """
 class VerifyQkv:
     """x w^T for a few matrices, row by row the same bits for every number of rows.
 
-    The bits need not be those of `VerifyMatmul`: K is split by what they have together.
+    The bits may differ from `VerifyMatmul`: K is split by the matrices' total size.
 
     Args:
         metal_kernel: the factory of the kernels.
@@ -113,7 +113,7 @@ class VerifyQkv:
 def _product(
     metal_kernel: KernelFactory, header: str, count: int, affine: bool, split: bool
 ) -> Callable[..., list[mx.array]]:
-    """The kernel for so many matrices; the last of them stands for those that are not there."""
+    """The kernel for `count` matrices; the last one fills the missing arguments."""
     names = [f"w_{letter}" for letter in _LETTERS[:count]]
     declared = [
         declaration(variable, names[min(i, count - 1)], affine)
@@ -138,7 +138,7 @@ def _outputs(count: int) -> list[str]:
 
 
 def _four(names: list[str]) -> str:
-    """The arguments for the results of four matrices, of which only these exist."""
+    """Four result arguments; the last name fills the missing ones."""
     return ", ".join(names + names[-1:] * (len(_LETTERS) - len(names)))
 
 
@@ -152,9 +152,9 @@ def verify_qkv_reference(x: mx.array, weights: Sequence[Weights]) -> list[mx.arr
 def check(x: mx.array, weights: Sequence[Weights]) -> None:
     """Raise `KernelError` for arguments that `VerifyQkv` does not take."""
     if len(weights) not in COUNTS:
-        raise KernelError(f"2 to 4 matrices are multiplied side by side, not {len(weights)}.")
+        raise KernelError(f"2 to 4 matrices can be fused, not {len(weights)}.")
     for w in weights:
         check_product(x, "[N, K]", w)
     if any(traits(w) != traits(weights[0]) for w in weights):
         kinds = ", ".join(map(str, map(traits, weights)))
-        raise KernelError(f"The matrices side by side are of different kinds: {kinds}.")
+        raise KernelError(f"The fused matrices are of different kinds: {kinds}.")

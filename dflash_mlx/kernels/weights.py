@@ -41,20 +41,13 @@ class AffineWeights:
                 f"{self.bits} bits and groups of {self.group_size}."
             )
         groups = (*self.words.shape[:-1], self.shape[-1] // self.group_size)
-        if self.words.dtype != mx.uint32 or self.scales.dtype not in FLOATS:
+        scales, biases = self.scales, self.biases
+        same = scales.dtype == biases.dtype and scales.shape == biases.shape == groups
+        if self.words.dtype != mx.uint32 or scales.dtype not in FLOATS or not same:
             raise KernelError(
-                "Affine weights are uint32 words and floating-point scales, not "
-                f"{dtype_name(self.words)} and {dtype_name(self.scales)}."
-            )
-        if self.biases.dtype != self.scales.dtype:
-            raise KernelError(
-                "Scales and biases are of one dtype, not "
-                f"{dtype_name(self.scales)} and {dtype_name(self.biases)}."
-            )
-        if self.scales.shape != groups or self.biases.shape != groups:
-            raise KernelError(
-                f"Words of shape {self.words.shape} need scales and biases of shape {groups}, not "
-                f"{self.scales.shape} and {self.biases.shape}."
+                f"Affine weights {self.words.shape} in {dtype_name(self.words)} with scales "
+                f"{scales.shape} in {dtype_name(scales)} and biases {biases.shape} in "
+                f"{dtype_name(biases)} have no kernel."
             )
 
     @property
@@ -67,7 +60,7 @@ Weights = AffineWeights | mx.array
 
 
 def dequantized(w: Weights) -> mx.array:
-    """The values [..., N, K] in float32, without the rounding of a dequantization in half type."""
+    """The values [..., N, K] in float32, dequantized without half-precision rounding."""
     if isinstance(w, mx.array):
         return w.astype(mx.float32)
     scales, biases = w.scales.astype(mx.float32), w.biases.astype(mx.float32)
@@ -99,14 +92,14 @@ def check_product(x: mx.array, layout: str, w: Weights, up: Weights | None = Non
 
 
 def traits(w: Weights) -> dict[str, Any]:
-    """What a kernel is specialized for, as template arguments."""
+    """The template arguments for these weights."""
     if isinstance(w, AffineWeights):
         return {"S": w.scales.dtype, "BITS": w.bits, "GROUP": w.group_size}
     return {"W": w.dtype}
 
 
 def input_names(name: str, affine: bool) -> list[str]:
-    """What the inputs of a kernel are called that takes the weights `name`."""
+    """The input names of a kernel for the weights `name`."""
     return [name, f"{name}_scales", f"{name}_biases"] if affine else [name]
 
 

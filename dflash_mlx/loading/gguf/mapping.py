@@ -18,7 +18,7 @@ from ...errors import ConfigError, WeightsError
 from .header import READABLE, Tensor
 
 # Architecture -> transformers' class. llama.cpp's converter permutes the rows of q and k for Llama
-# only, whose rotation then pairs shared_inputs; Qwen's pairs halves, as mlx-lm does.
+# only, whose rotation then pairs neighbours; Qwen's pairs halves, as mlx-lm does.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
