@@ -160,11 +160,11 @@ def test_what_does_not_fit_is_refused(verify, replay):
     queries, keys, values, decay, beta, state = draft(mx.float16, 3, (1, 2), (32, 4))
     kept = mx.arange(3)
     for tape in [
-        ((keys[:, :2], values, decay, beta, state),
-        ((keys, values[:, :, :1], decay, beta, state),
-        ((keys, values.astype(mx.float32), decay, beta, state),
-        ((keys, values, decay.astype(mx.float16), beta, state),
-        ((keys, values, decay, beta, state.astype(mx.float16)),
+        (keys[:, :2], values, decay, beta, state),
+        (keys, values[:, :, :1], decay, beta, state),
+        (keys, values.astype(mx.float32), decay, beta, state),
+        (keys, values, decay.astype(mx.float16), beta, state),
+        (keys, values, decay, beta, state.astype(mx.float16)),
     ]:
         for rule in (replay, delta_replay_reference):
             with pytest.raises(KernelError, match="delta rule has no kernel"):
