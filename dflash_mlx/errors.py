@@ -1,7 +1,7 @@
 """Every error a caller can act on: one line that says what is wrong and what to do.
 
     DFlashError
-    ├── MissingDependencyError     a package that an extra installs is not there
+    ├── MissingDependencyError     a package of an extra is not installed
     ├── SettingsError              a setting out of range or not supported; also a ValueError
     ├── PromptError                a prompt that cannot be used: empty, too long for the context
     ├── ModelNotFoundError         no model under this name or path
@@ -9,18 +9,18 @@
     ├── WeightsError               weight files missing, truncated or not matching their config
     ├── NotEnoughMemoryError       the weights do not fit into this machine
     ├── ConfigError                a config.json with a field that is missing or not understood
-    ├── IncompatibleDrafterError   a drafter that was made for another target
+    ├── IncompatibleDrafterError   a drafter made for another target
     ├── UnsupportedCacheError      a cache kind that cannot be rolled back
     ├── UnsupportedTreeError       a draft tree for a target that reads chains only
-    ├── ProposalError              a drafter handed over something that is not a draft
+    ├── ProposalError              a drafter returned something that is not a draft
     ├── KernelError                shapes or dtypes that a Metal kernel does not take
     ├── DataError                  a file of prompts, samples or a schema that cannot be used
-    ├── EngineError                an engine that was closed is asked for more
-    ├── ClusterError               machines that share a model have lost each other, or cannot meet
-    ├── OutputError                results cannot be written: no permission, no room, in the way
-    └── ServerError                a server that is measured cannot be reached, or refuses
+    ├── EngineError                an engine is used after it was closed
+    ├── ClusterError               machines that share a model cannot connect, or lost each other
+    ├── OutputError                results cannot be written: no permission, no room
+    └── ServerError                a server to measure cannot be reached, or refuses
 
-The command line prints the message and nothing else; a traceback is a bug. It exits with 2 where
+The command line prints only the message; a traceback is a bug. It exits with 2 if
 the class says that what was asked for is wrong (`cli.app.WRONG_USAGE`), and with 1 for all others.
 """
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 
 class DFlashError(Exception):
-    """The parent of every error this package raises on purpose."""
+    """The base class of this package's errors."""
 
     def __str__(self) -> str:
-        """The message in one line: a path or a library's words in it may have several."""
+        """The message in one line, even if a path or a library's text in it has several."""
         return "".join(map(_in_line, super().__str__()))
 
 
 def _in_line(character: str) -> str:
-    """A character, escaped if it would break the line or steer the terminal."""
+    """A character, escaped if it would break the line or control the terminal."""
     if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
         return character.encode("unicode_escape").decode()
     return character
 
 
 class MissingDependencyError(DFlashError):
-    """A package that an extra installs is missing."""
+    """A package of an extra is not installed."""
 
     @classmethod
     def of(cls, missing: str, extra: str) -> MissingDependencyError:
@@ -59,7 +59,7 @@ class MissingDependencyError(DFlashError):
 
 
 def how_to_install(extra: str) -> str:
-    """What to run. The package index has another project under our name, so its name is no help."""
+    """The command to run. The name on the package index belongs to another project."""
     return f'in a clone of dflash-mlx, run pip install -e ".[{extra}]"'
 
 
@@ -100,23 +100,23 @@ class UnsupportedCacheError(DFlashError):
 
 
 class UnsupportedTreeError(DFlashError):
-    """The target cannot read a draft tree; chains it can."""
+    """The target can read chains but no draft trees."""
 
 
 class ProposalError(DFlashError):
-    """What a drafter proposed is not a draft: wrong anchor, bad parents, too many rows."""
+    """A drafter returned no valid draft: wrong anchor, bad parents, too many rows."""
 
 
 class KernelError(DFlashError):
-    """A Metal kernel was called with shapes or dtypes that it does not take."""
+    """A Metal kernel does not support these shapes or dtypes."""
 
 
 class EngineError(DFlashError):
-    """An engine that was closed is asked for more, or was closed before a job had ended."""
+    """An engine is used after it was closed, or was closed before a job had ended."""
 
 
 class ClusterError(DFlashError):
-    """Machines that share a model cannot meet, or have lost each other."""
+    """Machines that share a model cannot connect, or have lost each other."""
 
 
 class DataError(DFlashError):
@@ -124,15 +124,15 @@ class DataError(DFlashError):
 
 
 class OutputError(DFlashError):
-    """Results cannot be written where they should go."""
+    """Results cannot be written to their place."""
 
     @classmethod
     def because(cls, path: Path, error: OSError) -> OutputError:
-        """What to say when `error` kept a file or folder from being written."""
+        """The error for a file or folder that could not be written because of `error`."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return cls(f"{path}: the disk is full, nothing was written; free some of it.")
         return cls(f"{path}: cannot be written ({error.strerror}); choose another place.")
 
 
 class ServerError(DFlashError):
-    """A server that is measured cannot be reached, refuses, or does not answer as it should."""
+    """A server to measure cannot be reached, refuses, or answers wrongly."""

@@ -1,4 +1,4 @@
-"""A draft: tokens arranged as a tree whose root is the last committed token. Pure data.
+"""A draft: tokens in a tree whose root is the anchor, the last committed token. Pure data.
 
 A chain is a tree whose node i has parent i - 1, so one loop serves both.
 """
@@ -18,15 +18,15 @@ from .validation import MAX_INT32, brief, is_integer
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens to verify together. Raises `ProposalError` for what is none, or forms no tree.
+    """Tokens to verify together. Raises `ProposalError` for anything that is not such a tree.
 
     Attributes:
-        tokens: [N] token ids, kept as a list, or an integer array of MLX's that may still be on its
-            way on the device; tokens[0] is the anchor, the last committed token. An id that the
-            vocabulary does not have is a `ProposalError` once the round is read. Those of an array
-            nobody looks at before the target reads them: let them be an argmax of its logits.
-        parents: the row of each node's parent, (-1, ...): -1 for the root, and every other node
-            comes after its parent. Left out, the tokens form a chain.
+        tokens: [N] token ids, the anchor first: kept as a list, or as an integer array of MLX's
+            that may still be lazy. An id outside the vocabulary is a `ProposalError` when the step
+            is read. Ids in an array are not checked before the target reads them, so use an argmax
+            of its logits.
+        parents: each node's parent row, -1 for the root; parents come before their children. Left
+            out, the tokens form a chain.
         log_probs: optional [N] log-probabilities that the drafter gave its tokens.
         is_chain: whether every node is the only child of the one before it.
     """
@@ -39,16 +39,16 @@ class Proposal:
     def __post_init__(self) -> None:
         tokens, parents = self.tokens, self.parents
         if not isinstance(tokens, mx.array):
-            object.__setattr__(self, "tokens", _ids(tokens))
+            object.__setattr__(self, "tokens", tokens := _integers("tokens", tokens, 0))
         elif tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
             what = f"an array of {tokens.dtype} {list(tokens.shape)}"
             raise ProposalError(f"A proposal's tokens must be token ids [N], not {what}.")
-        rows = len(self.tokens)
+        rows = len(tokens)
         if rows < 1:
             raise ProposalError("A proposal holds at least the anchor, the last committed token.")
         chain = tuple(range(-1, rows - 1))
         if not isinstance(parents, tuple) or parents:
-            parents = _tree(parents, rows)
+            parents = _checked_parents(parents, rows)
         object.__setattr__(self, "parents", parents or chain)
         object.__setattr__(self, "is_chain", self.parents == chain)
 
@@ -56,7 +56,7 @@ class Proposal:
         return len(self.parents)
 
     def first(self, rows: int) -> Proposal:
-        """Its first rows; on the device, if they are there."""
+        """Its first rows, lazy if its tokens are."""
         if rows == len(self):
             return self
         log_probs = None if self.log_probs is None else self.log_probs[:rows]
@@ -64,54 +64,50 @@ class Proposal:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How far each node is from the root."""
+        """Each node's distance from the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if depths else 0)
         return tuple(depths)
 
     def paths(self) -> list[list[int]]:
-        """The rows on each node's path from the root, the root left out and the node included."""
+        """The rows on each node's path, from below the root to the node itself."""
         paths: list[list[int]] = [[]]
         for row, parent in enumerate(self.parents[1:], start=1):
             paths.append([*paths[parent], row])
         return paths
 
     def array(self, vocab_size: int) -> mx.array:
-        """The tokens [N] for the device.
+        """The tokens [N] as an array.
 
-        In a list an id beyond the vocabulary is replaced by the last one, until `Request.absorb`
-        refuses it: reading it would end the process, for the device checks nothing.
+        In a list, ids outside the vocabulary are clipped, because a device reads beyond its arrays
+        without an error. `Request.accept` refuses the proposal later.
         """
         if isinstance(self.tokens, mx.array):
             return self.tokens
         return mx.array([min(token, vocab_size - 1) for token in self.tokens])
 
 
-def _ids(tokens: Any) -> list[int]:
-    """Tokens [N] as a list. Raises `ProposalError`."""
-    if (ids := _whole(tokens, 0)) is None:
-        raise ProposalError(f"A proposal's tokens must be token ids [N], not {brief(tokens)}.")
-    return ids
+def _checked_parents(given: Any, rows: int) -> tuple[int, ...]:
+    """Parents as a tuple. Raises `ProposalError` if they form no tree of so many rows."""
+    parents = _integers("parents", given, -1)
+    if parents and len(parents) != rows:
+        raise ProposalError(f"A proposal of {rows} tokens names {len(parents)} parents.")
+    if parents and (parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i)):
+        raise ProposalError(f"The parents {tuple(parents)} do not form a tree rooted at row 0.")
+    return tuple(parents)
 
 
-def _tree(parents: Any, rows: int) -> tuple[int, ...]:
-    """The parents of so many rows. Raises `ProposalError` where they form no tree."""
-    if (known := _whole(parents, -1)) is None:
-        raise ProposalError(f"A proposal's parents must be its rows, not {brief(parents)}.")
-    if known and len(known) != rows:
-        raise ProposalError(f"A proposal of {rows} tokens names {len(known)} parents.")
-    if known and (known[0] != -1 or any(not 0 <= p < row for row, p in enumerate(known) if row)):
-        raise ProposalError(f"The parents {tuple(known)} do not form a tree rooted at row 0.")
-    return tuple(known)
-
-
-def _whole(values: Any, least: int) -> list[int] | None:
-    """Values as Python's whole numbers; None if they are anything else. Each round asks this."""
-    listed = isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray)
-    if not (listed or isinstance(values, np.ndarray) and values.ndim == 1):
-        return None
-    given: list[Any] = list(values)
-    if {*map(type, given)} <= {int}:
-        return given if all(least <= value <= MAX_INT32 for value in given) else None
-    return [int(value) for value in given] if all(is_integer(v, least) for v in given) else None
+def _integers(name: str, given: Any, least: int) -> list[int]:
+    """A sequence of integers as a list of Python's. Raises `ProposalError`."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+    if is_list or (isinstance(given, np.ndarray) and given.ndim == 1):
+        values: list[Any] = list(given)
+        # The usual case, which every step has: plain ints of a possible size.
+        if {*map(type, values)} <= {int} and (
+            not values or (min(values) >= least and max(values) <= MAX_INT32)
+        ):
+            return values
+        if all(is_integer(value, least) for value in values):
+            return [int(value) for value in values]
+    raise ProposalError(f"A proposal's {name} must be integers [N], not {brief(given)}.")

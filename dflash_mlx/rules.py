@@ -1,10 +1,9 @@
-"""Rules about which tokens may follow a text, asked for all rows of a round at once.
+"""Rules about the next token, such as grammars, applied to all rows of a step at once.
 
-A logits processor is shown one row after the other and reads its history on the host, which waits
-for the device each time: a grammar would wait for every token drafted and every row verified. A
-rule is asked for many rows with token ids that are on the host already. A round then waits for the
-device once for its drafts, and once more for each that breaks a rule that leaves a choice. While
-the target's rows are asked about, the device computes them.
+A logits processor gets one row at a time and reads its history on the host, which waits for the
+device: a grammar would wait for every drafted and every verified token. A rule gets token ids on
+the host, for many rows. So a step waits once for its drafts, and once more per draft that breaks a
+rule. While the rule is applied to the target's rows, the device computes their logits.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ class Rule(Protocol):
     """Says which tokens may follow an answer. It serves one request."""
 
     def follows(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of these tokens, one after the other, may follow the answer."""
+        """How many of these tokens, in order, may follow the answer."""
 
     def allowed(self, answer: Sequence[int]) -> np.ndarray | None:
-        """Which tokens may follow, [V] of bool; None where all may, or the text has ended."""
+        """Which tokens may follow, [V] of bool; None if all may, or the text has ended."""
 
 
 class Rules:
-    """The rules of one request, and its answer so far.
+    """The rules of one request, all of which hold, and its answer so far.
 
     Args:
-        rules: any number, all of which hold.
+        rules: any number of them.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
@@ -42,26 +41,27 @@ class Rules:
         return bool(self._rules)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The answer goes on by these."""
+        """Add tokens to the answer."""
         self._answer += tokens
 
     def restrict(
         self, logits: mx.array, tokens: mx.array, paths: Sequence[Sequence[int]]
     ) -> mx.array:
-        """Logits [N, V] with -inf for what may not follow each row.
+        """Logits [N, V] with -inf for tokens that may not follow each row.
 
         Args:
-            tokens: of the rows, [N].
-            paths: each row's rows after the anchor.
+            logits: [N, V].
+            tokens: the rows' tokens [N].
+            paths: for each row, the rows from below the anchor to itself.
         """
         mx.async_eval(logits)
         ids: Any = tokens.tolist()
         answers = ([*self._answer, *(ids[row] for row in path)] for path in paths)
-        return _where(logits, [self._allowed(answer) for answer in answers])
+        return _masked(logits, [self._allowed(answer) for answer in answers])
 
     def restrict_row(self, logits: mx.array, drafted: Sequence[int]) -> mx.array:
-        """Logits [1, V] after these drafts, with -inf for what may not follow."""
-        return _where(logits, [self._allowed([*self._answer, *drafted])])
+        """Logits [1, V] after these drafts, with -inf for tokens that may not follow."""
+        return _masked(logits, [self._allowed([*self._answer, *drafted])])
 
     def drafts(
         self,
@@ -74,8 +74,9 @@ class Rules:
 
         Args:
             logits: of the drafter, [L, V].
-            noise, sharpness: a draft is the best of scores times `sharpness` plus noise.
-            scores_of: logits; see `Sampler.scores`.
+            noise: [L, V], added to the scores times `sharpness`; None for greedy drafts.
+            sharpness: see `noise`.
+            scores_of: turns logits into scores; see `Sampler.scores`.
         """
 
         def best(scores: mx.array, first: int) -> list[int]:
@@ -93,10 +94,10 @@ class Rules:
             answer += wanted[slot : slot + right]
             slot += right
             mask = self._allowed(answer) if slot < len(logits) else None
-            if mask is None:  # all is drafted, or the text ends
+            if mask is None:  # all slots are done, or the text ends here
                 rows.append(scores[slot:])
                 break
-            row = scores_of(_where(logits[slot : slot + 1], [mask]))
+            row = scores_of(_masked(logits[slot : slot + 1], [mask]))
             rows.append(row)
             only = np.flatnonzero(mask) if np.count_nonzero(mask) == 1 else None
             answer += best(row, slot) if only is None else only.tolist()
@@ -104,14 +105,13 @@ class Rules:
         return mx.concatenate(rows)
 
     def _allowed(self, answer: Sequence[int]) -> np.ndarray | None:
-        """What all rules allow."""
-        masks = [rule.allowed(answer) for rule in self._rules]
-        told = [mask for mask in masks if mask is not None]
-        return np.logical_and.reduce(told) if told else None
+        """The tokens that all rules allow; None if all tokens are."""
+        masks = [mask for rule in self._rules if (mask := rule.allowed(answer)) is not None]
+        return np.logical_and.reduce(masks) if masks else None
 
 
-def _where(logits: mx.array, masks: Sequence[np.ndarray | None]) -> mx.array:
-    """Logits [N, V] with -inf where a row's mask [V] says no."""
+def _masked(logits: mx.array, masks: Sequence[np.ndarray | None]) -> mx.array:
+    """Logits [N, V] with -inf where a row's mask [V] is False."""
     if all(mask is None for mask in masks):
         return logits
     everything = np.ones(logits.shape[-1], bool)

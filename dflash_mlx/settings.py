@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -58,21 +59,16 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         # Logits times or over these numbers must stay finite in f32.
-        self._check(
-            "temperature",
-            lambda t: t == 0 or 1e-20 <= t <= 1e20,
-            "0 (greedy) or from 1e-20 to 1e20",
-        )
-        self._check("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1")
-        self._check("top_k", lambda k: k >= 0, "0 (off) or more", Integral)
-        self._check("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
+        if self.temperature != 0:
+            self._check("temperature", 1e-20, 1e20, "0 (greedy) or from 1e-20 to 1e20")
+        self._check("top_p", 5e-324, 1, "above 0 and at most 1")
+        self._check("top_k", 0, math.inf, "0 (off) or more", Integral)
+        self._check("min_p", 0, 1, "from 0 to 1")
         if self.seed is not None:
-            self._check("seed", lambda s: 0 <= s < 2**SEED_BITS, "from 0 to 2**32 - 1", Integral)
-        self._check(
-            "repetition_penalty", lambda p: 1e-20 <= p <= 1e20, "from 1e-20 to 1e20 (1 is off)"
-        )
+            self._check("seed", 0, 2**SEED_BITS - 1, "from 0 to 2**32 - 1", Integral)
+        self._check("repetition_penalty", 1e-20, 1e20, "from 1e-20 to 1e20 (1 is off)")
         for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, lambda p: abs(p) <= MAX_F32, "from -3e38 to 3e38 (0 is off)")
+            self._check(name, -MAX_F32, MAX_F32, "from -3e38 to 3e38 (0 is off)")
         for name in ("repetition", "presence", "frequency"):
             size = check_integer(f"{name}_context_size", getattr(self, f"{name}_context_size"))
             off = 1.0 if name == "repetition" else 0.0
@@ -91,13 +87,11 @@ class SamplingSettings:
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
-    def _check(
-        self, name: str, allowed: Callable[[Any], bool], range_: str, kind: type = Real
-    ) -> None:
+    def _check(self, name: str, least: float, most: float, range_: str, kind: type = Real) -> None:
         """Check one number, and keep it as Python's own (it may be numpy's)."""
         value: Any = getattr(self, name)
         number = isinstance(value, kind) and not isinstance(value, bool)
-        if not number or not allowed(value):
+        if not number or not least <= value <= most:
             raise SettingsError(f"{name} must be {range_}, not {brief(value)}.")
         object.__setattr__(self, name, int(value) if kind is Integral else float(value))
 

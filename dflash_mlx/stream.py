@@ -78,7 +78,10 @@ class TextStream:
         if self.remaining == 0:
             self.finish_reason = "length"
             return self._finalize()
-        return self._release(self._possible_stop() if self._stop else 0)
+        if self._stop:
+            return self._release(self._possible_stop())
+        text, self._held = self._held, ""
+        return text
 
     def _finalize(self) -> str:
         """The rest of the text, up to a stop string that it completes."""

@@ -3,10 +3,9 @@
     schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
     dm.generate(target, drafter, "What is 37 + 48?", logits_processors=[JsonSchema(target, schema)])
 
-The grammar is llguidance's (the `structured` extra). A grammar is
-asked about every row with its own path, so the drafter's tokens fit the schema as well and are
-accepted as often as any others. It reads token ids on the host, so drafting waits for the device
-once a round, and once for each draft that does not fit (`rules`).
+llguidance (the `structured` extra) runs the grammar. It applies to each row with its own path, so
+drafted tokens fit the schema too and are accepted as often as others. It needs token ids on the
+host, so a step waits for its drafts, and once more for each draft that does not fit (`rules`).
 """
 
 from __future__ import annotations
@@ -25,20 +24,19 @@ if TYPE_CHECKING:
     from .targets import Target
 
 
-# Between the parts of an object stands one space and no more: small models would fill an answer
-# with white space where that is allowed.
+# One space between parts: small models would fill an answer with white space if they could.
 SPACES: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema that says how JSON is laid out, too; an `x-guidance` of its own stays."""
+    """A schema that also sets the layout of the JSON, unless its own `x-guidance` does."""
     return {"x-guidance": SPACES, **schema}
 
 
 class GrammarTokens:
-    """A target's tokens as llguidance knows them; made once, for any number of grammars.
+    """A target's vocabulary for llguidance, for any number of grammars.
 
-    Raises `MissingDependencyError` where llguidance is not installed.
+    Raises `MissingDependencyError` if llguidance is not installed.
     """
 
     def __init__(self, target: Target) -> None:
@@ -55,9 +53,9 @@ class GrammarTokens:
         self._matchers = LLMatcher
 
     def of_schema(self, schema: Mapping[str, Any]) -> str:
-        """The grammar of what fits a schema, `laid_out`.
+        """The grammar of a JSON schema, `laid_out`.
 
-        Raises `SettingsError` for a schema that is no object of JSON.
+        Raises `SettingsError` for a schema that is not a JSON object.
         """
         if not isinstance(schema, Mapping):
             raise SettingsError(
@@ -70,40 +68,40 @@ class GrammarTokens:
         return str(self._matchers.grammar_from_json_schema(text))
 
     def of_lark(self, lark: str) -> str:
-        """The grammar that a text in llguidance's dialect of Lark describes."""
+        """The grammar of a text in llguidance's dialect of Lark."""
         return str(self._matchers.grammar_from_lark(lark))
 
     def matcher(self, grammar: str, what: str) -> Any:
-        """What follows one text through a grammar. Raises `SettingsError`, about `what`."""
+        """A matcher for one text. Raises `SettingsError`, which calls the grammar `what`."""
         problem = self._matchers.validate_grammar(grammar, self._tokenizer)
         if problem:
-            # Of a regular expression the first line has the place, and the last one the reason.
+            # All lines: for a regular expression the last one has the reason.
             raise SettingsError(f"{what} cannot be used: {' '.join(problem.split())}")
         return self._matchers(self._tokenizer, grammar)
 
 
 class Grammar:
-    """A logits processor that leaves only the tokens with which an answer still fits a grammar.
+    """A logits processor that allows only tokens that fit a grammar.
 
-    It serves one request. The first history it is shown is that request's prompt. Where it stands
-    last among the processors it is asked as a `Rule`, for all rows of a round at once.
+    It serves one request, and takes the first history for that request's prompt. As the last of the
+    processors it is used as a `Rule`, for all rows of a step at once.
 
     Args:
         tokens: the target's.
         grammar: one of llguidance's.
-        what: it is called in an error.
+        what: its name in an error.
 
-    Raises `SettingsError` for a grammar that is none, or says what llguidance does not support.
+    Raises `SettingsError` for an invalid grammar, or one that llguidance does not support.
     """
 
     def __init__(self, tokens: GrammarTokens, grammar: str, what: str = "The grammar") -> None:
         self._eos_ids = tokens.eos_ids
         self._matcher = tokens.matcher(grammar, what)
         self._prompt: int | None = None
-        self._read: list[int] = []  # tokens of an answer that the matcher has taken in
+        self._read: list[int] = []  # the tokens in the matcher
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits [1, V] with -inf where the grammar allows no token after the history [H]."""
+        """Logits [1, V] with -inf for tokens that may not follow the history [H]."""
         if self._prompt is None:
             self._prompt = len(tokens)
         answer: Any = tokens[self._prompt :].tolist()
@@ -111,13 +109,13 @@ class Grammar:
         return logits if allowed is None else mx.where(mx.array(allowed), logits, -mx.inf)
 
     def allowed(self, answer: Sequence[int]) -> np.ndarray | None:
-        """As `Rule`; None also after a draft that does not fit, whose row will be rejected."""
+        """See `Rule`; None also after a draft that does not fit: its row will be rejected."""
         if not self._move_to(answer):
             return None
         return np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
 
     def follows(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
-        """As `Rule`; what comes after the end of the text may be anything."""
+        """See `Rule`; anything may follow the end of the text."""
         if not self._move_to(answer):
             return len(tokens)
         ends = next((at for at, token in enumerate(tokens) if token in self._eos_ids), None)
@@ -126,7 +124,7 @@ class Grammar:
         return len(tokens) if fit == len(inside) else fit
 
     def _move_to(self, answer: Sequence[int]) -> bool:
-        """Bring the matcher to the end of an answer; False if the grammar does not lead there."""
+        """Move the matcher to the end of an answer; False if the answer does not fit."""
         if not self._eos_ids.isdisjoint(answer):
             return False
         same = 0
@@ -139,16 +137,16 @@ class Grammar:
 
 
 class JsonSchema(Grammar):
-    """The same for answers that fit a JSON schema.
+    """A grammar for answers that fit a JSON schema.
 
     Args:
-        target: whose tokens these are.
-        schema: a JSON schema, as parsed. Its `x-guidance`, llguidance's, says how the answer is
-            laid out; else one space stands behind a comma and a colon, as the server has it.
+        target: the model whose tokens these are.
+        schema: a parsed JSON schema. llguidance's `x-guidance` in it sets the layout; by default
+            one space follows each comma and colon, as in the server's answers.
 
     Raises:
         MissingDependencyError: llguidance is not installed.
-        SettingsError: the schema is not one, or says what llguidance does not support.
+        SettingsError: the schema is invalid, or llguidance does not support it.
     """
 
     def __init__(self, target: Target, schema: Mapping[str, Any]) -> None:

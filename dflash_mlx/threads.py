@@ -1,19 +1,18 @@
-"""What MLX asks of a program with threads: how a request can go on in another one, and end well.
+"""What MLX needs in a program with threads.
 
-A lazy array belongs to the stream that it was made on, and that stream to one thread. Computed in
-another it raises "There is no Stream(...) in current thread"; an array that is computed, or on its
-way, may be used by all. So nothing lazy crosses from one thread to another here:
+A lazy array belongs to the stream that made it, and the stream to one thread. Evaluated in another
+it raises "There is no Stream(...) in current thread". An array that is computed, or being computed,
+can be used by every thread. So no lazy array crosses from one thread to another here:
 
-    a target, a drafter   are computed when they are made (`evaluate`), with the arrays that are no
-                          parameters, as the frequencies of a rotary embedding
-    between two rounds    caches, waiting features and histories are on their way: whoever changes
-                          them ends with `mx.async_eval`, which waits for nothing
+    a target, a drafter   `evaluate` computes all of their arrays when they are made, with those
+                          that are no parameters, such as rotary frequencies
+    between two steps     whatever changes caches, waiting features or histories ends with
+                          `mx.async_eval`, which does not wait
 
-And what a thread compiled goes with the thread. MLX frees it in the destructors of C++, for which
-it needs Python's lock; in a thread that ends beside the interpreter the lock is gone, and the
-process aborts. `mx.clear_streams` is MLX's remedy, to be called at the end of each thread, as
-`clean_up_at_end` sees to. Nothing helps a daemon thread that still runs when the interpreter ends:
-Python before 3.14 kills it, destructors and all. End your threads, or let them wait for something.
+MLX also keeps compiled functions per thread, and frees them in C++ destructors that need Python's
+lock. In a thread that ends together with the interpreter the lock is gone, and the process aborts.
+`mx.clear_streams` at the end of each thread prevents this; `clean_up_at_end` arranges it. It does
+not help daemon threads: do not decode in them.
 """
 
 from __future__ import annotations
@@ -24,34 +23,33 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-# Nothing is shared in it, and nothing else would do: a thread's own values go when it ends, in the
-# thread itself and before it can be joined. An attribute of its Thread goes when somebody forgets
-# that, in whichever thread they do.
-_ending = threading.local()
+# A thread's own values are deleted in the thread itself when it ends, before it can be joined.
+# No other hook runs there. Nothing is shared in it.
+_at_end = threading.local()
 
 
 class _Cleanup:
-    """Forgets a thread's compiled functions and streams when the thread's own values go."""
+    """Clears MLX's streams of a thread when the thread's own values are deleted."""
 
     def __init__(self) -> None:
         self._thread, self._clear = threading.get_ident(), mx.clear_streams
 
     def __del__(self) -> None:
-        if threading.get_ident() == self._thread:  # else the interpreter ends, not the thread
+        if threading.get_ident() == self._thread:  # otherwise the interpreter ends, not the thread
             self._clear()
 
 
 def clean_up_at_end() -> None:
-    """Have MLX forget what it keeps for the calling thread when that ends; once is enough.
+    """Have MLX free what it keeps for the calling thread when the thread ends.
 
-    The main thread needs none. Nor can a thread that Python has not started be helped: it may come
-    back after Python has forgotten it, and would miss its streams.
+    Calling it once per thread is enough. It does nothing for the main thread, nor for threads that
+    Python did not start: those may return after Python has forgotten them.
     """
-    if hasattr(_ending, "cleanup"):
+    if hasattr(_at_end, "cleanup"):
         return
     thread = threading.current_thread()
     ours = thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
-    _ending.cleanup = _Cleanup() if ours else None
+    _at_end.cleanup = _Cleanup() if ours else None
 
 
 def evaluate(model: nn.Module) -> None:
