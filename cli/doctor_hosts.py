@@ -18,7 +18,7 @@ import typer
 
 from dflash_mlx.cluster.hosts import Hosts, read_hosts
 from dflash_mlx.cluster.probe import HostReport, probe
-from dflash_mlx.cluster.ranks import RankProcesses
+from dflash_mlx.cluster.ranks import ClusterProcesses
 from dflash_mlx.cluster.supervisor_line import LOST
 from dflash_mlx.drafter.config import read_json
 from dflash_mlx.errors import ConfigError, DFlashError
@@ -137,7 +137,7 @@ def _run_ranks(hosts: Hosts, model: str) -> tuple[LinkTimes | None, str]:
     """Start ranks of `doctor` and stop them again: the measured times, or what went wrong."""
     from dflash_mlx.cluster.link_times import LinkTimes
 
-    ranks = RankProcesses(hosts, ["doctor", "--model", model])
+    ranks = ClusterProcesses(hosts, ["doctor", "--model", model])
     until = time.monotonic() + MEASURE_SECONDS
     try:
         while time.monotonic() < until:

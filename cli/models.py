@@ -18,7 +18,7 @@ from dflash_mlx.loading.registry import (
     EMBEDDED,
     OTHERWISE,
     PACKAGES,
-    Pair,
+    KnownPair,
     check_name,
     gguf_file,
     known_drafter,
@@ -152,7 +152,7 @@ def _details(row: Listing) -> list[str]:
     return [*lines, *(f"downloaded: {name}, {sized(size)}" for name, size in copies.items())]
 
 
-def _fits(pair: Pair) -> str | None:
+def _fits(pair: KnownPair) -> str | None:
     """Whether the published weights fit this machine; None if their size is unknown."""
     size = pair.gigabytes(16)
     return None if size is None else fits(size * GB)

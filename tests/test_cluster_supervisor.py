@@ -11,7 +11,7 @@ import pytest
 
 from dflash_mlx.cluster import ranks as ranks_module
 from dflash_mlx.cluster.hosts import Host, Hosts, read_hosts
-from dflash_mlx.cluster.ranks import RankProcesses
+from dflash_mlx.cluster.ranks import ClusterProcesses
 from dflash_mlx.cluster.supervisor import Supervisor
 from dflash_mlx.cluster.watchdog import Watchdog
 from dflash_mlx.errors import SettingsError
@@ -45,7 +45,7 @@ os._exit(0)
 def started(plan):
     """What starts such ranks."""
 
-    class Played(RankProcesses):
+    class Played(ClusterProcesses):
         all_pids: list[int] = []
 
         def __init__(self, hosts, arguments, listening=None):
@@ -147,7 +147,7 @@ def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
     ignores = "import signal; signal.signal(15, 1); print(1, flush=True); signal.pause()"
     deaf = [sys.executable, "-c", ignores]
 
-    class Deaf(RankProcesses):
+    class Deaf(ClusterProcesses):
         def _command(self, told):
             return deaf
 

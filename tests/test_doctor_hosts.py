@@ -136,7 +136,7 @@ class ScriptedRanks:
     ],
 )
 def test_ranks_that_measure_nothing(ranks, problem, monkeypatch):
-    monkeypatch.setattr(doctor_hosts, "RankProcesses", ranks)
+    monkeypatch.setattr(doctor_hosts, "ClusterProcesses", ranks)
     monkeypatch.setattr(doctor_hosts, "MEASURE_SECONDS", 0.01)
     found, said = doctor_hosts._run_ranks(Hosts("ring", {}, (HERE, THERE)), "tiny")
     assert found is None and problem in said and ranks.ended

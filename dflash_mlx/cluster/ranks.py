@@ -24,7 +24,7 @@ SSH_SECONDS = 15.0
 
 
 @dataclass(eq=False)
-class RankProcess:
+class ClusterProcess:
     """One process.
 
     Attributes:
@@ -60,7 +60,7 @@ class RankProcess:
         return f"{self.name} ended by signal {-code}" if code < 0 else f"{self.name} ended ({code})"
 
 
-class RankProcesses:
+class ClusterProcesses:
     """All processes of a cluster, started once.
 
     Args:
@@ -74,7 +74,7 @@ class RankProcesses:
     ) -> None:
         self._arguments = list(arguments)
         self._selector = selectors.DefaultSelector()
-        self.all: list[RankProcess] = []
+        self.all: list[ClusterProcess] = []
         with ExitStack() as undo:
             undo.callback(self.end)
             for host, settings in zip(hosts.machines, hosts.launches(), strict=True):
@@ -88,7 +88,7 @@ class RankProcesses:
 
     def _start_first(
         self, host: Host, settings: dict[str, Any], listening: socket.socket | None
-    ) -> RankProcess:
+    ) -> ClusterProcess:
         """Rank 0 keeps the terminal; its line is a socket."""
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno()] + ([] if listening is None else [listening.fileno()])
@@ -99,9 +99,9 @@ class RankProcesses:
                 self._command(settings), pass_fds=inherited, start_new_session=True
             )
         line = ours.detach()
-        return RankProcess(settings["rank"], host, process, line, line, process.pid)
+        return ClusterProcess(settings["rank"], host, process, line, line, process.pid)
 
-    def _start_other(self, host: Host, settings: dict[str, Any]) -> RankProcess:
+    def _start_other(self, host: Host, settings: dict[str, Any]) -> ClusterProcess:
         """The line of any other rank is its stdin and stdout."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
@@ -110,16 +110,16 @@ class RankProcesses:
         assert process.stdin is not None and process.stdout is not None
         reading, writing = process.stdout.fileno(), process.stdin.fileno()
         pid = process.pid if host.is_here else None
-        return RankProcess(settings["rank"], host, process, reading, writing, pid)
+        return ClusterProcess(settings["rank"], host, process, reading, writing, pid)
 
     def _command(self, settings: dict[str, Any]) -> list[str]:
         return [sys.executable, "-m", MODULE, json.dumps(settings), *self._arguments]
 
-    def receive(self, seconds: float) -> list[tuple[RankProcess, str, str]]:
+    def receive(self, seconds: float) -> list[tuple[ClusterProcess, str, str]]:
         """Lines that ranks send within this time: rank, word and reason; no heartbeats."""
         lines = []
         for key, _ in self._selector.select(seconds):
-            rank: RankProcess = key.data
+            rank: ClusterProcess = key.data
             try:
                 content = os.read(rank.reading, 2**16)
             except OSError:  # it ended without reading all that we sent
@@ -137,12 +137,12 @@ class RankProcesses:
                     lines.append((rank, word, reason))
         return lines
 
-    def send(self, rank: RankProcess, line: str) -> None:
+    def send(self, rank: ClusterProcess, line: str) -> None:
         """Send a line to a rank, unless it has ended."""
         with suppress(OSError):
             os.write(rank.writing, f"{' '.join(line.split())}\n".encode())
 
-    def wait(self, seconds: float, ranks: Sequence[RankProcess] = ()) -> None:
+    def wait(self, seconds: float, ranks: Sequence[ClusterProcess] = ()) -> None:
         """Wait until these ranks, or all, have ended, at most this long."""
         until = time.monotonic() + seconds
         for rank in ranks or self.all:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..machine.signals import signals_to
 from .hosts import Hosts
-from .ranks import RankProcess, RankProcesses
+from .ranks import ClusterProcess, ClusterProcesses
 from .supervisor_line import FAILED, LOADED, LOST, MET, READY
 
 POLL_SECONDS = 0.25
@@ -28,7 +28,7 @@ FAILED_CODE, INTERRUPTED_CODE = 1, 130
 
 
 @dataclass
-class Outcome:
+class RunResult:
     """How one run of the processes ended.
 
     Attributes:
@@ -61,8 +61,8 @@ class Supervisor:
         report: Callable[[str], None],
         listening: socket.socket | None = None,
         silent: float = SILENT_SECONDS,
-        start: Callable[[Hosts, Sequence[str], socket.socket | None], RankProcesses] = (
-            RankProcesses
+        start: Callable[[Hosts, Sequence[str], socket.socket | None], ClusterProcesses] = (
+            ClusterProcesses
         ),
     ) -> None:
         self._hosts, self._arguments, self._report = hosts, arguments, report
@@ -77,28 +77,27 @@ class Supervisor:
                 starts += 1
                 ranks = self._start(self._hosts, self._arguments, self._listening)
                 try:
-                    outcome = self._watch(ranks)
+                    result = self._watch(ranks)
                 finally:
                     ranks.end()
-                if outcome.problem is None or self._signals:
-                    return outcome.code
-                starts = 0 if outcome.served else starts
+                if result.problem is None or self._signals:
+                    return result.code
+                starts = 0 if result.served else starts
                 if self._listening is None or starts == MAX_STARTS:
-                    self._report(f"{outcome.problem}: the cluster has ended.")
+                    self._report(f"{result.problem}: the cluster has ended.")
                     return FAILED_CODE
-                self._report(f"{outcome.problem}: all are started again.")
+                self._report(f"{result.problem}: all are started again.")
 
-    def _watch(self, ranks: RankProcesses) -> Outcome:
-        first, loading, met_by = ranks.all[0].process, len(ranks.all), float("inf")
-        served, forwarded, failures = False, 0, dict[str, str]()
+    def _watch(self, ranks: ClusterProcesses) -> RunResult:
+        first, loading, all_loaded = ranks.all[0].process, len(ranks.all), float("inf")
+        met, served, forwarded, failures = False, False, 0, dict[str, str]()
         while True:
             for rank, word, reason in ranks.receive(POLL_SECONDS):
                 if word == LOADED:
                     loading -= 1
-                    if not loading:  # loading may take any time, meeting may not
-                        met_by = time.monotonic() + self._silent
+                    all_loaded = float("inf") if loading else time.monotonic()
                 elif word == MET:
-                    met_by = float("inf")
+                    met = True
                 elif word == READY:
                     served = True
                 elif word == FAILED:
@@ -113,15 +112,15 @@ class Supervisor:
                 ranks.wait(SETTLE_SECONDS)
                 killed = _killed(ranks)
                 if code > 0 and killed and not self._signals:
-                    return Outcome(FAILED_CODE, killed[0].end, served)
-                return Outcome(code if code >= 0 else INTERRUPTED_CODE, None, served)
+                    return RunResult(FAILED_CODE, killed[0].end, served)
+                return RunResult(code if code >= 0 else INTERRUPTED_CODE, None, served)
             problem = self._problem(ranks)
-            if time.monotonic() > met_by:
+            if not met and time.monotonic() - all_loaded > self._silent:
                 problem = f"the machines have not come together for {self._silent:.0f} seconds"
             if problem is not None:
                 return self._fail(ranks, problem, served, failures)
 
-    def _problem(self, ranks: RankProcesses) -> str | None:
+    def _problem(self, ranks: ClusterProcesses) -> str | None:
         """A rank that failed or is silent; ranks that rank 0 has stopped end with 0."""
         for rank in ranks.all:
             if rank.process.poll():
@@ -133,8 +132,8 @@ class Supervisor:
         return None
 
     def _fail(
-        self, ranks: RankProcesses, problem: str, served: bool, failures: dict[str, str]
-    ) -> Outcome:
+        self, ranks: ClusterProcesses, problem: str, served: bool, failures: dict[str, str]
+    ) -> RunResult:
         """Tell rank 0, so that it answers its clients, and find out what went wrong."""
         if self._listening is not None and served:
             ranks.send(ranks.all[0], problem)
@@ -146,8 +145,8 @@ class Supervisor:
             if not ranks.all[0].process.poll():  # otherwise rank 0 has printed the same
                 for name, reason in failures.items():
                     self._report(f"{name}: {reason}")
-            return Outcome(FAILED_CODE)
-        return Outcome(FAILED_CODE, killed[0].end if killed else problem.rstrip("."), served)
+            return RunResult(FAILED_CODE)
+        return RunResult(FAILED_CODE, killed[0].end if killed else problem.rstrip("."), served)
 
     def _signalled(self, number: int, frame: Any) -> None:
         """Pass the first signal on to rank 0; the second one ends all."""
@@ -156,6 +155,6 @@ class Supervisor:
             raise KeyboardInterrupt
 
 
-def _killed(ranks: RankProcesses) -> list[RankProcess]:
+def _killed(ranks: ClusterProcesses) -> list[ClusterProcess]:
     """The processes that a signal ended."""
     return [rank for rank in ranks.all if (rank.process.poll() or 0) < 0]

@@ -30,7 +30,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
 from .checks import check_safetensors
-from .registry import Pair, pairs, suggestion
+from .registry import KnownPair, pairs, suggestion
 
 # What mlx-lm reads of a repository.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
@@ -209,7 +209,7 @@ class Listing:
         drafter_bytes: the size of the downloaded drafter, None without one.
     """
 
-    pair: Pair
+    pair: KnownPair
     copies: dict[str, int]
     drafter_bytes: int | None
 

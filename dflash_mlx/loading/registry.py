@@ -60,7 +60,7 @@ class OtherDrafter:
 
 
 @dataclass(frozen=True)
-class Pair:
+class KnownPair:
     """A target and its drafters.
 
     Attributes:
@@ -93,17 +93,17 @@ class Pair:
         return any(_is_conversion(name, target) for target in self.targets)
 
 
-def pairs() -> list[Pair]:
+def pairs() -> list[KnownPair]:
     """All pairs of the registry."""
     text = files("dflash_mlx.loading").joinpath("registry.toml").read_text(encoding="utf-8")
     found = []
     for row in tomllib.loads(text)["pair"]:
         also = tuple(OtherDrafter(**other) for other in row.pop("also", ()))
-        found.append(Pair(**row | {"targets": tuple(row["targets"])}, also=also))
+        found.append(KnownPair(**row | {"targets": tuple(row["targets"])}, also=also))
     return found
 
 
-def pair_of(name: str) -> Pair | None:
+def pair_of(name: str) -> KnownPair | None:
     """The pair of a target, found by the name of its repository, folder or file."""
     return next((pair for pair in pairs() if pair.matches(name)), None)
 
