@@ -39,14 +39,7 @@ def generated(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     usage = " ".join([PROGRAM, name, *map(_argument, arguments), "[OPTIONS]"])
     lines = [f"# {PROGRAM} {name}", "", command.help.strip(), "", f"    {usage}", ""]
-    groups: dict[str, list[Any]] = {}
-    for one in command.params:
-        title = "Arguments" if one in arguments else one.rich_help_panel or "Options"
-        groups.setdefault(title, []).append(one)
-    for title, params in groups.items():
-        lines += [f"## {title}", "", "| | | default |", "|---|---|---|"]
-        lines += [_row(one) for one in params]
-        lines.append("")
+    lines += ["| | | default |", "|---|---|---|", *map(_row, command.params), ""]
     return "\n".join([*lines, MARK])
 
 
