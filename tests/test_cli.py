@@ -105,47 +105,6 @@ def test_version():
     assert subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout == shown
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generat"],
-        ["generate", "hi", "--nope"],
-        ["bench", "--out", ""],
-        ["train", "--out", "", "--synthesize", "2"],
-        ["generate", "hi", "--max-tokens", "-1"],
-        ["generate", "hi", "--block-size", "0"],
-        ["generate", "hi", "--target-bits", "5"],
-        ["generate", "hi", "--no-draft", "--draft", "x"],
-        ["generate", "hi", "--policy"],
-        ["bench", "--repeats", "0"],
-        ["bench", "--max-tokens", "1"],
-    ],
-)
-def test_usage_errors(arguments):
-    done = in_process(*arguments)
-    assert done.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    "arguments, stdin, message",
-    [
-        (["generate", ""], "", "empty"),
-        (["generate", " \n"], "", "empty"),
-        (["generate", "-"], "", "empty"),
-        (["generate"], "", "empty"),
-        (["generate"], b"\xff", "UTF-8"),
-        (["generate", "a\udcff"], "", "UTF-8"),
-        (["bench", "--prompts", "nowhere.jsonl"], "", "nowhere.jsonl: cannot be read"),
-    ],
-)
-def test_errors_before_mlx(arguments, stdin, message):
-    done = in_process(*arguments, stdin=stdin)
-    code = 2 if arguments[0] == "generate" else 1  # a wrong prompt; a file that is not there
-    assert done.exit_code == code and not done.stdout
-    assert done.stderr.startswith("error: ") and message in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_models():
     listed = json.loads(in_process("models", "--json").stdout)
     assert listed["embedded"] == "tiny" and all(one["targets"] for one in listed["pairs"])
