@@ -37,10 +37,10 @@ class CallsItsShell(FakeEngine):
         text = self.target.tokenizer.decode(prompt)
         shell = next((name for name in SHELLS if f'"name": "{name}"' in text), None)
         if shell is None or SECRET in text.rpartition("say hello")[2]:
-            self.rounds = ["Done: ", f"hello {SECRET}."]
+            self.steps = ["Done: ", f"hello {SECRET}."]
         else:
             call = json.dumps({"name": shell, "arguments": SHELLS[shell]})
-            self.rounds = ["Let me see.\n<tool_", f"call>\n{call}", "\n</tool_call>"]
+            self.steps = ["Let me see.\n<tool_", f"call>\n{call}", "\n</tool_call>"]
         return super().submit(prompt, **settings)
 
 
