@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from serving import FakeEngine, client, frames, make_target
 
+from dflash_mlx.events import Event
+
 PATH = "/v1/messages"
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
 
@@ -67,17 +69,11 @@ def test_the_stop_sequence_is_reported(target):
     engine = FakeEngine(target, ["one"])
     # What the text stream cut away is in the tokens still.
     tokens = target.tokenizer.encode("one two", add_special_tokens=False)
-    engine._events = lambda stats: iter([_event("one", tokens, stats)])
+    engine._events = lambda stats: iter([Event("one", tokens, 0, 0, "stop", stats)])
     with client(engine) as server:
         answer = server.post(PATH, json=ask(stop_sequences=["x", " two"])).json()
     assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == " two"
     assert engine.submitted[0][1]["stop"] == ["x", " two"]
-
-
-def _event(text, tokens, stats):
-    from dflash_mlx.events import Event
-
-    return Event(text, tokens, 0, 0, "stop", stats)
 
 
 def test_turns_reach_the_template(target):

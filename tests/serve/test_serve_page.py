@@ -42,7 +42,7 @@ def test_the_page_in_a_browser(tmp_path):
     seen, engine = asyncio.run(look())
     assert seen["errors"] == [] and seen["foreign"] == []
     assert seen["answer"] == "It is 85." and seen["rounds"] == 4 == seen["colors"]
-    assert "tokens a round" in seen["speed"] and "the same text" in seen["race"]
+    assert "tokens per step" in seen["speed"] and "the same text" in seen["race"]
     assert "block_size" not in engine.submitted[0][1] and engine.submitted[1][1]["block_size"] == 1
     assert seen["sending"] and engine.jobs[2].cancelled
     assert seen["conversations"] == 2 and seen["reloaded"][0] == 2

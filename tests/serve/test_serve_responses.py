@@ -132,12 +132,6 @@ def test_unsupported_fields_are_refused(target, wrong):
     assert answer.status_code == 400 and answer.json()["error"]["message"] and not engine.submitted
 
 
-def test_an_input_that_is_too_long():
-    with client(FakeEngine(make_target(context=20))) as server:
-        answer = server.post(PATH, json=ask(input="word " * 50))
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "input"
-
-
 def test_nothing_is_stored(target):
     with client(FakeEngine(target)) as server:
         for method, path in (("GET", "/x"), ("DELETE", "/x"), ("POST", "/x/cancel")):
