@@ -71,7 +71,7 @@ def write_card(
     out: Path,
 ) -> None:
     """Write README.md: what the drafter reaches, and how it was trained. Raises `OutputError`."""
-    begun, config, loss = done.begun, done.config, recipe.loss_weights
+    plan, config, loss = done.plan, done.config, recipe.loss_weights
     data = f"the file {recipe.data.name}" if recipe.data else "prompts written by the target"
     answers = "the file's answers" if recipe.keep_answers else "the target's own greedy answers"
     skipped = ("data", "loss_weights")
@@ -96,8 +96,8 @@ def write_card(
         "",
         "## Training",
         "",
-        f"{begun.samples:,} samples with {begun.answer_tokens:,} tokens of answers: {data}, with "
-        f"{answers}. {begun.steps:,} steps of {begun.tokens_of_step:,} tokens; the last run took "
+        f"{plan.samples:,} samples with {plan.answer_tokens:,} tokens of answers: {data}, with "
+        f"{answers}. {plan.steps:,} steps of {plan.tokens_of_step:,} tokens; the last run took "
         f"{hours:.2f} hours.",
         "",
         f"Loss: {loss.cross_entropy:g} cross entropy, {loss.kl:g} KL, "

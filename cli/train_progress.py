@@ -71,7 +71,7 @@ class ProgressBar:
             self._stage = stage
         self._bar.update(self._task, description=text, total=total, completed=done)
         due = time.monotonic() - self._noted > LINE_SECONDS or done >= total
-        if stage == "begun" or (due and not self._terminal):
+        if stage == "plan" or (due and not self._terminal):
             self._noted = time.monotonic()
             self._bar.console.print(text, style="dim", soft_wrap=True)  # above the bar
 
@@ -80,7 +80,7 @@ class ProgressBar:
             return f"prompts {event.turns:,} of {event.wanted:,}"
         if stage == "answers":
             return f"answers {event.done:,} of {event.prompts:,}, {event.tokens:,} tokens"
-        if stage == "begun":
+        if stage == "plan":
             need = event.estimate
             return (
                 f"{event.samples:,} samples with {event.answer_tokens:,} tokens of answers "
@@ -113,5 +113,5 @@ def _stage(event: Event) -> tuple[str, int, int]:
         case "AnswerProgress":
             return "answers", found.done, found.prompts
         case "TrainingPlan":
-            return "begun", 0, found.steps
+            return "plan", 0, found.steps
     return "step", found.step, found.steps

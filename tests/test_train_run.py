@@ -59,8 +59,8 @@ def test_a_drafter_comes_out_that_drafts(
     chosen = recipe(data, kind=kind, bits=8)
     done = train(target, tmp_path / "out", chosen, listen=seen.append)
     assert [event.step for event in seen if isinstance(event, StepReport)] == [1, 2, 3]
-    [begun] = [event for event in seen if isinstance(event, TrainingPlan)]
-    assert begun.samples + begun.held_out == len(PROMPTS)
+    [plan] = [event for event in seen if isinstance(event, TrainingPlan)]
+    assert plan.samples + plan.held_out == len(PROMPTS)
     assert [row[0] for row in done.curve] == [1, 2, 3]
     drafter = load_drafter(str(tmp_path / "out"))
     lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
@@ -140,7 +140,7 @@ def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path: Path, target: 
     records += [{"prompt": "user asks", "answer": line} for line in LINES]
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
     done = train(target, out, recipe(path, keep_answers=True))
-    assert done.begun.samples + done.begun.held_out == 8
+    assert done.plan.samples + done.plan.held_out == 8
     assert not (out / "work" / "answers.jsonl").exists()
 
 

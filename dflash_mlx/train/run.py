@@ -61,14 +61,14 @@ class Trained:
         drafter: in f32; on disk it is in bf16 or fewer bits.
         config: its config.json.
         held_out: the samples it was not trained on.
-        begun: the size of the training.
+        plan: the size of the training.
         curve: [step, loss, held-out loss, held-out acceptance length] of each validation.
     """
 
     drafter: DFlash
     config: dict[str, Any]
     held_out: list[Sample]
-    begun: TrainingPlan
+    plan: TrainingPlan
     curve: list[list[float]]
 
 
@@ -111,7 +111,7 @@ def train(
     start = _start(target, config, recipe, warm)
     if recipe.hours is not None:
         settings = _timed(target, config, settings, training, start, work, recipe, begin)
-    begun = TrainingPlan(
+    plan = TrainingPlan(
         samples=len(training),
         held_out=len(held_out),
         tokens=sum(len(s.tokens) for s in training),
@@ -120,7 +120,7 @@ def train(
         estimate=needed,
         tokens_of_step=2 * recipe.tokens,
     )
-    listen(begun)
+    listen(plan)
     curve = _CurveFile(work / "curve.jsonl", listen)
     drafter = train_drafter(
         target,
@@ -139,7 +139,7 @@ def train(
         (out / "held_out.jsonl").write_text(lines, encoding="utf-8")
     except OSError as error:
         raise OutputError.because(out, error) from error
-    return Trained(drafter, raw, held_out, begun, curve.points())
+    return Trained(drafter, raw, held_out, plan, curve.points())
 
 
 def _turns(target: Target, work: Path, recipe: Recipe, listen: Listener) -> list[str]:
