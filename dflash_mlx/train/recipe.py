@@ -76,6 +76,12 @@ class Recipe:
             )
         if self.steps is not None and self.hours is not None:
             raise SettingsError("Give steps or hours, not both.")
+        if self.keep_answers and self.data is None:
+            raise SettingsError("--keep-answers needs --data.")
+        for name in ("hours", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise SettingsError(f"{name} is {value}: it must be above 0.")
         if self.seed >= 2**SEED_BITS:
             raise SettingsError(f"seed is {self.seed}: it must be below 2**{SEED_BITS}.")
         if self.bits not in (None, 4, 6, 8):
