@@ -16,10 +16,10 @@ from dflash_mlx.bench.summary import PromptRuns, drafting_methods
 from dflash_mlx.machine.facts import computer, machine
 
 from .output import counted, make_table, note, print_json, stderr, stdout, waiting
-from .pair import Pair, measuring
+from .pair import Pair
 
 if TYPE_CHECKING:
-    from dflash_mlx.policy.rounds import AnyPolicy
+    from dflash_mlx.policy.planning import AnyPolicy
 
 
 def measure_pair(
@@ -46,14 +46,15 @@ def measure_pair(
 
 
 def _tree_policy(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
-    from dflash_mlx.policy.trees import TreePolicy, tree_policy
+    from dflash_mlx import DraftPolicy
+    from dflash_mlx.policy.planning import FixedPolicy
 
     if budget is None:
         return None
     if isinstance(budget, int):
-        return TreePolicy.fixed(budget)
+        return FixedPolicy(budget)
     assert pair.drafter is not None  # bench always drafts
-    return tree_policy(pair.target, pair.drafter, pair.kv_bits, meanwhile=measuring)
+    return DraftPolicy.of(pair.target, pair.drafter, trees=True)
 
 
 def measure_server(

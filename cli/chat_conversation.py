@@ -116,7 +116,6 @@ class Chat:
         new = stats.prompt_tokens - stats.reused_tokens
         note(" · ".join([*parts, f"prompt: {new} new, {stats.reused_tokens} cached"]))
         if pair is not None:
-            pair.keep_costs()
             if self._verbose:
                 explain(pair, stats)
 

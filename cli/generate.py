@@ -114,7 +114,6 @@ def generate(
             note(line)
     if verbose:
         explain(pair, result.stats)
-    pair.keep_costs()
     if schema is not None and result.finish_reason == "length":
         raise SettingsError(f"The JSON is incomplete: {pair.limit_reached(result.stats)}.")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,9 @@ from .options import AUTO, Names, Rounds, Weights, bits_of, tree_rows
 from .output import note, sized, waiting
 
 if TYPE_CHECKING:
-    from dflash_mlx import Policy, Stats, Target
+    from dflash_mlx import Stats, Target
     from dflash_mlx.drafter.protocol import Drafter
-    from dflash_mlx.policy.trees import TreePolicy
+    from dflash_mlx.policy.planning import AnyPolicy
 
     from .machines import Member
 
@@ -44,7 +43,7 @@ class Pair:
     block_size: int | None
     blas: BlasInfo
     kv_bits: int | None = None
-    policy: Policy | TreePolicy | None = None
+    policy: AnyPolicy | None = None
     tree_budget: int | str | None = None
     member: Member | None = None
 
@@ -68,15 +67,6 @@ class Pair:
         return {"block_size": self.block_size, "kv_bits": self.kv_bits, "policy": self.policy}
 
     @property
-    def chains(self) -> Policy | None:
-        """The policy of chains, which has the measured costs; None where none were measured."""
-        from dflash_mlx.policy.trees import TreePolicy
-
-        if isinstance(self.policy, TreePolicy):
-            return None if self.policy.pinned else self.policy.chains
-        return self.policy
-
-    @property
     def title(self) -> str:
         """The model and what its speed depends on, in a few words."""
         drafting = "no drafter" if self.drafter is None else f"block size {self.rows}"
@@ -89,20 +79,14 @@ class Pair:
         return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{machines}"
 
     def plain_speed(self, stats: Stats) -> float | None:
-        """Estimated tokens per second of plain decoding; None where no costs were measured.
+        """Estimated tokens per second of plain decoding; None if no plain step was timed.
 
         At least the steps per second of this request: a plain step is no slower than another one.
         """
-        if self.chains is None:
+        seconds = self.policy.plain_seconds if self.policy else None
+        if seconds is None:
             return None
-        # In the middle of the answer: attention slows later tokens down.
-        seconds = self.chains.plain_seconds(stats.prompt_tokens + stats.output_tokens // 2)
         return max(1 / seconds, stats.tokens_per_second / stats.acceptance_length)
-
-    def keep_costs(self) -> None:
-        """Store what the policy has learnt for the next start."""
-        if self.chains is not None:
-            self.chains.keep()
 
     def limit_reached(self, stats: Stats) -> str:
         """The limit behind the finish reason "length"."""
@@ -163,9 +147,6 @@ def open_pair(
     policy = None if drafter is None else _policy(rounds, budget, target, drafter)
     kv_bits = bits_of(rounds.kv_bits)
     pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
-    file = pair.chains.file if pair.chains else None
-    if file and not os.path.exists(file):
-        note(f"{file.parent} is not writable: step costs are measured again at every start.")
     if warm:
         from dflash_mlx.bench.measure import warm_up
 
@@ -213,28 +194,15 @@ def _tree_budget(rounds: Rounds, draft: str | None) -> int | str | None:
 
 def _policy(
     rounds: Rounds, budget: int | str | None, target: Target, drafter: Drafter
-) -> Policy | TreePolicy | None:
+) -> AnyPolicy | None:
     """The policy that chooses draft lengths; None drafts whole blocks."""
     if isinstance(budget, int):
-        from dflash_mlx.policy.trees import TreePolicy
+        from dflash_mlx.policy.planning import FixedPolicy
 
-        return TreePolicy.fixed(budget)
+        return FixedPolicy(budget)
     if rounds.no_policy or rounds.block_size:
         return None
-    kv_bits = bits_of(rounds.kv_bits)
-    if budget is None:
-        return dflash_mlx.Policy.of(target, drafter, kv_bits=kv_bits, meanwhile=measuring)
-    from dflash_mlx.policy.trees import tree_policy
-
-    return tree_policy(target, drafter, kv_bits, meanwhile=measuring)
-
-
-@contextmanager
-def measuring(what: str) -> Iterator[None]:
-    """Say that costs are being measured."""
-    note(f"Measuring what {what} costs, once for this pair and machine.")
-    with waiting("Measuring"):
-        yield
+    return dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
 
 
 def explain(pair: Pair, stats: Stats) -> None:
@@ -244,8 +212,7 @@ def explain(pair: Pair, stats: Stats) -> None:
         note(f"of these, trees: {steps_by_rows(stats.trees)}")
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
-    context = stats.prompt_tokens + stats.output_tokens
-    for line in pair.policy.describe(context) if pair.policy else ():
+    for line in pair.policy.describe() if pair.policy else ():
         note(line)
 
 

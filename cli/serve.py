@@ -26,7 +26,7 @@ from . import options
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
 from .options import option
 from .output import note
-from .pair import Pair, measuring, open_pair
+from .pair import Pair, open_pair
 
 if TYPE_CHECKING:
     from dflash_mlx import Engine, PrefixStore, Target
@@ -158,7 +158,6 @@ def serve(
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
             engine.close()
-        pair.keep_costs()
 
 
 def _check_sampling(sampling: options.Sampling, target: Target) -> None:
@@ -210,7 +209,6 @@ def _open(
         prefix=_prefix(pair, load),
         memory=None if load.memory is None else int(load.memory * 1e9),
         most_jobs=load.concurrency,
-        meanwhile=measuring,
     )
     handler = RequestHandler(pair.target, engine, settings, load.concurrency + load.queue, metrics)
     server.set_app(make_app(handler, name, auth), handler)

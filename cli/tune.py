@@ -1,9 +1,8 @@
-"""`dflash-mlx tune`: measure kernels and step costs, which later runs on this machine use."""
+"""`dflash-mlx tune`: choose kernels for a model on Metal, and show what its steps take."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
@@ -12,21 +11,18 @@ import dflash_mlx
 
 from . import options
 from .output import NOTHING, error_line, make_table, note, print_json, stdout, waiting
-from .pair import Pair, check_drafts, measuring, open_pair
+from .pair import Pair, check_drafts, open_pair
 
 if TYPE_CHECKING:
-    from dflash_mlx import Policy
     from dflash_mlx.bench.kernels import ShapeTiming
-    from dflash_mlx.policy.costs import Costs
 
 MILLISECONDS, MICROSECONDS = 1e3, 1e6
-CHAINS, TREES = "chains", "trees"
-DOUBLINGS = (1, 2, 4, 8)  # the narrow steps that fit a screen; --json has all
-ByRows = dict[int, dict[int, float]]  # context -> rows -> milliseconds
+PROMPT, TOKENS = "Count from 1 to 40.", 48
+ROWS = (1, 2, 4, 8, 12, 16)
 
 Again = Annotated[
     bool,
-    options.flag("--again", options.OUTPUT, "Measure again, even if results are already stored."),
+    options.flag("--again", options.OUTPUT, "Time kernels again, even if results are stored."),
 ]
 
 
@@ -38,26 +34,24 @@ def tune(
     again: Again = False,
     json: options.Json = False,
 ) -> None:
-    """Measure what a model's steps cost here and, on Metal, which kernels are faster."""
+    """On Metal, choose the faster kernels; anywhere, show what the steps of a model take."""
     check_drafts(names)
     # Only on macOS, because elsewhere there is no Metal, and the BLAS has to come before MLX.
     kernels = _time_kernels(names, weights, again) if sys.platform == "darwin" else None
     pair = open_pair(names, weights)  # with the kernels that have just won
-    costs, kept, corrected = _costs(pair, options.bits_of(kv_bits), again)
+    with waiting("Timing steps of each length"):
+        steps = {rows: _milliseconds(pair, rows, kv_bits) for rows in ROWS if rows <= pair.rows}
     if json:
-        content: dict[str, Any] = {"model": pair.target.name, "milliseconds": costs}
-        content["corrected_by_rounds"] = corrected
+        content: dict[str, Any] = {"model": pair.target.name, "milliseconds": steps}
         rows = None if kernels is None else [_kernel_json(row) for row in kernels]
         print_json(content | {"kernels": rows})
         return
     if kernels is not None:
         stdout().print(_kernel_table(kernels), "")
-    stdout().print(_cost_table(costs))
-    note(f"{pair.title}; {kept}")
-    if corrected:
-        note("Real steps have corrected these figures since: --again measures anew.")
+    stdout().print(_cost_table(steps))
+    note(f"{pair.title}; decoding learns these figures by itself")
     if kernels is None:
-        note("There is no Metal here, so only costs were measured: our kernels need it.")
+        note("There is no Metal here: our kernels need it.")
 
 
 def _time_kernels(
@@ -111,65 +105,15 @@ def _kernel_json(row: ShapeTiming) -> dict[str, Any]:
     }
 
 
-def _costs(pair: Pair, kv_bits: int | None, again: bool) -> tuple[dict[str, ByRows], str, bool]:
-    """Milliseconds per step, drafting included, by shape, context and rows.
-
-    Also whether later runs find them, in words, and whether real steps have corrected them.
-    """
-    from dflash_mlx.policy.trees import TreePolicy, tree_policy
-
-    assert pair.drafter is not None  # see check_drafts
-    policy = tree_policy(pair.target, pair.drafter, kv_bits, again, measuring)
-    if not isinstance(policy, TreePolicy):
-        return {CHAINS: _chains(policy.costs)}, _kept(policy), policy.costs.by_rounds
-    trees = {
-        context: {rows: MILLISECONDS * seconds for rows, seconds in by_rows.items()}
-        for context, by_rows in policy.costs.verify.items()  # whole steps, see `measure_trees`
-    }
-    chains = policy.chains
-    return {CHAINS: _chains(chains.costs), TREES: trees}, _kept(chains), chains.costs.by_rounds
+def _milliseconds(pair: Pair, rows: int, kv_bits: options.Bits | None) -> float:
+    """Of a step that verifies so many rows, its draft included."""
+    settings = {"block_size": rows, "kv_bits": options.bits_of(kv_bits), "max_tokens": TOKENS}
+    stats = dflash_mlx.generate(pair.target, pair.drafter, PROMPT, **settings).stats
+    return MILLISECONDS * stats.decode_seconds / max(1, stats.rounds)
 
 
-def _kept(chains: Policy) -> str:
-    """Whether later runs find these costs, in words."""
-    from dflash_mlx.policy.costs import read_costs
-    from dflash_mlx.policy.kept import UNREADABLE
-
-    with suppress(OSError, *UNREADABLE):
-        if chains.file and read_costs(chains.file) == chains.costs:
-            return "'generate' and 'chat' use these figures from now on."
-    where = "" if chains.file is None else f": {chains.file.parent} cannot be written"
-    return f"these figures are not stored{where}."
-
-
-def _chains(costs: Costs) -> ByRows:
-    return {
-        context: {
-            rows: MILLISECONDS * (seconds + costs.draft[context][rows])
-            for rows, seconds in by_rows.items()
-        }
-        for context, by_rows in costs.verify.items()
-    }
-
-
-def _cost_table(costs: dict[str, ByRows]) -> Table:
-    """A row for each shape and context, a column for each number of rows."""
-    lines = {
-        f"{shape} after {context:,} tokens": figures
-        for shape, by_context in costs.items()
-        for context, figures in by_context.items()
-    }
-    measured = {rows for figures in lines.values() for rows in figures}
-    counts = sorted(rows for rows in measured if rows > 8 or rows in DOUBLINGS)
-    columns = (f"{count}" for count in counts)
-    table = make_table("ms per step, by rows", *columns)
-    for title, figures in lines.items():
-        table.add_row(title, *(_milliseconds(figures.get(rows)) for rows in counts))
+def _cost_table(steps: dict[int, float]) -> Table:
+    """A column for each number of rows."""
+    table = make_table("rows of a step", *(f"{rows}" for rows in steps))
+    table.add_row("milliseconds", *(f"{taken:#.3g}" for taken in steps.values()))
     return table
-
-
-def _milliseconds(figure: float | None) -> str:
-    """Three digits, or a dash for what was not measured."""
-    if figure is None:
-        return NOTHING
-    return f"{figure:.0f}" if figure >= 100 else f"{figure:#.3g}"

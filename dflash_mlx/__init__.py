@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .loading.load import load, load_drafter, load_target
     from .loop import generate, stream_generate
     from .machine.blas import use_fast_blas
-    from .policy.widths import Policy
+    from .policy.draft_policy import DraftPolicy, Policy
     from .prefix.cache import PrefixStore
     from .proposal import Proposal
     from .targets import Target
@@ -53,6 +53,7 @@ __all__ = [
     "Event",
     "GenerationSettings",
     "Job",
+    "DraftPolicy",
     "Policy",
     "PrefixStore",
     "Proposal",
@@ -77,7 +78,8 @@ _HOME = {
     "GenerationSettings": ".generation",
     "Job": ".engine.job",
     "MissingDependencyError": ".errors",
-    "Policy": ".policy.widths",
+    "DraftPolicy": ".policy.draft_policy",
+    "Policy": ".policy.draft_policy",
     "PrefixStore": ".prefix.cache",
     "Proposal": ".proposal",
     "Result": ".events",

@@ -13,7 +13,7 @@ from .drafter.protocol import Drafter, check_pair
 from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Stats
-from .policy.rounds import AnyPolicy, plan_rounds
+from .policy.planning import AnyPolicy, make_planner
 from .prefix.cache import PrefixCache
 from .prompt import Prompt, branch_points, encode_prompt
 from .request import Request
@@ -41,7 +41,7 @@ class GenerationSettings(SamplingSettings):
             later requests. None drafts whole blocks.
         tree_budget: the most rows of a draft tree per step, its root included; `block_size` then
             limits the depth. "auto" lets the policy choose between trees and chains. None drafts
-            chains unless the policy is a `TreePolicy`.
+            chains, unless the policy drafts trees.
         kv_bits: 8 or 4 quantizes the target's keys and values; None does not.
         stop: strings that end the text; they are not part of it.
         continues: whether the text continues the prompt, so that a leading space is kept.
@@ -116,17 +116,11 @@ def start_request(
         prefix, salt = settings.prefix, settings.salt
         conversation = Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
     conversation.check(target, drafter, kv_bits)
-    rounds = plan_rounds(
-        target,
-        drafter,
-        None if drafter is None else settings.policy,
-        settings.block_size,
-        settings.tree_budget,
-        settings.temperature,
-        kv_bits,
-        ahead=not settings.edits,
+    policy, trees = settings.policy, settings.tree_budget
+    planner = make_planner(
+        target, drafter, policy, settings.block_size, trees, settings.temperature
     )
-    sampler = Sampler(settings, ids, rounds.sharpness)
+    sampler = Sampler(settings, ids, planner.sharpness)
     tokenizer = target.tokenizer
     detokenizer = tokenizer.detokenizer
     if settings.continues:
@@ -135,7 +129,7 @@ def start_request(
     text = TextStream(detokenizer, tokenizer.eos_token_ids, settings.stop or (), max_tokens)
     stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
     branches = branch_points(target, prompt, ids) if conversation.has_prefix_cache else ()
-    request = Request(conversation, ids, sampler, rounds, text, stats, branches)
+    request = Request(conversation, ids, sampler, planner, text, stats, branches)
     conversation.open(request)
     return request
 

@@ -19,9 +19,8 @@ from .conversation import Conversation
 from .drafter.protocol import DraftSession
 from .errors import ProposalError
 from .events import Event, Stats
-from .policy.offer import Offer, Planting
-from .policy.outcome import Outcome
-from .policy.rounds import Rounds
+from .policy.planner import Planner
+from .policy.step import Candidate, StepOutcome, TreeCandidate
 from .proposal import Proposal
 from .sampling import Sampler
 from .stream import Piece, TextStream
@@ -60,7 +59,6 @@ class Accepted(NamedTuple):
         tokens: the new tokens, the next anchor last.
         drafted: rows that were verified beyond the anchor.
         right: how many of them equal the target's choice, the end of the text aside.
-        certainty: probability of the target's favourite at the last token; None if not asked.
         piece: the new text.
     """
 
@@ -69,7 +67,6 @@ class Accepted(NamedTuple):
     tokens: list[int]
     drafted: int
     right: int
-    certainty: float | None
     piece: Piece
 
 
@@ -80,7 +77,7 @@ class Request:
         conversation: the caches to use.
         prompt: its token ids.
         sampler: chooses the tokens.
-        rounds: choose the draft lengths.
+        planner: chooses the draft lengths.
         text: turns tokens into text, and says where it ends.
         stats: counted here.
         branches: see `prompt.branch_points`.
@@ -95,7 +92,7 @@ class Request:
         conversation: Conversation,
         prompt: list[int],
         sampler: Sampler,
-        rounds: Rounds,
+        planner: Planner,
         text: TextStream,
         stats: Stats,
         branches: Sequence[int] = (),
@@ -103,7 +100,7 @@ class Request:
         self.stats = stats
         self.ended = False
         self._conversation = conversation
-        self._sampler, self._rounds, self._text = sampler, rounds, text
+        self._sampler, self._planner, self._text = sampler, planner, text
         self._tokens = list(prompt)  # all of them, the anchor last once there is one
         self._branches = branches
         self._anchor: int | None = None  # set by the prefill
@@ -141,11 +138,6 @@ class Request:
     def remaining(self) -> int:
         """Tokens that may still be generated."""
         return self._text.remaining
-
-    @property
-    def doubt(self) -> float:
-        """How unsure the target was of the last few tokens; 0 where nobody asks."""
-        return self._rounds.doubt
 
     @property
     def kv_bits(self) -> int | None:
@@ -196,12 +188,11 @@ class Request:
     def _choose_first(self, logits: mx.array) -> Event:
         """Choose the first anchor from the logits [1, V] after the prompt. It is text already."""
         last = Proposal([self._tokens[-1]])
-        _, choices, certainty = self._sampler.choose(last, logits, self._rounds.asks_certainty)
+        _, choices = self._sampler.choose(last, logits)
         self._anchor = chosen(choices[0])
         self._tokens += choices
         piece, stats = self._text.add(choices), self.stats
         self._sampler.commit(choices)
-        self._rounds.begin(certainty[0] if certainty else None)
         stats.output_tokens = len(piece.tokens)
         stats.peak_bytes = mx.get_peak_memory()
         stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock
@@ -250,7 +241,6 @@ class Request:
         self._clock, self._shared, self._consistent = clock, shared, False
         if not self._pending:
             return False
-        self._rounds.go_on(self.drafter, self.anchor, self.target.position, self._limit, shared)
         self._extend_plain(self._pending[0], self.anchor)
         return True
 
@@ -264,16 +254,11 @@ class Request:
 
         Raises `ProposalError` if the drafter returns more rows than it was asked for.
         """
-        context = self.target.position
-        return self._rounds.propose(self.drafter, self.anchor, context, self._limit)
+        return self._planner.propose(self.drafter, self.anchor, self._limit)
 
-    def offer(self, rest: bool = False) -> Offer | Planting:
-        """The rows that could be verified now, in a step that other requests share.
-
-        In a round of `rest` those that cost nothing to draft (`policy.rest`).
-        """
-        context = self.target.position
-        return self._rounds.offer(self.drafter, self.anchor, context, self._limit, rest)
+    def candidate(self) -> Candidate | TreeCandidate:
+        """The rows that could be verified now, in a step that other requests share."""
+        return self._planner.candidate(self.drafter, self.anchor, self._limit)
 
     def choose(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> None:
         """Choose the target's token after each row of a proposal. Lazy; see `pending`.
@@ -284,8 +269,7 @@ class Request:
             taps: [1, N, K*D], their features.
         """
         ahead = len(self._pending)
-        certainty = self._rounds.looks_next if ahead else self._rounds.asks_certainty
-        decision = self._sampler.decide(proposal, logits, certainty, ahead)
+        decision = self._sampler.decide(proposal, logits, ahead)
         if ahead:
             self.target.commit([0])
         step = PendingStep(proposal, decision, taps, logits.shape[-1], pipelined=ahead > 0)
@@ -302,8 +286,14 @@ class Request:
 
         The text may end with this step. Then the next one's row is its last token.
         """
-        plain = self._rounds.plain_next and self._text.remaining > 1
-        return plain and self.can_pipeline
+        if self._text.remaining < 2 or not self.can_pipeline:
+            return False
+        return self._planner.can_pipeline(self.drafter, self.anchor, self._limit)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a step has started that was not read yet."""
+        return bool(self._pending)
 
     @property
     def can_pipeline(self) -> bool:
@@ -335,7 +325,7 @@ class Request:
         token outside the vocabulary.
         """
         step, anchor = self._pending[0], self._anchor
-        tokens, choices, certainty = self._sampler.take(step.decision, values)
+        tokens, choices = step.decision.read(values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
         if beyond := [token for token in tokens if not 0 <= token < step.vocab_size]:
@@ -346,8 +336,7 @@ class Request:
         new = [*path[1:], chosen(next_token)]
         piece = self._text.add(new)
         used = len(piece.tokens)  # what is right after the end of the text is not kept
-        sure = certainty[-1 if step.proposal.is_chain else rows[-1]] if certainty else None
-        return Accepted(rows[:used], path[:used], new, len(tokens) - 1, len(rows) - 1, sure, piece)
+        return Accepted(rows[:used], path[:used], new, len(tokens) - 1, len(rows) - 1, piece)
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted rows in the caches, and add the new tokens to the text."""
@@ -369,16 +358,15 @@ class Request:
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
         stats.decode_seconds += seconds
-        pipelined = step.pipelined + len(self._pending)  # forwards started before their step
-        self._rounds.observe(
-            Outcome(
+        # A step that only starts or only ends a pipeline takes two forwards, or part of one.
+        is_whole = step.pipelined == bool(self._pending)
+        self._planner.observe(
+            StepOutcome(
                 step.proposal,
                 accepted.right,
                 accepted.tokens,
-                accepted.certainty,
-                seconds,
+                seconds if is_whole else None,
                 self._shared,
-                pipelined,
             )
         )
         return Event(piece.text, piece.tokens, kept, accepted.drafted, piece.finish_reason, stats)

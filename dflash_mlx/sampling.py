@@ -25,15 +25,46 @@ import mlx.core as mx
 from .choices import NO_CHOICE, Choices, Decision
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
-from .hindsight import Hindsight
 from .proposal import Proposal
 from .rules import Rule, Rules
 from .settings import SEED_BITS, SamplingSettings
-from .sharpness import Sharpness, matching
 from .validation import brief
 
-# Scores [L, V] of several trials, and the weight of one unit of logit in each.
-Trials = tuple[list[mx.array], list[float]]
+# Scores [L, V] that drafts are chosen by, and the weight of one unit of logit in them.
+DraftScores = tuple[mx.array, float]
+
+
+class DraftSharpness:
+    """How much a drafter's scores count beside the noise of the target's choice; learnt.
+
+    Drafts are the best of s * scores + noise. s = 1 is right for a drafter whose distribution is
+    the target's; one that is less sure than it should be needs more. The best s brings up to half
+    as many tokens again per step as the others, and differs by pair and temperature.
+    """
+
+    GRID = (1.0, 3.0, 10.0)
+    MEMORY, LEAD = 0.98, 2.0  # weight of a draft relative to the next one; lead of the middle s
+    SOON, SELDOM = 16, 8  # the first drafts are drawn with every s, later one of so many
+
+    def __init__(self) -> None:
+        self._accepted, self._drafts = [0.0, self.LEAD, 0.0], 0
+
+    @property
+    def value(self) -> float:
+        """The s to draft with."""
+        return self.GRID[self._accepted.index(max(self._accepted))]
+
+    def compares(self) -> bool:
+        """Whether the next draft is drawn with every s, for `learn`."""
+        self._drafts += 1
+        return self._drafts <= self.SOON or self._drafts % self.SELDOM == 0
+
+    def learn(self, drafts: Sequence[Sequence[int]], text: Sequence[int]) -> None:
+        """Compare the draft of each s with the tokens that were committed in its place."""
+        for at, draft in enumerate(drafts):
+            pairs = enumerate(zip(draft, text, strict=False))
+            right = next((slot for slot, (a, b) in pairs if a != b), min(len(draft), len(text)))
+            self._accepted[at] = self.MEMORY * self._accepted[at] + right
 
 
 class Sampler:
@@ -42,7 +73,7 @@ class Sampler:
     Args:
         settings: how to choose; None is greedy.
         prompt: its token ids.
-        sharpness: what was learnt about the drafter so far; None starts anew.
+        sharpness: of the drafter, learnt so far; None starts anew.
 
     Attributes:
         settings: as given.
@@ -54,15 +85,15 @@ class Sampler:
         self,
         settings: SamplingSettings | None = None,
         prompt: Sequence[int] = (),
-        sharpness: Sharpness | None = None,
+        sharpness: DraftSharpness | None = None,
     ) -> None:
         settings = settings or SamplingSettings()
         self.settings, self.temperature = settings, settings.temperature
         self.seed: int | None = None
         if settings.temperature > 0:
             self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
-        self.sharpness = sharpness or Sharpness()
-        self._trials: Hindsight[list[list[int]]] = Hindsight()  # a block for each s of the grid
+        self._sharpness = sharpness or DraftSharpness()
+        self._compared: mx.array | None = None  # [S, L], the draft of this step with each s
         self._processors = settings.processors()
         rules: list[Rule] = []
         while self._processors and isinstance(self._processors[-1], Rule):
@@ -74,13 +105,12 @@ class Sampler:
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
         self._noise: mx.array | None = None  # of the positions from `_noise_start` on
         self._noise_start = 0
-        self._blocks: mx.array | None = None  # what each s would have drafted in this round
 
-    def choose(self, proposal: Proposal, logits: mx.array, certainty: bool = False) -> Choices:
-        """`decide`, wait for the device, and `take`."""
-        decision = self.decide(proposal, logits, certainty)
+    def choose(self, proposal: Proposal, logits: mx.array) -> Choices:
+        """`decide`, and wait for the device."""
+        decision = self.decide(proposal, logits)
         values: Any = decision.values.tolist()
-        return self.take(decision, values)
+        return decision.read(values)
 
     @property
     def can_pipeline(self) -> bool:
@@ -90,68 +120,47 @@ class Sampler:
         """
         return not self._edits
 
-    def decide(
-        self, proposal: Proposal, logits: mx.array, certainty: bool = False, ahead: int = 0
-    ) -> Decision:
+    def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> Decision:
         """What the target chooses after each of a proposal's rows, from its logits [N, V].
 
-        The drafter's part is read along, and with `certainty` how sure the target was. Nothing
-        waits, unless a processor does: so many requests' decisions can be read together. `ahead`
-        tokens before the proposal are not committed yet (`can_pipeline`).
+        Nothing waits, unless a processor does: so many requests' decisions can be read together.
+        `ahead` tokens before the proposal are not committed yet (`can_pipeline`).
         """
-        scores = chosen = logits if self._plain else self._scores(proposal, logits)
+        chosen = logits if self._plain else self._scores(proposal, logits)
         if self.temperature > 0:
             rows = self._noise_rows(ahead + max(proposal.depths) + 1, logits.shape[-1])[ahead:]
-            chosen = scores + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
+            chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
         if self._edits:
             # Of NaN, or of -inf alone, the largest is token 0, for ever; and of +inf noise makes
             # NaN. A choice that is none has a sign of its own.
             none = mx.isnan(chosen).any(axis=-1) | mx.isinf(chosen.max(axis=-1))
             choices = mx.where(none, NO_CHOICE, choices)
-        sure = None
-        if certainty:  # of the row it is asked for alone: a vocabulary's exponentials are dear
-            one = proposal.is_chain and len(proposal) > 1
-            last = _last_kept(proposal.array(logits.shape[-1]), choices)[None] if one else None
-            sure = _certainty(scores if last is None else scores[last])
-        blocks, self._blocks = self._blocks, None
-        return Decision.of(proposal.tokens, choices, sure, blocks)
-
-    def take(self, decision: Decision, values: list[int]) -> Choices:
-        """The choices in a decision's values, once they are read; see `chosen`."""
-        choices, blocks = decision.read(values)
-        if blocks:
-            self._trials.add(decision.slots, blocks)
-        return choices
+        if self._compared is not None:
+            mx.async_eval(self._compared)  # `commit` reads it, perhaps in another thread
+        return Decision.of(proposal.tokens, choices)
 
     def draft(self, logits: mx.array) -> mx.array:
         """Draft the next L tokens [L], the best of each row of the drafter's logits [L, V].
 
         Nothing waits.
         """
-        scores, _ = self.trials(logits)
-        return self.settle([trial.argmax(axis=-1) for trial in scores])
+        scores, _ = self.draft_scores(logits)
+        return scores.argmax(axis=-1)
 
-    def trials(self, logits: mx.array) -> Trials:
-        """What the next L tokens are drafted by, from the drafter's logits [L, V].
-
-        Returns scores [L, V] and the weight of one unit of logit in them, for each of the
-        sharpnesses that are tried; `settle` takes the tokens of each.
-        """
+    def draft_scores(self, logits: mx.array) -> DraftScores:
+        """What the next L tokens are drafted by, from the drafter's logits [L, V]."""
         if self._plain:
-            return [logits], [1.0]
+            return logits, 1.0
         if self.temperature == 0:
-            return [self._drafter_scores(logits, None, 1.0)], [1.0]
+            return self._drafter_scores(logits, None), 1.0
         # One row more than there are drafts: the target chooses after the last of them, too.
         noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-        grid = self.sharpness.trials()
-        scores = self._drafter_scores(logits, noise, self.sharpness.value)
-        return [s * scores + noise for s in grid], [s / self.temperature for s in grid]
-
-    def settle(self, blocks: Sequence[mx.array]) -> mx.array:
-        """The block [L] to draft, of those of all trials; the others are judged later."""
-        self._blocks = mx.stack(list(blocks)) if len(blocks) > 1 else None
-        return blocks[self.sharpness.best if len(blocks) > 1 else 0]
+        scores, s = self._drafter_scores(logits, noise), self._sharpness.value
+        if self._sharpness.compares():
+            drafts = [(each * scores + noise).argmax(axis=-1) for each in DraftSharpness.GRID]
+            self._compared = mx.stack(drafts)
+        return s * scores + noise, s / self.temperature
 
     def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
         """What a tree is ranked by, from the drafter's logits [L, V] of the next L tokens.
@@ -159,11 +168,10 @@ class Sampler:
         Returns the drafter's log-probabilities [L, V] in f32, and the noise [L, V] that the
         target's choices will contain; None at temperature 0. Nothing waits.
         """
-        noise, sharpness = None, 1.0
+        noise = None
         if self.temperature > 0:
             noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-            sharpness = self.sharpness.value
-        scores = self._drafter_scores(logits, noise, sharpness).astype(mx.float32)
+        scores = self._drafter_scores(logits, noise).astype(mx.float32)
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True), noise
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -171,12 +179,14 @@ class Sampler:
         self._position += len(tokens)
         if self._plain:
             return
+        if self._compared is not None:
+            drafts: Any = self._compared.tolist()
+            self._sharpness.learn(drafts, tokens)
+            self._compared = None
         self._rules.commit(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
             mx.async_eval(self._history)  # the next round may be another thread's
-        for blocks, text in self._trials.commit(tokens):
-            self.sharpness.learn([matching(block, text) for block in blocks])
 
     def scores(self, logits: mx.array) -> mx.array:
         """What tokens are chosen by, [N, V], from logits [N, V] that the processors have seen.
@@ -238,19 +248,21 @@ class Sampler:
             logits = found
         return logits
 
-    def _drafter_scores(self, logits: mx.array, noise: mx.array | None, s: float) -> mx.array:
+    def _drafter_scores(self, logits: mx.array, noise: mx.array | None) -> mx.array:
         """The drafter's `scores` [L, V], each row after the drafts of those before it."""
         logits = self._biased(logits)
         if self._history is None:
             if self._rules:
-                return self._rules.drafts(logits, noise, s, self.scores)
+                return self._rules.drafts(logits, noise, self._sharpness.value, self.scores)
             return self.scores(logits)
         history, rows, drafted = self._history, [], list[int]()
         for slot in range(len(logits)):
             row = self._apply(history, logits[slot : slot + 1])
             row = self.scores(self._rules.restrict_row(row, drafted))
             rows.append(row)
-            token = (row if noise is None else s * row + noise[slot]).argmax(axis=-1)
+            token = (row if noise is None else self._sharpness.value * row + noise[slot]).argmax(
+                axis=-1
+            )
             history = mx.concatenate([history, token.astype(mx.int32)])
             if self._rules:
                 chosen: Any = token.tolist()
@@ -268,13 +280,3 @@ class Sampler:
         noise = mx.concatenate(parts) if len(parts) > 1 else parts[0]
         self._noise, self._noise_start = noise, self._position
         return noise[:rows]
-
-
-def _last_kept(tokens: mx.array, choices: mx.array) -> mx.array:
-    """The last row of a chain of tokens [N] before which all were as chosen; see `accept`."""
-    return mx.cumprod((tokens[1:] == choices[:-1]).astype(mx.int32)).sum()
-
-
-def _certainty(scores: mx.array) -> mx.array:
-    """Probability [N] f32 of the likeliest token, from logits or log-probabilities [N, V]."""
-    return mx.softmax(scores.astype(mx.float32), axis=-1).max(axis=-1)

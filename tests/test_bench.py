@@ -26,9 +26,8 @@ from dflash_mlx.bench.summary import (
 from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
-from dflash_mlx.policy.costs import Costs
-from dflash_mlx.policy.trees import TreePolicy
-from dflash_mlx.policy.widths import Policy
+from dflash_mlx.policy.draft_policy import DraftPolicy
+from dflash_mlx.policy.planning import FixedPolicy
 
 PROMPT = [5, 40, 80, 13]
 METHODS = ["plain", "DFlash", "mlx-lm"]
@@ -150,7 +149,7 @@ def test_turns_change_their_order():
         comparison.run_pair()
     assert comparison.order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
     comparison.order, comparison.plain = [], []
-    for comparison.tree_policy in (None, TreePolicy.fixed(8)):
+    for comparison.tree_policy in (None, FixedPolicy(8)):
         comparison.run_all()
     there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "tree", "drafted", "plain"]
     assert comparison.order == there + back
@@ -208,7 +207,7 @@ def test_measure_prompts():
 
 def test_trees_take_part_where_they_are_asked_for():
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, tree_policy=TreePolicy.fixed(8))
+    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, tree_policy=FixedPolicy(8))
     assert list(one.runs) == ["plain", "DFlash", "DDTree", "mlx-lm"]
     assert one.differences == dict.fromkeys(one.runs)
     [drafted] = one.runs["DDTree"]
@@ -220,23 +219,18 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     """Else the median is of turns that were drafted by a policy which has seen the answer."""
     knew = []
 
-    class Chains(Policy):
-        def start(self, *args, **settings):
-            knew.append(self.beliefs().drafts)
-            return super().start(*args, **settings)
-
-    class Trees(TreePolicy):
-        def start(self, *args, **settings):
-            knew.append(self.scored)
-            return super().start(*args, **settings)
+    class Watched(DraftPolicy):
+        def start(self, temperature=0.0):
+            knew.append(self.estimates(0.0).tokens[-1])
+            return super().start(temperature)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
-    free = Costs({64: {1: 1.0, 8: 1.0}}, {64: {1: 0.0, 8: 0.0}})
-    policy = Chains(free, widest=8) if of == "policy" else Trees(Policy(free, widest=8), free)
+    policy = Watched(8, trees=of == "tree_policy")
+    unknown = policy.estimates(0.0).tokens[-1]
     list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, **{of: policy}))
     _warm_up, *first = knew[:4]
-    assert first == [0, 0, 0]
-    assert knew[4] > 0 and knew[4:] == [knew[4]] * 3  # the first prompt has taught it, once
+    assert first == [unknown] * 3
+    assert knew[4] < unknown and knew[4:] == [knew[4]] * 3  # the first prompt has taught it, once
 
 
 def test_sampled_runs_are_plain_decodings_own():

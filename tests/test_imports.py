@@ -17,11 +17,9 @@ LEVELS = [
     {
         "choices",
         "distributions",
-        "hindsight",
         "machine",
         "metal",
         "rules",
-        "sharpness",
         "threads",
         "smollm2",
         "tiny",

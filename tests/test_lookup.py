@@ -1,13 +1,12 @@
 """Drafts from the text itself: the index, what is learnt of its matches, the text that comes."""
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import pytest
 from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Scripted
+from simulated import policy_with_costs
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
@@ -16,9 +15,6 @@ from dflash_mlx.conversation import Conversation
 from dflash_mlx.drafter.combined import CombinedDrafter
 from dflash_mlx.drafter.lookup import LENGTHS, MOST, Index, LookupDrafter, LookupRates
 from dflash_mlx.drafter.protocol import DraftSession
-from dflash_mlx.policy.costs import Costs
-from dflash_mlx.policy.trees import TreePolicy
-from dflash_mlx.policy.widths import Policy
 from dflash_mlx.proposal import Proposal
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
@@ -84,10 +80,7 @@ def test_rates_follow_what_was_right():
 
 def priced(drafter, row=0.05, draft=0.1):
     """A policy of a pair whose rows cost so much of a plain token."""
-    widest = drafter.block_size
-    verify = {rows: 1 + row * (rows - 1) for rows in range(1, widest + 1)}
-    draft = 0.0 if isinstance(drafter, LookupDrafter) else draft
-    return Policy(Costs({64: verify}, {64: dict.fromkeys(verify, draft) | {1: 0.0}}), widest)
+    return policy_with_costs(drafter.block_size, row, draft)
 
 
 @pytest.mark.parametrize("policy", [False, True])
@@ -180,9 +173,7 @@ class WrongSession(DraftSession):
         return Proposal(mx.array([anchor, *[1023] * (width - 1)]))
 
 
-def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_rests(monkeypatch):
-    still = SimpleNamespace(perf_counter=float)  # what scripts take says nothing of made-up costs
-    monkeypatch.setattr("dflash_mlx.request.time", still)
+def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_rests():
     prompt, answer = copying()
     network = Wrong()
     subject, drafter = Scripted(prompt, answer, 1024), CombinedDrafter(network)
@@ -237,8 +228,7 @@ def test_trees_of_the_network_go_on_beside_the_lookup(budget):
     model, drafter = target(), CombinedDrafter(random_drafter())
     prompt = [token % 150 for token in random_prompt(30, 1)] * 2
     plain = dm.generate(model, None, prompt, max_tokens=30)
-    costs = Costs({64: {8: 1.2, 64: 3.0}}, {64: {16: 1.5}})
-    policy = TreePolicy(priced(drafter), costs) if budget == "auto" else None
+    policy = policy_with_costs(16, 0.05, trees=True) if budget == "auto" else None
     settings = {"max_tokens": 30, "tree_budget": budget, "policy": policy}
     drafted = dm.generate(model, drafter, prompt, **settings)
     assert drafted.tokens == plain.tokens and drafted.stats.drafted_tokens > 0

@@ -14,7 +14,7 @@ from dflash_mlx.engine.engine import Engine
 from dflash_mlx.errors import IncompatibleDrafterError, ProposalError, SettingsError
 from dflash_mlx.generation import DEFAULT_BLOCK_SIZE, GenerationSettings, start_request
 from dflash_mlx.loop import generate, stream_generate
-from dflash_mlx.policy.widths import Policy
+from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.proposal import Proposal
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
@@ -49,16 +49,16 @@ def test_what_is_no_drafter_policy_or_conversation_is_refused(name, value):
 
 def test_a_policy_of_what_is_no_pair_is_refused():
     for none in (None, "lookup", Oracle):
-        with pytest.raises(SettingsError, match="of a target and its drafter, not "):
-            Policy.of(target(), none)
+        with pytest.raises(SettingsError, match="for a target and its drafter, not "):
+            DraftPolicy.of(target(), none)
     with pytest.raises(SettingsError, match="^target must be such as"):
-        Policy.of("tiny", random_drafter())
+        DraftPolicy.of("tiny", random_drafter())
 
 
-@pytest.mark.parametrize("widest", [0, -1, None, 1.5, True, "8", 1025, 10**400], ids=str)
-def test_a_policy_of_no_width_is_refused(widest):
-    with pytest.raises(SettingsError, match="^widest must be a whole number from 1 to"):
-        Policy.of(target(), random_drafter(), widest=widest)
+@pytest.mark.parametrize("longest", [0, -1, None, 1.5, True, "8", 1025, 10**400], ids=str)
+def test_a_policy_of_no_length_is_refused(longest):
+    with pytest.raises(SettingsError, match="^longest must be a whole number from 1 to"):
+        DraftPolicy.of(target(), random_drafter(), longest=longest)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,7 @@ import mlx.core as mx
 import pytest
 from tinymodels import random_drafter, target
 
-from dflash_mlx.drafter.combined import CombinedDrafter
-from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.errors import IncompatibleDrafterError
-from dflash_mlx.policy.offer import offer_chain
 from dflash_mlx.sampling import Sampler
 
 PROMPT = [5, 9, 2, 40, 41, 7, 100]
@@ -51,25 +48,6 @@ def test_a_prompt_of_one_token_has_no_features():
     empty = mx.zeros((1, 0, 128))
     drafts = mx.array(session.propose(3, 4).tokens).tolist()
     assert drafts == [3, *expected_drafts(empty, 3, 4)]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_an_offer_says_how_much_its_draft_reads_first(beside):
-    """One token's features are what a draft is measured with."""
-    drafter = CombinedDrafter(random_drafter()) if beside else random_drafter()
-    session = drafter.start(target(), Sampler())
-    if beside:
-        session.read_tokens(PROMPT)
-    session.extend(features())
-    for unread in (len(PROMPT), 0):
-        offer = offer_chain(session, 3, 16, [0.9] * 15)
-        assert offer.draft is None and offer.unread == max(0, unread - 1)
-        session.propose(3, 16) if offer.session is None else offer.session.propose(3, 16)
-
-
-def test_what_foresees_reads_nothing_first():
-    session = LookupDrafter().start(target(), Sampler())
-    assert offer_chain(session, 3, 16, []).unread == 0
 
 
 def test_sessions_of_one_drafter_do_not_meet():

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from mlx_lm.utils import load_tokenizer
-from policy_speed import FREE
+from policy_bounds import FREE
 from tiny_pair import corpus, own, passages, problems, strangers
 from tiny_pair.own import (
     OWN_REQUESTS,

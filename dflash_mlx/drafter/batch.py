@@ -26,7 +26,7 @@ from .session import NetworkSession, Part
 from .tree import DraftTree
 
 if TYPE_CHECKING:
-    from ..sampling import Trials
+    from ..sampling import DraftScores
     from ..targets import Target
     from .calibration import Calibration
 
@@ -68,10 +68,10 @@ def propose_batch(
             proposals[at] = sessions[at].propose(anchors[at], widths[at])
     for group in groups:
         parts = _parts(group, anchors, widths)
-        ready: list[tuple[int, tuple[Slots, Trials]]] = []
+        ready: list[tuple[int, tuple[Slots, DraftScores]]] = []
         for index, slots in enumerate(_slots(group, parts)):
             with guards[group.places[index]]:
-                ready.append((index, (slots, group.network.trials(slots))))
+                ready.append((index, (slots, group.network.draft_scores(slots))))
         chosen = group.network.choose([request for _, request in ready]) if ready else []
         for (index, (slots, _)), drafts in zip(ready, chosen, strict=True):
             session = group.sessions[index]

@@ -24,7 +24,7 @@ from .config import DraftConfig
 from .network import DFlash, DraftLayer, Sublayer
 
 if TYPE_CHECKING:
-    from ..sampling import Trials
+    from ..sampling import DraftScores
     from .calibration import Calibration
 
 
@@ -145,17 +145,14 @@ class DFlash2(DFlash):
         super().__init__(config, parts)
         self.candidate_selector = CandidateSelector(config)
 
-    def trials(self, slots: Slots) -> Trials:
+    def draft_scores(self, slots: Slots) -> DraftScores:
         """What the tokens of a request's slots are chosen by; a processor of the request's runs."""
-        return slots.sampler.trials(self.selectable(slots.logits))
+        return slots.sampler.draft_scores(self.selectable(slots.logits))
 
-    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
-        """The selector's chain [L] of each trial of every request."""
+    def choose(self, requests: Sequence[tuple[Slots, DraftScores]]) -> list[mx.array]:
+        """The selector's chain [L] of every request."""
         walk = self.candidate_selector.walk
-        return [
-            [walk(*trial, slots.hidden, slots.anchor) for trial in zip(*trials, strict=True)]
-            for slots, trials in requests
-        ]
+        return [walk(*scores, slots.hidden, slots.anchor) for slots, scores in requests]
 
     def selectable(self, logits: mx.array) -> mx.array:
         """Logits [L, V], minus infinity from where on the selector's vocabulary ends."""

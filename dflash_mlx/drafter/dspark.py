@@ -24,11 +24,11 @@ from .network import DFlash
 from .packagings import CONFIDENCE
 
 if TYPE_CHECKING:
-    from ..sampling import Trials
+    from ..sampling import DraftScores
     from .calibration import Calibration
 
 # Scores [L, V] of each trial, their weights, hidden states [L, D], the token before the chain.
-Walk = tuple[list[mx.array], list[float], mx.array, mx.array]
+Walk = tuple[mx.array, float, mx.array, mx.array]
 
 CONFIDENCE_ALONE = "confidence head of hidden states alone"  # a part, as the constructor takes it
 LEAST_REST = 1e-6  # of a slot's probability, for what is no candidate
@@ -121,59 +121,48 @@ class DSpark(DFlash):
         """Whether it estimates how likely its drafts are accepted."""
         return "confidence_head" in self
 
-    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
-        """The tokens [L] of each trial, each chosen with the one before it in its logits."""
+    def choose(self, requests: Sequence[tuple[Slots, DraftScores]]) -> list[mx.array]:
+        """The tokens [L] of every request, each chosen with the one before it in its logits."""
         if "markov_head" not in self:
-            return super().chains(requests)
-        return self.walk_together(
-            [(*trials, slots.hidden, slots.anchor) for slots, trials in requests]
+            return super().choose(requests)
+        return self.walk_batch(
+            [(*scores, slots.hidden, slots.anchor) for slots, scores in requests]
         )
 
-    def walk(
-        self, scores: list[mx.array], weights: list[float], hidden: mx.array, anchor: mx.array
-    ) -> list[mx.array]:
-        """Choose chains of tokens [L] by scores [L, V] of trials, from hidden states [L, D].
+    def walk(self, scores: mx.array, weight: float, hidden: mx.array, anchor: mx.array) -> mx.array:
+        """Choose a chain of tokens [L] by scores [L, V], from hidden states [L, D].
 
-        A trial's weight is what one unit of logit counts in its scores, which contain the noise
-        that the target's choices will; `anchor` is the token before the chain.
+        The weight is what one unit of logit counts in the scores, which contain the noise of the
+        target's choices; `anchor` is the token before the chain.
         """
-        return self.walk_together([(scores, weights, hidden, anchor)])[0]
+        return self.walk_batch([(scores, weight, hidden, anchor)])[0]
 
-    def walk_together(self, walks: Sequence[Walk]) -> list[list[mx.array]]:
-        """The chains of the trials of many requests; what is one's is the arguments of `walk`.
+    def walk_batch(self, walks: Sequence[Walk]) -> list[mx.array]:
+        """The chains of many requests, given the arguments of `walk` for each.
 
         All are walked at the same time: the head's matrices, which are as large as the vocabulary,
         are read once a row and not once for each.
         """
-        ids, head = self.token_ids(), self.markov_head
+        ids, head, weight = self.token_ids(), self.markov_head, self.config.logit_scale
         # The longest first, so that those that still go on are the first ones.
         order = sorted(range(len(walks)), key=lambda at: -len(walks[at][2]))
-        trials = [
-            (self.narrow(scores).astype(mx.float32), self.config.logit_scale * weight, walks[at][2])
-            for at in order
-            for scores, weight in zip(*walks[at][:2], strict=True)
-        ]
-        previous = mx.stack([walks[at][3] for at in order for _ in walks[at][0]])
-        state, path = head.first_state(len(trials)), []
-        for row in range(len(trials[0][2])):
-            trials = [trial for trial in trials if row < len(trial[0])]
-            hidden = mx.stack([trial[2][row] for trial in trials])
-            count = len(trials)
-            bias, state = head.step(hidden, previous[:count], state[:count])
-            chosen = [
-                (scores[row] + weight * bias[at]).argmax()
-                for at, (scores, weight, _) in enumerate(trials)
-            ]
+        scores = [self.narrow(walks[at][0]).astype(mx.float32) for at in order]
+        weights = [weight * walks[at][1] for at in order]
+        hidden = [walks[at][2] for at in order]
+        previous = mx.stack([walks[at][3] for at in order])
+        state, path = head.first_state(len(walks)), []
+        for row in range(len(hidden[0])):
+            count = sum(row < len(states) for states in hidden)
+            rows = mx.stack([states[row] for states in hidden[:count]])
+            bias, state = head.step(rows, previous[:count], state[:count])
+            chosen = [(scores[at][row] + weights[at] * bias[at]).argmax() for at in range(count)]
             previous = mx.stack(chosen)
             previous = previous if ids is None else ids[previous]
             path.append(previous)
-        chains: dict[int, list[mx.array]] = {}
-        first = 0
-        for at in order:
-            scores, _, hidden, _ = walks[at]
-            tokens = mx.stack([row[first : first + len(scores)] for row in path[: len(hidden)]], 1)
-            chains[at] = list(tokens)
-            first += len(scores)
+        chains = {
+            at: mx.stack([row[place] for row in path[: len(hidden[place])]])
+            for place, at in enumerate(order)
+        }
         return [chains[at] for at in range(len(walks))]
 
     def corrected(self, logits: mx.array, hidden: mx.array, previous: mx.array) -> mx.array:

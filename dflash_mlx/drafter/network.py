@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 
 from ..errors import IncompatibleDrafterError
-from ..sampling import Sampler, Trials
+from ..sampling import DraftScores, Sampler
 from .candidates import MOST_CANDIDATES, Candidates, Ranking, Slots, top_candidates
 from .config import DraftConfig
 from .context import ContextCache
@@ -323,22 +323,15 @@ class DFlash(nn.Module):
         On the device, like everything before it: nothing waits.
         """
         slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
-        return self.choose([(slots, self.trials(slots))])[0]
+        return self.choose([(slots, self.draft_scores(slots))])[0]
 
-    def trials(self, slots: Slots) -> Trials:
+    def draft_scores(self, slots: Slots) -> DraftScores:
         """What the tokens of a request's slots are chosen by; a processor of the request's runs."""
-        return slots.sampler.trials(self.widen(slots.logits))
+        return slots.sampler.draft_scores(self.widen(slots.logits))
 
-    def choose(self, requests: Sequence[tuple[Slots, Trials]]) -> list[mx.array]:
-        """The drafted tokens [L] of every request, given what its `trials` are."""
-        return [
-            slots.sampler.settle(chains)
-            for (slots, _), chains in zip(requests, self.chains(requests), strict=True)
-        ]
-
-    def chains(self, requests: Sequence[tuple[Slots, Trials]]) -> list[list[mx.array]]:
-        """The tokens [L] that each trial of every request draws."""
-        return [[trial.argmax(axis=-1) for trial in scores] for _, (scores, _) in requests]
+    def choose(self, requests: Sequence[tuple[Slots, DraftScores]]) -> list[mx.array]:
+        """The drafted tokens [L] of every request, given its `draft_scores`."""
+        return [scores.argmax(axis=-1) for _, (scores, _) in requests]
 
     def candidates(
         self,

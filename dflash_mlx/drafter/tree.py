@@ -122,13 +122,13 @@ class DraftTree:
         return self._proposal(self.chain, rows)
 
     def learn(self, text: Sequence[int]) -> list[int]:
-        """Take in the tokens that followed the anchor, `slots` of them.
+        """Take in the tokens that followed the anchor, as many of its slots as were reached.
 
         Returns which candidate each one was, up to the first that was none (K).
         """
         tokens, log_q, noise = self._candidates.tokens, self._candidates.log_q, None
         picks: list[int] = []
-        for row, token in zip(tokens.tolist(), text, strict=True):
+        for row, token in zip(tokens.tolist(), text, strict=False):
             picks.append(row.index(token) if token in row else len(row))
             if picks[-1] == len(row):
                 break

@@ -11,17 +11,15 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
 from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
 from ..generation import GenerationSettings, start_request
 from ..loop import Batch
-from ..policy.costs import Meanwhile
-from ..policy.rounds import AnyPolicy
-from ..policy.trees import TreePolicy
-from ..policy.widths import Policy
+from ..policy.draft_policy import DraftPolicy
+from ..policy.planning import AnyPolicy
 from ..prefix.cache import PrefixCache
 from ..prompt import Prompt
 from ..request import Request
@@ -29,10 +27,9 @@ from ..sampling import Sampler
 from ..targets import Target
 from ..threads import clean_up_at_end
 from ..validation import MAX_BYTES, brief, check_integer, is_positive
-from .costs import SharedCosts
+from .allocation import RowAllocator
 from .job import Job
 from .memory import MemoryBudget
-from .rows import SharedRounds
 from .scheduler import BatchScheduler
 from .together import Flat
 
@@ -48,14 +45,12 @@ class Engine(AbstractContextManager["Engine", None]):
     Args:
         target, drafter: as in `stream_generate`.
         policy: of the jobs that do not bring their own. With one, rows go to the likeliest drafts
-            of all jobs, as many as pay on this machine, which is measured now unless it is known;
-            None drafts whole blocks.
+            of all jobs, as many as pay on this machine; None drafts whole blocks.
         memory: bytes for the caches of all jobs together; None is without limit.
         prefix: a `PrefixStore` for the jobs that bring no conversation or store of their own.
         stall_ms: for how long reading a prompt may hold up the texts of others.
         most_jobs: how many have rounds together; the others wait for their turn.
         together: how rounds draft and verify; None is in one pass of each.
-        meanwhile: where rounds have to be measured, the context to be in; see `Policy.of`.
 
     Attributes:
         progressed: when a step was last over, a round or a chunk of a prompt, by `time.monotonic`.
@@ -74,7 +69,6 @@ class Engine(AbstractContextManager["Engine", None]):
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
         together: Batch | None = None,
-        meanwhile: Meanwhile = nullcontext,
     ) -> None:
         check_pair(target, drafter)
         GenerationSettings(policy=policy, prefix=prefix)  # checks their types
@@ -86,7 +80,10 @@ class Engine(AbstractContextManager["Engine", None]):
         self._fits: set[int | None] = set()  # kv_bits that the caches were tried with
         self._check(None)
         self._memory = MemoryBudget(target, drafter, memory, prefix)
-        together = together or Flat(target, _shared_rounds(target, drafter, policy, meanwhile))
+        allocator = None
+        if isinstance(policy, DraftPolicy) and drafter is not None and policy.longest > 1:
+            allocator = RowAllocator(policy)
+        together = together or Flat(target, allocator)
         self._scheduler = BatchScheduler(together, self._memory, most_jobs, stall_ms / 1e3)
         self._arrived: deque[tuple[Job, Request]] = deque()  # what other threads have put there
         self._lock, self._step_due, self._closed = threading.Lock(), False, False
@@ -196,14 +193,3 @@ class Engine(AbstractContextManager["Engine", None]):
                 self._closed = True
         if self._closed:
             self._scheduler.cancel_all()
-
-
-def _shared_rounds(
-    target: Target, drafter: Drafter | None, policy: AnyPolicy | None, meanwhile: Meanwhile
-) -> SharedRounds | None:
-    """What shares out rows by their cost; None where none of them is to be weighed."""
-    chains = policy.chains if isinstance(policy, TreePolicy) else policy
-    if drafter is None or not isinstance(chains, Policy) or chains.widest == 1:
-        return None
-    one, widest = chains.costs, chains.widest
-    return SharedRounds(SharedCosts.of(target, drafter, one, widest, meanwhile=meanwhile))

@@ -1,20 +1,18 @@
-"""Rounds of many requests: rows are shared out, drafted in one pass, verified in one forward."""
+"""Steps of many requests: drafted in one pass, verified in one forward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 
 from ..drafter.batch import propose_batch, propose_tree_batch
 from ..loop import Batch, BatchItem
-from ..policy.cuts import Draft, read_together
-from ..policy.offer import Offer, Planting, checked
+from ..policy.step import Candidate, TreeCandidate, checked
 from ..proposal import Proposal
 from ..targets import Target
 from ..targets.batched import BatchVerifier
-from .rows import SharedRounds, everything
+from .allocation import RowAllocator
 
 
 class Flat(Batch):
@@ -22,124 +20,95 @@ class Flat(Batch):
 
     Args:
         target: of all the requests.
-        rounds: shares out rows by what they cost; None has every row verified that is offered.
+        allocator: decides how many rows each request has; None verifies all candidates.
     """
 
-    def __init__(self, target: Target, rounds: SharedRounds | None) -> None:
-        self._batch_verifier, self._rounds = BatchVerifier(target), rounds
+    def __init__(self, target: Target, allocator: RowAllocator | None) -> None:
+        self._batch_verifier, self._allocator = BatchVerifier(target), allocator
 
-    def propose(self, turns: Sequence[BatchItem]) -> None:
+    def propose(self, items: Sequence[BatchItem]) -> None:
         """Set the proposals: of one request its own, of many what brings most for all."""
-        if len(turns) == 1:
-            with turns[0]:
-                turns[0].proposal = turns[0].request.propose()
+        if len(items) == 1:
+            with items[0]:
+                items[0].proposal = items[0].request.propose()
             return
-        rest = self._rounds is not None and self._rounds.rest.begin()
-        offers = self._offers(turns, rest)
-        requests = [turn.request for turn, _ in offers]
-        context = sum(each.target.position for each in requests) // max(1, len(requests))
-        if self._rounds is None or not offers:
-            rows = everything([offer for _, offer in offers])
+        candidates = self._candidates(items)
+        requests = [item.request for item, _ in candidates]
+        each = [candidate for _, candidate in candidates]
+        if self._allocator is None or not each:
+            rows = [1 + len(candidate.paths) for candidate in each]
         else:
-            rows = self._rounds.rows(requests, [offer for _, offer in offers], context)
-        offers = self._draft(offers, rows)
-        if self._rounds is not None and offers and not self._rounds.is_trial:
-            rows = self._cut(self._rounds, offers, context)
-        for (turn, offer), count in zip(offers, rows, strict=True):
-            with turn:
-                if offer.draft is None:
-                    turn.proposal = Proposal([turn.request.anchor])
+            rows = self._allocator.allocate(requests, each)
+        chains: list[tuple[BatchItem, int]] = []
+        for (item, candidate), count in zip(candidates, rows, strict=True):
+            with item:
+                if count == 1:
+                    item.proposal = Proposal([item.request.anchor])
+                elif candidate.propose is None:
+                    chains.append((item, count))
                 else:
-                    turn.proposal = checked(offer.draft(count), count)
+                    item.proposal = checked(candidate.propose(count), count)
+        _draft_chains(chains)
 
-    def _offers(self, turns: Sequence[BatchItem], rest: bool) -> list[tuple[BatchItem, Offer]]:
+    def _candidates(self, items: Sequence[BatchItem]) -> list[tuple[BatchItem, Candidate]]:
         """What all of them could have verified; trees are drafted for it, in one pass."""
-        offers, plantings = [], []
-        for turn in turns:
-            with turn:
-                offer = turn.request.offer(rest)
-                if isinstance(offer, Planting):
-                    plantings.append((turn, offer))
+        candidates: list[tuple[BatchItem, Candidate]] = []
+        trees: list[tuple[BatchItem, TreeCandidate]] = []
+        for item in items:
+            with item:
+                candidate = item.request.candidate()
+                if isinstance(candidate, TreeCandidate):
+                    trees.append((item, candidate))
                 else:
-                    offers.append((turn, offer))
-        trees = propose_tree_batch(
-            [of.session or turn.request.drafter for turn, of in plantings],
-            [turn.request.anchor for turn, _ in plantings],
-            [planting.rows for _, planting in plantings],
-            [planting.width for _, planting in plantings],
-            [planting.calibration for _, planting in plantings],
-            guards=[turn for turn, _ in plantings],
+                    candidates.append((item, candidate))
+        drafted = propose_tree_batch(
+            [candidate.session for _, candidate in trees],
+            [item.request.anchor for item, _ in trees],
+            [candidate.rows for _, candidate in trees],
+            [candidate.length for _, candidate in trees],
+            [candidate.calibration for _, candidate in trees],
+            guards=[item for item, _ in trees],
         )
-        for (turn, planting), tree in zip(plantings, trees, strict=True):
-            if tree is not None:  # else its turn has the error
-                with turn:
-                    offers.append((turn, planting.grow(tree)))
-        return offers
+        for (item, of_tree), tree in zip(trees, drafted, strict=True):
+            if tree is not None:  # else the item has the error
+                with item:
+                    candidates.append((item, of_tree.ready(tree)))
+        return candidates
 
-    def _draft(
-        self, offers: Sequence[tuple[BatchItem, Offer]], rows: Sequence[int]
-    ) -> list[tuple[BatchItem, Offer]]:
-        """The offers, once chains of so many rows are drafted, in one pass."""
-        chains = [at for at, count in enumerate(rows) if count > 1 and offers[at][1].draft is None]
-        if not chains:
-            return list(offers)
-        drafted = [
-            (turn, replace(offer, chances=[]) if offer.draft is None else offer)
-            for turn, offer in offers
-        ]
-        turns = [offers[at][0] for at in chains]
-        proposals = propose_batch(
-            [offers[at][1].session or offers[at][0].request.drafter for at in chains],
-            [turn.request.anchor for turn in turns],
-            [rows[at] for at in chains],
-            turns,
-        )
-        for at, turn, proposal in zip(chains, turns, proposals, strict=True):
-            if proposal is not None:  # else its turn has the error
-                with turn:
-                    turn.proposal = checked(proposal, rows[at])
-                    drafted[at] = turn, offers[at][1].as_drafted(proposal)
-        return drafted
-
-    def _cut(
-        self, rounds: SharedRounds, offers: list[tuple[BatchItem, Offer]], context: int
-    ) -> list[int]:
-        """The rows again, now that drafters say how sure they are; waits once where that pays."""
-        drafts: dict[int, Draft] = {}
-        for at, (turn, offer) in enumerate(offers):
-            if offer.look is not None and offer.draft is not None and turn.error is None:
-                with turn:
-                    part = rounds.part(len(turn.proposal), context)
-                    drafts[at] = offer.look(turn.proposal, part)
-        read_together([draft for draft in drafts.values() if draft.waits])
-        for at, draft in drafts.items():
-            if draft.waits:
-                offers[at] = offers[at][0], replace(offers[at][1], chances=draft.chances())
-        requests = [turn.request for turn, _ in offers]
-        return rounds.cut(requests, [offer for _, offer in offers], [*drafts.values()], context)
-
-    def verify(self, turns: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
+    def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all."""
-        if len(turns) == 1:
-            return [turns[0].request.target.verify(turns[0].proposal)]
-        sessions = [turn.request.target for turn in turns]
-        return self._batch_verifier.verify(sessions, [turn.proposal for turn in turns])
+        if len(items) == 1:
+            return [items[0].request.target.verify(items[0].proposal)]
+        sessions = [item.request.target for item in items]
+        return self._batch_verifier.verify(sessions, [item.proposal for item in items])
 
-    def can_pipeline(self, turns: Sequence[BatchItem]) -> bool:
-        """Whether nobody need be asked what he could draft in the next round."""
-        if len(turns) == 1:
+    def can_pipeline(self, items: Sequence[BatchItem]) -> bool:
+        """Whether more plain steps are decided for all of them."""
+        if len(items) == 1:
             return True
-        if self._rounds is None:  # nobody says when those that rest are to look again
-            return all(turn.request.stats.block_size == 1 for turn in turns)
-        return self._rounds.rest.lasts
+        if self._allocator is None:
+            return all(item.request.stats.block_size == 1 for item in items)
+        return self._allocator.can_pipeline
 
-    def pipelined(self, turns: Sequence[BatchItem]) -> None:
-        """Many of them rest together."""
-        if self._rounds is not None and len(turns) > 1:
-            self._rounds.go_on(len(turns))
+    def observe(self, items: Sequence[BatchItem]) -> None:
+        """Take in what a shared step brought."""
+        if self._allocator is not None and len(items) > 1:
+            events = [(item.request, item.event) for item in items if item.event is not None]
+            pipelined = any(request.is_pipelined for request, _ in events)
+            tokens = [(request, len(event.tokens)) for request, event in events]
+            self._allocator.observe(tokens, pipelined)
 
-    def observe(self, turns: Sequence[BatchItem]) -> None:
-        """Take in what a shared round brought."""
-        if self._rounds is not None and len(turns) > 1:
-            events = [(turn.request, turn.event) for turn in turns if turn.event is not None]
-            self._rounds.observe([(request, len(event.tokens)) for request, event in events])
+
+def _draft_chains(chains: Sequence[tuple[BatchItem, int]]) -> None:
+    """Set the proposals of requests whose network drafts a chain of so many rows."""
+    items = [item for item, _ in chains]
+    proposals = propose_batch(
+        [item.request.drafter.network or item.request.drafter for item in items],
+        [item.request.anchor for item in items],
+        [rows for _, rows in chains],
+        items,
+    )
+    for (item, rows), proposal in zip(chains, proposals, strict=True):
+        if proposal is not None:  # else the item has the error
+            with item:
+                item.proposal = checked(proposal, rows)

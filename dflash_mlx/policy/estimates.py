@@ -1,0 +1,74 @@
+"""How often drafts are right: acceptance rates per slot, learnt from the steps of all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FIRST, LATER = (
+    0.8,
+    0.9,
+)  # prior rates of slot 1, and of each later slot if those before it are right
+PRIOR_WEIGHT = 2.0  # drafts that the priors count for
+NEIGHBOUR_WEIGHT = 4.0  # drafts that a slot's rate counts for in the estimate of the next slot
+MEMORY = 0.98  # weight of a draft relative to the next one: about the last 50 count
+PLAIN_MEMORY = 0.998  # the same per plain step, so that drafting is tried again some day
+
+
+class AcceptanceEstimates:
+    """Acceptance rate of each slot, given that the slots before it are right.
+
+    Args:
+        slots: of the longest draft.
+
+    Attributes:
+        paths: [slots], how likely each drafted row is accepted: the products of the rates.
+        tokens: [slots + 1], what steps of 1, 2, ... rows are expected to commit.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._tried = [0.0] * slots
+        self._right = [0.0] * slots
+        self.paths: list[float] = []
+        self.tokens: list[float] = []
+        self._estimate()
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Count a draft of `drafted` tokens of which the first `accepted` were right."""
+        tried, right = self._tried, self._right
+        for slot in range(min(accepted + 1, drafted, len(tried))):
+            tried[slot] = MEMORY * tried[slot] + 1
+            right[slot] = MEMORY * right[slot] + (slot < accepted)
+        self._estimate()
+
+    def fade(self) -> None:
+        """Count a plain step: what is known of the first slot grows older."""
+        if self._tried:
+            self._tried[0] *= PLAIN_MEMORY
+            self._right[0] *= PLAIN_MEMORY
+            prior = PRIOR_WEIGHT * FIRST
+            first = (self._right[0] + prior) / (self._tried[0] + PRIOR_WEIGHT)
+            scale = first / self.paths[0]
+            self.paths = [scale * path for path in self.paths]
+            self.tokens = [1 + scale * (tokens - 1) for tokens in self.tokens]
+
+    def _estimate(self) -> None:
+        """Shrink each slot's own rate towards the slot before it."""
+        prior, weight, path, sum_of = FIRST, PRIOR_WEIGHT, 1.0, 1.0
+        paths, tokens = [], [1.0]
+        for slot, (tried, right) in enumerate(zip(self._tried, self._right, strict=True)):
+            rate = (right + weight * prior) / (tried + weight)
+            path *= rate
+            sum_of += path
+            paths.append(path)
+            tokens.append(sum_of)
+            prior, weight = (rate, NEIGHBOUR_WEIGHT) if slot else (LATER, PRIOR_WEIGHT)
+        self.paths, self.tokens = paths, tokens
+
+
+def path_probabilities(rates: Sequence[float]) -> list[float]:
+    """How likely each row of a chain is accepted, given the rate of each slot."""
+    paths, path = [], 1.0
+    for rate in rates:
+        path *= rate
+        paths.append(path)
+    return paths

@@ -1,0 +1,123 @@
+"""What a step costs, in plain steps: a typical curve of the device, corrected by real steps.
+
+Nothing is measured before decoding, so nothing delays the first token, and a busy moment at the
+start leaves nothing behind. Real steps are compared with plain ones that ran shortly before them,
+and old comparisons are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import exp, log, log2
+
+import mlx.core as mx
+
+MOST_ROWS = 64  # of a tree
+# Cost of each further row, and of a draft, before any step has run: on a GPU, and on a CPU.
+GPU, CPU = (0.015, 0.1), (0.08, 0.3)
+LENGTHS = (2, 3, 4, 5, 6, 7, 8, 12, 16)  # numbers of rows that a chain may have, besides the most
+RECENT = 9  # comparisons that are kept for each number of rows,
+FORGOTTEN = 512  # for so many steps
+PRIOR_WEIGHT = 1.0  # comparisons that the typical curve counts for
+PER_OCTAVE = 0.5  # weight of what is known about half or twice as many rows
+LARGEST_RATIO = 4.0  # of a comparison, either way
+FRESH = 8  # drafted steps behind a plain one that are compared with it
+FEW, STALE = 12, 64  # drafted steps after which a plain one runs to be timed: at first, and later
+PLAIN_SAMPLES = 3
+
+
+class StepCosts:
+    """Costs of a pair's steps, for each kind: "chain", "lookup" (no network drafts) and "tree".
+
+    Args:
+        longest: rows of the longest chain.
+        requests: that share a step; then rows are those of a request on average.
+    """
+
+    def __init__(self, longest: int, requests: int = 1) -> None:
+        self.longest = longest
+        row, draft = CPU if mx.default_device() == mx.cpu else GPU
+        row *= requests / (1 + row * (requests - 1))
+        self._kinds = {
+            "chain": CostCurve(longest, row, draft),
+            "lookup": CostCurve(longest, row, 0.0),
+            "tree": CostCurve(max(MOST_ROWS, longest), row, draft),
+        }
+        self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
+        self._steps = self._since_plain = 0
+
+    def table(self, kind: str) -> list[float]:
+        """Costs of steps of 1, 2, ... rows."""
+        return self._kinds[kind].table(self._steps)
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Seconds of a plain step of late; None before one was timed."""
+        return _low_median([*self._plain]) if self._plain else None
+
+    @property
+    def needs_plain_step(self) -> bool:
+        """Whether the next step should be plain, for too little is known of what one takes."""
+        return self._since_plain >= (STALE if len(self._plain) == PLAIN_SAMPLES else FEW)
+
+    def observe(self, kind: str, rows: int, seconds: float | None) -> None:
+        """Take in how long a step of so many rows took; None where that is not known."""
+        self._steps += 1
+        self._since_plain += 1
+        if not seconds or seconds < 0:
+            return
+        if rows == 1:
+            self._plain.append(seconds)
+            self._since_plain = 0
+        elif self._plain and self._since_plain <= FRESH:
+            cost = seconds / _low_median([*self._plain])
+            self._kinds[kind].observe(rows, cost, self._steps)
+
+
+class CostCurve:
+    """A line of costs, and what real steps say instead.
+
+    Each number of rows is corrected by the median of its own recent steps. Steps of other numbers
+    of rows count less, the more they differ: so a machine whose rows are all dearer is found out by
+    steps of one length, and one length that is dear on its own spoils no other for long.
+    """
+
+    def __init__(self, rows: int, row: float, draft: float) -> None:
+        self._prior = [1.0, *(1 + draft + row * further for further in range(1, rows))]
+        self._seen: dict[int, deque[tuple[int, float]]] = {}  # rows -> (step, log of the ratio)
+        self._table, self._expires = self._prior, 0
+
+    def table(self, now: int) -> list[float]:
+        """Costs of 1, 2, ... rows at a step; no step costs less than a plain one."""
+        if now >= self._expires and self._seen:
+            self._correct(now)
+            self._expires = now + FORGOTTEN // 8
+        return self._table
+
+    def observe(self, rows: int, cost: float, now: int) -> None:
+        """Take in what a step cost."""
+        ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / self._prior[rows - 1]))
+        self._seen.setdefault(rows, deque(maxlen=RECENT)).append((now, log(ratio)))
+        self._expires = now
+
+    def _correct(self, now: int) -> None:
+        known = []
+        for rows, samples in self._seen.items():
+            while samples and samples[0][0] < now - FORGOTTEN:
+                samples.popleft()
+            if samples:
+                ratios = [ratio for _, ratio in samples]
+                known.append((log2(rows), len(ratios), _low_median(ratios)))
+        self._table = [1.0]
+        for rows, cost in enumerate(self._prior[1:], 2):
+            place, total, weights = log2(rows), 0.0, PRIOR_WEIGHT
+            for other, count, ratio in known:
+                weight = count * PER_OCTAVE ** abs(other - place)
+                total += weight * ratio
+                weights += weight
+            self._table.append(max(1.0, cost * exp(total / weights)))
+
+
+def _low_median(values: list[float]) -> float:
+    """The median, the lower one of two: a step that stalled only ever takes longer."""
+    return sorted(values)[(len(values) - 1) // 2]
