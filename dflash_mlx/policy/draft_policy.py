@@ -9,47 +9,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..drafter.calibration import Calibration
 from ..drafter.protocol import Drafter, block_size, check_pair, drafts_trees
 from ..errors import SettingsError
-from ..sampling import DraftSharpness
 from ..validation import brief, check_integer
-from .estimates import AcceptanceEstimates
+from .pair import PairRecord
 from .planner import AdaptivePlanner
-from .step_costs import StepCosts
 
 if TYPE_CHECKING:
     from ..targets import Target
 
 MOST_ROWS = 1024  # of a step, beyond what any machine could want
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # plain tokens before a probe, which doubles them if it fails
-QUICKLY = 16  # plain tokens after which a failed draft says nothing new
 SHOWN = (2, 4, 8, 12, 16)  # rows in a description
-TREE_MEMORY = 0.95  # weight of a tree relative to the next one
-TREE_TRIALS = 4  # trees before chains may replace them
-FIRST_TREE_PAUSE, LONGEST_TREE_PAUSE = 16, 256  # chains before another tree
 
 
-class DraftPolicy:
-    """What is known about a pair. Keep it: the next request starts with what this one learnt.
+class DraftPolicy(PairRecord):
+    """Chooses draft lengths. Keep it: the next request starts with what this one learnt.
 
     Args:
         longest: the most rows of a chain.
         trees: whether it drafts trees, too, where they are better.
-
-    Attributes:
-        longest: as given.
-        costs: of steps.
-        trees: how trees did, compared with chains; None if it drafts none.
     """
-
-    def __init__(self, longest: int, trees: bool = False) -> None:
-        self.longest, self.costs = longest, StepCosts(longest)
-        self.trees = TreeRecord() if trees else None
-        self._estimates: dict[float, AcceptanceEstimates] = {}
-        self._calibrations: dict[float, Calibration] = {}
-        self._sharpness: dict[float, DraftSharpness] = {}
-        self._plain_tokens, self._pause = 0, FIRST_PAUSE
 
     @classmethod
     def of(
@@ -75,40 +54,6 @@ class DraftPolicy:
         """A planner for one request."""
         return AdaptivePlanner(self, temperature)
 
-    def estimates(self, temperature: float) -> AcceptanceEstimates:
-        """Acceptance estimates at about this temperature."""
-        at = _rounded(temperature)
-        if at not in self._estimates:
-            self._estimates[at] = AcceptanceEstimates(self.longest - 1)
-        return self._estimates[at]
-
-    def calibration(self, temperature: float) -> Calibration:
-        """What is known about the drafter's probabilities at about this temperature."""
-        return self._calibrations.setdefault(_rounded(temperature), Calibration())
-
-    def sharpness(self, temperature: float) -> DraftSharpness:
-        """How much the drafter's scores count at about this temperature."""
-        return self._sharpness.setdefault(_rounded(temperature), DraftSharpness())
-
-    def probes(self, cost: float, cheap: float, most: float) -> bool:
-        """Whether it is time to draft although it does not seem to pay.
-
-        A dear probe waits for the longest pause: even costs may have been wrong, or have changed.
-        """
-        allowed = most if self._plain_tokens >= LONGEST_PAUSE else cheap
-        return self._plain_tokens >= self._pause and cost <= allowed
-
-    def count(self, drafted: bool, tokens: int, cost: float) -> None:
-        """Take in a step, for the time of the next probe."""
-        if not drafted:
-            self._plain_tokens += tokens
-            return
-        if tokens > cost:
-            self._pause = FIRST_PAUSE
-        elif self._plain_tokens > QUICKLY:
-            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
-        self._plain_tokens = 0
-
     @property
     def plain_seconds(self) -> float | None:
         """Seconds of a plain step of late; None before one was timed."""
@@ -127,37 +72,6 @@ class DraftPolicy:
             for rows in SHOWN
             if rows <= self.longest
         ]
-
-
-class TreeRecord:
-    """Whether trees bring more tokens per second than chains."""
-
-    def __init__(self) -> None:
-        self._tokens, self._cost, self._trees = 0.0, 0.0, 0
-        self._wait, self._pause = 0, FIRST_TREE_PAUSE
-
-    def are_wanted(self, chain_speed: float) -> bool:
-        """Whether the next draft should be a tree, where a chain promises such a speed."""
-        if self._trees < TREE_TRIALS:
-            return True
-        if self._tokens >= chain_speed * self._cost:
-            self._wait, self._pause = 0, FIRST_TREE_PAUSE
-            return True
-        self._wait += 1
-        if self._wait < self._pause:
-            return False
-        self._wait, self._pause = 0, min(LONGEST_TREE_PAUSE, 2 * self._pause)
-        return True
-
-    def observe(self, tokens: int, cost: float) -> None:
-        """Take in a step that verified a tree."""
-        self._trees += 1
-        self._tokens = TREE_MEMORY * self._tokens + tokens
-        self._cost = TREE_MEMORY * self._cost + cost
-
-
-def _rounded(temperature: float) -> float:
-    return min(2.0, round(2 * temperature) / 2)
 
 
 Policy = DraftPolicy  # its former name

@@ -13,12 +13,12 @@ from ..proposal import Proposal
 from ..sampling import DraftSharpness
 from .budget import Budget, expected_loss
 from .estimates import path_probabilities
+from .pair import PairRecord
 from .step import Candidate, StepOutcome, TreeCandidate, checked
 from .step_costs import LENGTHS, MOST_ROWS
 
 if TYPE_CHECKING:
     from ..drafter.tree import DraftTree
-    from .draft_policy import DraftPolicy
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
 MOST_PLAIN = 8  # plain steps in a row that are decided at once,
@@ -122,7 +122,7 @@ class Backoff:
 class AdaptivePlanner:
     """Drafts as many rows as bring the most tokens per second, and none where none pay."""
 
-    def __init__(self, policy: DraftPolicy, temperature: float) -> None:
+    def __init__(self, policy: PairRecord, temperature: float) -> None:
         self._policy, self._costs, self._budget = policy, policy.costs, Budget()
         self._estimates = policy.estimates(temperature)
         self._calibration = policy.calibration(temperature)
