@@ -22,7 +22,7 @@ from ..machine.folders import cache_folder
 from .shapes import Matrix, attention_key
 
 WIDEST = 16  # rows of a tile, and of the widest chain
-HALF = 8  # up to so many rows, half a tile is multiplied
+HALF = 8  # up to this many rows, half a tile is multiplied
 # What half a tile costs, in rows of a whole one: the weights are unpacked for 8 rows as for 16. An
 # estimate, from 4 operations to unpack a weight and 1.25 for each row.
 HALF_COST = 10

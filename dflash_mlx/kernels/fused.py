@@ -6,7 +6,7 @@ classes whose forward is known.
 
 Fused QKV: an attention layer calls three linear layers with the same array. The first call computes
 all three products, and the others return theirs. The attention's own code stays as it is; an array
-that is not the same object is multiplied anew. The inputs of a recurrence are fused likewise.
+that is not the same object is multiplied separately. The inputs of a recurrence are fused likewise.
 """
 
 from __future__ import annotations

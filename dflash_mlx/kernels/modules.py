@@ -27,7 +27,7 @@ from .source import KernelFactory
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .verify_qkv import VerifyQkv
-from .weights import AffineWeights
+from .weights import weights_of
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
 
@@ -247,8 +247,7 @@ def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: range) -> None:
     module._kernel = kernels.experts if matrix.experts else kernels.product
     module._top_k = matrix.top_k
     if "scales" in module:
-        stored = (module.weight, module.scales, module.biases)
-        module._affine = AffineWeights(*stored, module.bits, module.group_size)
+        module._affine = weights_of(module)
 
 
 def _is_ours(layer: Any, x: mx.array) -> bool:

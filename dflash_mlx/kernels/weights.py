@@ -59,6 +59,14 @@ class AffineWeights:
 Weights = AffineWeights | mx.array
 
 
+def weights_of(layer: Any) -> Weights:
+    """A layer's weights, as the kernels take them."""
+    if "scales" not in layer:
+        return layer.weight
+    stored = layer.weight, layer.scales, layer.biases
+    return AffineWeights(*stored, layer.bits, layer.group_size)
+
+
 def dequantized(w: Weights) -> mx.array:
     """The values [..., N, K] in float32, dequantized without half-precision rounding."""
     if isinstance(w, mx.array):

@@ -64,7 +64,7 @@ def own_layers(backbone: Any) -> list[nn.Module]:
 
 
 def first_layer(backbone: Any) -> int:
-    """The number of the first of them."""
+    """The number of the first layer in this process."""
     return int(getattr(backbone, "start_idx", 0))
 
 

@@ -1,6 +1,6 @@
 """Gated DeltaNet layers in a verify: chains, trees and many requests, and their rollback.
 
-The cache of such a layer is the last inputs of a short convolution and one state matrix per head,
+A layer's cache holds the last inputs of a short convolution and one state matrix per head,
 which every row overwrites. Keeping a state per row would be expensive. A verify records the inputs
 of the recurrence instead, a few kilobytes a row, and the commit replays the recurrence over the
 kept rows from the old state. It runs no projection, and its cost does not depend on the context.

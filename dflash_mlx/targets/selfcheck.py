@@ -1,8 +1,8 @@
-"""Everything that may run on our kernels in one model, checked on this device before it does.
+"""Self-check of a model: every kernel call that it may make, on this device.
 
-What a model asks of the kernels follows from its layers; `kernels.selfcheck` asks it. Exact
-decoding is more than its kernels: what MLX itself computes between them (a rotation, a norm) must
-not depend on the number of rows either, and that only the device itself can say.
+The model's layers determine the calls; `kernels.selfcheck` runs them. Exact decoding also needs
+that what MLX computes between the kernels (a rotation, a norm) does not depend on the number of
+rows, which only the device can show.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..kernels.selfcheck import (
     qkv_checks,
 )
 from ..kernels.shapes import Matrix, dtype_of, matrices
-from ..kernels.weights import AffineWeights, Weights
+from ..kernels.weights import weights_of
 from ..machine.chips import Chip
 from ..proposal import Proposal
 from .attention import attention_shape
@@ -48,9 +48,9 @@ def model_checks(
     measured: Mapping[str, int | None],
     exact: bool,
 ) -> Iterator[Check]:
-    """Every kind of call that a target may make of our kernels, once.
+    """One check per kind of kernel call that a target may make.
 
-    Args as of `kernels.modules.wire`; `exact`: whether every verify runs on them.
+    Args as in `kernels.modules.wire`; `exact`: whether every verify runs on the kernels.
     """
     yield from weight_checks(model, config, kernels, chip, measured, exact)
     rows, seen = _rows(exact), set()
@@ -73,7 +73,7 @@ def weight_checks(
     measured: Mapping[str, int | None],
     exact: bool,
 ) -> Iterator[Check]:
-    """The part of `model_checks` that a drafter has too: products and gated units."""
+    """The checks of products, gated units and fused projections, which drafters have too."""
     ours: dict[int, Matrix] = {}  # by the identity of the module
     kinds: dict[tuple[str, mx.Dtype], nn.Module] = {}
     for _, module, matrix in matrices(model, config):
@@ -98,14 +98,14 @@ def weight_checks(
     for name, layers in groups.items():
         if name is not None:
             of = kernels.qkv, name, dtype_of(layers[0]), _rows(exact)
-            yield from qkv_checks(*of, list(map(_weights, layers)))
+            yield from qkv_checks(*of, list(map(weights_of, layers)))
 
 
 def _products(
     kernels: Kernels, key: str, matrix: Matrix, exact: bool, *modules: nn.Module
 ) -> Iterator[Check]:
-    """By the weights of one layer, or of gate and up."""
-    dtype, weights = dtype_of(modules[0]), [_weights(module) for module in modules]
+    """The checks of one layer's product, or of gate and up."""
+    dtype, weights = dtype_of(modules[0]), list(map(weights_of, modules))
     if matrix.experts:
         of = kernels.experts, key, dtype, _rows(exact), matrix.top_k
         return expert_checks(*of, *weights)
@@ -115,7 +115,7 @@ def _products(
 def check_rows(target: Target) -> None:
     """Compare the rows of one verify with the same rows one after another, bit for bit.
 
-    Raises `KernelError` for a row that differs: then drafted text is not the plain text here.
+    Raises `KernelError` for a row that differs: drafted text would not be the plain text.
     """
     ids = [(7919 * i + 13) % target.vocab_size for i in range(PROMPT + WIDEST)]
     prompt, rows = ids[:PROMPT], ids[PROMPT:]
@@ -128,7 +128,7 @@ def check_rows(target: Target) -> None:
         if not mx.array_equal(_bits(one[0]), _bits(logits[row])).item():
             raise KernelError(
                 f"exact: row {row + 1} of {WIDEST} that {target.name} verifies has other bits here "
-                "than alone: leave exact out, and please report this."
+                "than alone. Leave exact out, and please report this."
             )
         alone.commit([0])
 
@@ -139,10 +139,3 @@ def _bits(x: mx.array) -> mx.array:
 
 def _rows(exact: bool) -> tuple[int, ...]:
     return (1, HALF_ROWS, WIDEST, ALL_ROWS) if exact else (HALF_ROWS, WIDEST)
-
-
-def _weights(module: Any) -> Weights:
-    if "scales" not in module:
-        return module.weight
-    stored = module.weight, module.scales, module.biases
-    return AffineWeights(*stored, module.bits, module.group_size)
