@@ -19,6 +19,7 @@ from .chat_commands import read_conversation, run_command
 from .chat_conversation import Chat
 from .chat_models import ChatModel, LocalModel, ServedModel
 from .generate_prompt import System, check_text
+from .options import DECODING, MODEL, option
 from .output import counted, note
 from .pair import open_pair
 
@@ -30,24 +31,12 @@ if TYPE_CHECKING:
 HINT = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
 
 Resume = Annotated[
-    Path | None,
-    options.value(
-        group=options.DECODING, metavar="FILE", help="Continue a conversation saved with /save."
-    ),
+    Path | None, option(DECODING, "FILE", "Continue a conversation saved with /save.")
 ]
 Address = Annotated[
-    str | None,
-    options.value(
-        "--server",
-        group=options.MODEL,
-        metavar="URL",
-        help="Talk to a running server instead of loading a model.",
-    ),
+    str | None, option(MODEL, "URL", "Talk to a running server instead.", "--server")
 ]
-ApiKey = Annotated[
-    str | None,
-    options.value(group=options.MODEL, metavar="KEY", help="The key for --server."),
-]
+ApiKey = Annotated[str | None, option(MODEL, "KEY", "The key for --server.")]
 
 
 def chat(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_mlx.errors import DataError, DFlashError, OutputError, SettingsError
+from dflash_mlx.errors import DataError, DFlashError, SettingsError
 from dflash_mlx.validation import read_json
 
 from .output import counted, error_line, note, write_file
@@ -108,12 +108,7 @@ def _set(chat: Chat, text: str) -> None:
 def _save(chat: Chat, name: str) -> None:
     path = _path("/save", name)
     if path.is_file():
-        try:
-            read_conversation(path)
-        except DataError as error:
-            raise OutputError(
-                f"{path} exists and is not a saved conversation: choose another name."
-            ) from error
+        read_conversation(path)  # a file of another kind is not replaced
     content = {"model": chat.model.name, "messages": chat.messages}
     write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
     note(f"Saved in {name}.")

@@ -97,16 +97,7 @@ def stats_as_json(stats: Stats) -> dict[str, Any]:
 
 def stats_as_lines(stats: Stats) -> list[str]:
     """The same counters for people, one in each line."""
-    rows = {
-        "prompt": f"{counted(stats.prompt_tokens, 'token')}, {stats.reused_tokens} of them reused",
-        "output": f"{counted(stats.output_tokens, 'token')} in {counted(stats.rounds, 'step')}",
-        "drafted": counted(stats.drafted_tokens, "token"),
-        "accepted": f"{counted(stats.accepted_tokens, 'token')} ({stats.acceptance_rate:.1%})",
-        "acceptance length": f"{stats.acceptance_length:.2f} tokens per step",
-        "steps x rows": steps_by_rows(stats.widths),
-        "prefill": f"{stats.prefill_seconds:.3f} s",
-        "decode": f"{stats.decode_seconds:.3f} s",
-        "first token": f"after {stats.first_token_seconds:.3f} s",
-        "peak memory": f"{stats.peak_bytes / 1e6:,.1f} MB",
-    }
-    return [f"{name:18}{value}" for name, value in rows.items()]
+    counters = stats_as_json(stats) | {"peak_bytes": f"{stats.peak_bytes:,}"}
+    counters |= {"widths": steps_by_rows(stats.widths), "trees": steps_by_rows(stats.trees)}
+    shown = {n: f"{v:.3f}" if isinstance(v, float) else f"{v}" for n, v in counters.items()}
+    return [f"{name.replace('_', ' '):20}{value}" for name, value in shown.items()]

@@ -32,24 +32,14 @@ WIDTHS = (16, 8, 4)  # bits per weight
 GB = 1e9
 
 
-def _downloaded_beginning(incomplete: str) -> list[str]:
-    """The downloaded models that a shell may complete a name to."""
-    return [name for name in Hub().copies() if name.startswith(incomplete)]
-
-
 REPOSITORY = "A Hugging Face repository (owner/name)."
 Name = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=options.targets_beginning)]
-Downloaded = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=_downloaded_beginning)]
 NoDrafter = Annotated[
     bool, options.flag("--no-draft", options.MODEL, "Do not download the drafter.")
 ]
 Inspect = Annotated[
     Path | None,
-    options.value(
-        group=options.OUTPUT,
-        metavar="PATH",
-        help="Show how the config.json of a drafter (a folder or a name) is read.",
-    ),
+    options.option(options.OUTPUT, "PATH", "Show how a drafter's config.json is read."),
 ]
 
 
@@ -104,7 +94,7 @@ def list_(*, json: options.Json = False) -> None:
     stdout().print(table)
 
 
-def rm(*, name: Downloaded) -> None:
+def rm(*, name: Name) -> None:
     """Delete a downloaded model from this disk."""
     if name == EMBEDDED:
         raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")

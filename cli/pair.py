@@ -229,15 +229,10 @@ def announce(name: str, hub: Hub) -> None:
 
 
 def announce_drafter(name: str | None, hub: Hub) -> None:
-    """Name a drafter from the hub, and say how large it is. Raises as `Hub.fetch`."""
-    name = name.removesuffix(WITH_LOOKUP) if name else None
-    if name is None or not on_hub(name):
-        return
-    size = hub.downloaded(name)
-    if size is not None:
-        note(f"drafter {name}, {sized(size)}")
-    elif not hub.offline:
-        note(f"drafter {name}, {sized(hub.remote_bytes(name, WEIGHTS))} to download")
+    """Say which drafter will be downloaded, and its size. Raises as `Hub.fetch`."""
+    name = (name or "").removesuffix(WITH_LOOKUP)
+    if on_hub(name) and not hub.offline and hub.downloaded(name) is None:
+        note(f"drafter {name}: {sized(hub.remote_bytes(name, WEIGHTS))} to download")
 
 
 def on_hub(name: str) -> bool:

@@ -169,7 +169,7 @@ def test_what_cannot_be_saved_or_loaded_is_one_line(chat, capsys, line):
 def test_a_file_that_is_no_conversation_is_not_replaced(chat, tmp_path, capsys):
     notes = tmp_path / "notes.txt"
     notes.write_text("precious")
-    assert "not a saved conversation" in told(chat, capsys, "hi", f"/save {notes}")
+    assert str(notes) in told(chat, capsys, "hi", f"/save {notes}")
     assert notes.read_text() == "precious"
 
 

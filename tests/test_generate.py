@@ -171,8 +171,8 @@ def test_the_counters(scripted):
     assert [*counted] == ["prefill_seconds", "decode_seconds", "first_token_seconds", "peak_bytes"]
     assert all(value > 0 for value in counted.values())
     lines = invoke(*asked, "--stats").stderr
-    assert "13 tokens in 4 steps" in lines and "8 tokens (72.7%)" in lines
-    assert "peak memory" not in invoke(*asked).stderr
+    assert "accepted tokens     8\n" in lines and "acceptance rate     0.727\n" in lines
+    assert "peak bytes" not in invoke(*asked).stderr
 
 
 def test_json_lines(loaded, tmp_path):
