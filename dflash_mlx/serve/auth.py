@@ -74,7 +74,7 @@ class Auth:
 
         Raises `RequestError`: 403 for a wrong host or origin, 401 for a wrong key.
         """
-        host = request.url.hostname or ""
+        host = _host_name(request.headers.get("host", ""))
         if not self._is_own_host(host):
             raise RequestError(f"Unknown host {host[:100]!r}: allow it with --allow-host.", 403)
         origin = request.headers.get("origin")
@@ -113,6 +113,12 @@ class Auth:
             if hmac.compare_digest(given.encode(), key.encode())
         ]
         return valid[0] if valid else None
+
+
+def _host_name(header: str) -> str:
+    """A Host header without its port. starlette's URL replaces one that it cannot parse."""
+    start, separator = (1, "]") if header.startswith("[") else (0, ":")
+    return header[start:].partition(separator)[0].lower()
 
 
 def _is_address(host: str) -> bool:
