@@ -6,6 +6,7 @@ import asyncio
 from typing import Annotated, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from .errors import RequestError, from_validation
@@ -56,9 +57,11 @@ async def read_body(request: Request, model: type[BodyType]) -> BodyType:
     except TimeoutError as error:
         raise RequestError(f"The body took more than {MAX_SECONDS:.0f} s.", 408) from error
     try:
-        return model.model_validate_json(content)
+        return model.model_validate(from_json(content, allow_inf_nan=False))
     except ValidationError as error:
         raise from_validation(error) from error
+    except ValueError as error:
+        raise RequestError(f"The body is not valid JSON: {str(error)[:200]}") from error
 
 
 def _too_large() -> RequestError:

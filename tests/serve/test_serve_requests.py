@@ -43,7 +43,7 @@ def server(target):
 @pytest.mark.parametrize("path", POSTS)
 def test_bodies_that_are_not_json_objects(server, path):
     deep = b'{"a":' * 100_000
-    bodies = [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"a": "\xed\xa0\x80"}', deep]
+    bodies = [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"a": NaN}', b'{"a": "\xed\xa0\x80"}', deep]
     for content in bodies:
         answer = server.post(path, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400, content
