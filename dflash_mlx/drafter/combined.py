@@ -7,6 +7,8 @@ first. A policy knows what steps cost and compares both itself; `propose` compar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from ..proposal import Proposal
@@ -31,8 +33,7 @@ if TYPE_CHECKING:
     from ..targets.caches import Arrays
     from .calibration import Calibration
 
-PRIOR_RATE, PRIOR_WEIGHT = 0.85, 4.0  # acceptance rate of the network's slots; weight in slots
-DECAY = 0.97  # of older drafts per new one
+NETWORK_RATE = 0.85  # acceptance rate of the network's slots, if no policy measures it
 
 
 class CombinedDrafter:
@@ -68,8 +69,6 @@ class CombinedSession(DraftSession):
         self._network, self._lookup = network, LookupSession()
         self.resumable, self.storable = network.resumable, network.storable
         self.has_confidence = network.has_confidence
-        self._drafted = 0  # slots of the network's draft that is being verified
-        self._tried, self._right = PRIOR_WEIGHT, PRIOR_WEIGHT * PRIOR_RATE
 
     @property
     def network(self) -> DraftSession:
@@ -86,12 +85,10 @@ class CombinedSession(DraftSession):
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """The draft of at most `width` rows that promises more tokens."""
-        rates, rate = self.lookup_rates(anchor, width), self._right / self._tried
-        if _expected(rates) > _expected([rate] * (width - 1)):
+        rates = self.lookup_rates(anchor, width)
+        if _expected(rates) > _expected([NETWORK_RATE] * (width - 1)):
             return self.propose_lookup(anchor, width)
-        proposal = self._network.propose(anchor, width)
-        self._drafted = len(proposal) - 1
-        return proposal
+        return self._network.propose(anchor, width)
 
     def propose_tree(
         self, anchor: int, rows: int, width: int, calibration: Calibration
@@ -104,13 +101,8 @@ class CombinedSession(DraftSession):
         return self._network.confidence()
 
     def read_tokens(self, tokens: Sequence[int]) -> None:
-        """Add newly committed tokens: those kept of the network's draft come after the anchor."""
+        """Add newly committed tokens, for the lookup."""
         self._lookup.read_tokens(tokens)
-        if self._drafted:
-            right = len(tokens) - 1
-            self._tried = DECAY * self._tried + min(right + 1, self._drafted)
-            self._right = DECAY * self._right + right
-            self._drafted = 0
 
     def extend(self, taps: mx.array) -> None:
         """Add the features of newly committed tokens, for the network."""
@@ -169,8 +161,4 @@ class CombinedSession(DraftSession):
 
 def _expected(rates: Sequence[float]) -> float:
     """How many slots are expected to be right, given the rate of each."""
-    path, tokens = 1.0, 0.0
-    for rate in rates:
-        path *= rate
-        tokens += path
-    return tokens
+    return sum(accumulate(rates, mul))

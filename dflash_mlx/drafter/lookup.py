@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ..sampling import Sampler
     from ..targets import Target
-    from ..targets.caches import Arrays
 
 LENGTHS = (2, 3, 4, 8, 16)  # of the indexed n-grams, shortest first: see `find`
 MOST = 32  # the longest match
@@ -217,17 +216,6 @@ class LookupSession(DraftSession):
     def rewind(self, checkpoint: int) -> None:
         """Go back to a checkpoint."""
         self.trim_to(checkpoint)
-
-    def rows(self, start: int, end: int) -> Arrays:
-        """None: the text is all it needs."""
-        return {}
-
-    def state(self) -> Arrays:
-        """None."""
-        return {}
-
-    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """Nothing to do: `read_tokens` gets the text."""
 
 
 def matching(draft: Sequence[int], text: Sequence[int]) -> int:

@@ -142,7 +142,6 @@ class DraftSession:
 
     def resume(self, sampler: Sampler) -> None:
         """Continue with another request over the same text, with its settings and seed."""
-        raise NotImplementedError
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
@@ -158,11 +157,11 @@ class DraftSession:
 
     def rows(self, start: int, end: int) -> Arrays:
         """What belongs to the tokens from `start` to `end`, by name; views, to be copied."""
-        raise NotImplementedError
+        return {}
 
     def state(self) -> Arrays:
         """What belongs to this position alone, by name; nothing if `can_trim`."""
-        raise NotImplementedError
+        return {}
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with `position` tokens, from the `rows` of consecutive pieces and the `state`.
@@ -173,7 +172,6 @@ class DraftSession:
             state: of that position, never changed here.
             room: tokens that are about to follow.
         """
-        raise NotImplementedError
 
 
 class PlainSession(DraftSession):
@@ -198,9 +196,6 @@ class PlainSession(DraftSession):
         """The anchor alone."""
         return Proposal([anchor])
 
-    def resume(self, sampler: Sampler) -> None:
-        """Continue with another request."""
-
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
         self.position = position
@@ -212,14 +207,6 @@ class PlainSession(DraftSession):
     def rewind(self, checkpoint: int) -> None:
         """Go back to a checkpoint."""
         self.position = checkpoint
-
-    def rows(self, start: int, end: int) -> Arrays:
-        """None."""
-        return {}
-
-    def state(self) -> Arrays:
-        """None."""
-        return {}
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with this many tokens."""
