@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafter.candidates import Candidates
+from dflash_mlx.drafter.candidates import Candidates, read_candidates
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.drafter.tree import DraftTree
 from dflash_mlx.proposal import Proposal
@@ -76,12 +76,13 @@ class TreeBigrams(BigramDrafter, DraftSession):
 
     drafts_trees = True
 
-    def propose_tree(self, anchor, rows, width, calibration):
+    def propose_tree(self, anchor, rows, width):
         row = np.eye(len(self.probabilities))[anchor]
         log_q = np.log([row := row @ self.probabilities for _ in range(width - 1)])
         log_q, noise = self.sampler.foresee(mx.array(log_q.astype(np.float32)))
         tokens = mx.broadcast_to(mx.arange(len(row)), log_q.shape)
-        return DraftTree(anchor, Candidates.read(tokens, log_q[:, None], noise), calibration, rows)
+        candidates = Candidates.of(tokens, log_q[:, None], noise)
+        return DraftTree(anchor, *read_candidates([candidates])[0], rows)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 
+from dflash_mlx.drafter.dspark import DSpark
 from dflash_mlx.loading.checkpoint import read_drafter
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -19,6 +20,15 @@ FOLDERS = [
     "jetspec_adapter",
     "muse_assistant",
 ]
+
+
+def corrected(drafter: DSpark, logits: mx.array, hidden: mx.array, previous: mx.array) -> mx.array:
+    """Logits [L, DV] with the bias of rows whose predecessors [L] are known."""
+    biases, state = [], drafter.markov_head.first_state(1)
+    for row in range(len(previous)):
+        bias, state = drafter.markov_head.step(hidden[row], previous[row : row + 1], state)
+        biases.append(bias[0])
+    return logits.astype(mx.float32) + drafter.config.logit_scale * mx.stack(biases)
 
 
 class Golden:

@@ -8,8 +8,7 @@ from program import run
 
 import dflash_mlx as dm
 from dflash_mlx.bench.measure import Comparison
-from dflash_mlx.drafter.combined import CombinedDrafter
-from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.protocol import label
 from dflash_mlx.errors import DownloadError, ModelNotFoundError, SettingsError
 from dflash_mlx.loading.hub import Hub

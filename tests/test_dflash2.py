@@ -12,7 +12,7 @@ import reference
 from mlx.utils import tree_flatten, tree_map_with_path
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.candidates import top_candidates
+from dflash_mlx.drafter.candidates import Slots, top_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2, convolve
 from dflash_mlx.drafter.dspark import network_for
@@ -24,7 +24,6 @@ from dflash_mlx.sampling import Sampler
 
 GOLDEN = Path(__file__).parent / "data" / "golden" / "dflash2"
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
-GREEDY = Sampler()
 SHAPE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -88,6 +87,12 @@ def make_target(config, seed=9):
         vocab_size=vocabulary,
         num_layers=config["num_target_layers"],
     )
+
+
+def drafts(drafter, hidden, anchor, target):
+    """The greedy chain from the hidden states [1, L, D] of its slots."""
+    slots = Slots(drafter.logits(hidden, target)[0], hidden[0], mx.array(anchor), Sampler())
+    return drafter.choose([(slots, drafter.draft_scores(slots))])[0].tolist()
 
 
 def distance(a, b):
@@ -161,7 +166,7 @@ def test_the_selector_walks_like_the_slow_one(top):
         logits = np.array(drafter.logits(hidden, target)[0], np.float64)
         states = np.array(hidden[0], np.float64)
         expected = reference.walk(fields, weights, states, logits, seed)
-        assert drafter.draft(hidden, mx.array(seed), target, GREEDY).tolist() == expected
+        assert drafts(drafter, hidden, seed, target) == expected
 
 
 def test_drafting_never_waits_for_the_device():
@@ -209,11 +214,9 @@ def test_an_untrained_dflash2_drafts_what_its_dflash_does():
     taps = mx.random.normal((1, 8, 64))
     hidden = [d(target.embed(block), taps, d.make_cache()) for d in (first, second)]
     assert mx.allclose(hidden[0], hidden[1], atol=1e-6)
-    anchor = mx.array(5)
-    assert mx.array_equal(
-        first.draft(hidden[0][:, 1:], anchor, target, GREEDY),
-        second.draft(hidden[1][:, 1:], anchor, target, GREEDY),
-    )
+    pair = zip((first, second), hidden, strict=True)
+    one, other = (drafts(drafter, states[:, 1:], 5, target) for drafter, states in pair)
+    assert one == other
 
 
 def test_scales_multiplier_and_soft_cap_surround_the_network():

@@ -3,14 +3,14 @@
 import dataclasses
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 import reference
+from golden import corrected
 from mlx.utils import tree_flatten
 from test_dflash2 import SHAPE, distance, random_weight
 
-from dflash_mlx.drafter.calibration import Calibration
+from dflash_mlx.drafter.candidates import Slots
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dspark import CONFIDENCE_ALONE, network_for
 from dflash_mlx.drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK
@@ -119,17 +119,16 @@ def test_against_the_slow_reference(fields):
         logits = drafter.logits(hidden, None)[0, config.first_row :]
         base = reference.base_logits(raw, weights, drafting)
         assert distance(logits, base) < 1e-3
-        tokens, corrected, confidence = reference.markov_walk(raw, weights, drafting, base, anchor)
+        tokens, expected_logits, _ = reference.markov_walk(raw, weights, drafting, base, anchor)
         given = hidden[0, config.first_row :]
-        [walked] = drafter.walk([drafter.widen(logits)], [1.0], given, mx.array(anchor))
+        walked = drafter.walk(drafter.widen(logits), 1.0, given, mx.array(anchor))
         assert walked.tolist() == tokens
         previous = mx.array([anchor, *tokens[:-1]])
-        assert distance(drafter.corrected(logits, given, previous), corrected) < 1e-3
-        assert distance(drafter.confidence(given, previous), confidence) < 1e-3
+        assert distance(corrected(drafter, logits, given, previous), expected_logits) < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_trials_are_walked_together_as_they_are_alone(kind):
+def test_requests_are_walked_together_as_they_are_alone(kind):
     """With the noise of the target's choices in the scores, as drafts above temperature 0 have."""
     drafter = build(raw_config(markov_head_type=kind, draft_vocab_size=DRAFTED))
     hidden, anchor = mx.random.normal((5, 32)), mx.array(7)
@@ -137,7 +136,8 @@ def test_trials_are_walked_together_as_they_are_alone(kind):
     noise = mx.random.gumbel((5, VOCABULARY))
     temperatures = [0.4, 0.8, 2.0]
     scores = [drafter.widen(logits / t) + noise for t in temperatures]
-    together = drafter.walk(scores, [1 / t for t in temperatures], hidden, anchor)
+    walks = [(one, 1 / t, hidden, anchor) for one, t in zip(scores, temperatures, strict=True)]
+    together = drafter.walk_batch(walks)
     weights = {name: np.array(value) for name, value in tree_flatten(drafter.parameters())}
     config = dataclasses.asdict(drafter.config)
     for t, tokens in zip(temperatures, together, strict=True):
@@ -155,67 +155,26 @@ def test_trials_are_walked_together_as_they_are_alone(kind):
 def test_the_confidence_heads_width_says_what_it_reads(parts, width):
     drafter = build(raw_config(), parts)
     assert drafter.confidence_head["proj"].weight.shape == (1, width)
-    hidden, previous = mx.random.normal((5, 32)), mx.array([3, 1, 4, 1, 5])
-    found = drafter.confidence(hidden, previous)
-    other = drafter.confidence(hidden, previous + 1)
-    assert mx.array_equal(found, other) == (width == 32)
+
+
+def slots_of(drafter, hidden, sampler=None):
+    return Slots(drafter.logits(hidden, None)[0], hidden[0], mx.array(7), sampler or Sampler())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("drafted", [VOCABULARY, DRAFTED])
-def test_a_trees_probabilities_are_those_after_each_nodes_own_parent(kind, drafted, temperature):
-    """Of the walk's predecessor exactly; of the others up to what is no candidate of the slot."""
+def test_the_favourites_of_a_tree_are_the_walk(kind, drafted, temperature):
     drafter = build(raw_config(markov_head_type=kind, draft_vocab_size=drafted))
-    hidden, anchor, count = mx.random.normal((1, 4, 32)), mx.array(7), 12
     sampler = Sampler(SamplingSettings(temperature=temperature, seed=3), [1, 2, 3])
-    found = drafter.candidates(hidden, anchor, None, sampler, Calibration(), count)
-    assert found.log_q.shape == (4, count, count)
-    config = dataclasses.asdict(drafter.config)
-    weights = {name: np.array(value) for name, value in tree_flatten(drafter.parameters())}
-    base = np.array(drafter.logits(hidden, None)[0])
-    ids = np.arange(VOCABULARY) if drafted == VOCABULARY else np.array(drafter.token_ids())
-    log_q, _ = sampler.foresee(drafter.widen(mx.array(base)))
-    own = np.array(drafter.narrow(log_q), np.float64)
-    for slot in range(4 if kind != "rnn" else 1):  # a recurrent state depends on the path
-        for row, before in enumerate([7] if slot == 0 else found.tokens[slot - 1].tolist()):
-            bias = reference.markov_walk(
-                config, weights, np.array(hidden[0, slot : slot + 1]), 0 * base[:1], before
-            )[1][0]
-            scores = own[slot] + bias / (temperature or 1.0)
-            columns = np.searchsorted(ids, found.tokens[slot])
-            theirs = found.log_q[slot, row]
-            # Ratios of candidates are exact whatever stands before them.
-            assert distance(np.diff(theirs), np.diff(scores[columns])) < 1e-3
-            if slot == 0:
-                exact = scores - np.log(np.exp(scores - scores.max()).sum()) - scores.max()
-                assert distance(theirs, exact[columns]) < 1e-3
-
-
-def test_the_chain_of_a_tree_is_the_walk():
-    drafter = build(raw_config())
-    hidden, anchor = mx.random.normal((1, 5, 32)), mx.array(7)
-    found = drafter.candidates(hidden, anchor, None, Sampler(), Calibration(), 6)
-    [walked] = drafter.walk([drafter.logits(hidden, None)[0]], [1.0], hidden[0], anchor)
-    chain, before = [], 0
-    for slot in range(5):
-        before = int(found.log_q[slot, before].argmax())
-        chain.append(int(found.tokens[slot, before]))
-    assert chain == walked.tolist()
-
-
-def test_rows_of_a_quantized_head_are_what_it_computes_with():
-    config = raw_config(markov_rank=64)
-    drafter = build(config)
-    hidden, anchor = mx.random.normal((1, 5, 32)), mx.array(7)
-    nn.quantize(drafter.markov_head, group_size=64, bits=8)
-    head = drafter.markov_head
-    inner = mx.random.normal((2, 3, 64))
-    tokens = mx.array([[4, 9], [66, 0]])
-    whole = head.markov_w2(inner)
-    some = mx.take_along_axis(whole, mx.broadcast_to(tokens[:, None], (2, 3, 2)), axis=-1)
-    assert mx.allclose(head.pairs(inner, tokens), some, atol=1e-3)
-    assert drafter.candidates(hidden, anchor, None, Sampler(), Calibration(), 6).tokens.any()
+    slots = slots_of(drafter, mx.random.normal((1, 4, 32)), sampler)
+    tokens, log_probs = drafter.candidates(slots, 12)
+    assert tokens.shape == (4, 12) and log_probs.shape == (4, 1, 12)
+    assert mx.all(mx.exp(log_probs).sum(axis=-1) < 1 + 1e-4)
+    if temperature == 0:
+        walked = drafter.walk(drafter.widen(slots.logits), 1.0, slots.hidden, slots.anchor)
+        best = log_probs[:, 0].argmax(axis=-1)
+        assert mx.array_equal(mx.take_along_axis(tokens, best[:, None], axis=-1)[:, 0], walked)
 
 
 def test_a_mask_embedding_stands_in_for_the_mask_token():

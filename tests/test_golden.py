@@ -2,11 +2,13 @@
 
 import mlx.core as mx
 import pytest
-from golden import FOLDERS, Golden
+from golden import FOLDERS, GOLDEN, Golden, corrected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 
-from dflash_mlx.drafter.session import NetworkSession
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.network import DFlash, NetworkSession
 from dflash_mlx.sampling import Sampler
 
 CONTEXT = 90  # tokens of every text
@@ -35,8 +37,7 @@ def check(golden, case, hidden, target):
     if hasattr(case, "corrected"):
         rows = hidden[0, first:]
         previous = mx.concatenate([mx.array([case.anchor]), case.tokens[:-1]])
-        assert error(drafter.corrected(logits[first:], rows, previous), case.corrected) < 1e-3
-        assert error(drafter.confidence(rows, previous), case.confidence_logits) < 1e-3
+        assert error(corrected(drafter, logits[first:], rows, previous), case.corrected) < 1e-3
 
 
 @given(data=st.data())
@@ -85,7 +86,7 @@ def test_with_noise_the_walk_is_the_golden_one(golden):
         rows, anchor = hidden[0, first:], mx.array(case.anchor)
         scores = drafter.widen(logits / temperature + case.sampled_noise)
         if hasattr(drafter, "walk"):
-            [tokens] = drafter.walk([scores], [1 / temperature], rows, anchor)
+            tokens = drafter.walk(scores, 1 / temperature, rows, anchor)
         else:
             tokens = scores.argmax(axis=-1)
         assert tokens.tolist() == case.sampled_tokens.tolist()
@@ -103,3 +104,26 @@ def test_a_row_too_many_is_noticed(golden):
         layer.update(mx.ones((1, 2, 1, 16)), mx.ones((1, 2, 1, 16)), block=0)
     block = drafter.embed_block(block_of(drafter, case.anchor), target)
     assert error(drafter(block, golden.context[:, :0], cache)[0], case.hidden) > 1e-2
+
+
+def test_parameter_names_are_the_checkpoints():
+    names = {name for name, _ in tree_flatten(DFlash(golden_config()).parameters())}
+    assert names == set(mx.load(str(GOLDEN / "dflash_full" / "model.safetensors")))
+
+
+def golden_config() -> DraftConfig:
+    return DraftConfig.from_file(GOLDEN / "dflash_full" / "config.json")
+
+
+@pytest.mark.parametrize("offsets", [[3, 11], [0, 0]])
+def test_offsets_per_batch_row(offsets):
+    """The trainer's batches: each row of the batch starts at a position of its own."""
+    attention = DFlash(golden_config()).layers[0].self_attn
+    x = mx.random.normal((2, 5, 64))
+    queries = attention.queries(x, mx.array(offsets))
+    keys, values = attention.keys_values(x, mx.array(offsets))
+    for row, offset in enumerate(offsets):
+        alone = x[row : row + 1]
+        assert mx.allclose(queries[row : row + 1], attention.queries(alone, offset), atol=1e-5)
+        for ours, one in zip((keys, values), attention.keys_values(alone, offset), strict=True):
+            assert mx.allclose(ours[row : row + 1], one, atol=1e-5)

@@ -12,8 +12,14 @@ from tinymodels import random_drafter, target
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.conversation import Conversation
-from dflash_mlx.drafter.combined import CombinedDrafter
-from dflash_mlx.drafter.lookup import LENGTHS, MOST, Index, LookupDrafter, LookupRates
+from dflash_mlx.drafter.lookup import (
+    LENGTHS,
+    MOST,
+    CombinedDrafter,
+    Index,
+    LookupDrafter,
+    LookupRates,
+)
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.proposal import Proposal
 

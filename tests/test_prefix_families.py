@@ -9,8 +9,7 @@ from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.combined import CombinedDrafter
-from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
 from dflash_mlx.prefix.cache import CHUNK
 from dflash_mlx.sampling import Sampler
 

@@ -7,8 +7,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.combined import CombinedDrafter
 from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.lookup import CombinedDrafter
 from dflash_mlx.errors import IncompatibleDrafterError
 from dflash_mlx.loading.load import drafter_folder, load_drafter
 from dflash_mlx.loading.registry import PACKAGED

@@ -1,11 +1,9 @@
-"""One pass of a network over the blocks of many requests.
+"""Batched drafting: one pass of a network over the blocks of many requests.
 
-Alone, every request would read the network's weights, and the head, which is as large as the
-target's vocabulary. Here all blocks lie side by side in one sequence, as do the features that enter
-the contexts before them; projections, MLPs and the head take all rows at once. Attention is each
-request's own, over its own context, and so is what is chosen from the logits, but for a walk that
-reads matrices itself (DSpark's). So blocks may be of any widths, and drafts are those that every
-request would get alone.
+The blocks lie side by side in one sequence, as do the features that enter the contexts before them.
+Projections, MLPs and the head take all rows at once, so the weights are read once. Attention runs
+per request, over its own context, and so does the choice from the logits. Blocks may have any
+widths, and drafts are those that each request would get alone.
 """
 
 from __future__ import annotations
@@ -19,27 +17,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from ..proposal import Proposal
-from .candidates import Candidates, Ranking, Slots
-from .network import Attention, DFlash
+from .candidates import Candidates, DraftInput, Slots, read_candidates
+from .layers import Attention
+from .network import NetworkSession, chain
 from .protocol import DraftSession
-from .session import NetworkSession, Part
 from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..sampling import DraftScores
-    from ..targets import Target
-    from .calibration import Calibration
 
 Guard = AbstractContextManager[Any]
 
 
 class _Group(NamedTuple):
-    """Sessions that draft in one pass, and their places among all."""
+    """Sessions of one network, and their indices among all."""
 
-    network: DFlash
-    target: Target
     sessions: list[NetworkSession]
-    places: list[int]
+    indices: list[int]
 
 
 def propose_batch(
@@ -48,17 +42,17 @@ def propose_batch(
     widths: Sequence[int],
     guards: Sequence[Guard] | None = None,
 ) -> list[Proposal | None]:
-    """What each session's own `propose` returns, in as few passes as there are networks.
+    """What each session's own `propose` returns, in one pass per network.
 
-    Sessions that have no network of ours, or share it with no other one here, propose by
-    themselves. Nothing waits for the device, unless a processor does.
+    Sessions without a network of ours, or alone with theirs, propose by themselves. Nothing waits
+    for the device, unless a processor does.
 
     Args:
         sessions: each of them once.
         anchors: the last committed token of each.
         widths: the most rows of each proposal, the anchor included.
-        guards: entered around what runs for each session alone, as its processors. One that takes
-            an error leaves None for the session's proposal, and the others as they are.
+        guards: entered around what runs for one session only, as its processors. If a guard
+            suppresses an error, the session's proposal is None; the others are not affected.
     """
     guards = guards or [nullcontext()] * len(sessions)
     proposals: list[Proposal | None] = [None] * len(sessions)
@@ -67,15 +61,14 @@ def propose_batch(
         with guards[at]:
             proposals[at] = sessions[at].propose(anchors[at], widths[at])
     for group in groups:
-        parts = _parts(group, anchors, widths)
+        network = group.sessions[0].drafter
         ready: list[tuple[int, tuple[Slots, DraftScores]]] = []
-        for index, slots in enumerate(_slots(group, parts)):
-            with guards[group.places[index]]:
-                ready.append((index, (slots, group.network.draft_scores(slots))))
-        chosen = group.network.choose([request for _, request in ready]) if ready else []
-        for (index, (slots, _)), drafts in zip(ready, chosen, strict=True):
-            session = group.sessions[index]
-            proposals[group.places[index]] = session.chain(parts[index], slots.hidden[None], drafts)
+        for at, slots in zip(group.indices, _slots(group, anchors, widths), strict=True):
+            with guards[at]:
+                ready.append((at, (slots, network.draft_scores(slots))))
+        chosen = network.choose([request for _, request in ready]) if ready else []
+        for (at, _), drafts in zip(ready, chosen, strict=True):
+            proposals[at] = chain(anchors[at], drafts)
     return proposals
 
 
@@ -84,10 +77,9 @@ def propose_tree_batch(
     anchors: Sequence[int],
     rows: Sequence[int],
     widths: Sequence[int],
-    calibrations: Sequence[Calibration],
     guards: Sequence[Guard] | None = None,
 ) -> list[DraftTree | None]:
-    """What each session's own `propose_tree` returns; waits once for each network.
+    """What each session's own `propose_tree` returns; waits once per network.
 
     Args as of `propose_batch` and of `DraftSession.propose_tree`.
     """
@@ -96,131 +88,107 @@ def propose_tree_batch(
     alone, groups = _groups(sessions, widths)
     for at in alone:
         with guards[at]:
-            of_tree = anchors[at], rows[at], widths[at], calibrations[at]
-            trees[at] = sessions[at].propose_tree(*of_tree)
+            trees[at] = sessions[at].propose_tree(anchors[at], rows[at], widths[at])
     for group in groups:
-        ready: list[tuple[int, Ranking]] = []
-        parts = _parts(group, anchors, widths)
-        for at, slots in zip(group.places, _slots(group, parts), strict=True):
+        ready: list[tuple[int, Candidates]] = []
+        for at, slots in zip(group.indices, _slots(group, anchors, widths), strict=True):
             with guards[at]:
-                ready.append((at, group.network.rank(slots, calibrations[at], rows[at] - 1)))
-        candidates = Candidates.read_together([ranking for _, ranking in ready])
-        for (at, _), found in zip(ready, candidates, strict=True):
-            trees[at] = DraftTree(anchors[at], found, calibrations[at], rows[at])
+                ready.append((at, group.sessions[0].drafter.candidates(slots, rows[at] - 1)))
+        found = read_candidates([candidates for _, candidates in ready])
+        for (at, _), (tokens, log_probs) in zip(ready, found, strict=True):
+            trees[at] = DraftTree(anchors[at], tokens, log_probs, rows[at])
     return trees
 
 
 def _groups(
     sessions: Sequence[DraftSession], widths: Sequence[int]
 ) -> tuple[list[int], list[_Group]]:
-    """The places of sessions that propose by themselves, and those that draft in one pass."""
+    """The indices of sessions that propose by themselves, and those that draft in one pass."""
     alone: list[int] = []
     groups: dict[tuple[int, int], _Group] = {}
     for at, (session, width) in enumerate(zip(sessions, widths, strict=True)):
-        if type(session) is NetworkSession and width > 1:
-            network, target = session.pair
-            if isinstance(network, DFlash):
-                key = id(network), id(target)
-                group = groups.setdefault(key, _Group(network, target, [], []))
-                group.sessions.append(session)
-                group.places.append(at)
-                continue
-        alone.append(at)
-    alone += [group.places[0] for group in groups.values() if len(group.places) == 1]
-    return alone, [group for group in groups.values() if len(group.places) > 1]
+        if isinstance(session, NetworkSession) and width > 1:
+            pair = id(session.drafter), id(session.target)
+            group = groups.setdefault(pair, _Group([], []))
+            group.sessions.append(session)
+            group.indices.append(at)
+        else:
+            alone.append(at)
+    alone += [group.indices[0] for group in groups.values() if len(group.indices) == 1]
+    return alone, [group for group in groups.values() if len(group.indices) > 1]
 
 
-def _parts(group: _Group, anchors: Sequence[int], widths: Sequence[int]) -> list[Part]:
-    """What each session of a group brings to its pass."""
-    pairs = zip(group.sessions, group.places, strict=True)
-    return [session.part(anchors[at], widths[at]) for session, at in pairs]
-
-
-def _slots(group: _Group, parts: Sequence[Part]) -> list[Slots]:
-    """The slots of all blocks, after one pass of the network, and of its head."""
-    network, target, first = group.network, group.target, group.network.config.first_row
-    hidden = _pass(network, target, parts)
-    ends = accumulate(len(part.block) for part in parts)
-    drafting = [
-        row
-        for end, part in zip(ends, parts, strict=True)
-        for row in range(end - len(part.block) + first, end)
+def _slots(group: _Group, anchors: Sequence[int], widths: Sequence[int]) -> list[Slots]:
+    """The slots of all blocks, after one pass of the network and of its head."""
+    network, target = group.sessions[0].drafter, group.sessions[0].target
+    inputs = [
+        session.draft_input(anchors[at], widths[at])
+        for session, at in zip(group.sessions, group.indices, strict=True)
     ]
-    hidden = hidden[:, mx.array(drafting)]
-    cuts = list(accumulate(len(part.block) - first for part in parts))[:-1]
-    logits = mx.split(network.logits(hidden, target)[0], cuts)
-    each = zip(logits, mx.split(hidden[0], cuts), parts, strict=True)
-    return [Slots(of, states, mx.array(part.anchor), part.sampler) for of, states, part in each]
-
-
-def _pass(network: DFlash, target: Target, parts: Sequence[Part]) -> mx.array:
-    """The network's hidden states [1, R, D] of all blocks, after the final norm.
-
-    Each cache takes its request's new features, as when the network is called for it alone.
-    """
-    rows = _Rows(parts)
-    x = network.embed_rows(mx.concatenate([part.block for part in parts]), rows.places, target)
-    waiting = [part.taps for part in parts if part.taps.shape[1]]
+    rows, first = _BatchRows(inputs), network.config.first_row
+    x = network.embed_block(mx.concatenate([one.block for one in inputs]), target, rows.places)
+    waiting = [one.taps for one in inputs if one.taps.shape[1]]
     context = network.fuse(mx.concatenate(waiting, axis=1)) if waiting else None
     for index, layer in enumerate(network.layers):
         x = layer(x, partial(rows.attend, layer.self_attn, index, context), rows.places)
-    return network.norm(x)
+    # Rows that draft nothing are not read by the head.
+    hidden = network.norm(x)[:, mx.array([at for at, place in rows.each if place >= first])]
+    cuts = list(accumulate(len(one.block) - first for one in inputs))[:-1]
+    logits = mx.split(network.logits(hidden, target)[0], cuts)
+    each = zip(logits, mx.split(hidden[0], cuts), inputs, strict=True)
+    return [Slots(of, states, mx.array(one.anchor), one.sampler) for of, states, one in each]
 
 
-class _Rows:
+class _BatchRows:
     """The rows of a pass: of the blocks, and of the features that are new.
 
     Attributes:
-        places: [R] of the blocks' rows, each in its block.
+        each: the index of every row of the blocks, and its place in its block.
+        places: [R], the places.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._caches = [part.cache for part in parts]
-        self._blocks = [len(part.block) for part in parts]
-        news = [part.taps.shape[1] for part in parts]
+    def __init__(self, inputs: Sequence[DraftInput]) -> None:
+        self._caches = [one.cache for one in inputs]
+        self._blocks = [len(one.block) for one in inputs]
+        new = [one.taps.shape[1] for one in inputs]
         starts = [cache[0].offset for cache in self._caches]  # of the new features
-        each = list(zip(starts, news, self._blocks, strict=True))
-        self.places = mx.array([row for block in self._blocks for row in range(block)])
+        sizes = list(zip(starts, new, self._blocks, strict=True))
+        places = [place for block in self._blocks for place in range(block)]
+        self.each, self.places = list(enumerate(places)), mx.array(places)
         self._positions = mx.array(
-            [start + new + row for start, new, block in each for row in range(block)]
+            [start + count + row for start, count, block in sizes for row in range(block)]
         )
         self._key_positions = mx.array(
-            [start + row for start, new, block in each for row in range(new + block)]
+            [start + row for start, count, block in sizes for row in range(count + block)]
         )
-        # Keys are of the new features and the block's rows, request after request. The features of
-        # all come before the blocks of all.
+        # Keys belong to the new features and the block's rows, request after request. In the pass
+        # the features of all requests come before the blocks of all.
         order: list[int] = []
-        feature, row = 0, sum(news)
-        for _, new, block in each:
-            order += [*range(feature, feature + new), *range(row, row + block)]
-            feature, row = feature + new, row + block
+        feature, row = 0, sum(new)
+        for _, count, block in sizes:
+            order += [*range(feature, feature + count), *range(row, row + block)]
+            feature, row = feature + count, row + block
         self._order = mx.array(order)
         self._cuts = list(accumulate(self._blocks))[:-1]
-        self._key_cuts = list(accumulate(new + block for _, new, block in each))[:-1]
+        self._key_cuts = list(accumulate(count + block for _, count, block in sizes))[:-1]
 
     def attend(
         self, attention: Attention, layer: int, context: mx.array | None, x: mx.array
     ) -> mx.array:
         """The heads' outputs [1, H, R, head_dim] of a layer's input x [1, R, D].
 
-        `context` [1, S, D] are the fused features that are new, None if there are none.
+        `context` [1, S, D] holds the new fused features; None if there are none.
         """
         rows = x
         if context is not None:
             rows = mx.concatenate([context, x], axis=1)[:, self._order]
-        # Rows on the batch axis: there each may have its own position.
-        of_keys = attention.keys_values(rows.swapaxes(0, 1), self._key_positions)
-        keys, values = (mx.split(of.swapaxes(0, 2), self._key_cuts, axis=2) for of in of_keys)
+        # Rows are on the batch axis, where each may have its own position.
+        both = attention.keys_values(rows.swapaxes(0, 1), self._key_positions)
+        keys, values = (mx.split(one.swapaxes(0, 2), self._key_cuts, axis=2) for one in both)
         queries = attention.queries(x.swapaxes(0, 1), self._positions).swapaxes(0, 2)
+        own = mx.split(queries, self._cuts, axis=2)
         outputs = []
-        for own, new_keys, new_values, caches, block in zip(
-            mx.split(queries, self._cuts, axis=2),
-            keys,
-            values,
-            self._caches,
-            self._blocks,
-            strict=True,
-        ):
-            held = caches[layer].update(new_keys, new_values, block=block)
-            outputs.append(attention.attend(own, *held))
+        for at, caches in enumerate(self._caches):
+            held = caches[layer].update(keys[at], values[at], block=self._blocks[at])
+            outputs.append(attention.attend(own[at], *held))
         return mx.concatenate(outputs, axis=2)

@@ -78,9 +78,9 @@ class DraftConfig:
     causal: tuple[bool, ...]  # per layer: are a block's rows blind to later rows of the block?
     kind: str = DFLASH
     packaging: str = "zlab"
-    first_row: int = 1  # of a block that drafts: 0 where the anchor's does
-    draft_vocab_size: int = 0  # tokens that it can draft; 0 stands for all
-    target_hidden_size: int = 0  # the width of its taps; 0 stands for its own
+    first_row: int = 1  # the first row of a block that drafts; 0 is the anchor's
+    draft_vocab_size: int = 0  # tokens that it can draft; 0 means all
+    target_hidden_size: int = 0  # the width of its taps; 0 means its own
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None  # None, or {"rope_type": "linear" | "yarn", ...}
     rope_amplitude: float = 1.0  # on rotated queries and keys
@@ -103,20 +103,15 @@ class DraftConfig:
     confidence: bool = False  # a head that says how sure each row is
     runtime_block_size: int | None = None  # rows that the publisher suggests to run
     quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
-    unreadable: str | None = None  # why the weights cannot be read, where the config says so
+    unreadable: str | None = None  # why the weights cannot be read, if they cannot
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     unused: tuple[ResolvedField, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """What stands for another field's value becomes it."""
+        """Fill in the fields whose default is another field's value."""
         object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
         object.__setattr__(self, "target_hidden_size", self.target_hidden_size or self.hidden_size)
         object.__setattr__(self, "sinks", self.sinks or (False,) * self.num_hidden_layers)
-
-    @property
-    def is_dflash2(self) -> bool:
-        """Whether the drafter has DFlash2's convolutions and candidate selector."""
-        return self.conv_kernel_size > 0
 
     @property
     def drafts(self) -> int:
@@ -130,7 +125,7 @@ class DraftConfig:
 
     @property
     def rope_type(self) -> str:
-        """How the rotary frequencies are stretched; "default" for not at all."""
+        """How the rotary frequencies are scaled; "default" for not at all."""
         return "default" if self.rope_scaling is None else str(self.rope_scaling["rope_type"])
 
     @classmethod

@@ -1,7 +1,7 @@
-"""What a drafter remembers of the text so far: keys and values of *context rows*, never of blocks.
+"""A drafter's context: keys and values of committed tokens, never of blocks.
 
-Each committed token contributes one row per draft layer, computed from the target's hidden
-states. The rows of a block are guesses; they are seen during their own pass and then forgotten.
+Each committed token has one row per draft layer, computed from the target's hidden states. The rows
+of a block are guesses: they are used during their own pass and then dropped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ ContextCheckpoint = tuple[int, tuple[mx.array, mx.array] | None]
 class ContextCache:
     """The context keys and values of one draft layer, for one request.
 
-    A full-attention layer keeps every row, in mlx-lm's `KVCache`, which grows in steps. A layer
-    with a sliding window keeps the last `window - 1` rows: the first row of the next block sees
-    no further back (`query position - key position < window`), so its memory is bounded whatever
-    the length of the context.
+    A full-attention layer keeps every row, in mlx-lm's `KVCache`. A layer with a sliding window
+    keeps the last `window - 1` rows: the first row of the next block sees no further back
+    (`query position - key position < window`).
     """
 
     def __init__(self, window: int | None) -> None:
@@ -31,13 +30,6 @@ class ContextCache:
         self.offset = 0  # context rows seen so far, and so the absolute position of the next one
         self._full = KVCache()
         self._recent: tuple[mx.array, mx.array] | None = None
-
-    @property
-    def size(self) -> int:
-        """Context rows held now."""
-        if self.window is None:
-            return int(self._full.offset)
-        return 0 if self._recent is None else self._recent[0].shape[2]
 
     @property
     def state(self) -> tuple[mx.array, ...]:
@@ -52,7 +44,7 @@ class ContextCache:
         self.offset = offset
 
     def checkpoint(self) -> ContextCheckpoint:
-        """This state, to come back to; nothing is copied."""
+        """The current state, for `rewind`; nothing is copied."""
         return self.offset, self._recent
 
     def rewind(self, checkpoint: ContextCheckpoint) -> None:
@@ -62,17 +54,17 @@ class ContextCache:
         self.offset, self._recent = checkpoint
 
     def rows(self, start: int, end: int) -> Arrays:
-        """The keys and values [1, KV, S, head_dim] of S tokens; none of a layer with a window."""
+        """The keys and values [1, KV, S, head_dim] of S tokens; none if there is a window."""
         return caches.rows(self._full, start, end) if self.window is None else {}
 
     def recent(self) -> Arrays:
-        """The rows of a layer's window; none without one."""
-        return (
-            {} if self._recent is None else dict(zip(("keys", "values"), self._recent, strict=True))
-        )
+        """The rows of the window; none if there is no window."""
+        if self._recent is None:
+            return {}
+        return {"keys": self._recent[0], "values": self._recent[1]}
 
     def restore(self, offset: int, rows: Sequence[Arrays], window: Arrays, room: int) -> None:
-        """Begin with `offset` rows, of which a layer with a window gets the last."""
+        """Start with `offset` rows; a layer with a window gets only the last ones."""
         self.offset = offset
         if self.window is None:
             caches.restore(self._full, offset, rows, {}, room)

@@ -1,12 +1,12 @@
 """DFlash2: DFlash with convolutions inside the block and a selector that walks over candidates.
 
 A DFlash block is drafted in one pass, so its rows know little of each other. DFlash2 (z-lab, August
-2026) mends that twice, at next to no cost:
+2026) adds two parts:
 
-- around every attention and every MLP, a causal convolution along the block, whose kernels are
-  made of each row's own hidden state (*dynamic*) and shared by groups of channels (*grouped*);
-- a *candidate selector*: the top-k tokens of every slot are scored against the candidates of the
-  slot before, so the drafted chain is chosen as a chain and not slot by slot.
+- a causal convolution along the block, around every attention and every MLP. Its kernels depend on
+  each row's own hidden state (*dynamic*), and groups of channels share them (*grouped*);
+- a *candidate selector*, which scores the top-k tokens of every slot against the candidates of the
+  slot before. It chooses the chain as a whole.
 
 Parameter names are those of the published checkpoints.
 """
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import Ranking, Slots, top_candidates
+from .candidates import Candidates, Slots, top_candidates, with_noise
 from .config import DraftConfig
-from .network import DFlash, DraftLayer, Sublayer
+from .layers import DraftLayer, Sublayer
+from .network import DFlash
 
 if TYPE_CHECKING:
     from ..sampling import DraftScores
-    from .calibration import Calibration
 
 
 class DynamicConv(nn.Module):
@@ -35,14 +35,14 @@ class DynamicConv(nn.Module):
         super().__init__()
         hidden, kernel = config.hidden_size, config.conv_kernel_size
         self.groups = hidden // config.conv_group_size
-        # An untrained drafter is a plain DFlash: every row passes through unchanged.
+        # Before training, every row passes through unchanged.
         self.base_kernel = mx.zeros((2, kernel, hidden))
         self.base_kernel[:, 0] = 1
         self.kernel_projection = nn.Linear(hidden, 2 * kernel * self.groups, bias=False)
         self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
 
     def __call__(self, x: mx.array, sublayer: Sublayer, places: mx.array | None = None) -> mx.array:
-        """x [N, L, D] -> convolve -> sub-layer -> convolve; both kernels are made of x."""
+        """x [N, L, D] -> convolve -> sub-layer -> convolve; both kernels depend on x."""
         sides, kernel, hidden = self.base_kernel.shape
         dynamic = self.kernel_projection(x).reshape(*x.shape[:2], sides, kernel, self.groups, 1)
         static = self.base_kernel.reshape(sides, kernel, self.groups, -1)
@@ -54,8 +54,8 @@ class DynamicConv(nn.Module):
 def convolve(x: mx.array, kernels: mx.array, places: mx.array | None = None) -> mx.array:
     """out[i] = sum_t kernels[i, t] * x[i - t], zero before the block's first row.
 
-    x is [N, L, D]; kernels [N, L, K, D] hold a kernel per row and channel; places [L] say how far
-    each row is from its block's first, if x is not one block.
+    x is [N, L, D]; kernels [N, L, K, D] hold a kernel per row and channel; places [L] are the rows'
+    places in their blocks, if x holds several blocks.
     """
     length = x.shape[1]
     out = kernels[:, :, 0] * x
@@ -92,7 +92,7 @@ class CandidateSelector(nn.Module):
         super().__init__()
         codebook = (config.vocab_size, config.selector_rank)
         self.top_k = config.selector_top_k
-        # One side starts at zero and the other does not: no opinion yet, and still a gradient.
+        # One side starts at zero and the other does not: scores are 0, gradients are not.
         self.predecessor_codebook = mx.random.normal(codebook)
         self.successor_codebook = mx.zeros(codebook)
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
@@ -119,12 +119,12 @@ class CandidateSelector(nn.Module):
     def walk(self, own: mx.array, weight: float, hidden: mx.array, anchor: mx.array) -> mx.array:
         """Choose a chain of tokens [L] from their own scores [L, V] and hidden [L, D].
 
-        `own` is how good a token is whatever comes before it, with the noise that the target's
-        choice at its position will contain; `weight` is what one unit of logit counts in it;
-        `anchor` is the token before the chain.
+        `own` scores a token without the token before it, and contains the noise of the target's
+        choice; `weight` is what one unit of logit counts in it; `anchor` is the token before the
+        chain.
 
-        The best successor of *every* candidate is found in one pass; what is left to do slot by
-        slot is to follow the pointers, a gather each, and the host never waits.
+        The best successor of *every* candidate is found in one pass. Then a gather per slot follows
+        the pointers; the host never waits.
         """
         candidates = top_candidates(own, self.top_k)
         own = mx.take_along_axis(own, candidates, axis=-1).astype(mx.float32)
@@ -146,7 +146,7 @@ class DFlash2(DFlash):
         self.candidate_selector = CandidateSelector(config)
 
     def draft_scores(self, slots: Slots) -> DraftScores:
-        """What the tokens of a request's slots are chosen by; a processor of the request's runs."""
+        """What the tokens of a request's slots are chosen by; the request's processors run."""
         return slots.sampler.draft_scores(self.selectable(slots.logits))
 
     def choose(self, requests: Sequence[tuple[Slots, DraftScores]]) -> list[mx.array]:
@@ -155,19 +155,18 @@ class DFlash2(DFlash):
         return [walk(*scores, slots.hidden, slots.anchor) for slots, scores in requests]
 
     def selectable(self, logits: mx.array) -> mx.array:
-        """Logits [L, V], minus infinity from where on the selector's vocabulary ends."""
+        """Logits [L, V], minus infinity beyond the selector's vocabulary."""
         end = self.config.selector_vocab_size
         if end is None:
             return logits
         return mx.where(mx.arange(logits.shape[-1]) < end, logits, -mx.inf)
 
-    def rank(self, slots: Slots, calibration: Calibration, count: int) -> Ranking:
+    def candidates(self, slots: Slots, count: int) -> Candidates:
         """The selector's candidates, as many as it was trained for, after each one before them."""
         log_q, noise = slots.sampler.foresee(self.selectable(slots.logits))
         selector = self.candidate_selector
-        tokens = top_candidates(calibration.ranking(log_q, noise), selector.top_k)
+        tokens = top_candidates(with_noise(log_q, noise), selector.top_k)
         own = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
         pairs = selector.pairs(slots.hidden, slots.anchor, tokens)
         scores = own + pairs / (slots.sampler.temperature or 1.0)
-        log_q = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-        return Ranking.of(tokens, log_q, noise)
+        return Candidates.of(tokens, scores - mx.logsumexp(scores, axis=-1, keepdims=True), noise)

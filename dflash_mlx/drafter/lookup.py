@@ -1,4 +1,4 @@
-"""Lookup drafting: what followed the last time that the text read like this.
+"""Lookup drafting, alone or beside a network: what followed the last time the text read like this.
 
 Prompt lookup decoding: rewriting a file, quoting code or repeating JSON mostly copies text that
 stands in the prompt already. An index holds the last place of each n-gram of the text. When the
@@ -12,16 +12,29 @@ learns it from all its drafts, verified or not: once the text has passed a draft
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING, Any
 
 from ..proposal import Proposal
-from .protocol import DraftSession
+from .protocol import (
+    Drafter,
+    DraftSession,
+    PlainSession,
+    block_size,
+    cache_bytes,
+    drafts_trees,
+    label,
+    start_session,
+)
+from .tree import DraftTree
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from ..sampling import Sampler
     from ..targets import Target
+    from ..targets.caches import Arrays
 
 LENGTHS = (2, 3, 4, 8, 16)  # of the indexed n-grams, shortest first: see `find`
 MOST = 32  # the longest match
@@ -30,6 +43,7 @@ PRIOR_RATES = (0.35, 0.6, 0.8, 0.9, 0.95)  # after matches of 2-3, 4-7, 8-15, 16
 PRIOR_WEIGHT = 3.0  # of a prior rate, in drafts
 SLOTS = 3  # slots with a rate of their own; later ones share the last
 DECAY = 0.97  # of older drafts per new one
+NETWORK_RATE = 0.85  # acceptance rate of a network's slots, if no policy measures it
 UNSEEN = -1
 
 
@@ -126,42 +140,24 @@ class LookupRates:
             correct[at] = DECAY * correct[at] + (slot < right)
 
 
-class LookupDrafter:
-    """Drafts for any target, without a network."""
-
-    tap_layers = ()
-    identity = label = "lookup"
-    block_size = WIDEST
-
-    def start(self, target: Target, sampler: Sampler) -> LookupSession:
-        """Begin one request."""
-        return LookupSession()
-
-
 class LookupSession(DraftSession):
-    """One request's text, and drafts from it. Everything is on the host."""
+    """One request's lookups, and the drafts of a network beside them.
 
-    resumable = storable = True
+    Args:
+        network: drafts if a lookup promises less; a `PlainSession` drafts nothing.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, network: DraftSession) -> None:
+        self._network = network
+        self.resumable, self.storable = network.resumable, network.storable
         self._index, self._rates = Index(), LookupRates()
         self._found = 0, 0, 0  # place, length and anchor of the last match
         self._drafts: list[tuple[int, int, list[int]]] = []  # not compared yet: place, match, draft
 
     @property
-    def network(self) -> None:
-        """There is none."""
-
-    @property
-    def position(self) -> int:
-        """Tokens of the text."""
-        return len(self._index.tokens)
-
-    def extend(self, taps: mx.array) -> None:
-        """Features are not needed."""
-
-    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Features are not needed."""
+    def network(self) -> DraftSession | None:
+        """The network's session."""
+        return self._network.network
 
     def read_tokens(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text, and learn from the drafts that it has passed."""
@@ -183,7 +179,7 @@ class LookupSession(DraftSession):
         slots = min(width, WIDEST) - 1
         if not matched or slots < 1:
             return []
-        begin = self.position + 1  # behind the anchor
+        begin = len(self._index.tokens) + 1  # behind the anchor
         self._drafts = [draft for draft in self._drafts if draft[0] != begin]
         self._drafts.append((begin, matched, self._index.follow(place, anchor, slots)))
         return self._rates.of(matched, slots)
@@ -196,26 +192,111 @@ class LookupSession(DraftSession):
         return Proposal([anchor, *self._index.follow(place, anchor, slots)])
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        """What followed the last time; the anchor alone if there is no earlier match."""
-        rows = 1 + len(self.lookup_rates(anchor, width))
-        return self.propose_lookup(anchor, rows)
+        """The draft of at most `width` rows that promises more tokens."""
+        rates, network = self.lookup_rates(anchor, width), [NETWORK_RATE] * (width - 1)
+        if self.network is None or sum(accumulate(rates, mul)) > sum(accumulate(network, mul)):
+            return self.propose_lookup(anchor, width)
+        return self._network.propose(anchor, width)
+
+    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
+        """The network's tree."""
+        return self._network.propose_tree(anchor, rows, width)
+
+    def extend(self, taps: mx.array) -> None:
+        """Add the features of newly committed tokens, for the network."""
+        self._network.extend(taps)
+
+    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Add features of a verify step, for the network."""
+        self._network.extend_rows(taps, kept)
+
+    @property
+    def unread(self) -> int:
+        """The network's."""
+        return self._network.unread
+
+    @property
+    def position(self) -> int:
+        """The network's."""
+        return self._network.position
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether the network's session can."""
+        return self._network.can_trim
 
     def resume(self, sampler: Sampler) -> None:
         """Continue with another request over the same text."""
+        self._network.resume(sampler)
         self._drafts = []
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
+        self._network.trim_to(position)
         self._index.trim_to(position)
         self._drafts = []
 
-    def checkpoint(self) -> int:
-        """The position."""
-        return self.position
+    def checkpoint(self) -> tuple[Any, int]:
+        """The network's, and the length of the text."""
+        return self._network.checkpoint(), len(self._index.tokens)
 
-    def rewind(self, checkpoint: int) -> None:
+    def rewind(self, checkpoint: tuple[Any, int]) -> None:
         """Go back to a checkpoint."""
-        self.trim_to(checkpoint)
+        self._network.rewind(checkpoint[0])
+        self._index.trim_to(checkpoint[1])
+        self._drafts = []
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """The network's."""
+        return self._network.rows(start, end)
+
+    def state(self) -> Arrays:
+        """The network's."""
+        return self._network.state()
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Restore the network's session; `read_tokens` gets the text."""
+        self._network.restore(position, rows, state, room)
+
+
+class LookupDrafter:
+    """Drafts for any target, without a network."""
+
+    tap_layers = ()
+    label = "lookup"
+    block_size = WIDEST
+
+    def start(self, target: Target, sampler: Sampler) -> LookupSession:
+        """Begin one request."""
+        return LookupSession(PlainSession())
+
+
+class CombinedDrafter:
+    """A network's drafter and lookups: the draft that promises more tokens is verified.
+
+    The lookup is free and says at once whether the text has read like this before, so it is asked
+    first. A policy compares both by what their steps cost.
+
+    Args:
+        network: drafts where the text is new.
+    """
+
+    def __init__(self, network: Drafter) -> None:
+        self.network = network
+        self.tap_layers, self.block_size = network.tap_layers, block_size(network)
+        self.drafts_trees, self.label = drafts_trees(network), f"{label(network)}+lookup"
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"CombinedDrafter({self.network!r})"
+
+    def cache_bytes(self, tokens: int) -> int:
+        """The network's."""
+        return cache_bytes(self.network, tokens)
+
+    def start(self, target: Target, sampler: Sampler) -> LookupSession:
+        """Begin one request. Raises `IncompatibleDrafterError`."""
+        return LookupSession(start_session(self.network, target, sampler))
 
 
 def matching(draft: Sequence[int], text: Sequence[int]) -> int:

@@ -1,154 +1,50 @@
 """The DFlash drafter: a small block-diffusion transformer that drafts a whole block in one pass.
 
-The network (arXiv 2602.06036) is a Qwen3-style decoder without an embedding and a head of its
-own; it borrows the target's. Hidden states of a few target layers (the *taps*) are fused into one
-context feature per token, which enters every draft layer as extra keys and values (KV injection).
-The block is [last token, mask, mask, ...], and all its rows are drafted together without iteration.
-In z-lab's drafters row i predicts the token i places after the last one, so the first predicts
-nothing; in others (`first_row` 0) it already predicts the next token, and every row is a draft.
+The network (arXiv 2602.06036) is a Qwen3-style decoder that borrows the target's embedding and
+head. Hidden states of a few target layers (the *taps*) are fused into one context feature per
+token, which enters every draft layer as extra keys and values (KV injection). The block is
+[anchor, mask, mask, ...], where the anchor is the last committed token. One pass drafts all rows.
+In z-lab's drafters row i predicts the token i places after the anchor, so row 0 predicts nothing.
+In others (`first_row` 0), row 0 predicts the next token, and every row is a draft.
 
 Parameter names are those of the published checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models.activations import swiglu
 
 from ..errors import IncompatibleDrafterError
+from ..proposal import Proposal
 from ..sampling import DraftScores, Sampler
-from .candidates import MOST_CANDIDATES, Candidates, Ranking, Slots, top_candidates
+from ..targets.caches import Arrays, strip_prefix
+from ..targets.taps import gathered
+from .candidates import (
+    MOST_CANDIDATES,
+    Candidates,
+    DraftInput,
+    Slots,
+    read_candidates,
+    top_candidates,
+    with_noise,
+)
 from .config import DraftConfig
-from .context import ContextCache
+from .context import ContextCache, ContextCheckpoint
+from .layers import DraftLayer
 from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
-from .rope import make_rope
-from .session import NetworkSession
+from .protocol import DraftSession
+from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..targets import Target
-    from .calibration import Calibration
 
-
-Sublayer = Callable[[mx.array], mx.array]
-
-
-# A module is a dict of its parts. What a round calls asks for them by key, as MLX's own layers do:
-# an attribute is looked for in every class first, and only then by a function of Python's.
-
-
-class Attention(nn.Module):
-    """Attention of a block over the context rows and over itself."""
-
-    def __init__(self, config: DraftConfig, layer: int) -> None:
-        super().__init__()
-        hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, self.scale = head_dim, head_dim**-0.5
-        self.window, self.causal = config.windows[layer], config.causal[layer]
-        self.q_proj = nn.Linear(hidden, self.heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * head_dim, hidden, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        if config.sinks[layer]:
-            self.attention_sink_bias = mx.zeros((self.heads,))
-        self.rope = make_rope(config)
-
-    def queries(self, x: mx.array, offset: int | mx.array) -> mx.array:
-        """Rotated queries [N, H, L, head_dim] of x [N, L, D], whose first row is at `offset`.
-
-        `offset` is a position, or one per batch row as an integer array [N].
-        """
-        queries = self["q_proj"](x).reshape(*x.shape[:2], self.heads, self.head_dim)
-        return self["rope"](self["q_norm"](queries).transpose(0, 2, 1, 3), offset=offset)
-
-    def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
-        """Rotated keys and values, each [N, KV, L, head_dim], of x [N, L, D] at `offset`."""
-        keys = self["k_proj"](x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
-        values = self["v_proj"](x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
-        keys = self["rope"](self["k_norm"](keys).transpose(0, 2, 1, 3), offset=offset)
-        return keys, values.transpose(0, 2, 1, 3)
-
-    def __call__(self, x: mx.array, context: mx.array, cache: ContextCache) -> mx.array:
-        """Attend from the block x [1, B, D], remembering the new `context` [1, S, D].
-
-        Returns the heads' outputs before the output projection, [1, H, B, head_dim].
-        """
-        block, start = x.shape[1], cache.offset
-        rows = mx.concatenate([context, x], axis=1) if context.shape[1] else x
-        keys, values = cache.update(*self.keys_values(rows, start), block=block)
-        return self.attend(self.queries(x, cache.offset), keys, values)
-
-    def output(self, seen: mx.array) -> mx.array:
-        """The attention's share of the stream [N, L, D] from its heads' outputs."""
-        return self["o_proj"](seen.transpose(0, 2, 1, 3).flatten(2))
-
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """The heads' outputs [1, H, B, head_dim] of a block's queries, whose own keys are last."""
-        masks = self.causal or self.window is not None  # else every row sees everything
-        return mx.fast.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            scale=self.scale,
-            mask=self._mask(queries.shape[2], keys.shape[2]) if masks else None,
-            # A logit per head [H] in every softmax's denominator, as gpt-oss has it.
-            sinks=self.get("attention_sink_bias"),
-        )
-
-    def _mask(self, block: int, keys: int) -> mx.array | str | None:
-        """Which of `keys` (the block's own `block` rows last) each row of the block may see.
-
-        A window counts from the query's own position; without causality the block sees all of
-        itself. Returns None (everything), "causal", or booleans [block, keys].
-        """
-        if self.window is None or keys <= self.window:
-            return "causal" if self.causal else None
-        query = mx.arange(keys - block, keys)[:, None]
-        key = mx.arange(keys)[None]
-        near = query - key < self.window
-        return near & (key <= query) if self.causal else near | (key >= keys - block)
-
-
-class MLP(nn.Module):
-    """The gated MLP of Qwen3."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self["down_proj"](swiglu(self["gate_proj"](x), self["up_proj"](x)))
-
-
-class DraftLayer(nn.Module):
-    """One decoder layer: attention over context and block, then the MLP."""
-
-    def __init__(self, config: DraftConfig, layer: int) -> None:
-        super().__init__()
-        self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
-        """The layer's output [N, L, D] from its input x [N, L, D].
-
-        `attend` makes the heads' outputs [N, H, L, head_dim] of the input of the attention: what
-        there is to see is its caller's affair (a cache when drafting, whole texts in training).
-        `places` [L] are the rows' in their blocks, where x holds several one after the other.
-        """
-        x = x + self["self_attn"].output(attend(self["input_layernorm"](x)))
-        return x + self["mlp"](self["post_attention_layernorm"](x))
+PendingFeatures = tuple[mx.array, Sequence[int]]  # [1, N, K*D], and which of their rows
+MOST_PENDING = 256  # rows of features that wait for a block
 
 
 class DFlash(nn.Module):
@@ -156,9 +52,8 @@ class DFlash(nn.Module):
 
     Args:
         config: the resolved config.
-        parts: the names of further tensors that the checkpoint brings: `EMBEDDING` and `HEAD` of
-            its own instead of the target's, `MASK` in place of the mask token's embedding,
-            `ADAPTER` of taps that are not as wide as the drafter.
+        parts: the names of optional tensors in the checkpoint: `EMBEDDING` and `HEAD` replace the
+            target's, `MASK` the mask token's embedding; `ADAPTER` is for taps of another width.
     """
 
     layer_class: type[DraftLayer] = DraftLayer
@@ -183,11 +78,11 @@ class DFlash(nn.Module):
         if HEAD in parts or reduced:
             self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         if reduced:
-            # What is added to the number of a token among those that can be drafted.
+            # Offset from a token's index among those that can be drafted to its id.
             self.d2t = mx.zeros((config.draft_vocab_size,), mx.int64)
 
     def __repr__(self) -> str:
-        """A line instead of MLX's tree of every layer."""
+        """One line, not MLX's tree of all layers."""
         config = self.config
         return (
             f"{type(self).__name__}(num_hidden_layers={config.num_hidden_layers}, "
@@ -199,12 +94,6 @@ class DFlash(nn.Module):
     def block_size(self) -> int:
         """The most rows of a draft, the anchor included."""
         return self.config.drafts + 1
-
-    @property
-    def identity(self) -> str:
-        """The kind of network, and the bytes of its weights, which tell every quantization."""
-        size = sum(value.nbytes for _, value in tree_flatten(self.parameters()))
-        return f"{type(self).__name__} {size}"
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -263,26 +152,25 @@ class DFlash(nn.Module):
         scale = self.config.input_embedding_scale
         return embeddings if scale == 1 else embeddings * scale
 
-    def embed_block(self, block: mx.array, target: Target) -> mx.array:
-        """Embeddings [1, B, D] of a block [B]: the anchor, and masks."""
-        if "mask_embedding" in self:
-            return self.embed_rows(block, mx.arange(len(block)), target)
-        return self.embed(block[None], target)
+    def embed_block(
+        self, tokens: mx.array, target: Target, places: mx.array | None = None
+    ) -> mx.array:
+        """Embeddings [1, R, D] of the rows [R] of blocks: an anchor and masks each.
 
-    def embed_rows(self, tokens: mx.array, places: mx.array, target: Target) -> mx.array:
-        """Embeddings [1, R, D] of the rows of blocks, [R] each; 0 is the place of an anchor."""
+        `places` [R] are the rows' places in their blocks, 0 for an anchor; None for one block.
+        """
         if "mask_embedding" not in self:
             return self.embed(tokens[None], target)
-        rows = self.embed(mx.where(places == 0, tokens, 0)[None], target)
+        is_anchor = (mx.arange(len(tokens)) if places is None else places) == 0
+        rows = self.embed(mx.where(is_anchor, tokens, 0)[None], target)
         mask = (self.mask_embedding * self.config.input_embedding_scale).astype(rows.dtype)
-        return mx.where((places == 0)[:, None], rows, mask)
+        return mx.where(is_anchor[:, None], rows, mask)
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
         """Logits [N, L, DV] of hidden states [N, L, D], through its own head or the target's.
 
-        They are of the tokens that can be drafted; `widen` makes them those of all. The target's
-        soft cap is not applied: drafters are trained on the bare head, and name a multiplier or a
-        cap of their own in their config.
+        They cover the tokens that can be drafted; `widen` covers all. The target's soft cap is not
+        applied: drafters are trained on the bare head, with a multiplier and a cap of their own.
         """
         if "lm_head" in self:
             logits = self.lm_head(hidden)
@@ -311,51 +199,24 @@ class DFlash(nn.Module):
         return mx.put_along_axis(nothing, mx.broadcast_to(ids, scores.shape), scores, axis=-1)
 
     def narrow(self, scores: mx.array) -> mx.array:
-        """Of scores [L, V] those of the tokens that can be drafted, [L, DV]."""
+        """The scores [L, DV] of the tokens that can be drafted, from scores [L, V]."""
         ids = self.token_ids()
         return scores if ids is None else scores[:, ids]
 
-    def draft(
-        self, hidden: mx.array, anchor: mx.array, target: Target, sampler: Sampler
-    ) -> mx.array:
-        """The drafted tokens [L] that follow `anchor`, from their slots' hidden states [1, L, D].
-
-        On the device, like everything before it: nothing waits.
-        """
-        slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
-        return self.choose([(slots, self.draft_scores(slots))])[0]
-
     def draft_scores(self, slots: Slots) -> DraftScores:
-        """What the tokens of a request's slots are chosen by; a processor of the request's runs."""
+        """What the tokens of a request's slots are chosen by; the request's processors run."""
         return slots.sampler.draft_scores(self.widen(slots.logits))
 
     def choose(self, requests: Sequence[tuple[Slots, DraftScores]]) -> list[mx.array]:
-        """The drafted tokens [L] of every request, given its `draft_scores`."""
+        """The drafted tokens [L] of every request, given its `draft_scores`; nothing waits."""
         return [scores.argmax(axis=-1) for _, (scores, _) in requests]
 
-    def candidates(
-        self,
-        hidden: mx.array,
-        anchor: mx.array,
-        target: Target,
-        sampler: Sampler,
-        calibration: Calibration,
-        count: int,
-    ) -> Candidates:
-        """The likeliest `count` tokens of every slot, from the slots' hidden states [1, L, D].
-
-        Ranked on the device with the noise of the target's choice, and then read: this waits.
-        """
-        slots = Slots(self.logits(hidden, target).squeeze(0), hidden.squeeze(0), anchor, sampler)
-        return Candidates.read_together([self.rank(slots, calibration, count)])[0]
-
-    def rank(self, slots: Slots, calibration: Calibration, count: int) -> Ranking:
-        """What `candidates` reads; nothing waits."""
+    def candidates(self, slots: Slots, count: int) -> Candidates:
+        """The likeliest `count` tokens of every slot; nothing waits."""
         log_q, noise = slots.sampler.foresee(self.widen(slots.logits))
         count = min(count, MOST_CANDIDATES, log_q.shape[-1])
-        tokens = top_candidates(calibration.ranking(log_q, noise), count)
-        chosen = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
-        return Ranking.of(tokens, chosen, noise)
+        tokens = top_candidates(with_noise(log_q, noise), count)
+        return Candidates.of(tokens, mx.take_along_axis(log_q, tokens, axis=-1)[:, None], noise)
 
     def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
         """Begin one request over `target`; without a sampler it drafts greedily.
@@ -375,3 +236,159 @@ class DFlash(nn.Module):
                 f"The drafter is {config.hidden_size} wide and borrows an embedding and a head, "
                 f"which are {target.hidden_size} wide in this target."
             )
+
+
+class NetworkSession(DraftSession):
+    """Drafts chains and trees for one request with a network.
+
+    The newest features wait for the next block: their keys and values are computed in the same
+    products as the block's own.
+
+    Attributes:
+        drafter, target: as given.
+        unread: how many features wait.
+    """
+
+    resumable = storable = True
+    unread = 0
+
+    def __init__(self, drafter: DFlash, target: Target, sampler: Sampler) -> None:
+        self.drafter, self.target, self._sampler = drafter, target, sampler
+        self._cache = drafter.make_cache()
+        self._pending: list[PendingFeatures] = []
+
+    @property
+    def position(self) -> int:
+        """Tokens whose features were added."""
+        return self._cache[0].offset + self.unread
+
+    def extend(self, taps: mx.array) -> None:
+        """Add the features [1, S, K*D] of S newly committed tokens, in order."""
+        self._wait(taps, range(taps.shape[1]))
+        self._start_computing()
+
+    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Add some rows of a verify step's features, which are computed.
+
+        The next draft gathers them in its own graph.
+        """
+        self._wait(taps, kept)
+        if not self.can_trim:  # every draft makes a new array of a window
+            self._start_computing()
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """Draft a chain of at most `width` rows; nothing waits for the device."""
+        if width == 1:
+            return Proposal([anchor])
+        slots = self._slots(anchor, width)
+        return chain(anchor, self.drafter.choose([(slots, self.drafter.draft_scores(slots))])[0])
+
+    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
+        """Draft a tree of at most `rows` rows from a block of `width` rows; this waits."""
+        candidates = self.drafter.candidates(self._slots(anchor, width), rows - 1)
+        return DraftTree(anchor, *read_candidates([candidates])[0], rows)
+
+    def draft_input(self, anchor: int, width: int) -> DraftInput:
+        """The network's input for `width` rows of a draft, 2 or more.
+
+        It takes the features that waited: the network has to run next.
+        """
+        config = self.drafter.config
+        rows = min(width - 1, config.drafts) + config.first_row
+        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
+        return DraftInput(anchor, block, self._take_pending(), self._cache, self._sampler)
+
+    def _slots(self, anchor: int, width: int) -> Slots:
+        """The slots of a block; an anchor's row that drafts nothing is none."""
+        given, drafter = self.draft_input(anchor, width), self.drafter
+        hidden = drafter(drafter.embed_block(given.block, self.target), given.taps, given.cache)
+        hidden = hidden[:, drafter.config.first_row :]
+        logits = drafter.logits(hidden, self.target)
+        return Slots(logits[0], hidden[0], mx.array(anchor), self._sampler)
+
+    def resume(self, sampler: Sampler) -> None:
+        """Continue with another request over the same text, with its settings and seed."""
+        self._sampler = sampler
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether no layer has a sliding window."""
+        return all(layer.window is None for layer in self._cache)
+
+    def trim_to(self, position: int) -> None:
+        """Forget the features of all tokens from a position on."""
+        pending = self._take_pending()[:, : max(0, position - self._cache[0].offset)]
+        for layer in self._cache:
+            layer.trim_to(min(position, layer.offset))
+        self._wait(pending, range(pending.shape[1]))
+        self._start_computing()
+
+    def checkpoint(self) -> tuple[list[ContextCheckpoint], list[PendingFeatures]]:
+        """The current state; nothing is copied."""
+        return [layer.checkpoint() for layer in self._cache], list(self._pending)
+
+    def rewind(self, checkpoint: tuple[list[ContextCheckpoint], list[PendingFeatures]]) -> None:
+        """Go back to a checkpoint."""
+        for layer, state in zip(self._cache, checkpoint[0], strict=True):
+            layer.rewind(state)
+        self._pending = list(checkpoint[1])
+        self.unread = sum(len(kept) for _, kept in self._pending)
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """Keys and values [1, KV, S, head_dim] of S tokens in the layers without a window."""
+        if self._cache[0].offset < end:
+            self._read_pending()
+        return {
+            f"{at}.{name}": x
+            for at, layer in enumerate(self._cache)
+            for name, x in layer.rows(start, end).items()
+        }
+
+    def state(self) -> Arrays:
+        """The windows of the others."""
+        self._read_pending()
+        return {
+            f"{at}.{name}": x
+            for at, layer in enumerate(self._cache)
+            for name, x in layer.recent().items()
+        }
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Start with `position` tokens that other sessions have read."""
+        for at, layer in enumerate(self._cache):
+            pieces = [strip_prefix(piece, f"{at}.") for piece in rows]
+            layer.restore(position, pieces, strip_prefix(state, f"{at}."), room)
+        self._start_computing()
+
+    def _read_pending(self) -> None:
+        if self._pending:
+            self.drafter.extend(self._take_pending(), self._cache)
+            self._start_computing()
+
+    def _wait(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """Add pending features. A long prompt's are never in memory together."""
+        if self.unread >= MOST_PENDING:
+            self._read_pending()
+        if kept:
+            self._pending.append((taps, kept))
+            self.unread += len(kept)
+
+    def _start_computing(self) -> None:
+        """Leave nothing lazy: the next step may run in another thread."""
+        newest = [taps for taps, _ in self._pending[-1:]]
+        mx.async_eval(newest, [layer.state for layer in self._cache])
+
+    def _take_pending(self) -> mx.array:
+        """The features that wait, [1, S, K*D]; S may be 0."""
+        config, pending = self.drafter.config, self._pending
+        self._pending, self.unread = [], 0
+        if not pending:
+            return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
+        if len(pending) == 1:
+            return gathered(*pending[0])
+        return mx.concatenate([gathered(taps, kept) for taps, kept in pending], axis=1)
+
+
+def chain(anchor: int, drafts: mx.array) -> Proposal:
+    """The proposal of drafted tokens [L] after an anchor."""
+    return Proposal(mx.concatenate([mx.array([anchor]), drafts.astype(mx.int32)]))

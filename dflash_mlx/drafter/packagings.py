@@ -91,11 +91,11 @@ MUSE = Packaging(
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a name in `architectures` stands for."""
+    """The meaning of a name in `architectures`."""
 
     packaging: Packaging
     kind: str
-    rope_neox: bool = True  # the rotary pairs where no key says it: (i, i + d/2), or (2i, 2i + 1)
+    rope_neox: bool = True  # unless a key says otherwise
 
 
 ARCHITECTURES = {

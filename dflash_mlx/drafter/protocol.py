@@ -9,7 +9,6 @@ A drafter may also have these attributes; the functions at the end of this file 
     block_size       the most rows that it drafts well, the anchor included
     drafts_trees     whether its sessions have `propose_tree`
     label            its name for people, if not the class's
-    identity         a name under which the cost of its drafts is remembered between runs
     cache_bytes(n)   bytes of a session's caches after n tokens
 """
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from ..sampling import Sampler
     from ..targets import Target
     from ..targets.caches import Arrays
-    from .calibration import Calibration
     from .tree import DraftTree
 
 
@@ -66,12 +64,10 @@ class DraftSession:
             `position`, `resume`, `trim_to`, `checkpoint` and `rewind`.
         storable: whether other requests can start from a stored copy: it has `position`, `rows`,
             `state` and `restore`.
-        has_confidence: whether `confidence` has an answer.
     """
 
     resumable: bool = False
     storable: bool = False
-    has_confidence: bool = False
 
     @property
     def position(self) -> int:
@@ -105,13 +101,8 @@ class DraftSession:
         """Draft at most `width` rows that begin with `anchor`, the last committed token."""
         raise NotImplementedError
 
-    def propose_tree(
-        self, anchor: int, rows: int, width: int, calibration: Calibration
-    ) -> DraftTree:
-        """Draft a tree of at most `rows` rows, whose paths have at most `width`; this waits.
-
-        `calibration` turns the drafter's scores into probabilities.
-        """
+    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
+        """Draft a tree of at most `rows` rows, whose paths have at most `width`; this waits."""
         raise NotImplementedError
 
     @property
@@ -132,13 +123,6 @@ class DraftSession:
     def propose_lookup(self, anchor: int, width: int) -> Proposal:
         """The draft that `lookup_rates` rated last, of at most `width` rows; it costs nothing."""
         return Proposal([anchor])
-
-    def confidence(self) -> mx.array | None:
-        """Logits [L] of the L slots of the last chain being right, given those before them.
-
-        On the device. None if the network has no confidence head.
-        """
-        return None
 
     def resume(self, sampler: Sampler) -> None:
         """Continue with another request over the same text, with its settings and seed."""
@@ -252,11 +236,6 @@ def drafts_trees(drafter: Drafter | None) -> bool:
 def label(drafter: Drafter) -> str:
     """Its name for people: "DFlash", "lookup", "DFlash2+lookup"."""
     return getattr(drafter, "label", type(drafter).__name__)
-
-
-def identity(drafter: Drafter | None) -> str | None:
-    """The same for drafters whose drafts cost the same; None if that is not known."""
-    return getattr(drafter, "identity", None)
 
 
 def cache_bytes(drafter: Drafter | None, tokens: int) -> int:

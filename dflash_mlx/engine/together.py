@@ -66,7 +66,6 @@ class Flat(Batch):
             [item.request.anchor for item, _ in trees],
             [candidate.rows for _, candidate in trees],
             [candidate.length for _, candidate in trees],
-            [candidate.calibration for _, candidate in trees],
             guards=[item for item, _ in trees],
         )
         for (item, of_tree), tree in zip(trees, drafted, strict=True):

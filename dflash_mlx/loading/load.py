@@ -13,8 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
-from ..drafter.combined import CombinedDrafter
-from ..drafter.lookup import LookupDrafter
+from ..drafter.lookup import CombinedDrafter, LookupDrafter
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError, WeightsError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..drafter.calibration import Calibration
 from ..sampling import DraftSharpness
 from .estimates import AcceptanceEstimates
 from .step_costs import StepCosts
@@ -31,7 +30,6 @@ class PairRecord:
         self.longest, self.costs = longest, StepCosts(longest)
         self.trees = TreeRecord() if trees else None
         self._estimates: dict[float, AcceptanceEstimates] = {}
-        self._calibrations: dict[float, Calibration] = {}
         self._sharpness: dict[float, DraftSharpness] = {}
         self._plain_tokens, self._pause = 0, FIRST_PAUSE
 
@@ -41,10 +39,6 @@ class PairRecord:
         if at not in self._estimates:
             self._estimates[at] = AcceptanceEstimates(self.longest - 1)
         return self._estimates[at]
-
-    def calibration(self, temperature: float) -> Calibration:
-        """What is known about the drafter's probabilities at about this temperature."""
-        return self._calibrations.setdefault(_rounded(temperature), Calibration())
 
     def sharpness(self, temperature: float) -> DraftSharpness:
         """How much the drafter's scores count at about this temperature."""

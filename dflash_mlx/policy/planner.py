@@ -7,7 +7,6 @@ from itertools import accumulate
 from math import exp
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..drafter.calibration import Calibration
 from ..drafter.protocol import DraftSession
 from ..proposal import Proposal
 from ..sampling import DraftSharpness
@@ -57,19 +56,14 @@ class Planner(Protocol):
 class FixedPlanner:
     """Every draft as long as allowed: a chain, or a tree of `tree_rows` rows."""
 
-    def __init__(
-        self, tree_rows: int | None = None, calibration: Calibration | None = None
-    ) -> None:
-        self.sharpness = DraftSharpness()
-        self._tree_rows, self._calibration = tree_rows, calibration or Calibration()
-        self._tree: DraftTree | None = None
+    def __init__(self, tree_rows: int | None = None) -> None:
+        self.sharpness, self._tree_rows = DraftSharpness(), tree_rows
 
     def propose(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
         """The session's own draft."""
         if self._tree_rows is None or limit == 1:
             return checked(session.propose(anchor, limit), limit)
-        self._tree = session.propose_tree(anchor, self._tree_rows, limit, self._calibration)
-        return self._tree.propose(self._tree_rows)
+        return session.propose_tree(anchor, self._tree_rows, limit).propose(self._tree_rows)
 
     def can_pipeline(self, session: DraftSession, anchor: int, limit: int) -> bool:
         """Whether nothing is ever drafted."""
@@ -81,22 +75,17 @@ class FixedPlanner:
         """All rows, whatever they cost."""
         network = session.network
         if self._tree_rows is not None and network is not None and limit > 1:
-            rows, calibration = self._tree_rows, self._calibration
-            return TreeCandidate(network, rows, limit, calibration, self._ready)
+            return TreeCandidate(network, self._tree_rows, limit, self._ready)
         paths, found = [1.0] * (limit - 1), session.lookup_rates(anchor, limit)
         if network is None or sum(path_probabilities(found)) > len(paths) / 2:
             return Candidate(paths, partial(session.propose_lookup, anchor), required=True)
         return Candidate(paths, required=True)
 
     def _ready(self, tree: DraftTree) -> Candidate:
-        self._tree = tree
         return Candidate(_tree_paths(tree), tree.propose, required=True)
 
     def observe(self, step: StepOutcome) -> None:
-        """Calibrate the drafter's probabilities."""
-        tree, self._tree = self._tree, None
-        if tree is not None:
-            tree.learn(step.tokens)
+        """Nothing is learnt."""
 
 
 class Backoff:
@@ -125,7 +114,6 @@ class AdaptivePlanner:
     def __init__(self, policy: PairRecord, temperature: float) -> None:
         self._policy, self._costs, self._budget = policy, policy.costs, Budget()
         self._estimates = policy.estimates(temperature)
-        self._calibration = policy.calibration(temperature)
         self.sharpness = policy.sharpness(temperature)
         self._trees = policy.trees
         self._backoff = Backoff()
@@ -170,7 +158,7 @@ class AdaptivePlanner:
             self._kind = "lookup"
             return Candidate(found, partial(session.propose_lookup, anchor))
         if self._trees is not None and limit > 1:
-            return TreeCandidate(network, MOST_ROWS, limit, self._calibration, self._ready)
+            return TreeCandidate(network, MOST_ROWS, limit, self._ready)
         return Candidate(paths)
 
     def observe(self, step: StepOutcome) -> None:
@@ -231,7 +219,7 @@ class AdaptivePlanner:
 
     def _propose_tree(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
         """The part of a tree that promises the most tokens per second."""
-        tree = session.propose_tree(anchor, MOST_ROWS, limit, self._calibration)
+        tree = session.propose_tree(anchor, MOST_ROWS, limit)
         costs, most = self._costs.table("tree"), self._budget.limit
         best, best_speed = 2, 0.0
         for rows, tokens in enumerate(accumulate(_tree_paths(tree), initial=1.0), 1):
@@ -247,7 +235,6 @@ class AdaptivePlanner:
 
     def _learn_from_tree(self, tree: DraftTree, text: Any) -> None:
         """Learn from a tree what a chain in its place would have taught."""
-        tree.learn(text)
         chain: Any = tree.propose_chain(tree.slots + 1).tokens
         pairs = zip(chain[1:], text, strict=False)
         right = next((at for at, (a, b) in enumerate(pairs) if a != b), min(tree.slots, len(text)))
@@ -257,4 +244,4 @@ class AdaptivePlanner:
 
 def _tree_paths(tree: DraftTree) -> list[float]:
     """How likely each drafted row of a tree is accepted."""
-    return [exp(log_prob) for log_prob in tree.tree.log_probs[1:]]
+    return [exp(log_prob) for log_prob in tree.log_probs[1:]]

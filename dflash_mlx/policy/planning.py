@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..drafter.calibration import Calibration
 from ..drafter.protocol import Drafter, drafts_trees
 from ..errors import SettingsError
 from ..validation import brief, is_integer
@@ -26,11 +25,9 @@ class FixedPolicy:
 
     Attributes:
         tree_rows: of every tree, its root included; None drafts chains.
-        calibration: of the drafter's probabilities, for trees.
     """
 
     tree_rows: int | None = None
-    calibration: Calibration = field(default_factory=Calibration)
 
     def __post_init__(self) -> None:
         if self.tree_rows is not None and not is_integer(self.tree_rows, 2, LARGEST_TREE):
@@ -47,7 +44,7 @@ class FixedPolicy:
 
     def start(self, temperature: float = 0.0) -> FixedPlanner:
         """A planner for one request."""
-        return FixedPlanner(self.tree_rows, self.calibration)
+        return FixedPlanner(self.tree_rows)
 
 
 AnyPolicy = DraftPolicy | FixedPolicy

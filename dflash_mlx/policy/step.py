@@ -10,7 +10,6 @@ from ..errors import ProposalError
 from ..proposal import Proposal
 
 if TYPE_CHECKING:
-    from ..drafter.calibration import Calibration
     from ..drafter.protocol import DraftSession
     from ..drafter.tree import DraftTree
 
@@ -55,14 +54,13 @@ class TreeCandidate:
 
     Attributes:
         session: that drafts it.
-        rows, length, calibration: as `DraftSession.propose_tree` takes them.
+        rows, length: as `DraftSession.propose_tree` takes them.
         ready: makes a candidate of the tree.
     """
 
     session: DraftSession
     rows: int
     length: int
-    calibration: Calibration
     ready: Callable[[DraftTree], Candidate]
 
 

@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..drafter.combined import CombinedDrafter
+from ..drafter.lookup import CombinedDrafter
 from ..drafter.protocol import Drafter, DraftSession
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, strip_prefix

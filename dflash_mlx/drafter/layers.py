@@ -1,0 +1,119 @@
+"""The layers of a draft network: attention over context and block, and Qwen3's MLP.
+
+Parameter names are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3 import MLP
+
+from .config import DraftConfig
+from .context import ContextCache
+from .rope import make_rope
+
+Sublayer = Callable[[mx.array], mx.array]
+
+# A module is a dict of its parts, and MLX's own layers look them up by key: that is faster than by
+# attribute.
+
+
+class Attention(nn.Module):
+    """Attention of a block over the context rows and over itself."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.scale = head_dim, head_dim**-0.5
+        self.window, self.causal = config.windows[layer], config.causal[layer]
+        self.q_proj = nn.Linear(hidden, self.heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * head_dim, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        if config.sinks[layer]:
+            self.attention_sink_bias = mx.zeros((self.heads,))
+        self.rope = make_rope(config)
+
+    def queries(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        """Rotated queries [N, H, L, head_dim] of x [N, L, D], whose first row is at `offset`.
+
+        `offset` is a position, or one per batch row as an integer array [N].
+        """
+        queries = self["q_proj"](x).reshape(*x.shape[:2], self.heads, self.head_dim)
+        return self["rope"](self["q_norm"](queries).transpose(0, 2, 1, 3), offset=offset)
+
+    def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Rotated keys and values, each [N, KV, L, head_dim], of x [N, L, D] at `offset`."""
+        keys = self["k_proj"](x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
+        values = self["v_proj"](x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
+        keys = self["rope"](self["k_norm"](keys).transpose(0, 2, 1, 3), offset=offset)
+        return keys, values.transpose(0, 2, 1, 3)
+
+    def __call__(self, x: mx.array, context: mx.array, cache: ContextCache) -> mx.array:
+        """Attend from the block x [1, B, D]; the cache keeps the new `context` [1, S, D].
+
+        Returns the heads' outputs before the output projection, [1, H, B, head_dim].
+        """
+        block, start = x.shape[1], cache.offset
+        rows = mx.concatenate([context, x], axis=1) if context.shape[1] else x
+        keys, values = cache.update(*self.keys_values(rows, start), block=block)
+        return self.attend(self.queries(x, cache.offset), keys, values)
+
+    def output(self, seen: mx.array) -> mx.array:
+        """The attention's output [N, L, D] from its heads' outputs."""
+        return self["o_proj"](seen.transpose(0, 2, 1, 3).flatten(2))
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """The heads' outputs [1, H, B, head_dim] of a block's queries, whose own keys are last."""
+        masks = self.causal or self.window is not None  # else every row sees everything
+        return mx.fast.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            scale=self.scale,
+            mask=self._mask(queries.shape[2], keys.shape[2]) if masks else None,
+            # A logit per head [H] in every softmax's denominator, as gpt-oss has it.
+            sinks=self.get("attention_sink_bias"),
+        )
+
+    def _mask(self, block: int, keys: int) -> mx.array | str | None:
+        """Which of `keys` (the block's own `block` rows last) each row of the block may see.
+
+        A window counts from the query's own position; without causality the block sees all of
+        itself. Returns None (everything), "causal", or booleans [block, keys].
+        """
+        if self.window is None or keys <= self.window:
+            return "causal" if self.causal else None
+        query = mx.arange(keys - block, keys)[:, None]
+        key = mx.arange(keys)[None]
+        near = query - key < self.window
+        return near & (key <= query) if self.causal else near | (key >= keys - block)
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer: attention over context and block, then the MLP."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
+        """The layer's output [N, L, D] from its input x [N, L, D].
+
+        Args:
+            x: the rows.
+            attend: makes the heads' outputs [N, H, L, head_dim] of the attention's input; it reads
+                a cache when drafting, whole texts in training.
+            places: [L], each row's place in its block, if x holds several blocks.
+        """
+        x = x + self["self_attn"].output(attend(self["input_layernorm"](x)))
+        return x + self["mlp"](self["post_attention_layernorm"](x))
