@@ -2,7 +2,6 @@
 
 import gc
 import random
-import threading
 
 import mlx.core as mx
 import pytest
@@ -109,13 +108,6 @@ def test_a_hit_is_kept_and_what_nobody_used_goes():
     assert here.used == used(here) <= 2 * size
 
 
-def test_a_text_that_does_not_fit_is_kept_as_far_as_it_does():
-    here = store(Target(), memory=3 * 4 * 2 * CHUNK)
-    for _ in range(2):
-        held = request(here, text(20 * CHUNK))
-    assert held == 3 * CHUNK
-
-
 def test_live_requests_come_first():
     here = store(Target(), memory=1000)
     request(here, text(50))
@@ -152,18 +144,6 @@ def test_what_did_not_end_well_is_not_kept():
     target.intact = True
     here.insert(target, drafter, prompt)
     assert used(here) > 0
-
-
-def test_a_drafter_whose_features_cannot_be_stored_reads_everything():
-    class Foreign(Drafter):
-        def start(self, target, sampler):
-            return object()
-
-    here = store(Target(), Foreign())
-    target, drafter, held = here.open(text(40), Sampler())
-    target.take(text(40))
-    here.insert(target, drafter, text(40), checkpoint=True)
-    assert held == used(here) == 0 and here.checkpoint_positions(target, drafter, text(40)) == []
 
 
 def test_what_is_let_go_is_free():
@@ -227,25 +207,6 @@ class Requests(RuleBasedStateMachine):
 
 Requests.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
 TestRequests = Requests.TestCase
-
-
-def test_two_threads():
-    here, wrong = store(Target(False), memory=4000), []
-
-    def ask(seed):
-        drawn = random.Random(seed)
-        try:
-            for _ in range(150):
-                request(here, [*text(24, drawn.randrange(3))[: drawn.randrange(24)], 1, 2, 3, 4])
-        except AssertionError as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and here.used == used(here) <= 4000
 
 
 def test_another_pair_and_wrong_numbers_are_refused():

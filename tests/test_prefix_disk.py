@@ -167,12 +167,6 @@ def test_the_folder_keeps_its_budget_and_what_was_used_last(tmp_path):
     assert request(store(Target(), **settings), second) == 0
 
 
-def test_a_text_larger_than_the_folder_is_kept_as_far_as_it_fits(tmp_path):
-    room = bytes_in(filled(tmp_path / "one", text(3 * CHUNK + 3)).flush() or tmp_path / "one")
-    filled(tmp_path / "two", text(20 * CHUNK), disk=room)
-    assert request(store(Target(), folder=tmp_path / "two"), text(20 * CHUNK)) == 3 * CHUNK
-
-
 def test_the_folder_is_for_one_user_and_other_files_are_not_touched(tmp_path):
     (tmp_path / "notes").write_text("mine")
     os.chmod(tmp_path, 0o755)
