@@ -156,7 +156,7 @@ def test_a_drafter_of_another_target_is_refused_at_once():
 
 @pytest.mark.parametrize("taps", [(3,), (-2,)])  # -1 is the embedding
 def test_taps_that_the_target_lacks_are_refused_at_once(taps):
-    with pytest.raises(SettingsError, match="to tap"):
+    with pytest.raises(SettingsError, match="tapped"):
         stream_generate(target(), Oracle(PROMPT, [], VOCABULARY, tap_layers=taps), PROMPT)
 
 
