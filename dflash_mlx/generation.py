@@ -115,7 +115,8 @@ def start_request(
     if conversation is None:
         prefix, salt = settings.prefix, settings.salt
         conversation = Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
-    conversation.check(target, drafter, kv_bits)
+    else:
+        conversation.check(target, drafter, kv_bits)
     policy, trees = settings.policy, settings.tree_budget
     planner = make_planner(
         target, drafter, policy, settings.block_size, trees, settings.temperature

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from inspect import Parameter, signature
-from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -36,8 +35,7 @@ class ErrorCapture:
         error: the last exception raised inside, a BaseException too; None for none.
     """
 
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
+    error: BaseException | None = None
 
     def __enter__(self) -> ErrorCapture:
         """The capture itself, whose `error` is known afterwards."""
@@ -58,11 +56,11 @@ class BatchItem(ErrorCapture):
         event: the result; None if there is an error instead.
     """
 
+    proposal: Proposal
+    event: Event | None = None
+
     def __init__(self, request: Request) -> None:
-        super().__init__()
         self.request = request
-        self.proposal: Proposal
-        self.event: Event | None = None
 
 
 class Batch:
@@ -81,9 +79,6 @@ class Batch:
     def can_pipeline(self, items: Sequence[BatchItem]) -> bool:
         """Whether the next step of these may start before this one is read; see `start_next`."""
         return True
-
-    def pipelined(self, items: Sequence[BatchItem]) -> None:
-        """Take note that the last step has started this one, so that nothing is proposed."""
 
     def observe(self, items: Sequence[BatchItem]) -> None:
         """Learn from the step's outcome."""
@@ -106,43 +101,48 @@ def step(items: Sequence[BatchItem], batch: Batch) -> None:
                 new.append(item)
     if new:
         batch.propose(new)  # propose
-        _compute_drafts(new)
         _verify(new, batch)  # verify
-    else:
-        batch.pipelined(items)
 
     running = _without_errors(items)
-    pending = [item.request.pending for item in running]
-    if running and batch.can_pipeline(items) and all(i.request.can_start_next for i in running):
-        start_next(running, batch)
-    for item, values in zip(running, _read(pending), strict=True):
-        with item:
-            if item.error is None:
-                accepted = item.request.accept(values)  # accept
-                item.request.commit(accepted)  # commit
-                item.event = item.request.emit(accepted)  # emit
+    if running:
+        pending = [item.request.pending for item in running]
+        choices = mx.concatenate([of_item for of_item, _ in pending])
+        if batch.can_pipeline(items) and all(item.request.can_start_next for item in running):
+            start_next(running, batch)
+        mx.eval(choices, *[taps for _, taps in pending if taps.size])  # the only wait
+        values: Any = choices.tolist()
+        for item, (of_item, _) in zip(running, pending, strict=True):
+            with item:
+                if item.error is None:
+                    accepted = item.request.accept(values[: of_item.size])  # accept
+                    item.request.commit(accepted)  # commit
+                    item.event = item.request.emit(accepted)  # emit
+            values = values[of_item.size :]
     batch.observe(new or items)
 
 
 def start_next(items: Sequence[BatchItem], batch: Batch) -> None:
     """Start a plain step before the last one is read, as mlx-lm's loop does.
 
-    The anchor is still on its way on the device. So the device never waits for the host.
+    The anchor is still on its way on the device, which therefore never waits for the host.
     """
-    mx.async_eval(*[array for item in items for array in item.request.pending])
+    _compute_pending(items)
     for item in items:
         with item:
             item.proposal = item.request.next_anchor()
-    going = _without_errors(items)
-    _verify(going, batch)
-    mx.async_eval(*[array for item in going for array in item.request.pending])
+    _verify(items, batch)
+    _compute_pending(_without_errors(items))
 
 
 def _verify(items: Sequence[BatchItem], batch: Batch) -> None:
     """Verify the proposals in one forward, and choose the token after each row. Lazy."""
     items = _without_errors(items)
-    results = batch.verify(items) if items else ()
-    for item, (logits, taps) in zip(items, results, strict=True):
+    if not items:
+        return
+    # The device computes the drafts while the host builds the target's forward.
+    tokens = [item.proposal.tokens for item in items]
+    mx.async_eval([drafts for drafts in tokens if isinstance(drafts, mx.array)])
+    for item, (logits, taps) in zip(items, batch.verify(items), strict=True):
         with item:
             item.request.choose(item.proposal, logits, taps)
 
@@ -151,27 +151,9 @@ def _without_errors(items: Sequence[BatchItem]) -> list[BatchItem]:
     return [item for item in items if item.error is None]
 
 
-def _compute_drafts(items: Sequence[BatchItem]) -> None:
-    """Have the device compute the drafts while the host builds the target's forward."""
-    tokens = [item.proposal.tokens for item in items if item.error is None]
-    mx.async_eval(*[drafts for drafts in tokens if isinstance(drafts, mx.array)])
-
-
-def _read(pending: Sequence[tuple[mx.array, mx.array]]) -> list[list[int]]:
-    """The chosen tokens of each request. This is the step's only wait for the device.
-
-    Taps are computed in the same pass.
-
-    Args:
-        pending: of each request the choices [M] int32 and the taps [1, N, K*D].
-    """
-    if not pending:
-        return []
-    choices = mx.concatenate([one for one, _ in pending])
-    mx.eval(choices, *[taps for _, taps in pending if taps.size])
-    values: Any = choices.tolist()
-    borders = pairwise(accumulate((one.size for one, _ in pending), initial=0))
-    return [values[start:end] for start, end in borders]
+def _compute_pending(items: Sequence[BatchItem]) -> None:
+    """Have the device compute what the requests' last forwards return."""
+    mx.async_eval([item.request.pending for item in items])
 
 
 def _events(request: Request) -> Generator[Event, None, None]:

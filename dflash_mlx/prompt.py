@@ -39,8 +39,8 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     ids = token_ids(target.tokenizer, prompt)
     if not ids:
         raise PromptError("The prompt is empty: give some text, token ids or messages.")
-    outside = next((i for i in ids if not 0 <= i < target.vocab_size), None)
-    if outside is not None:
+    if min(ids) < 0 or max(ids) >= target.vocab_size:
+        outside = next(i for i in ids if not 0 <= i < target.vocab_size)
         raise PromptError(
             f"Token id {brief(outside)} is outside the target's vocabulary of {target.vocab_size}."
         )

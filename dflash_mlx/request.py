@@ -85,7 +85,12 @@ class Request:
     Attributes:
         stats: as given.
         ended: whether another request may use the conversation.
+        target: the target's session, from `resume` to `suspend`.
+        drafter: the drafter's session.
     """
+
+    target: TargetSession
+    drafter: DraftSession
 
     def __init__(
         self,
@@ -106,17 +111,8 @@ class Request:
         self._anchor: int | None = None  # set by the prefill
         self._pending: deque[PendingStep] = deque()  # this step, and perhaps the next one
         self._clock, self._shared = 0.0, False  # when the step began; whether others share it
+        self._limit = 1
         self._consistent = False  # whether caches and text agree: between two steps
-
-    @property
-    def target(self) -> TargetSession:
-        """The target's session."""
-        return self._conversation.target
-
-    @property
-    def drafter(self) -> DraftSession:
-        """The drafter's session."""
-        return self._conversation.drafter
 
     @property
     def finished(self) -> bool:
@@ -163,6 +159,7 @@ class Request:
     def resume(self) -> None:
         """Get the caches ready for `prefill`."""
         held = self._conversation.resume(self._to_cache, self._sampler, self._branches)
+        self.target, self.drafter = self._conversation.target, self._conversation.drafter
         if self._anchor is None:
             self.stats.reused_tokens = held
 
@@ -207,6 +204,7 @@ class Request:
         self._store()
         self._consistent = False  # `close` has nothing to store
         self._conversation.drop_caches()
+        del self.target, self.drafter
 
     def close(self) -> None:
         """End the request, and release its conversation."""
@@ -239,15 +237,12 @@ class Request:
             for _ in self.prefill():
                 pass
         self._clock, self._shared, self._consistent = clock, shared, False
+        # The most rows of a path: if all are accepted, the target still adds its own token.
+        self._limit = min(self.stats.block_size, self._text.remaining)
         if not self._pending:
             return False
         self._extend_plain(self._pending[0], self.anchor)
         return True
-
-    @property
-    def _limit(self) -> int:
-        """The most rows of a path. If all are accepted, the target still adds its own token."""
-        return min(self.stats.block_size, self._text.remaining)
 
     def propose(self) -> Proposal:
         """The rows to verify, the anchor first. Waits for the device only to draft a tree.

@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 import dflash_mlx as dm
 from dflash_mlx.cluster.channel import OperationKind
 from dflash_mlx.cluster.cluster import Cluster
-from dflash_mlx.engine.together import Flat
+from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loop import BatchItem
 from dflash_mlx.targets import TargetSession, internals
@@ -45,7 +45,7 @@ PIPELINE, QUICK = "--pipeline", "--quick"
 REPEATED = ("qwen3_5", "qwen3_5_moe")
 
 
-class Rounds(Flat):
+class Rounds(SharedBatch):
     """Counts the rounds of an engine."""
 
     count = 0
@@ -156,7 +156,7 @@ def drafter_of(crowd: Crowd, shape: str) -> Listening:
     return drafter
 
 
-def three(target: dm.Target, crowd: Crowd, drafter: Knowing, together: Flat) -> bool:
+def three(target: dm.Target, crowd: Crowd, drafter: Knowing, together: SharedBatch) -> bool:
     """Three requests that join one after the other, and a fourth that is cancelled on its way."""
     played = Played(target, drafter, together)
     jobs = []

@@ -17,7 +17,7 @@ from families import random_prompt
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
-from dflash_mlx.engine.together import Flat
+from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.errors import EngineError, NotEnoughMemoryError, ProposalError, SettingsError
 
 LENGTH = 24
@@ -165,7 +165,7 @@ def test_an_error_of_one_job_is_its_own(crowd):
         [*prompt_of(9, 77), 1],
         *([1, 2, 3, 4, 5, 6, *[n] * 30] for n in range(192)),
     ]
-    with dm.Engine(crowd.target, Flat and drafter) as engine:
+    with dm.Engine(crowd.target, SharedBatch and drafter) as engine:
         jobs = submit_all(engine, crowd)
         failing = []
         for settings, kind in broken:
@@ -179,7 +179,7 @@ def test_an_error_of_one_job_is_its_own(crowd):
         assert [job.result(SOON).tokens for job in jobs] == crowd.alone
 
 
-class Breaking(Flat):
+class Breaking(SharedBatch):
     """A forward that breaks off, its caches half written, whenever `fails` says so of its turns."""
 
     def __init__(self, target: dm.Target, fails: Callable[[list[list[int]]], bool]) -> None:
@@ -224,7 +224,7 @@ def test_a_forward_that_breaks_of_many_only_fails_nobody(crowd):
 
 
 def test_who_is_cancelled_is_gone_within_a_round(crowd):
-    played = Played(crowd.target, crowd.knowing(0.0), Flat(crowd.target, None))
+    played = Played(crowd.target, crowd.knowing(0.0), SharedBatch(crowd.target, None))
     jobs = submit_all(played, crowd)
     for _ in range(4):
         played.scheduler.step()
@@ -243,7 +243,7 @@ def test_room_for_two_is_enough_for_all(crowd):
     """No more than fit are ever let in, and every text is what it was."""
     drafter = random_drafter()
     size = 2 * (crowd.target.cache_bytes(256) + drafter.cache_bytes(256))
-    played = Played(crowd.target, drafter, Flat(crowd.target, None), memory=size)
+    played = Played(crowd.target, drafter, SharedBatch(crowd.target, None), memory=size)
     jobs, held, memory = submit_all(played, crowd), [], played.scheduler._memory
     overflows = memory.overflows  # asked in every step, of all who have read anything
     memory.overflows = lambda requests: held.append(len(requests)) or overflows(requests)
@@ -256,7 +256,7 @@ def test_the_youngest_gives_way_and_goes_on():
     prompts = [prompt_of(230, seed) for seed in (1, 2)]
     alone = [dm.generate(model, None, prompt, max_tokens=40).tokens for prompt in prompts]
     # Each needs one block now, so both enter, and two at the end.
-    played = Played(model, None, Flat(model, None), memory=3 * size, reserve=0)
+    played = Played(model, None, SharedBatch(model, None), memory=3 * size, reserve=0)
     jobs = [played.submit(prompt, max_tokens=40) for prompt in prompts]
     waited = False
     while played.scheduler.busy:

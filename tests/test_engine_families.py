@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dflash_mlx.engine.together import Flat
+from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.structured import Grammar, GrammarTokens
 
@@ -56,9 +56,9 @@ KINDS: tuple[tuple[int, dict[str, Any]], ...] = (
 
 
 @functools.cache
-def model(family: str) -> tuple[Any, Flat]:
+def model(family: str) -> tuple[Any, SharedBatch]:
     target = target_of(random_model(family), family)
-    return target, Flat(target, None)
+    return target, SharedBatch(target, None)
 
 
 @functools.cache

@@ -119,5 +119,5 @@ def test_every_reader_of_a_failed_job_sees_where_it_failed(engine):
 def test_a_forked_process_is_told_that_it_has_no_engine(engine, monkeypatch):
     engine.submit(PROMPT, max_tokens=1).result(SOON)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    with pytest.raises(EngineError, match="spawned and not forked"):
+    with pytest.raises(EngineError, match="spawn it instead"):
         engine.submit(PROMPT)

@@ -6,7 +6,7 @@ from families import random_prompt
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
-from dflash_mlx.engine.together import Flat
+from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.errors import SettingsError
 
 CHUNK = 8
@@ -46,7 +46,7 @@ def test_who_gives_way_goes_on_from_the_store():
     model = target()
     store = dm.PrefixStore(model, None, memory=2**28, chunk=CHUNK)
     prompts = [prompt_of(30, seed) for seed in (1, 2)]
-    played = Played(model, None, Flat(model, None))
+    played = Played(model, None, SharedBatch(model, None))
     jobs = [played.submit(prompt, max_tokens=20, prefix=store) for prompt in prompts]
     for _ in range(12):
         played.scheduler.step()
@@ -61,7 +61,7 @@ def test_who_gives_way_goes_on_from_the_store():
 def test_who_gives_way_may_be_cancelled():
     model = target()
     store = dm.PrefixStore(model, None, memory=2**28, chunk=CHUNK)
-    played = Played(model, None, Flat(model, None))
+    played = Played(model, None, SharedBatch(model, None))
     jobs = [played.submit(prompt_of(30, seed), max_tokens=20, prefix=store) for seed in (1, 2)]
     for _ in range(4):
         played.scheduler.step()

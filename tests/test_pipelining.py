@@ -17,7 +17,7 @@ from tinymodels import target as tiny_target
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.engine.allocation import RowAllocator
-from dflash_mlx.engine.together import Flat
+from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.request import Request
 from dflash_mlx.targets import TargetSession
 
@@ -148,7 +148,7 @@ def test_many_are_pipelined_together_whoever_comes_and_goes(family):
     prompts = [[token % 192 for token in random_prompt(10 + at, at)] for at in range(3)]
     each = [settings | {"max_tokens": size} for size in SIZES]
     crowd = Crowd(target, list(zip(prompts, each, strict=True)))
-    played, jobs = Played(target, None, Flat(target, None)), []
+    played, jobs = Played(target, None, SharedBatch(target, None)), []
     with Forwards() as forwards:
         for prompt, of in crowd.requests:
             jobs.append(played.submit(prompt, **of))
@@ -167,7 +167,7 @@ def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
     prompts = [[token % 192 for token in random_prompt(12, at)] for at in range(many)]
     crowd = Crowd(target, [(prompt, {"max_tokens": size}) for prompt in prompts])
     policy = policy_with_costs(16, row=1.0, draft=16.0)
-    played = Played(target, crowd.knowing(0.0), Flat(target, RowAllocator(policy)))
+    played = Played(target, crowd.knowing(0.0), SharedBatch(target, RowAllocator(policy)))
     jobs = [played.submit(prompt, policy=policy, **of) for prompt, of in crowd.requests]
     with Forwards() as forwards:
         played.run()
@@ -179,7 +179,7 @@ def test_a_job_that_leaves_while_the_next_step_runs_disturbs_no_other():
     target = tiny_target()
     prompts = [[token % 192 for token in random_prompt(10 + at, at)] for at in range(3)]
     crowd = Crowd(target, [(prompt, {"max_tokens": 30}) for prompt in prompts])
-    played = Played(target, None, Flat(target, None), memory=None)
+    played = Played(target, None, SharedBatch(target, None), memory=None)
     jobs = [played.submit(prompt, **of) for prompt, of in crowd.requests]
     for _ in range(8):
         played.scheduler.step()
@@ -226,7 +226,7 @@ def test_an_error_of_one_drafter_ends_its_request_alone():
     prompts = [PROMPT, [*PROMPT, *PROMPT, *PROMPT], [*PROMPT, 8]]
     drafter.breaks = (len(prompts[1]) + 1,)
     crowd = Crowd(target, [(prompt, {"max_tokens": 9}) for prompt in prompts])
-    played = Played(target, drafter, Flat(target, None))
+    played = Played(target, drafter, SharedBatch(target, None))
     jobs = [played.submit(prompt, block_size=1, **of) for prompt, of in crowd.requests]
     read, prefill = [], TargetSession.read
 

@@ -1,7 +1,6 @@
 """The engine: many requests at once, each with the text that it would have alone.
 
-Jobs come from any thread. One thread owns the arrays, and takes a step of all of them (`scheduler`)
-after the other.
+Jobs come from any thread. One thread owns the arrays and takes all steps (`scheduler`).
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from ..targets import Target
 from ..threads import clean_up_at_end
 from ..validation import MAX_BYTES, brief, check_integer, is_positive
 from .allocation import RowAllocator
+from .batch import SharedBatch
 from .job import Job
 from .memory import MemoryBudget
 from .scheduler import BatchScheduler
-from .together import Flat
 
 MOST_JOBS = 32
 STALL_MS = 250.0
 
 
 class Engine(AbstractContextManager["Engine", None]):
-    """Many requests of one pair, in one forward a round.
+    """Decodes many requests of one pair together, with one forward per step.
 
-    Close it when done; as a context it closes itself.
+    Close it when done, or use it as a context.
 
     Args:
         target, drafter: as in `stream_generate`.
-        policy: of the jobs that do not bring their own. With one, rows go to the likeliest drafts
-            of all jobs, as many as pay on this machine; None drafts whole blocks.
+        policy: for jobs without their own. It gives a step's rows to the most probable drafts of
+            all jobs, as many as bring the most tokens per second. None drafts whole blocks.
         memory: bytes for the caches of all jobs together; None is without limit.
-        prefix: a `PrefixStore` for the jobs that bring no conversation or store of their own.
-        stall_ms: for how long reading a prompt may hold up the texts of others.
-        most_jobs: how many have rounds together; the others wait for their turn.
-        together: how rounds draft and verify; None is in one pass of each.
+        prefix: a `PrefixStore` for jobs without a conversation or store of their own.
+        stall_ms: for how long reading a prompt may delay the other texts in one step.
+        most_jobs: how many jobs run at once; the others wait.
+        batch: how jobs draft and verify together; None is a `SharedBatch`.
 
     Attributes:
-        progressed: when a step was last over, a round or a chunk of a prompt, by `time.monotonic`.
+        progressed: when the last step ended, by `time.monotonic`.
 
     Raises `SettingsError`, and `IncompatibleDrafterError` for a drafter of another target.
     """
@@ -68,7 +67,7 @@ class Engine(AbstractContextManager["Engine", None]):
         prefix: PrefixCache | None = None,
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
-        together: Batch | None = None,
+        batch: Batch | None = None,
     ) -> None:
         check_pair(target, drafter)
         GenerationSettings(policy=policy, prefix=prefix)  # checks their types
@@ -77,44 +76,46 @@ class Engine(AbstractContextManager["Engine", None]):
             raise SettingsError(f"stall_ms must be above 0 and finite, not {brief(stall_ms)}.")
         most_jobs = check_integer("most_jobs", most_jobs)
         self._pair, self._policy, self._prefix = (target, drafter), policy, prefix
-        self._fits: set[int | None] = set()  # kv_bits that the caches were tried with
+        self._checked: set[int | None] = set()  # kv_bits that the pair supports
         self._check(None)
         self._memory = MemoryBudget(target, drafter, memory, prefix)
         allocator = None
         if isinstance(policy, DraftPolicy) and drafter is not None and policy.longest > 1:
             allocator = RowAllocator(policy)
-        together = together or Flat(target, allocator)
-        self._scheduler = BatchScheduler(together, self._memory, most_jobs, stall_ms / 1e3)
-        self._arrived: deque[tuple[Job, Request]] = deque()  # what other threads have put there
+        batch = batch or SharedBatch(target, allocator)
+        self._scheduler = BatchScheduler(batch, self._memory, most_jobs, stall_ms / 1e3)
+        self._submitted: deque[tuple[Job, Request]] = deque()  # by other threads
         self._lock, self._step_due, self._closed = threading.Lock(), False, False
         self.progressed, self._process = time.monotonic(), os.getpid()
-        # Its thread waits for steps, ends with the engine, and is joined when the program ends.
+        # The executor's thread ends with the engine, and is joined when the program ends.
         self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
-        self._owner: int | None = None  # the thread, once it takes steps
+        self._owner: int | None = None  # the id of its thread, once it took a step
 
     @property
     def busy(self) -> bool:
-        """Whether a job is left, be it one that was cancelled; for any thread."""
-        return bool(self._arrived) or self._scheduler.busy
+        """Whether any job is left, cancelled ones included."""
+        return bool(self._submitted) or self._scheduler.busy
 
     def submit(self, prompt: Prompt, **settings: Any) -> Job:
-        """Have a text made; from any thread.
+        """Start a job; from any thread.
 
         Args:
-            prompt, settings: those of `stream_generate`.
+            prompt, settings: as in `stream_generate`.
 
-        Raises at once what `stream_generate` raises at once; `NotEnoughMemoryError` where the text
-        could outgrow the engine's memory, and `EngineError` when the engine is closed, or in a
-        process that was forked from the engine's: its thread is not there.
+        Raises what `stream_generate` raises at once, `NotEnoughMemoryError` if the text could
+        outgrow the engine's memory, and `EngineError` if the engine is closed, or belongs to the
+        process that this one was forked from.
         """
         if os.getpid() != self._process:
             raise EngineError(
-                "The engine's thread is in the process that this one was forked from: make an "
-                "engine here, in a process that was spawned and not forked."
+                "The engine's thread is in the process that this one was forked from: create the "
+                "engine in this process, and spawn it instead of forking."
             )
         for name in ("target", "drafter"):
             if name in settings:
-                raise SettingsError(f"{name} is the engine's: make another engine for another one.")
+                raise SettingsError(
+                    f"{name} is the engine's: create another engine for another one."
+                )
         settings.setdefault("policy", self._policy)
         if settings.get("conversation") is None:
             settings.setdefault("prefix", self._prefix)
@@ -127,24 +128,24 @@ class Engine(AbstractContextManager["Engine", None]):
             with self._lock:
                 if self._closed or not (self._step_due or self._schedule()):
                     raise EngineError("The engine is closed: make another.")
-                self._arrived.append((job, request))
+                self._submitted.append((job, request))
             refused.pop_all()
         return job
 
     def abandon(self, error: Exception) -> None:
-        """End every job with an error, from any thread, even while a step never ends."""
+        """End every job with an error, from any thread, even if the current step hangs."""
         with self._lock:
             self._closed = True
-            jobs = [*(job for job, _ in self._arrived), *self._scheduler.jobs]
+            jobs = [*(job for job, _ in self._submitted), *self._scheduler.jobs]
         for job in jobs:
             job.fail(error)
 
     def close(self) -> None:
-        """Cancel what is left, and end the thread."""
+        """Cancel the remaining jobs, and end the thread."""
         with self._lock:
             self._closed = True
         self._wake()
-        # One of its own jobs cannot wait for itself to end.
+        # A logits processor may close the engine from its own thread, which cannot be joined there.
         self._thread.shutdown(wait=not self._is_mine())
 
     def __exit__(self, *_: object) -> None:
@@ -152,38 +153,38 @@ class Engine(AbstractContextManager["Engine", None]):
         self.close()
 
     def _check(self, kv_bits: int | None) -> None:
-        """Raise what starting a request of this pair raises."""
-        if kv_bits not in self._fits:
+        """Raise the errors of starting a request with these `kv_bits`, once each."""
+        if kv_bits not in self._checked:
             target, drafter = self._pair
             target.start(() if drafter is None else drafter.tap_layers, kv_bits)
             start_session(drafter, target, Sampler())
-            self._fits.add(kv_bits)
+            self._checked.add(kv_bits)
 
     def _is_mine(self) -> bool:
         """Whether this is the engine's thread."""
         return threading.get_ident() == self._owner
 
     def _wake(self) -> None:
-        """Have a step taken, unless one is to be taken anyway."""
+        """Schedule a step, unless one is due."""
         with self._lock:
             if not self._step_due:
                 self._schedule()
 
     def _schedule(self) -> bool:
-        """Have a step taken; whether it will be. The lock is held."""
-        with suppress(RuntimeError):  # the engine was closed, or the program ends
+        """Schedule a step; whether that is possible. The lock is held."""
+        with suppress(RuntimeError):  # closed, or the interpreter is ending
             self._thread.submit(self._step)
             self._step_due = True
         return self._step_due
 
-    # What follows runs in the engine's thread.
+    # In the engine's thread.
 
     def _step(self) -> None:
-        """A step of all, and another while anybody is left."""
+        """Take a step, and schedule the next one while jobs are left."""
         with self._lock:
             self._step_due, self._owner = False, threading.get_ident()
-            while self._arrived:
-                self._scheduler.add(*self._arrived.popleft())
+            while self._submitted:
+                self._scheduler.add(*self._submitted.popleft())
         if self._closed:
             self._scheduler.cancel_all()
         self._scheduler.step()

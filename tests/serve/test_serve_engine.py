@@ -8,12 +8,12 @@ import pytest
 from serving import client, frames, make_handler, running
 
 import dflash_mlx as dm
-from dflash_mlx.engine.together import Flat
+from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.serve.app import Endpoints
 from dflash_mlx.serve.request import GenerationRequest
 
 
-class Faulty(Flat):
+class Faulty(SharedBatch):
     """A device that raises in each forward that has rows of a prompt of `blamed` tokens or more.
 
     In its `stuck`th forward it waits until it is freed.
@@ -40,7 +40,7 @@ def pair():
 
 
 def engine_of(pair, **faults):
-    engine = dm.Engine(*pair, together=Faulty(pair[0], **faults))
+    engine = dm.Engine(*pair, batch=Faulty(pair[0], **faults))
     engine.target = pair[0]
     return engine
 

@@ -1,4 +1,4 @@
-"""Steps of many requests: drafted in one pass, verified in one forward."""
+"""How an engine's requests share a step: drafts in one pass, one verify forward for all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..targets.batched import BatchVerifier
 from .allocation import RowAllocator
 
 
-class Flat(Batch):
-    """The forwards of rounds whose requests' rows lie flat in one.
+class SharedBatch(Batch):
+    """Drafts and verifies many requests of one target together.
 
     Args:
-        target: of all the requests.
+        target: verifies all requests.
         allocator: decides how many rows each request has; None verifies all candidates.
     """
 
@@ -27,7 +27,7 @@ class Flat(Batch):
         self._batch_verifier, self._allocator = BatchVerifier(target), allocator
 
     def propose(self, items: Sequence[BatchItem]) -> None:
-        """Set the proposals: of one request its own, of many what brings most for all."""
+        """Set the proposals: one request's own, or those that bring many the most tokens."""
         if len(items) == 1:
             with items[0]:
                 items[0].proposal = items[0].request.propose()
@@ -51,7 +51,7 @@ class Flat(Batch):
         _draft_chains(chains)
 
     def _candidates(self, items: Sequence[BatchItem]) -> list[tuple[BatchItem, Candidate]]:
-        """What all of them could have verified; trees are drafted for it, in one pass."""
+        """The rows that each request could have verified. Trees are drafted first, in one pass."""
         candidates: list[tuple[BatchItem, Candidate]] = []
         trees: list[tuple[BatchItem, TreeCandidate]] = []
         for item in items:
@@ -75,7 +75,7 @@ class Flat(Batch):
         return candidates
 
     def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
-        """One forward over the rows of all."""
+        """One forward over the rows of all requests."""
         if len(items) == 1:
             return [items[0].request.target.verify(items[0].proposal)]
         sessions = [item.request.target for item in items]
@@ -90,7 +90,7 @@ class Flat(Batch):
         return self._allocator.can_pipeline
 
     def observe(self, items: Sequence[BatchItem]) -> None:
-        """Take in what a shared step brought."""
+        """Learn from a shared step."""
         if self._allocator is not None and len(items) > 1:
             events = [(item.request, item.event) for item in items if item.event is not None]
             pipelined = any(request.is_pipelined for request, _ in events)
