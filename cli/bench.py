@@ -28,7 +28,7 @@ from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, known_drafter
 from . import bench_tables as tables
 from . import options
 from .machines import Machines, cluster_member, runs_elsewhere
-from .options import AUTO, DECODING, OFF, OUTPUT, is_given, named, tree_rows, value
+from .options import AUTO, DECODING, OFF, OUTPUT, is_given, named, option, tree_rows
 from .output import note, print_json
 from .pair import WHOLE_BLOCKS, check_drafts, open_pair
 
@@ -46,99 +46,44 @@ class ProtocolName(StrEnum):
 
 # The prefill brings the first token, so it takes two tokens to measure a speed.
 MaxTokens = Annotated[
-    int,
-    value("--max-tokens", "-n", group=DECODING, metavar="N", help="Stop after N tokens.", min=2),
+    int, option(DECODING, "N", "Stop after N tokens.", "--max-tokens", "-n", min=2)
 ]
 BlockSize = Annotated[
     int | None,
-    value(
-        "--block-size",
-        "-b",
-        group=DECODING,
-        metavar="N",
-        help="Tokens to verify at once. Default: the drafter's own block size.",
-        min=1,
+    option(
+        DECODING, "N", "Rows of a step. Default: the drafter's block.", "--block-size", "-b", min=1
     ),
 ]
-SuiteNames = Annotated[
+Suite = Annotated[
     list[str] | None,
-    value(
-        "--suite",
-        group=PROMPTS,
-        metavar="NAME",
-        help=f"{EMBEDDED_SUITE} (the default), {', '.join(SUITES)}. Repeatable.",
-    ),
+    option(PROMPTS, "NAME", f"{EMBEDDED_SUITE} (default), {', '.join(SUITES)}. Repeatable."),
 ]
-PromptFile = Annotated[
+Prompts = Annotated[
     Path | None,
-    value(
-        "--prompts",
-        group=PROMPTS,
-        metavar="FILE",
-        help='JSONL of {"prompt" or "messages", "category", "answer"} to use instead.',
-    ),
+    option(PROMPTS, "FILE", 'JSONL of {"prompt" or "messages", "category", "answer"} instead.'),
 ]
-DataFolder = Annotated[
-    Path | None,
-    value(
-        "--data",
-        group=PROMPTS,
-        metavar="DIR",
-        help="Read suites from this folder instead of the hub.",
-    ),
+Data = Annotated[
+    Path | None, option(PROMPTS, "DIR", "Read suites from this folder instead of the hub.")
 ]
 Protocol = Annotated[
     ProtocolName | None,
-    value(
-        group=PROMPTS,
-        metavar="NAME",
-        help="zlab: prompts, lengths and means of z-lab's papers; one run of each prompt.",
-    ),
+    option(PROMPTS, "NAME", "zlab: prompts, lengths and means of z-lab's papers."),
 ]
 Limit = Annotated[
     int | None,
-    value(
-        group=PROMPTS,
-        metavar="N",
-        help=f"At most N prompts per category. Default: {SUITE_LIMIT} for suites from the hub, "
-        "all otherwise.",
-        min=1,
-    ),
+    option(PROMPTS, "N", f"Prompts per category. Default: {SUITE_LIMIT} for hub suites.", min=1),
 ]
-Repeats = Annotated[
-    int, value(group=PROMPTS, metavar="N", help="Runs of each prompt and method.", min=1)
-]
-TreeBudget = Annotated[
-    str,
-    value(
-        "--tree-budget",
-        group=PROMPTS,
-        metavar="N",
-        help="Also measure draft trees of N tokens, or 'auto'.",
-    ),
-]
-ServerUrl = Annotated[
+Repeats = Annotated[int, option(PROMPTS, "N", "Runs of each prompt and method.", min=1)]
+TreeBudget = Annotated[str, option(PROMPTS, "N", "Also measure draft trees of N tokens, or auto.")]
+Server = Annotated[
     str | None,
-    value(
-        "--openai",
-        group=PROMPTS,
-        metavar="URL",
-        help="Measure an OpenAI-compatible server instead; --model is its name there.",
-    ),
+    option(PROMPTS, "URL", "Measure an OpenAI-compatible server; --model is its name there."),
 ]
 Concurrency = Annotated[
-    str | None,
-    value(group=PROMPTS, metavar="N,N", help="With --openai: this many clients at once."),
+    str | None, option(PROMPTS, "N,N", "With --openai: this many clients at once.")
 ]
-OutFolder = Annotated[
-    Path | None,
-    value(
-        "--out",
-        group=OUTPUT,
-        metavar="DIR",
-        help="Write JSON, Markdown and plots to this folder.",
-        parser=named,
-    ),
+Out = Annotated[
+    Path | None, option(OUTPUT, "DIR", "Write JSON, Markdown and plots here.", parser=named)
 ]
 
 
@@ -150,16 +95,16 @@ def bench(
     max_tokens: MaxTokens = 256,
     block_size: BlockSize = None,
     temperature: options.Temperature = 0.0,
-    suite: SuiteNames = None,
-    prompts: PromptFile = None,
-    data: DataFolder = None,
+    suite: Suite = None,
+    prompts: Prompts = None,
+    data: Data = None,
     protocol: Protocol = None,
     limit: Limit = None,
     repeats: Repeats = 3,
     tree_budget: TreeBudget = OFF,
-    openai: ServerUrl = None,
+    openai: Server = None,
     concurrency: Concurrency = None,
-    out: OutFolder = None,
+    out: Out = None,
     machines: Machines,
     json: options.Json = False,
 ) -> None:
