@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_host import Counters, EmulatedKernel, needs_compiler
+from metal_host import EmulatedKernel, needs_compiler
 
 from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
 
@@ -19,22 +19,6 @@ on_gpu_or_emulator = pytest.mark.metal if mx.metal.is_available() else needs_com
 def kernel_factory():
     """The GPU's factory where there is one, else the emulator's, in checked mode."""
     return mx.fast.metal_kernel if mx.metal.is_available() else EmulatedKernel
-
-
-class Counted:
-    """A factory of emulated kernels that keeps what their last calls did."""
-
-    def __init__(self) -> None:
-        self._kernels: list[EmulatedKernel] = []
-
-    def __call__(self, **arguments) -> EmulatedKernel:
-        self._kernels.append(EmulatedKernel(**arguments))
-        return self._kernels[-1]
-
-    def counters(self, name: str) -> Counters:
-        """Of the last call of the kernel of this name."""
-        (kernel,) = (kernel for kernel in self._kernels if kernel.name == name)
-        return kernel.counters
 
 
 def relative_error(y: mx.array, truth: mx.array) -> float:

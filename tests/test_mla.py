@@ -27,7 +27,7 @@ def layers(model):
 @pytest.mark.parametrize("family", MLA)
 @pytest.mark.parametrize("length", [9, 60])  # an indexer picks 32 rows: all of them, then some
 def test_one_row_is_mlx_lms_own(family, length):
-    """Fails when mlx-lm changes how it attends to latents: then target/mla.py has to follow."""
+    """Fails when mlx-lm changes how it attends to latents: then targets/mla.py has to follow."""
     model, prompt = random_model(family), random_prompt(length, 2)
     overrides = Overrides(Lock())
     use_absorbed_mla(layers(model), overrides)

@@ -48,7 +48,7 @@ def test_a_kv_cache_is_its_three_fields():
 
 @pytest.mark.parametrize("steps", [(3,), (1, 1), (9,), (6, 1), (1, 5, 1, 1, 1), (1,) * 10])
 def test_a_rotating_cache_made_of_its_window(steps):
-    """`contents.py` takes the window out, and another cache goes on as this one does."""
+    """`caches.py` exports the window, and another cache goes on as this one does."""
     caches = [internals.RotatingKVCache(max_size=4) for _ in range(2)]
     rows = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
     for step in steps:
@@ -85,7 +85,7 @@ def test_a_rotating_cache_after_several_rows():
 
 
 def test_the_other_caches_are_their_fields():
-    """What `rollback.py`, `recurrent.py`, `compressed.py` and `kv_bits.py` read and write."""
+    """What `rollback.py`, `recurrent.py`, `deepseek_v41.py` and `caches.py` read and write."""
     assert set(vars(internals.ArraysCache(2))) == {"cache", "left_padding", "lengths"}
     assert set(vars(internals.CacheList(internals.KVCache()))) == {"caches"}
     assert set(vars(internals.QuantizedKVCache(32, 8))) == {

@@ -5,7 +5,7 @@
     glue.py         what turns that text into C++ that can be called
     compiler.py     finding a compiler, compiling, keeping what has been compiled
     strict.py       what a Mac's compiler refuses, asked of clang
-    launch.py       the call: buffers with red zones, findings, counters
+    launch.py       the call: buffers with red zones, findings
     include/        stand-ins for Metal's headers
     strict/         the same as declarations, with address spaces
     runtime/        fibers for threads, barriers, SIMD-group functions, the checks
@@ -19,15 +19,13 @@ import pytest
 
 from metal_host.compiler import CompilationError, compilers
 from metal_host.kernel import EmulatedKernel
-from metal_host.launch import CheckError, Counters, Finding, Traffic
+from metal_host.launch import CheckError, Finding
 
 __all__ = [
     "CheckError",
     "CompilationError",
-    "Counters",
     "EmulatedKernel",
     "Finding",
-    "Traffic",
     "needs_compiler",
 ]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from metal_host.compiler import CACHE, Build, Compiler
 from metal_host.glue import program
-from metal_host.launch import Counters, Memory, launch
+from metal_host.launch import Memory, launch
 from metal_host.strict import check_strictly
 from metal_host.wrapper import TemplateArguments, Wrapper, wrap
 
@@ -50,14 +50,14 @@ class EmulatedKernel:
     """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and four more.
 
     checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
-               runtime/checks.cpp knows, and count memory traffic; a finding raises CheckError
+               runtime/checks.cpp knows; a finding raises CheckError
     strict:    also have clang read it as Metal would (strict.py); raises CompilationError
     compiler:  one of `compilers()`
     cache_dir: where compiled kernels are kept
 
-    A source is compiled for each set of dtypes and template arguments that it is called with. After
-    a call of a checked kernel `counters` has what it did. `compile_options` makes no difference:
-    arithmetic is IEEE's, as with MLX's default, the math mode "safe".
+    A source is compiled for each set of dtypes and template arguments that it is called with.
+    `compile_options` makes no difference: arithmetic is IEEE's, as with MLX's default, the math
+    mode "safe".
     """
 
     def __init__(
@@ -89,14 +89,6 @@ class EmulatedKernel:
         self.strict = strict
         self.build = Build(checked, compiler, cache_dir)
         self._libraries: dict[str, Path] = {}
-        self._counters: Counters | None = None
-
-    @property
-    def counters(self) -> Counters:
-        """Of the last call. Raises RuntimeError before the first, and if `checked` is off."""
-        if self._counters is None:
-            raise RuntimeError(f"{self.name}: only a checked kernel that has run has counters")
-        return self._counters
 
     def wrapper(
         self,
@@ -145,7 +137,7 @@ class EmulatedKernel:
                 self.output_names, output_shapes, output_dtypes, strict=True
             )
         ]
-        counters = launch(
+        launch(
             self.name,
             self.build.runtime,
             self.library(wrapper),
@@ -153,7 +145,6 @@ class EmulatedKernel:
             threadgroup,
             self._input_memory(wrapper, arrays) + outputs,
         )
-        self._counters = counters if self.build.checked else None
         return [
             _mlx(memory.values, dtype) for memory, dtype in zip(outputs, output_dtypes, strict=True)
         ]

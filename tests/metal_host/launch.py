@@ -1,4 +1,4 @@
-"""One launch: memory in, findings, counters and memory out.
+"""One launch: memory in, findings and memory out.
 
 The structures mirror those of runtime/buffers.h.
 """
@@ -48,38 +48,6 @@ class _Launch(ctypes.Structure):
         ("barriers", ctypes.c_uint64),
         ("exchanges", ctypes.c_uint64),
     ]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of one buffer that a launch touched in device memory.
-
-    read, written:    every access counted, so twice the same byte is two
-    distinct_...:     bytes touched at least once, in whole elements
-    """
-
-    read: int
-    written: int
-    distinct_read: int
-    distinct_written: int
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What a checked launch did.
-
-    buffers:               traffic by the name of the input or output
-    multiply_accumulates:  of simdgroup matrix operations; 512 for one 8x8 by 8x8
-    fmas:                  calls of metal::fma
-    barriers:              waits of a whole threadgroup
-    exchanges:             of values between the lanes of a SIMD-group: shuffles, sums, maxima
-    """
-
-    buffers: dict[str, Traffic]
-    multiply_accumulates: int
-    fmas: int
-    barriers: int
-    exchanges: int
 
 
 @dataclass(frozen=True)
@@ -150,7 +118,7 @@ def launch(
     threadgroup: Sequence[int],
     memory: Sequence[Memory],
     groups: range = range(2**32 - 1),
-) -> Counters:
+) -> None:
     """Runs a compiled kernel over `grid` threads, in place.
 
     memory: a buffer for each parameter of the kernel.
@@ -176,14 +144,3 @@ def launch(
     findings = _findings(host, library)
     if findings:
         raise CheckError(name, findings)
-    traffic = {
-        each.name: Traffic(*(getattr(buffer.traffic, field) for field, _ in _Traffic._fields_))
-        for each, buffer in zip(memory, buffers, strict=True)
-    }
-    return Counters(
-        traffic,
-        512 * described.matrix_products,
-        described.fmas,
-        described.barriers,
-        described.exchanges,
-    )
