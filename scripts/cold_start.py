@@ -1,9 +1,9 @@
-"""Time a cold start on a busy machine: the first token against mlx-lm's, and the draft length in the end.
+"""Time a cold start on a busy machine: first token against mlx-lm, and the final draft length.
 
     python scripts/cold_start.py [--model smollm2] [--max-tokens 256] [--busy N]
 
 Each run is a fresh process. N processes (default: one per core) keep the cores busy; 0 leaves the
-machine as it is. Nothing was measured before: the home folder is a temporary one. Prints the seconds
+machine as it is. The home folder is a temporary one, so nothing was measured before. Prints seconds
 from loading to the first token, for mlx-lm's own `stream_generate` and for ours with the default
 drafter and policy, and the draft lengths of our last steps.
 """
