@@ -150,8 +150,8 @@ def bench(
     else:
         network = replace(names, draft=names.draft or known_drafter(names.model))
         # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
-        rounds = replace(WHOLE_BLOCKS, block_size=block_size)
-        pair = open_pair(network, weights, rounds, member=cluster_member(context))
+        steps = replace(WHOLE_BLOCKS, block_size=block_size)
+        pair = open_pair(network, weights, steps, member=cluster_member(context))
         content = tables.measure_pair(pair, chosen, setup)
     if json:
         print_json(content)

@@ -49,7 +49,7 @@ def chat(
     api_key: ApiKey = None,
     max_tokens: options.MaxTokens = 1024,
     sampling: options.Sampling,
-    rounds: options.Rounds,
+    steps: options.StepOptions,
     stop: options.Stop = None,
     system: System = None,
     resume: Resume = None,
@@ -67,7 +67,7 @@ def chat(
         _check_served(context)
         model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
     else:
-        pair = open_pair(names, weights, rounds, no_draft, check=_check_can_chat)
+        pair = open_pair(names, weights, steps, no_draft, check=_check_can_chat)
         model = LocalModel(pair)
     conversation = Chat(model, settings, messages, verbose)
     if system is not None:
@@ -82,7 +82,7 @@ def _check_can_chat(target: Target) -> None:
 
 def _check_served(context: typer.Context) -> None:
     """Refuse the options that a server has already decided."""
-    groups: tuple[Any, ...] = (options.Weights, options.Rounds)
+    groups: tuple[Any, ...] = (options.Weights, options.StepOptions)
     names = ["draft", "no_draft", "verbose", *(f.name for group in groups for f in fields(group))]
     given = [options.spelled(name) for name in names if options.is_given(name, context)]
     if given:

@@ -115,9 +115,8 @@ class Chat:
             parts.append(pair.limit_reached(stats) if pair else "cut off by --max-tokens")
         new = stats.prompt_tokens - stats.reused_tokens
         note(" · ".join([*parts, f"prompt: {new} new, {stats.reused_tokens} cached"]))
-        if pair is not None:
-            if self._verbose:
-                explain(pair, stats)
+        if pair and self._verbose:
+            explain(pair, stats)
 
     @property
     def system(self) -> str:

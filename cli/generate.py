@@ -60,7 +60,7 @@ def generate(
     weights: options.Weights,
     max_tokens: options.MaxTokens = 256,
     sampling: options.Sampling,
-    rounds: options.Rounds,
+    steps: options.StepOptions,
     stop: options.Stop = None,
     system: System = None,
     raw: Raw = False,
@@ -90,7 +90,7 @@ def generate(
     if output is not None:
         check_writable(output)
     encoded = cache(lambda target: _encode(target, asked))  # a long prompt is encoded once
-    pair = open_pair(names, weights, rounds, no_draft, compare, cluster_member(context), encoded)
+    pair = open_pair(names, weights, steps, no_draft, compare, cluster_member(context), encoded)
     settings = sampling.settings() | _schema_settings(pair, schema)
     comparison = _comparison(pair, encoded(pair.target), max_tokens, stop or [], settings)
     untaught = comparison.untaught() if compare else comparison

@@ -195,8 +195,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """How much is drafted and verified in a step."""
+class StepOptions:
+    """What a step drafts and verifies."""
 
     block_size: BlockSize = None
     tree_budget: TreeBudget = OFF

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, check_name, known_drafter, short
 from dflash_mlx.machine.blas import BlasInfo
 
-from .options import AUTO, Names, Rounds, Weights, bits_of, tree_rows
+from .options import AUTO, Names, StepOptions, Weights, bits_of, tree_rows
 from .output import note, sized, waiting
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from .machines import Member
 
-WHOLE_BLOCKS = Rounds(no_policy=True)
+PLAIN_TOKENS = 9  # of a short measurement
+WHOLE_BLOCKS = StepOptions(no_policy=True)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Pair:
     policy: AnyPolicy | None = None
     tree_budget: int | str | None = None
     member: Member | None = None
+    _plain_speeds: list[float] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -79,14 +81,20 @@ class Pair:
         return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{machines}"
 
     def plain_speed(self, stats: Stats) -> float | None:
-        """Estimated tokens per second of plain decoding; None if no plain step was timed.
+        """Estimated tokens per second of plain decoding; None without a policy.
 
         At least the steps per second of this request: a plain step is no slower than another one.
         """
-        seconds = self.policy.plain_seconds if self.policy else None
-        if seconds is None:
+        if self.policy is None:
             return None
-        return max(1 / seconds, stats.tokens_per_second / stats.acceptance_length)
+        if self.policy.plain_seconds is not None:
+            speed = 1 / self.policy.plain_seconds
+        else:  # every step of the request was drafted
+            if not self._plain_speeds:
+                run = dflash_mlx.generate(self.target, None, [0] * 8, max_tokens=PLAIN_TOKENS)
+                self._plain_speeds.append(run.stats.tokens_per_second)
+            speed = self._plain_speeds[0]
+        return max(speed, stats.tokens_per_second / stats.acceptance_length)
 
     def limit_reached(self, stats: Stats) -> str:
         """The limit behind the finish reason "length"."""
@@ -98,30 +106,30 @@ class Pair:
 def open_pair(
     names: Names,
     weights: Weights,
-    rounds: Rounds = WHOLE_BLOCKS,
+    steps: StepOptions = WHOLE_BLOCKS,
     no_draft: bool = False,
     warm: bool = True,
     member: Member | None = None,
     check: Callable[[Target], object] | None = None,
 ) -> Pair:
-    """Choose the BLAS, load the weights and measure what steps cost.
+    """Choose the BLAS, load the weights and make a policy.
 
     Args:
-        warm: whether to run a few steps, which compile what MLX compiles, before anything is timed.
+        warm: whether to run a few steps first, so that MLX compiles before anything is timed.
         member: this machine among several that share the target.
-        check: refuses a target before costs are measured.
+        check: refuses a target before the steps of `warm`.
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
     plain_only = {
         "--draft": no_draft and names.draft,
-        "--block-size": rounds.block_size,
-        "--no-policy": rounds.no_policy,
+        "--block-size": steps.block_size,
+        "--no-policy": steps.no_policy,
         "--draft-bits": weights.draft_bits,
     }
     check_plain(no_draft, names, plain_only)
     draft = _drafting(names, no_draft)
-    budget = _tree_budget(rounds, draft)
+    budget = _tree_budget(steps, draft)
     check_name(names.model)  # before the seconds that MLX takes to start
     hub = Hub(offline=weights.offline)
     announce(names.model, hub)
@@ -144,9 +152,9 @@ def open_pair(
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
     if check is not None:
         check(target)
-    policy = None if drafter is None else _policy(rounds, budget, target, drafter)
-    kv_bits = bits_of(rounds.kv_bits)
-    pair = Pair(target, drafter, rounds.block_size, blas, kv_bits, policy, budget, member)
+    policy = None if drafter is None else _policy(steps, budget, target, drafter)
+    kv_bits = bits_of(steps.kv_bits)
+    pair = Pair(target, drafter, steps.block_size, blas, kv_bits, policy, budget, member)
     if warm:
         from dflash_mlx.bench.measure import warm_up
 
@@ -163,11 +171,14 @@ def check_drafts(names: Names) -> None:
 
 def check_plain(no_draft: bool, names: Names, given: Mapping[str, Any]) -> None:
     """Raise `BadParameter` for options about drafting where nothing drafts."""
-    if not no_draft and names.draft != NONE:
-        return
-    hint = "--no-draft" if no_draft else f"--draft {NONE}"
-    if option := next((name for name, is_given in given.items() if is_given), None):
-        raise typer.BadParameter(f"cannot be combined with {option}", param_hint=hint)
+    if no_draft or names.draft == NONE:
+        _refuse("--no-draft" if no_draft else f"--draft {NONE}", given)
+
+
+def _refuse(option: str, others: Mapping[str, Any]) -> None:
+    """Raise `BadParameter` if one of the other options is given, too."""
+    if other := next((name for name, given in others.items() if given), None):
+        raise typer.BadParameter(f"cannot be combined with {other}", param_hint=option)
 
 
 def _drafting(names: Names, no_draft: bool) -> str | None:
@@ -179,28 +190,26 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
     return names.draft
 
 
-def _tree_budget(rounds: Rounds, draft: str | None) -> int | str | None:
+def _tree_budget(steps: StepOptions, draft: str | None) -> int | str | None:
     """The value of --tree-budget; None is chains."""
-    rows = tree_rows(rounds.tree_budget)
-    if rows is None:
-        return None
-    wrong: dict[str, Any] = {f"--draft {draft}": draft in (LOOKUP, NONE)}
+    rows = tree_rows(steps.tree_budget)
+    if rows is not None:
+        _refuse("--tree-budget", {f"--draft {draft}": draft in (LOOKUP, NONE)})
     if rows == AUTO:
-        wrong |= {"--block-size": rounds.block_size, "--no-policy": rounds.no_policy}
-    if other := next((option for option, given in wrong.items() if given), None):
-        raise typer.BadParameter(f"cannot be combined with {other}", param_hint="--tree-budget")
+        others = {"--block-size": steps.block_size, "--no-policy": steps.no_policy}
+        _refuse("--tree-budget auto", others)
     return rows
 
 
 def _policy(
-    rounds: Rounds, budget: int | str | None, target: Target, drafter: Drafter
+    steps: StepOptions, budget: int | str | None, target: Target, drafter: Drafter
 ) -> AnyPolicy | None:
     """The policy that chooses draft lengths; None drafts whole blocks."""
     if isinstance(budget, int):
         from dflash_mlx.policy.planning import FixedPolicy
 
         return FixedPolicy(budget)
-    if rounds.no_policy or rounds.block_size:
+    if steps.no_policy or steps.block_size:
         return None
     return dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
 

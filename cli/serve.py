@@ -111,7 +111,7 @@ def serve(
     load: Load,
     max_tokens: options.MaxTokens = 4096,
     sampling: options.Sampling,
-    rounds: options.Rounds,
+    steps: options.StepOptions,
     machines: Machines,
     verbose: Verbose = False,
 ) -> None:
@@ -146,7 +146,7 @@ def serve(
     ):
         check = partial(_check_sampling, sampling)
         pair = open_pair(
-            names, weights, rounds, no_draft, member=cluster_member(context), check=check
+            names, weights, steps, no_draft, member=cluster_member(context), check=check
         )
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
