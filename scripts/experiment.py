@@ -1,19 +1,18 @@
-"""Shared by measuring scripts: options, a pair, the embedded prompts, decoding in turns."""
+"""Shared by measuring scripts: options, and decoding with several methods in turns."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from random import sample
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import dflash_mlx as dm
 from dflash_mlx.loading.registry import known_drafter
 
 TURN = 16  # tokens that a method decodes before the next one's turn
 Method = TypeVar("Method")
-Item = TypeVar("Item")
 
 
 def options_of(doc: str, **defaults: int | str) -> argparse.Namespace:
@@ -30,22 +29,6 @@ def options_of(doc: str, **defaults: int | str) -> argparse.Namespace:
     found = options.parse_args()
     found.draft = found.draft or known_drafter(found.model)
     return found
-
-
-def experiment(options: argparse.Namespace) -> tuple[dm.Target, Any, list[list[int]]]:
-    """The pair, and `limit` embedded prompts per category as token ids."""
-    print(f"BLAS: {dm.use_fast_blas(stock=options.stock_blas).name}")
-    from dflash_mlx.bench.datasets import embedded_prompts, limit_per_category
-    from dflash_mlx.prompt import encode_prompt
-
-    target, drafter = dm.load(options.model, options.draft)
-    prompts = limit_per_category(embedded_prompts(), options.limit)
-    return target, drafter, [encode_prompt(target, prompt.messages) for prompt in prompts]
-
-
-def spread(items: Sequence[Item], count: int, first: int = 0) -> Sequence[Item]:
-    """`count` items, spread evenly."""
-    return items[first :: max(1, len(items) // count)][:count]
 
 
 def in_turns(

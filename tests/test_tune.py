@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dflash_mlx.bench.kernels import ShapeTiming
 from dflash_mlx.cli.tune import _cost_table, _kernel_json, _kernel_table
-from dflash_mlx.kernels.calibration import Timing
+from dflash_mlx.kernels.choose import Timing
 
 ROW = ShapeTiming(
     "4096x4096 affine 4-bit g64", 36, Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4})
