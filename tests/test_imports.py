@@ -118,7 +118,7 @@ def module_of(imported: str, known: dict[str, Path]) -> str | None:
 
 def test_only_the_server_knows_the_web():
     """Its packages are an extra that nothing else may need."""
-    web = {"httptools", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
+    web = {"prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
     for name, path in modules().items():
         if part_of(name) != "serve":
             assert not {one.split(".")[0] for one in imports(name, path)} & web, name
