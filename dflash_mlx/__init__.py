@@ -6,23 +6,20 @@
     messages = [{"role": "user", "content": "What is 37 plus 48?"}]
     print(dm.generate(target, drafter, messages).text)
 
-A prompt of messages is put through the target's chat template. Text is used as it is: right for a
-model without a template and for text to be continued, nonsense for a question to a chat model.
+Messages go through the target's chat template. Text is used as it is, for models without a template
+and for text to continue.
 
-Rounds are whole blocks unless `policy=dm.Policy.of(target, drafter)` says how wide they are: that
-measures what rounds cost, for seconds, which a program rather decides on itself (the command line
-does it once).
+A step drafts a whole block unless `policy=dm.Policy.of(target, drafter)` chooses the draft lengths.
 
-The public names are looked up on first use, so `import dflash_mlx` does not import MLX: the errors
-and `use_fast_blas` work without it, and a BLAS can be put in place before it is loaded. Nor does it
-import anything else that takes time: a Ctrl-C in these milliseconds is nobody's to catch.
+The public names are imported on first use, so `import dflash_mlx` does not import MLX: the errors
+and `use_fast_blas` work without it, and a BLAS can be loaded before it.
 """
 
 from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # as typing has it, which takes a third of a command's first moments
+TYPE_CHECKING = False  # typing's own takes a third of the start-up time
 if TYPE_CHECKING:
     from typing import Any
 

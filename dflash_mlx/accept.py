@@ -1,6 +1,6 @@
-"""The walk: from the root, follow the child that equals the target's choice.
+"""Acceptance: from the root, follow the child that equals the target's choice.
 
-One rule for greedy and sampling (the noise is already in the choices), for chains and trees.
+One rule for chains and trees, greedy and sampled: the choices already contain the noise.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def accept(
     """
     kept = [0]
     for row in range(1, len(tokens)):
-        # Children come after their parents, so one pass finds the whole path. Among equal
-        # siblings the first is followed, the later ones have no kept parent's turn any more.
+        # Children come after their parents, so one pass finds the whole path. If siblings repeat a
+        # token, the first one wins.
         if parents[row] == kept[-1] and tokens[row] == choices[kept[-1]]:
             kept.append(row)
     return kept, choices[kept[-1]]

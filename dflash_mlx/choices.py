@@ -1,6 +1,6 @@
-"""A round's choices, on their way from the device to the host: all of them in one array.
+"""A step's choices on their way from the device to the host.
 
-What is lazy can be read together with what other requests decide, so a round waits once for all.
+They are lazy, so that the choices of many requests can be read with one wait.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import mlx.core as mx
 
 from .errors import SettingsError
 
-NO_CHOICE = -1  # in the place of a token, where there is no number to choose by
+NO_CHOICE = -1  # in place of a token, if the logits leave none
 
 
 def chosen(token: int) -> int:
-    """The token that a row which is kept has chosen. (After a wrong draft anything may come.)
+    """The token that an accepted row has chosen.
 
-    Raises `SettingsError` where processors, penalties or a bias leave no number to choose by.
+    Raises `SettingsError` if processors, penalties or a bias left no token to choose. After a
+    rejected draft that is no error, so only accepted rows are checked.
     """
     if token == NO_CHOICE:
         raise SettingsError(
@@ -29,11 +30,11 @@ def chosen(token: int) -> int:
 
 
 class Choices(NamedTuple):
-    """What a step brings back from the device, of N rows.
+    """The N rows of a step, read from the device.
 
     Attributes:
         tokens: the proposal's.
-        choices: the target's, after each of them.
+        choices: the target's token after each row.
     """
 
     tokens: list[int]
@@ -44,9 +45,9 @@ class Decision(NamedTuple):
     """A step's choices while they are still on the device.
 
     Attributes:
-        values: [M] int32, lazy; they are for `read`, once they are on the host.
-        tokens: the proposal's, if they are on the host: then they are not among the values.
-        rows: N, the proposal's.
+        values: [M] int32, lazy: the input of `read`.
+        tokens: the proposal's, if they are on the host; else the values contain them.
+        rows: N of the proposal.
     """
 
     values: mx.array
@@ -55,18 +56,18 @@ class Decision(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Sequence[int] | mx.array, choices: mx.array) -> Decision:
-        """Of a proposal's tokens [N], and the choices [N] int32 after them."""
+        """The decision for a proposal's tokens [N] and the choices [N] int32 after them."""
         if isinstance(tokens, mx.array):
             return cls(mx.concatenate([tokens.astype(mx.int32), choices]), None, len(tokens))
         return cls(choices, list(map(int, tokens)), len(tokens))
 
     @property
     def next_anchor(self) -> mx.array:
-        """The choice [1] after the last row; the text goes on with it if all rows are accepted."""
+        """The choice [1] after the last row: the next anchor, if all rows are accepted."""
         return self.values[-1:]
 
     def read(self, values: list[int]) -> Choices:
-        """The choices in the values."""
+        """The choices, from `values` on the host."""
         if self.tokens is None:
             return Choices(values[: self.rows], values[self.rows :])
         return Choices(self.tokens, values)

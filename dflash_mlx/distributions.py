@@ -1,4 +1,4 @@
-"""The noise of a seed, and the tokens that a distribution leaves out."""
+"""A seed's Gumbel noise, and the truncations of a distribution: top-p, min-p, top-k."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 def gumbel(seed: int, first: int, rows: int, vocab_size: int) -> mx.array:
     """Gumbel(0, 1) noise [rows, V] in f32 for positions first, first + 1, ...
 
-    Each row's Threefry key is the pair (seed, position), so a row does not depend on its company.
+    Each row's Threefry key is the pair (seed, position), so rows do not depend on each other.
     """
     positions = mx.arange(first, first + rows).astype(mx.uint32)
     keys = mx.stack([mx.full((rows,), seed, mx.uint32), positions], axis=1)
@@ -18,22 +18,21 @@ def gumbel(seed: int, first: int, rows: int, vocab_size: int) -> mx.array:
 
 
 def keep_top_p(logits: mx.array, top_p: float) -> mx.array:
-    """Set to -inf what lies outside of the most probable tokens that together have `top_p`."""
+    """Set all but the most probable tokens that together have `top_p` to -inf."""
     ascending = mx.sort(logits, axis=-1)
     above = mx.cumsum(mx.softmax(ascending, axis=-1), axis=-1, reverse=True, inclusive=False)
-    # The most probable token has nothing above it, so at least one stays; also where f32 has no
-    # number as small as `top_p`.
+    # The most probable token always stays, even if `top_p` is 0 in f32.
     dropped = (above[..., :-1] >= top_p).sum(axis=-1, keepdims=True)
     return mx.where(logits < mx.take_along_axis(ascending, dropped, axis=-1), -mx.inf, logits)
 
 
 def keep_min_p(logits: mx.array, min_p: float) -> mx.array:
-    """Set to -inf what has less than `min_p` times the probability of the most probable token."""
+    """Set tokens with less than `min_p` times the largest probability to -inf."""
     least = logits.max(axis=-1, keepdims=True) + math.log(min_p)
     return mx.where(logits < least, -mx.inf, logits)
 
 
 def keep_top_k(logits: mx.array, top_k: int) -> mx.array:
-    """Set to -inf all but the `top_k` largest of each row, fewer than the row has."""
+    """Set all but the `top_k` largest logits of each row to -inf; `top_k` < V."""
     others = mx.argpartition(-logits, top_k - 1, axis=-1)[:, top_k:]
     return mx.put_along_axis(logits, others, mx.array(-mx.inf, logits.dtype), axis=-1)

@@ -1,17 +1,15 @@
 """From logits to the token at each position, by one function that drafter and target share.
 
 The token at absolute position i is argmax(log p + G(seed, i)): p is the processed distribution,
-and G is Gumbel noise over the vocabulary, made of the seed and the position alone. That is a sample
-of p, and a fixed function of the logits. So for a given seed the text is the same whether anything
-drafts or not, and a draft is accepted when it equals the target's choice, as in greedy decoding.
-Because the drafter knows the noise too, it mostly draws what the target will draw.
+and G is Gumbel noise over the vocabulary that depends only on the seed and the position. That is a
+sample of p, and a fixed function of the logits. So a seed's text is the same with and without a
+drafter, and a draft is accepted if it equals the target's choice, as in greedy decoding. The
+drafter uses the same noise, so it mostly drafts what the target will choose.
 
-The settings mean what they mean in mlx-lm, in mlx-lm's order: logit bias, penalties, other
-processors, top-p, min-p, top-k, temperature. Processors that look at the history cost: they are
-called row by row, each row with the history of its own path, and drafts are chosen one after the
-other, each with those before it in its history. Nothing waits for the device unless the processor
-itself does, as one that reads token ids on the host has to. Processors that are rules (`rules`) and
-come last are asked about all rows at once.
+The settings and their order are mlx-lm's: logit bias, penalties, other processors, top-p, min-p,
+top-k, temperature. Processors are slow: they run row by row, each row with the history of its own
+path, and drafts are chosen one after the other. They wait for the device only if they read token
+ids on the host. Rules (`rules`) that come last are applied to all rows at once.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from .rules import Rule, Rules
 from .settings import SEED_BITS, SamplingSettings
 from .validation import brief
 
-# Scores [L, V] that drafts are chosen by, and the weight of one unit of logit in them.
+# The scores [L, V] whose argmax is the draft, and their factor of the logits.
 DraftScores = tuple[mx.array, float]
 
 
@@ -68,17 +66,17 @@ class DraftSharpness:
 
 
 class Sampler:
-    """One request's choices: the settings, the seed, and the text so far.
+    """Chooses one request's tokens: the settings, the seed, and the text so far.
 
     Args:
         settings: how to choose; None is greedy.
         prompt: its token ids.
-        sharpness: of the drafter, learnt so far; None starts anew.
+        sharpness: of the drafter, learnt by earlier requests; None starts anew.
 
     Attributes:
         settings: as given.
-        temperature: theirs.
-        seed: the noise's; None when nothing is random.
+        temperature: of the settings.
+        seed: of the noise; None if greedy.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class Sampler:
         self._plain = not self._edits and settings.temperature == 0
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
-        self._noise: mx.array | None = None  # of the positions from `_noise_start` on
+        self._noise: mx.array | None = None  # [R, V], from position `_noise_start` on
         self._noise_start = 0
 
     def choose(self, proposal: Proposal, logits: mx.array) -> Choices:
@@ -114,17 +112,19 @@ class Sampler:
 
     @property
     def can_pipeline(self) -> bool:
-        """Whether tokens can be chosen before those that they follow are on the host.
+        """Whether a token can be chosen before the one before it is on the host.
 
-        Processors read those, and what a bias leaves may be nothing to choose: no token at all.
+        Processors read that token, and a bias may leave no token to choose.
         """
         return not self._edits
 
     def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> Decision:
-        """What the target chooses after each of a proposal's rows, from its logits [N, V].
+        """Choose the target's token after each row of a proposal. Lazy, unless a processor is not.
 
-        Nothing waits, unless a processor does: so many requests' decisions can be read together.
-        `ahead` tokens before the proposal are not committed yet (`can_pipeline`).
+        Args:
+            proposal: N rows.
+            logits: [N, V] after each of them.
+            ahead: tokens before the proposal that are not committed yet (`can_pipeline`).
         """
         chosen = logits if self._plain else self._scores(proposal, logits)
         if self.temperature > 0:
@@ -132,8 +132,7 @@ class Sampler:
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
         choices = chosen.argmax(axis=-1).astype(mx.int32)
         if self._edits:
-            # Of NaN, or of -inf alone, the largest is token 0, for ever; and of +inf noise makes
-            # NaN. A choice that is none has a sign of its own.
+            # argmax would return token 0 if all are NaN or -inf; +inf and noise make NaN.
             none = mx.isnan(chosen).any(axis=-1) | mx.isinf(chosen.max(axis=-1))
             choices = mx.where(none, NO_CHOICE, choices)
         if self._compared is not None:
@@ -141,20 +140,17 @@ class Sampler:
         return Decision.of(proposal.tokens, choices)
 
     def draft(self, logits: mx.array) -> mx.array:
-        """Draft the next L tokens [L], the best of each row of the drafter's logits [L, V].
-
-        Nothing waits.
-        """
+        """Draft the next L tokens [L] from the drafter's logits [L, V]. Lazy."""
         scores, _ = self.draft_scores(logits)
         return scores.argmax(axis=-1)
 
     def draft_scores(self, logits: mx.array) -> DraftScores:
-        """What the next L tokens are drafted by, from the drafter's logits [L, V]."""
+        """The scores of the next L tokens, from the drafter's logits [L, V]."""
         if self._plain:
             return logits, 1.0
         if self.temperature == 0:
             return self._drafter_scores(logits, None), 1.0
-        # One row more than there are drafts: the target chooses after the last of them, too.
+        # One row more than drafts, because the target also chooses after the last one.
         noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
         scores, s = self._drafter_scores(logits, noise), self._sharpness.value
         if self._sharpness.compares():
@@ -163,10 +159,10 @@ class Sampler:
         return s * scores + noise, s / self.temperature
 
     def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
-        """What a tree is ranked by, from the drafter's logits [L, V] of the next L tokens.
+        """Rank a tree's candidates, from the drafter's logits [L, V] of the next L tokens. Lazy.
 
-        Returns the drafter's log-probabilities [L, V] in f32, and the noise [L, V] that the
-        target's choices will contain; None at temperature 0. Nothing waits.
+        Returns the drafter's log-probabilities [L, V] in f32, and the noise [L, V] of the target's
+        choices, or None at temperature 0.
         """
         noise = None
         if self.temperature > 0:
@@ -175,7 +171,7 @@ class Sampler:
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True), noise
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The text goes on by these tokens, the next anchor last."""
+        """Add tokens to the text, the next anchor last."""
         self._position += len(tokens)
         if self._plain:
             return
@@ -186,14 +182,13 @@ class Sampler:
         self._rules.commit(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
-            mx.async_eval(self._history)  # the next round may be another thread's
+            mx.async_eval(self._history)  # the next step may run in another thread
 
     def scores(self, logits: mx.array) -> mx.array:
-        """What tokens are chosen by, [N, V], from logits [N, V] that the processors have seen.
+        """The scores [N, V] of tokens, from processed logits [N, V].
 
-        In f32, they are log-probabilities but for a constant of each row, which changes no choice
-        and takes an exponential of every token. At temperature 0 nothing but their order matters,
-        and the logits are returned as they are.
+        These are f32 log-probabilities up to a constant per row, which changes no choice. At
+        temperature 0 they are the logits.
         """
         settings = self.settings
         if self.temperature == 0:
@@ -205,11 +200,11 @@ class Sampler:
             scores = keep_min_p(scores, settings.min_p)
         if 0 < settings.top_k < scores.shape[-1]:
             scores = keep_top_k(scores, settings.top_k)
-        # The best have to be near 0, for a low temperature makes large numbers of the others.
+        # With the maximum at 0, a low temperature cannot overflow the best scores.
         return (scores - scores.max(axis=-1, keepdims=True)) / self.temperature
 
     def _scores(self, proposal: Proposal, logits: mx.array) -> mx.array:
-        """What the target chooses by but for the noise: `scores` [N, V] of edited logits."""
+        """The target's `scores` [N, V] without noise, of biased and processed logits."""
         logits = self._biased(logits)
         if self._processors or self._rules:
             tokens = proposal.array(logits.shape[-1]).astype(mx.int32)
@@ -233,7 +228,7 @@ class Sampler:
         bias = self.settings.logit_bias
         if not bias:
             return logits
-        most = mx.finfo(logits.dtype).max / 2  # f16 ends at 65,504: what is more would be infinite
+        most = mx.finfo(logits.dtype).max / 2  # f16 ends at 65,504
         values = [max(-most, min(value, most)) for value in bias.values()]
         return logits.at[:, mx.array(list(bias))].add(mx.array(values, logits.dtype))
 
@@ -270,7 +265,7 @@ class Sampler:
         return mx.concatenate(rows)
 
     def _noise_rows(self, rows: int, vocab_size: int) -> mx.array:
-        """The noise [rows, V] of the next positions. What a round has made, the next ones reuse."""
+        """The noise [rows, V] of the next positions; rows that a step did not use are kept."""
         assert self.seed is not None
         passed = self._position - self._noise_start
         made = 0 if self._noise is None else max(0, len(self._noise) - passed)
