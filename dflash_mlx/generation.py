@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -75,7 +75,8 @@ class GenerationSettings(SamplingSettings):
             "prefix", self.prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)"
         )
         check_kv_bits(self.kv_bits)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if self.stop is not None:
+            object.__setattr__(self, "stop", _stop_strings(self.stop))
         if not isinstance(self.continues, bool):
             raise SettingsError(f"continues must be True or False, not {brief(self.continues)}.")
         if not isinstance(self.salt, str):
@@ -87,7 +88,7 @@ class GenerationSettings(SamplingSettings):
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> GenerationSettings:
         """Settings by name. Raises `SettingsError` for an unknown name too."""
-        known = [field.name for field in fields(cls)]
+        known = cls.__dataclass_fields__
         for name in settings:
             if name not in known:
                 near = get_close_matches(name, known, n=1)
@@ -153,10 +154,10 @@ def max_block_size(drafter: Drafter | None, requested: int | None = None) -> int
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    """None, one string or several as a tuple. Raises `SettingsError`."""
-    if stop is not None and not isinstance(stop, Iterable):
+    """One string or several as a tuple. Raises `SettingsError`."""
+    if not isinstance(stop, Iterable):
         raise SettingsError(f"stop must be one or more strings, not {brief(stop)}.")
-    strings = (stop,) if isinstance(stop, str) else tuple(() if stop is None else stop)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
     if any(not isinstance(text, str) or not text for text in strings):
         raise SettingsError("stop must be one or more strings that are not empty.")
     return strings

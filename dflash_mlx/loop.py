@@ -105,19 +105,19 @@ def step(items: Sequence[BatchItem], batch: Batch) -> None:
 
     running = _without_errors(items)
     if running:
-        pending = [item.request.pending for item in running]
-        choices = mx.concatenate([of_item for of_item, _ in pending])
+        chosen, taps = zip(*[item.request.pending for item in running], strict=True)
+        choices = mx.concatenate(list(chosen))
         if batch.can_pipeline(items) and all(item.request.can_start_next for item in running):
             start_next(running, batch)
-        mx.eval(choices, *[taps for _, taps in pending if taps.size])  # the only wait
+        mx.eval(choices, *taps)  # the only wait
         values: Any = choices.tolist()
-        for item, (of_item, _) in zip(running, pending, strict=True):
+        for item, own in zip(running, chosen, strict=True):
             with item:
                 if item.error is None:
-                    accepted = item.request.accept(values[: of_item.size])  # accept
+                    accepted = item.request.accept(values[: own.size])  # accept
                     item.request.commit(accepted)  # commit
                     item.event = item.request.emit(accepted)  # emit
-            values = values[of_item.size :]
+            values = values[own.size :]
     batch.observe(new or items)
 
 
@@ -140,8 +140,8 @@ def _verify(items: Sequence[BatchItem], batch: Batch) -> None:
     if not items:
         return
     # The device computes the drafts while the host builds the target's forward.
-    tokens = [item.proposal.tokens for item in items]
-    mx.async_eval([drafts for drafts in tokens if isinstance(drafts, mx.array)])
+    drafts = [t for item in items if isinstance(t := item.proposal.tokens, mx.array)]
+    mx.async_eval(drafts)
     for item, (logits, taps) in zip(items, batch.verify(items), strict=True):
         with item:
             item.request.choose(item.proposal, logits, taps)

@@ -323,9 +323,10 @@ class Request:
         tokens, choices = step.decision.read(values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
-        if beyond := [token for token in tokens if not 0 <= token < step.vocab_size]:
-            size = step.vocab_size
-            raise ProposalError(f"A proposal: the vocabulary of {size} has no token {beyond[0]}.")
+        size = step.vocab_size
+        if min(tokens) < 0 or max(tokens) >= size:
+            beyond = next(token for token in tokens if not 0 <= token < size)
+            raise ProposalError(f"A proposal: the vocabulary of {size} has no token {beyond}.")
         rows, next_token = accept(tokens, step.proposal.parents, choices)
         path = [tokens[row] for row in rows]
         new = [*path[1:], chosen(next_token)]

@@ -88,8 +88,9 @@ class TextStream:
         self._detokenizer.finalize()
         # A text that ends inside a character ends before it.
         self._held += self._detokenizer.last_segment.rstrip("\ufffd")
-        self._cut_at_stop()
-        return self._release(0)
+        if self._stop:
+            self._cut_at_stop()
+        return self._held
 
     def _release(self, keep: int) -> str:
         """The held text without its last `keep` characters."""
