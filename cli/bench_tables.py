@@ -19,7 +19,7 @@ from .output import counted, make_table, note, print_json, stderr, stdout, waiti
 from .pair import Pair
 
 if TYPE_CHECKING:
-    from dflash_mlx.policy.planning import AnyPolicy
+    from dflash_mlx.policy.draft_policy import AnyPolicy
 
 
 def measure_pair(
@@ -47,7 +47,7 @@ def measure_pair(
 
 def _tree_policy(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
     from dflash_mlx import DraftPolicy
-    from dflash_mlx.policy.planning import FixedPolicy
+    from dflash_mlx.policy.draft_policy import FixedPolicy
 
     if budget is None:
         return None

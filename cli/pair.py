@@ -23,7 +23,7 @@ from .output import note, sized, waiting
 if TYPE_CHECKING:
     from dflash_mlx import Stats, Target
     from dflash_mlx.drafter.protocol import Drafter
-    from dflash_mlx.policy.planning import AnyPolicy
+    from dflash_mlx.policy.draft_policy import AnyPolicy
 
     from .machines import Member
 
@@ -206,7 +206,7 @@ def _policy(
 ) -> AnyPolicy | None:
     """The policy that chooses draft lengths; None drafts whole blocks."""
     if isinstance(budget, int):
-        from dflash_mlx.policy.planning import FixedPolicy
+        from dflash_mlx.policy.draft_policy import FixedPolicy
 
         return FixedPolicy(budget)
     if steps.no_policy or steps.block_size:

@@ -13,7 +13,7 @@ from .drafter.protocol import Drafter, check_pair
 from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Stats
-from .policy.planning import AnyPolicy, make_planner
+from .policy.draft_policy import AnyPolicy, make_planner
 from .prefix.cache import PrefixCache
 from .prompt import Prompt, branch_points, encode_prompt
 from .request import Request

@@ -19,8 +19,7 @@ from .conversation import Conversation
 from .drafter.protocol import DraftSession
 from .errors import ProposalError
 from .events import Event, Stats
-from .policy.planner import Planner
-from .policy.step import Candidate, StepOutcome, TreeCandidate
+from .policy.planner import Candidate, Planner, StepOutcome, TreeCandidate
 from .proposal import Proposal
 from .sampling import Sampler
 from .stream import Piece, TextStream

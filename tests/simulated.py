@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.policy.draft_policy import DraftPolicy
-from dflash_mlx.policy.step import StepOutcome
+from dflash_mlx.policy.planner import StepOutcome
 from dflash_mlx.policy.step_costs import StepCosts
 from dflash_mlx.proposal import Proposal
 

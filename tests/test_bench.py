@@ -26,8 +26,7 @@ from dflash_mlx.bench.summary import (
 from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
-from dflash_mlx.policy.draft_policy import DraftPolicy
-from dflash_mlx.policy.planning import FixedPolicy
+from dflash_mlx.policy.draft_policy import DraftPolicy, FixedPolicy
 
 PROMPT = [5, 40, 80, 13]
 METHODS = ["plain", "DFlash", "mlx-lm"]
@@ -221,12 +220,12 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
 
     class Watched(DraftPolicy):
         def start(self, temperature=0.0):
-            knew.append(self.estimates(0.0).tokens[-1])
+            knew.append(sum(self.estimates(0.0).paths))
             return super().start(temperature)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
     policy = Watched(8, trees=of == "tree_policy")
-    unknown = policy.estimates(0.0).tokens[-1]
+    unknown = sum(policy.estimates(0.0).paths)
     list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, **{of: policy}))
     _warm_up, *first = knew[:4]
     assert first == [unknown] * 3

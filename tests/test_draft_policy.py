@@ -18,7 +18,7 @@ from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.policy.budget import ALLOWANCE, CREDIT, Budget, expected_loss
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.estimates import AcceptanceEstimates
-from dflash_mlx.policy.step import StepOutcome
+from dflash_mlx.policy.planner import StepOutcome
 from dflash_mlx.policy.step_costs import FORGOTTEN, STALE, StepCosts
 from dflash_mlx.proposal import Proposal
 
@@ -156,16 +156,14 @@ def test_a_machine_that_is_slower_for_all_steps_changes_nothing():
 
 def test_estimates_follow_what_was_right():
     estimates = AcceptanceEstimates(15)
-    assert estimates.tokens[0] == 1.0 and len(estimates.paths) == 15
+    assert len(estimates.paths) == 15
     for _ in range(60):
         estimates.learn(15, 2)
     assert estimates.paths[1] > 0.9 and estimates.paths[2] < 0.15
-    assert estimates.tokens[-1] == pytest.approx(1 + sum(estimates.paths))
     first = estimates.paths[0]
     for _ in range(2000):
         estimates.fade()
     assert estimates.paths[0] < first, "what was seen long ago counts less"
-    assert estimates.tokens[-1] == pytest.approx(1 + sum(estimates.paths))
 
 
 def test_the_expected_loss_is_a_mean():

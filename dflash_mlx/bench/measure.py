@@ -23,7 +23,7 @@ from ..errors import DataError, PromptError
 from ..events import FinishReason, Result, Stats
 from ..generation import max_block_size
 from ..loop import generate
-from ..policy.planning import AnyPolicy
+from ..policy.draft_policy import AnyPolicy
 from ..prompt import encode_prompt
 from ..targets import Target
 from .datasets import BenchPrompt

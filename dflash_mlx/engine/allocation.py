@@ -15,8 +15,7 @@ import numpy as np
 
 from ..policy.budget import CREDIT, Budget
 from ..policy.draft_policy import DraftPolicy
-from ..policy.planner import GAIN, PROBE_LOSS, Backoff
-from ..policy.step import Candidate
+from ..policy.planner import GAIN, PROBE_LOSS, Backoff, Candidate
 from ..policy.step_costs import StepCosts
 from ..request import Request
 

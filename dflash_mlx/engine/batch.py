@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..drafter.batch import propose_batch, propose_tree_batch
 from ..loop import Batch, BatchItem
-from ..policy.step import Candidate, TreeCandidate, checked
+from ..policy.planner import Candidate, TreeCandidate, checked
 from ..proposal import Proposal
 from ..targets import Target
 from ..targets.batched import BatchVerifier

@@ -17,8 +17,7 @@ from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
 from ..generation import GenerationSettings, start_request
 from ..loop import Batch
-from ..policy.draft_policy import DraftPolicy
-from ..policy.planning import AnyPolicy
+from ..policy.draft_policy import AnyPolicy, DraftPolicy
 from ..prefix.cache import PrefixCache
 from ..prompt import Prompt
 from ..request import Request

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 FIRST, LATER = (
     0.8,
@@ -22,14 +24,12 @@ class AcceptanceEstimates:
 
     Attributes:
         paths: [slots], how likely each drafted row is accepted: the products of the rates.
-        tokens: [slots + 1], what steps of 1, 2, ... rows are expected to commit.
     """
 
     def __init__(self, slots: int) -> None:
         self._tried = [0.0] * slots
         self._right = [0.0] * slots
         self.paths: list[float] = []
-        self.tokens: list[float] = []
         self._estimate()
 
     def learn(self, drafted: int, accepted: int) -> None:
@@ -45,30 +45,22 @@ class AcceptanceEstimates:
         if self._tried:
             self._tried[0] *= PLAIN_MEMORY
             self._right[0] *= PLAIN_MEMORY
-            prior = PRIOR_WEIGHT * FIRST
-            first = (self._right[0] + prior) / (self._tried[0] + PRIOR_WEIGHT)
-            scale = first / self.paths[0]
-            self.paths = [scale * path for path in self.paths]
-            self.tokens = [1 + scale * (tokens - 1) for tokens in self.tokens]
+            self._estimate()
 
     def _estimate(self) -> None:
         """Shrink each slot's own rate towards the slot before it."""
-        prior, weight, path, sum_of = FIRST, PRIOR_WEIGHT, 1.0, 1.0
-        paths, tokens = [], [1.0]
+        prior, weight, rates = FIRST, PRIOR_WEIGHT, list[float]()
         for slot, (tried, right) in enumerate(zip(self._tried, self._right, strict=True)):
-            rate = (right + weight * prior) / (tried + weight)
-            path *= rate
-            sum_of += path
-            paths.append(path)
-            tokens.append(sum_of)
-            prior, weight = (rate, NEIGHBOUR_WEIGHT) if slot else (LATER, PRIOR_WEIGHT)
-        self.paths, self.tokens = paths, tokens
+            rates.append((right + weight * prior) / (tried + weight))
+            prior, weight = (rates[-1], NEIGHBOUR_WEIGHT) if slot else (LATER, PRIOR_WEIGHT)
+        self.paths = path_probabilities(rates)
 
 
 def path_probabilities(rates: Sequence[float]) -> list[float]:
     """How likely each row of a chain is accepted, given the rate of each slot."""
-    paths, path = [], 1.0
-    for rate in rates:
-        path *= rate
-        paths.append(path)
-    return paths
+    return list(accumulate(rates, mul))
+
+
+def expected_tokens(paths: Sequence[float]) -> list[float]:
+    """What steps of 1, 2, ... rows are expected to commit, given how likely rows are accepted."""
+    return list(accumulate(paths, initial=1.0))

@@ -10,7 +10,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # plain tokens before a probe, which doubl
 QUICKLY = 16  # plain tokens after which a failed draft says nothing new
 TREE_MEMORY = 0.95  # weight of a tree relative to the next one
 TREE_TRIALS = 4  # trees before chains may replace them
-FIRST_TREE_PAUSE, LONGEST_TREE_PAUSE = 16, 256  # chains before another tree
+TREE_PAUSE = 64  # drafts after which one is a tree anyway
 
 
 class PairRecord:
@@ -35,10 +35,8 @@ class PairRecord:
 
     def estimates(self, temperature: float) -> AcceptanceEstimates:
         """Acceptance estimates at about this temperature."""
-        at = _rounded(temperature)
-        if at not in self._estimates:
-            self._estimates[at] = AcceptanceEstimates(self.longest - 1)
-        return self._estimates[at]
+        new = AcceptanceEstimates(self.longest - 1)
+        return self._estimates.setdefault(_rounded(temperature), new)
 
     def sharpness(self, temperature: float) -> DraftSharpness:
         """How much the drafter's scores count at about this temperature."""
@@ -68,21 +66,13 @@ class TreeRecord:
     """Whether trees bring more tokens per second than chains."""
 
     def __init__(self) -> None:
-        self._tokens, self._cost, self._trees = 0.0, 0.0, 0
-        self._wait, self._pause = 0, FIRST_TREE_PAUSE
+        self._tokens, self._cost, self._trees, self._wait = 0.0, 0.0, 0, 0
 
     def are_wanted(self, chain_speed: float) -> bool:
         """Whether the next draft should be a tree, where a chain promises such a speed."""
-        if self._trees < TREE_TRIALS:
-            return True
-        if self._tokens >= chain_speed * self._cost:
-            self._wait, self._pause = 0, FIRST_TREE_PAUSE
-            return True
         self._wait += 1
-        if self._wait < self._pause:
-            return False
-        self._wait, self._pause = 0, min(LONGEST_TREE_PAUSE, 2 * self._pause)
-        return True
+        better = self._tokens >= chain_speed * self._cost
+        return self._trees < TREE_TRIALS or better or self._wait % TREE_PAUSE == 0
 
     def observe(self, tokens: int, cost: float) -> None:
         """Take in a step that verified a tree."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import exp
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..drafter.protocol import DraftSession
+from ..errors import ProposalError
 from ..proposal import Proposal
 from ..sampling import DraftSharpness
 from .budget import Budget, expected_loss
-from .estimates import path_probabilities
+from .estimates import expected_tokens, path_probabilities
 from .pair import PairRecord
-from .step import Candidate, StepOutcome, TreeCandidate, checked
 from .step_costs import LENGTHS, MOST_ROWS
 
 if TYPE_CHECKING:
@@ -26,53 +27,86 @@ PROBE_ROWS, PROBE_LOSS = 4, 1.0  # of a step that finds out whether drafting pay
 MOST_UNREAD = 24  # features that a draft may read first, and its time still counts
 
 
-class Planner(Protocol):
-    """Plans one request's steps.
+class StepOutcome(NamedTuple):
+    """How a step went.
+
+    Attributes:
+        proposal: what the target verified.
+        accepted: drafted rows that it kept.
+        tokens: what it committed, its own last token included.
+        seconds: that the step took; None where that is not known.
+        shared: whether other requests were part of the step.
+    """
+
+    proposal: Proposal
+    accepted: int
+    tokens: Sequence[int]
+    seconds: float | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a request could have verified in a step that it shares with other requests.
+
+    Attributes:
+        paths: [n], falling: how likely each drafted row is accepted.
+        propose: makes the proposal of so many rows, the anchor included; None for a chain that is
+            yet to be drafted by the request's network, together with those of others.
+        required: whether all rows have to be verified, whatever they cost.
+    """
+
+    paths: Sequence[float]
+    propose: Callable[[int], Proposal] | None = None
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class TreeCandidate:
+    """A tree that has to be drafted before its rows can be compared with others.
+
+    Attributes:
+        session: that drafts it.
+        rows, length: as `DraftSession.propose_tree` takes them.
+        ready: makes a candidate of the tree.
+    """
+
+    session: DraftSession
+    rows: int
+    length: int
+    ready: Callable[[DraftTree], Candidate]
+
+
+class Planner:
+    """Plans one request's steps: every draft as long as allowed.
+
+    Args:
+        tree_rows: of every tree, its root included; None drafts chains.
 
     Attributes:
         sharpness: of the drafter, for the request's sampler.
     """
 
-    sharpness: DraftSharpness
+    def __init__(self, tree_rows: int | None = None) -> None:
+        self.sharpness, self._tree_rows = DraftSharpness(), tree_rows
 
     def propose(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
         """The rows of the next step, paths of at most `limit` rows, the anchor first.
 
         Raises `ProposalError` when the drafter returns more rows than it was asked for.
         """
-
-    def can_pipeline(self, session: DraftSession, anchor: int, limit: int) -> bool:
-        """Whether this step is plain, and the next one, too, whatever this one brings."""
-
-    def candidate(
-        self, session: DraftSession, anchor: int, limit: int
-    ) -> Candidate | TreeCandidate:
-        """What could be verified in a step that other requests share; else as `propose`."""
-
-    def observe(self, step: StepOutcome) -> None:
-        """Take in how a step went."""
-
-
-class FixedPlanner:
-    """Every draft as long as allowed: a chain, or a tree of `tree_rows` rows."""
-
-    def __init__(self, tree_rows: int | None = None) -> None:
-        self.sharpness, self._tree_rows = DraftSharpness(), tree_rows
-
-    def propose(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
-        """The session's own draft."""
         if self._tree_rows is None or limit == 1:
             return checked(session.propose(anchor, limit), limit)
         return session.propose_tree(anchor, self._tree_rows, limit).propose(self._tree_rows)
 
     def can_pipeline(self, session: DraftSession, anchor: int, limit: int) -> bool:
-        """Whether nothing is ever drafted."""
+        """Whether this step is plain, and the next one, too, whatever this one brings."""
         return limit == 1
 
     def candidate(
         self, session: DraftSession, anchor: int, limit: int
     ) -> Candidate | TreeCandidate:
-        """All rows, whatever they cost."""
+        """What could be verified in a step that other requests share; else as `propose`."""
         network = session.network
         if self._tree_rows is not None and network is not None and limit > 1:
             return TreeCandidate(network, self._tree_rows, limit, self._ready)
@@ -81,11 +115,12 @@ class FixedPlanner:
             return Candidate(paths, partial(session.propose_lookup, anchor), required=True)
         return Candidate(paths, required=True)
 
-    def _ready(self, tree: DraftTree) -> Candidate:
-        return Candidate(_tree_paths(tree), tree.propose, required=True)
-
     def observe(self, step: StepOutcome) -> None:
-        """Nothing is learnt."""
+        """Take in how a step went."""
+
+    def _ready(self, tree: DraftTree) -> Candidate:
+        self._tree: DraftTree | None = tree
+        return Candidate(_tree_paths(tree), tree.propose, required=self._tree_rows is not None)
 
 
 class Backoff:
@@ -108,17 +143,18 @@ class Backoff:
         self.left = max(0, self.left - 1)
 
 
-class AdaptivePlanner:
+class AdaptivePlanner(Planner):
     """Drafts as many rows as bring the most tokens per second, and none where none pay."""
 
     def __init__(self, policy: PairRecord, temperature: float) -> None:
+        super().__init__()
+        self._tree = None
         self._policy, self._costs, self._budget = policy, policy.costs, Budget()
         self._estimates = policy.estimates(temperature)
         self.sharpness = policy.sharpness(temperature)
         self._trees = policy.trees
         self._backoff = Backoff()
         self._kind, self._unread = "chain", 0
-        self._tree: DraftTree | None = None
 
     def propose(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
         """The chain, tree or lookup draft that promises the most tokens per second."""
@@ -131,9 +167,12 @@ class AdaptivePlanner:
             if network is not None:
                 length = self._length(limit)
             self._backoff.decided(length > 1)
-        if (rows := self._lookup_rows(session, anchor, limit, length)) > 1:
-            self._kind = "lookup"
-            return checked(session.propose_lookup(anchor, rows), rows)
+        if rates := session.lookup_rates(anchor, limit)[: limit - 1]:
+            found, speed = path_probabilities(rates), max(GAIN, self._speed(length))
+            rows, _ = self._best("lookup", found, range(2, len(found) + 2), speed)
+            if rows > 1:
+                self._kind = "lookup"
+                return checked(session.propose_lookup(anchor, rows), rows)
         if network is None or length == 1:
             return Proposal([anchor])
         self._unread = network.unread
@@ -158,6 +197,7 @@ class AdaptivePlanner:
             self._kind = "lookup"
             return Candidate(found, partial(session.propose_lookup, anchor))
         if self._trees is not None and limit > 1:
+            self._kind = "tree"
             return TreeCandidate(network, MOST_ROWS, limit, self._ready)
         return Candidate(paths)
 
@@ -183,55 +223,45 @@ class AdaptivePlanner:
 
     def _length(self, limit: int) -> int:
         """Rows of the best chain; 1 for a plain step."""
-        costs, tokens = self._costs.table("chain"), self._estimates.tokens
-        budget, paths = self._budget, self._estimates.paths
+        rows = [*(rows for rows in LENGTHS if rows < limit), limit]
+        best, _ = self._best("chain", self._estimates.paths, rows)
+        if best == 1 < limit == self._policy.longest:
+            probe, budget = min(PROBE_ROWS, limit), self._budget
+            cost = self._costs.table("chain")[probe - 1]
+            if self._policy.probes(cost, budget.cheap + PROBE_LOSS - 1, budget.limit):
+                return probe
+        return best
+
+    def _best(
+        self, kind: str, paths: Sequence[float], rows: Sequence[int], speed: float = GAIN
+    ) -> tuple[int, float]:
+        """The best of these numbers of rows, and its tokens per plain step's time.
+
+        It is 1 if none is faster than `speed` and within the budget.
+        """
+        costs, tokens, budget = self._costs.table(kind), expected_tokens(paths), self._budget
         most, cheap, tolerance = budget.limit, budget.cheap, budget.tolerance
-        best, best_speed = 1, GAIN
-        for rows in (*(rows for rows in LENGTHS if rows < limit), limit):
-            cost = costs[rows - 1]
-            if tokens[rows - 1] <= best_speed * cost or cost > most:
+        best = 1
+        for count in rows:
+            cost = costs[count - 1]
+            if tokens[count - 1] <= speed * cost or cost > most:
                 continue
             if cost <= cheap or expected_loss(paths, cost) <= tolerance:
-                best, best_speed = rows, tokens[rows - 1] / cost
-        if best == 1 and limit == self._policy.longest and limit > 1:
-            rows = min(PROBE_ROWS, limit)
-            if self._policy.probes(costs[rows - 1], cheap - 1 + PROBE_LOSS, most):
-                return rows
-        return best
+                best, speed = count, tokens[count - 1] / cost
+        return best, speed
 
     def _speed(self, length: int) -> float:
         """Tokens per plain step's time that are expected of a chain."""
-        return self._estimates.tokens[length - 1] / self._costs.table("chain")[length - 1]
-
-    def _lookup_rows(self, session: DraftSession, anchor: int, limit: int, length: int) -> int:
-        """Rows of the lookup draft, if it promises more than a drafted chain; else 1."""
-        rates, budget = session.lookup_rates(anchor, limit), self._budget
-        if not rates:
-            return 1
-        paths, costs = path_probabilities(rates[: limit - 1]), self._costs.table("lookup")
-        best, best_speed = 1, max(GAIN, self._speed(length))
-        for rows, tokens in enumerate(accumulate(paths, initial=1.0), 1):
-            cost = costs[rows - 1]
-            if tokens > best_speed * cost and cost <= budget.limit:
-                if cost <= budget.cheap or expected_loss(paths, cost) <= budget.tolerance:
-                    best, best_speed = rows, tokens / cost
-        return best
+        return (1 + sum(self._estimates.paths[: length - 1])) / self._costs.table("chain")[
+            length - 1
+        ]
 
     def _propose_tree(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
         """The part of a tree that promises the most tokens per second."""
-        tree = session.propose_tree(anchor, MOST_ROWS, limit)
-        costs, most = self._costs.table("tree"), self._budget.limit
-        best, best_speed = 2, 0.0
-        for rows, tokens in enumerate(accumulate(_tree_paths(tree), initial=1.0), 1):
-            cost = costs[rows - 1]
-            if rows > 1 and tokens > best_speed * cost and cost <= most:
-                best, best_speed = rows, tokens / cost
-        self._kind, self._tree = "tree", tree
-        return tree.propose(best)
-
-    def _ready(self, tree: DraftTree) -> Candidate:
-        self._kind, self._tree = "tree", tree
-        return Candidate(_tree_paths(tree), tree.propose)
+        self._tree = session.propose_tree(anchor, MOST_ROWS, limit)
+        self._kind, paths = "tree", _tree_paths(self._tree)
+        best, _ = self._best("tree", paths, range(2, len(paths) + 2), speed=0.0)
+        return self._tree.propose(max(2, best))
 
     def _learn_from_tree(self, tree: DraftTree, text: Any) -> None:
         """Learn from a tree what a chain in its place would have taught."""
@@ -245,3 +275,10 @@ class AdaptivePlanner:
 def _tree_paths(tree: DraftTree) -> list[float]:
     """How likely each drafted row of a tree is accepted."""
     return [exp(log_prob) for log_prob in tree.log_probs[1:]]
+
+
+def checked(proposal: Proposal, rows: int) -> Proposal:
+    """A proposal of at most so many rows. Raises `ProposalError` if it has more."""
+    if len(proposal) > rows:
+        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
+    return proposal

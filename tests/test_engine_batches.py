@@ -1,0 +1,256 @@
+"""Shared steps: rows by likelihood and cost, no request left behind, one wait per step."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from crowd import Crowd, Played
+from families import random_prompt
+from simulated import GivenCosts, policy_with_costs
+from tinymodels import random_drafter
+from tinymodels import target as tiny_target
+
+import dflash_mlx as dm
+from dflash_mlx.bench.datasets import embedded_prompts
+from dflash_mlx.drafter.combined import CombinedDrafter
+from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.engine.allocation import FLOOR, LEAD, RowAllocator
+from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.policy.budget import CREDIT
+from dflash_mlx.policy.draft_policy import DraftPolicy, FixedPolicy
+from dflash_mlx.policy.planner import Candidate
+
+MANY = 32
+OF_NUMPY = ("array", "asarray", "ascontiguousarray")  # which read what they are given
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [token % 192 for token in random_prompt(length, seed)]
+
+
+def test_a_round_of_many_waits_for_the_device_once(monkeypatch):
+    """Everything that makes the host wait is counted, whoever calls it."""
+    waits = []
+
+    def counted(name: str, call: Callable) -> Callable:
+        def watched(*arguments: Any, **named: Any) -> Any:
+            if name not in OF_NUMPY or isinstance(arguments[0], mx.array):
+                waits.append(name)
+            return call(*arguments, **named)
+
+        return watched
+
+    played = Played(tiny_target(), random_drafter(), SharedBatch(tiny_target(), None))
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 2}, {"presence_penalty": 0.3}]
+    for number in range(9):
+        played.submit(prompt_of(5 + number, number), max_tokens=60, **ways[number % len(ways)])
+    while len(played.scheduler._running) < 9 or played.scheduler._prefilling:
+        played.scheduler.step()
+    for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__array__"):
+        if hasattr(mx.array, name):
+            monkeypatch.setattr(mx.array, name, counted(name, getattr(mx.array, name)))
+    for name in ("eval", "synchronize"):
+        monkeypatch.setattr(mx, name, counted(name, getattr(mx, name)))
+    for name in OF_NUMPY:
+        monkeypatch.setattr(np, name, counted(name, getattr(np, name)))
+    for _ in range(4):
+        played.scheduler.step()
+    # What was evaluated is read without another wait: features, and drafts to compare.
+    assert [wait for wait in waits if wait != "tolist"] == ["eval"] * 4
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[dm.Target, Any]:
+    return dm.load("tiny", "tiny")
+
+
+@pytest.fixture(scope="module")
+def alone(pair) -> list[tuple[list[dict[str, str]], dm.Result]]:
+    """Questions, and what the pair makes of each by itself."""
+    questions = [prompt.messages for prompt in embedded_prompts()][:MANY]
+    return [(ask, dm.generate(*pair, ask, max_tokens=24)) for ask in questions]
+
+
+def test_rounds_of_many_bring_as_much_as_those_of_one(pair, alone):
+    with dm.Engine(*pair) as engine:
+        jobs = [engine.submit(ask, max_tokens=24) for ask, _ in alone]
+        results = [job.result() for job in jobs]
+    assert [result.tokens for result in results] == [result.tokens for _, result in alone]
+
+    def tokens_a_round(all_of_them: list[dm.Result]) -> float:
+        stats = [result.stats for result in all_of_them]
+        return sum(each.round_tokens for each in stats) / sum(each.rounds for each in stats)
+
+    one = tokens_a_round([result for _, result in alone])
+    assert one > 3 and abs(tokens_a_round(results) / one - 1) < 0.02
+
+
+POLICIES = {
+    "chains": lambda row: policy_with_costs(16, row, 0.2),
+    "trees": lambda row: policy_with_costs(16, row, 0.2, trees=True),
+    "trees of nine": lambda row: FixedPolicy(9),
+}
+
+
+class Allocator(RowAllocator):
+    """Of a machine where a row more of each request costs so much of a plain step."""
+
+    def __init__(self, row, policy=None):
+        super().__init__(policy or DraftPolicy(16))
+        self.costs = GivenCosts(16, row, 0.2)
+
+    def _costs_of(self, requests):
+        return self.costs
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("row", [0.01, 3.0])
+def test_rows_are_allocated_by_cost_and_no_text_changes(pair, alone, name, row):
+    policy = POLICIES[name](row)
+    played = Played(*pair, SharedBatch(pair[0], Allocator(row)))
+    jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:4]]
+    played.run()
+    for job, (_, result) in zip(jobs, alone, strict=False):
+        assert job.result().tokens == result.tokens
+    drafted = sum(job.stats.drafted_tokens for job in jobs)
+    if name == "trees of nine":
+        assert all(max(job.stats.widths) == 9 for job in jobs)
+    elif row > 1:
+        assert drafted < 0.4 * sum(job.stats.output_tokens for job in jobs)
+    else:
+        assert drafted > 0.7 * sum(job.stats.output_tokens for job in jobs)
+
+
+class Asks:
+    """In a request's place: an object that is told apart from others."""
+
+
+def test_the_likeliest_rows_are_taken_until_they_cost_more():
+    allocator, requests = Allocator(0.2), [Asks(), Asks()]
+    sure, unsure = Candidate([0.99, 0.98, 0.97, 0.96]), Candidate([0.1, 0.01])
+    first, second = allocator.allocate(requests, [sure, unsure])
+    assert first > 2 and second == 1
+    assert allocator.allocate(requests, [unsure, unsure]) == [1, 1]
+    required = Candidate([1.0] * 7, required=True)
+    assert allocator.allocate(requests, [required, unsure])[0] == 8
+
+
+@pytest.mark.parametrize("row", [0.05, 0.3])
+def test_no_request_is_left_far_behind(row):
+    """One whose drafts are wrong, though they looked likely, beside one whose drafts are right."""
+    allocator, requests = Allocator(row), [Asks(), Asks()]
+    likely, behind, least = Candidate([0.9**slot for slot in range(1, 16)]), LEAD, 0.0
+    for _ in range(200):
+        rows = allocator.allocate(requests, [likely, likely])
+        cost = allocator._cost
+        allocator.observe([(requests[0], rows[0]), (requests[1], 1)], pipelined=False)
+        behind += 1 - FLOOR * cost
+        least = min(least, behind)
+    assert least > -CREDIT - 1
+
+
+def test_costs_of_shared_steps_are_learnt():
+    """Steps of two rows each take five plain ones here: the batch decodes plainly from then on."""
+    now = [0.0]
+    allocator, requests = RowAllocator(DraftPolicy(16), lambda: now[0]), [Asks(), Asks(), Asks()]
+    likely, rows = Candidate([0.9**slot for slot in range(1, 16)]), []
+    for _ in range(150):
+        rows.append(sum(allocator.allocate(requests, [likely] * 3)))
+        now[0] += 1.0 if rows[-1] == 3 else 2.0 + rows[-1]
+        brought = 1 if rows[-1] == 3 else 3
+        allocator.observe([(request, brought) for request in requests], pipelined=False)
+    assert max(rows[:10]) > 3 and sum(count > 3 for count in rows[-50:]) < 10
+
+
+class Counted(SharedBatch):
+    """Rounds whose drafting broke off are counted."""
+
+    broken = 0
+
+    def propose(self, turns):
+        self.broken += 1
+        super().propose(turns)
+        self.broken -= 1
+
+
+def no_longer(tokens: mx.array, logits: mx.array) -> mx.array:
+    if len(tokens) > 14:
+        raise ZeroDivisionError("the grammar is broken")
+    return logits
+
+
+@pytest.mark.parametrize("settings", [{}, {"tree_budget": 6}])
+def test_an_error_in_drafting_is_its_request_s_own(settings):
+    """Of a processor that the network's logits are shown to, in a pass over the blocks of all."""
+    model, drafter = tiny_target(), random_drafter()
+    together = Counted(model, None)
+    played = Played(model, drafter, together)
+    prompts = [prompt_of(5 + number, number) for number in range(3)]
+    bad = played.submit(prompt_of(9, 9), logits_processors=lambda: [no_longer], **settings)
+    jobs = [played.submit(prompt, max_tokens=20, **settings) for prompt in prompts]
+    played.run()
+    with pytest.raises(ZeroDivisionError):
+        bad.result()
+    assert together.broken == 0, "nobody else had to read anything again"
+    for job, prompt in zip(jobs, prompts, strict=True):
+        assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens
+
+
+def drafted_for_three(pair: Any, alone: Any, drafter: Any, policy: Any) -> list[dm.Job]:
+    """Jobs whose texts are those alone."""
+    played = Played(pair[0], drafter, SharedBatch(pair[0], Allocator(0.01)))
+    jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:3]]
+    played.run()
+    for job, (_, result) in zip(jobs, alone, strict=False):
+        assert job.result().tokens == result.tokens
+    return jobs
+
+
+def test_a_lookup_drafts_for_many(pair, alone):
+    for policy in (None, POLICIES["chains"](0.01)):
+        drafted_for_three(pair, alone, LookupDrafter(), policy)
+
+
+@pytest.mark.parametrize("name", [None, *POLICIES])
+def test_a_network_beside_a_lookup_drafts_for_many(pair, alone, name, monkeypatch):
+    """In one pass for all, as without the lookup."""
+    passes, logits = [], DFlash.logits
+    monkeypatch.setattr(DFlash, "logits", lambda *of: passes.append(1) or logits(*of))
+    policy = None if name is None else POLICIES[name](0.01)
+    jobs = drafted_for_three(pair, alone, CombinedDrafter(pair[1]), policy)
+    rounds = [job.stats.rounds for job in jobs]
+    assert 0 < len(passes) <= max(rounds) + 1 < sum(rounds)
+
+
+def test_a_grammar_among_other_requests(pair, alone):
+    pytest.importorskip("llguidance")
+    from dflash_mlx.structured import JsonSchema
+
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 999}},
+        "required": ["sum"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    requests = [
+        ([1, 2, 3], {"max_tokens": 30, "logits_processors": lambda: [JsonSchema(pair[0], schema)]}),
+        ([4, 5], {"max_tokens": 12, "temperature": 0.9, "seed": 1}),
+        ([6, 7, 8, 9], {"max_tokens": 12}),
+    ]
+    crowd = Crowd(pair[0], requests)
+    for drafter in (pair[1], crowd.knowing(0.7)):
+        played = Played(pair[0], drafter, SharedBatch(pair[0], None))
+        jobs = [played.submit(prompt, block_size=3, **settings) for prompt, settings in requests]
+        for _ in range(2):
+            played.scheduler.step()
+        assert 0 < jobs[0].stats.output_tokens < len(crowd.alone[0])
+        while played.scheduler._running:  # the grammar's is half way through
+            played.scheduler.preempt()
+        played.run()
+        assert [job.result().tokens for job in jobs] == crowd.alone
+        assert 0 <= json.loads(jobs[0].result().text)["sum"] <= 999

@@ -1,0 +1,123 @@
+"""Drafting trees in the loop: the same text whatever their size, and a size that pays."""
+
+import numpy as np
+import pytest
+from bigrams import BigramTarget, TreeBigrams
+from oracle import Oracle
+from simulated import policy_with_costs
+
+from dflash_mlx.errors import SettingsError, UnsupportedTreeError
+from dflash_mlx.loop import generate
+from dflash_mlx.policy.draft_policy import DraftPolicy, FixedPolicy
+
+VOCABULARY, BLOCK, TOKENS = 24, 6, 120
+TABLE = np.random.default_rng(3).normal(size=(VOCABULARY, VOCABULARY)) * 2.5
+TARGET, PROMPT = BigramTarget(TABLE), [1, 2, 3]
+DRAFTER = TreeBigrams(TABLE)
+
+
+def policy(chain: float = 0.05, tree: float = 0.05) -> DraftPolicy:
+    """Of a machine where a row more costs this share of a plain step, in chains and in trees."""
+    return policy_with_costs(BLOCK, chain, trees=True, tree=tree)
+
+
+def decode(drafter=DRAFTER, temperature: float = 0.0, **settings):
+    settings = {"block_size": BLOCK, "max_tokens": TOKENS, "seed": 5} | settings
+    return generate(TARGET, drafter, PROMPT, temperature=temperature, **settings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
+def test_the_text_is_the_same_with_any_tree(temperature):
+    plain = decode(None, temperature).tokens
+    for budget in (2, 8, 64):
+        result = decode(temperature=temperature, tree_budget=budget)
+        assert result.tokens == plain
+        assert 2 <= max(result.stats.widths) <= budget
+        assert budget == 2 or result.stats.trees
+    free = decode(temperature=temperature, policy=policy(), tree_budget="auto")
+    assert free.tokens == plain and free.stats.trees
+
+
+def test_a_tree_brings_more_than_a_chain_and_a_larger_one_still_more():
+    steps = [decode(temperature=1.0).stats.rounds]
+    for budget in (BLOCK, 16, 64):
+        steps.append(decode(temperature=1.0, tree_budget=budget).stats.rounds)
+    assert steps == sorted(steps, reverse=True) and steps[-1] < 0.8 * steps[0]
+
+
+def test_rows_that_cost_nothing_are_all_used():
+    stats = decode(policy=policy(tree=0.0), tree_budget="auto").stats
+    assert max(stats.trees) > 48 and sum(stats.trees.values()) > 0.8 * stats.rounds
+
+
+def test_dear_trees_are_cut_small():
+    cheap = decode(policy=policy(tree=0.01), tree_budget="auto").stats
+    dear = decode(policy=policy(chain=0.1, tree=0.1), tree_budget="auto").stats
+    assert dear.drafted_tokens / dear.rounds < cheap.drafted_tokens / cheap.rounds
+
+
+def test_where_chains_are_better_they_are_drafted():
+    stats = decode(policy=policy(chain=0.0, tree=1.0), tree_budget="auto").stats
+    assert sum(stats.trees.values()) < 0.2 * stats.rounds
+    assert stats.widths[BLOCK] > 0.7 * stats.rounds
+
+
+def test_where_nothing_pays_nothing_is_drafted():
+    stats = decode(policy=policy(chain=3.0, tree=3.0), tree_budget="auto").stats
+    assert stats.widths[1] > 0.8 * stats.rounds
+
+
+def test_a_policy_with_trees_drafts_them_unasked():
+    assert decode(policy=policy(tree=0.0), block_size=None).stats.trees
+
+
+def test_trees_of_a_fixed_size_are_as_deep_as_a_block():
+    asked = decode(tree_budget=16, block_size=4).stats
+    handed = decode(policy=FixedPolicy(16), block_size=4).stats
+    assert handed.trees == asked.trees and handed.trees
+    assert max(handed.accepted_per_round) < 4 < max(handed.trees)
+
+
+def test_trees_of_a_drafter_that_has_none_are_refused_when_asked_for():
+    oracle = Oracle(PROMPT, decode(None).tokens, VOCABULARY)
+    with pytest.raises(SettingsError, match="tree_budget needs a drafter that drafts trees"):
+        decode(oracle, tree_budget=16)
+    with pytest.raises(SettingsError, match="tree_budget"):
+        decode(None, tree_budget=16)
+
+
+@pytest.mark.parametrize("budget", [1, -1, 8.0, True, "many", 1025, 10**30])
+def test_a_budget_that_no_tree_can_have_is_refused_at_once(budget):
+    """A million rows would want a mask of a million times a million places."""
+    with pytest.raises(SettingsError, match="tree_budget must be from 2 to 1024, or"):
+        decode(tree_budget=budget)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7])
+def test_max_tokens_ends_the_text_inside_a_tree(limit):
+    assert decode(max_tokens=limit, tree_budget=64).tokens == decode(None, max_tokens=limit).tokens
+
+
+def test_a_stop_token_ends_the_text_inside_a_path():
+    plain = decode(None).tokens
+    ending = plain[10]
+    expected = plain[: plain.index(ending) + 1]
+    target = BigramTarget(TABLE)
+    target.tokenizer.eos_token_ids = (ending,)
+    result = generate(target, DRAFTER, PROMPT, max_tokens=TOKENS, tree_budget=64, block_size=BLOCK)
+    assert result.tokens == expected and result.finish_reason == "stop"
+
+
+def test_a_target_that_reads_no_trees_refuses_them_or_is_given_chains():
+    class Chains(BigramTarget):
+        supports_trees = False
+
+        def check_trees(self):
+            raise UnsupportedTreeError("bigrams: draft chains.")
+
+    target, settings = Chains(TABLE), {"max_tokens": 20, "block_size": BLOCK}
+    with pytest.raises(UnsupportedTreeError):
+        generate(target, DRAFTER, PROMPT, tree_budget=16, **settings)
+    assert DraftPolicy.of(target, DRAFTER, trees=True).trees is None
+    free = generate(target, DRAFTER, PROMPT, tree_budget="auto", **settings)
+    assert free.tokens == decode(None, max_tokens=20).tokens and not free.stats.trees
