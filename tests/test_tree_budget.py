@@ -38,11 +38,12 @@ def test_the_text_is_the_same_with_any_tree(temperature):
     assert free.tokens == plain and free.stats.trees
 
 
-def test_a_tree_brings_more_than_a_chain_and_a_larger_one_still_more():
-    steps = [decode(temperature=1.0).stats.rounds]
-    for budget in (BLOCK, 16, 64):
-        steps.append(decode(temperature=1.0, tree_budget=budget).stats.rounds)
-    assert steps == sorted(steps, reverse=True) and steps[-1] < 0.8 * steps[0]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_larger_tree_brings_more(temperature):
+    steps = [
+        decode(temperature=temperature, tree_budget=rows).stats.rounds for rows in (BLOCK, 16, 64)
+    ]
+    assert steps == sorted(steps, reverse=True)
 
 
 def test_rows_that_cost_nothing_are_all_used():
