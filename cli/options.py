@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.registry import EMBEDDED, PACKAGED, pairs
+from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, PACKAGED, pairs
 
 from .output import note
 
@@ -63,6 +63,12 @@ def targets_beginning(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
+def drafters_beginning(incomplete: str) -> list[str]:
+    """The known drafters that a shell may complete a name to."""
+    names = (LOOKUP, NONE, f"{EMBEDDED}-dflash2", *(pair.drafter for pair in pairs()))
+    return [name for name in names if name.startswith(incomplete)]
+
+
 Model = Annotated[
     str,
     option(
@@ -82,6 +88,7 @@ Draft = Annotated[
         "A drafter, NAME+lookup, lookup (from the text itself) or none. Default: known+lookup.",
         "--draft",
         "-d",
+        autocompletion=drafters_beginning,
     ),
 ]
 NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]

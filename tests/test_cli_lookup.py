@@ -90,7 +90,7 @@ def test_what_drafts_is_named_by_its_own_name():
     assert names == ["DFlash2+lookup", "DFlash2", "lookup", "DFlash"]
     for drafter in (both, LookupDrafter()):
         runs = Comparison(target, drafter, [1, 2, 3], max_tokens=4)
-        runs.run_turn()
-        assert list(runs.ways) == ["plain", label(drafter), "mlx-lm"]
+        runs.run_all()
+        assert list(runs.methods) == ["plain", label(drafter), "mlx-lm"]
     said = run("generate", QUESTION, "--draft", "lookup", "-n", "8").stderr
     assert "lookup" in said and "DFlash" not in said
