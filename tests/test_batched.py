@@ -117,7 +117,7 @@ def together(target, prompts, texts, settings, count):
         for at, proposal, decision, (_, taps) in zip(
             going, proposals, decisions, verified, strict=True
         ):
-            tokens, choices, _ = samplers[at].take(decision, decision.values.tolist())
+            tokens, choices = decision.read(decision.values.tolist())
             kept, anchor = accept(tokens, proposal.parents, choices)
             certain = [*(tokens[row] for row in kept[1:]), anchor]
             sessions[at].commit(kept)
