@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -17,11 +16,9 @@ from dflash_mlx.bench.datasets import (
     limit_per_category,
     read_prompts,
 )
-from dflash_mlx.bench.plots import draw_all
 from dflash_mlx.bench.report import check_folder, write_run
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.bench.suites import SUITES, suite_prompts
-from dflash_mlx.errors import MissingDependencyError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, known_drafter
 
@@ -29,7 +26,7 @@ from . import bench_tables as tables
 from . import options
 from .machines import Machines, cluster_member, runs_elsewhere
 from .options import AUTO, DECODING, OFF, OUTPUT, is_given, named, option, tree_rows
-from .output import note, print_json
+from .output import print_json
 from .pair import WHOLE_BLOCKS, check_drafts, open_pair
 
 PROMPTS = "What is measured"  # the group that --help shows
@@ -82,9 +79,7 @@ Server = Annotated[
 Concurrency = Annotated[
     str | None, option(PROMPTS, "N,N", "With --openai: this many clients at once.")
 ]
-Out = Annotated[
-    Path | None, option(OUTPUT, "DIR", "Write JSON, Markdown and plots here.", parser=named)
-]
+Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write JSON and Markdown here.", parser=named)]
 
 
 def bench(
@@ -158,15 +153,7 @@ def bench(
     else:
         tables.show(content)
     if out is not None:
-        write_run(out, content, _plots(content))
-
-
-def _plots(content: Mapping[str, Any]) -> dict[str, bytes]:
-    try:
-        return draw_all(content)
-    except MissingDependencyError as error:
-        note(f"no plots: {error}")
-        return {}
+        write_run(out, content)
 
 
 def _refuse(option: str, others: list[str]) -> None:

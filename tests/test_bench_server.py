@@ -153,7 +153,6 @@ def test_bench_measures_a_server(chat, tmp_path):
     content = json.loads((out / "bench.json").read_text())
     jsonschema.validate(content, SCHEMA)
     assert list(content["overall"]["methods"]) == ["server"] and content["overall"]["exact"] == 1
-    assert not list(out.glob("*.png")), "there is nothing to compare"
     wide = CliRunner(env={"COLUMNS": "200"})
     compared = wide.invoke(app, ["report", str(out), str(out)], prog_name="dflash-mlx")
     assert compared.exit_code == 0 and compared.stdout.count("server") == 2

@@ -3,17 +3,13 @@
 import errno
 import json
 import os
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import jsonschema
-import matplotlib.image
 import pytest
 import tinymodels
 from typer.testing import CliRunner
 
-from dflash_mlx.bench.plots import caption
 from dflash_mlx.bench.report import as_markdown, read_run, setup_differences, write_run
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import Pair
@@ -21,8 +17,7 @@ from dflash_mlx.errors import DataError, OutputError
 from dflash_mlx.machine.blas import BlasInfo
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "bench.schema.json").read_text())
-PLOTS = ["acceptance.png", "speedup.png"]
-FILES = [*PLOTS, "bench.json", "bench.md"]
+FILES = ["bench.json", "bench.md"]
 HERE = BlasInfo("openblas", None, "made up")
 
 
@@ -88,15 +83,8 @@ def test_the_histogram_counts_every_round(folder):
 
 def test_the_table_says_the_same(folder):
     text = (folder / "bench.md").read_text()
-    assert text.count("| DFlash |") == 3 and all(f"]({name})" in text for name in PLOTS)
+    assert text.count("| DFlash |") == 3
     assert "openblas" in text and "- max tokens: 12" in text
-
-
-def test_the_plots_are_images(folder):
-    for name in PLOTS:
-        pixels = matplotlib.image.imread(folder / name)
-        assert pixels.shape[0] >= 600 and pixels.shape[1] >= 1000
-        assert len({tuple(row) for row in pixels.reshape(-1, 4)[::97]}) > 2, "nothing is drawn"
 
 
 def test_differences_are_told(folder):
@@ -172,23 +160,6 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-def test_without_matplotlib_there_are_no_plots(tiny, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "what is 37 + 48?"}')
-    options = ("--prompts", prompts, "-n", "4", "--repeats", "1", "--out", tmp_path / "run")
-    done = program("bench", *options)
-    assert done.exit_code == 0 and 'pip install -e ".[bench]"' in done.stderr
-    assert sorted(os.listdir(tmp_path / "run")) == [name for name in FILES if name not in PLOTS]
-    assert ".png" not in (tmp_path / "run" / "bench.md").read_text()
-
-
-def test_plots_say_what_was_measured(folder):
-    said = caption(json.loads((folder / "bench.json").read_text()))
-    for part in ("2 prompts x 2 runs", "block size 16", f"dflash-mlx {version('dflash-mlx')}"):
-        assert part in said, said
-
-
 def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, tmp_path):
     def full(path: Path, data: bytes) -> None:
         if path.name == "bench.json":
@@ -197,7 +168,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OutputError, match="the disk is full"):
-        write_run(tmp_path / "run", read_run(folder), {"one.png": b"1"})
+        write_run(tmp_path / "run", read_run(folder))
     assert not list((tmp_path / "run").iterdir())
 
 

@@ -11,7 +11,6 @@ from program import start
 import dflash_mlx
 
 HEAVY = {
-    "matplotlib": "pictures",
     "prompt_toolkit": "the line of chat",
     "rich.progress": "bars",
     "dflash_mlx.train": "training",

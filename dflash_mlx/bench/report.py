@@ -66,7 +66,7 @@ def _prompt(one: PromptRuns) -> dict[str, Any]:
     }
 
 
-def as_markdown(content: Mapping[str, Any], plots: Sequence[str] = ()) -> str:
+def as_markdown(content: Mapping[str, Any]) -> str:
     """The run for readers: settings, machine, a table, and texts that differ."""
     settings = {k: v for k, v in content.items() if not isinstance(v, dict | list)}
     del settings["format"], settings["version"]
@@ -78,8 +78,6 @@ def as_markdown(content: Mapping[str, Any], plots: Sequence[str] = ()) -> str:
     lines += [f"| {' | '.join(line)} |" for line in (HEADER, ["---"] * len(HEADER), *table)]
     for one in content["differences"]:
         lines += ["", describe_difference(one)]
-    for name in plots:
-        lines += ["", f"![{Path(name).stem}]({name})"]
     return "\n".join(lines) + "\n"
 
 
@@ -125,14 +123,13 @@ def check_folder(folder: Path) -> None:
         raise OutputError.because(folder, error) from error
 
 
-def write_run(folder: Path, content: Mapping[str, Any], plots: Mapping[str, bytes]) -> None:
+def write_run(folder: Path, content: Mapping[str, Any]) -> None:
     """Write a run's files, the JSON last. After an error none of them is left.
 
     Raises `OutputError`.
     """
     files = {
-        **plots,
-        MARKDOWN: as_markdown(content, list(plots)).encode(),
+        MARKDOWN: as_markdown(content).encode(),
         JSON: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode(),
     }
     written: list[Path] = []
