@@ -90,7 +90,6 @@ def fields() -> str:
         "`scripts/make_docs.py` writes this page from the models that validate requests.",
         "",
         "- *yes*: supported, with the range of its values.",
-        "- *ignored*: changes no answer.",
         "- *refused*: would change the answer, and is answered with 400; *only* names the values "
         "that are accepted.",
         "",
@@ -100,7 +99,7 @@ def fields() -> str:
         "",
     ]
     for body in BODIES:
-        rows = sorted([*support(body), *((name, "ignored") for name in body.ignored)])
+        rows = sorted(support(body))
         lines += [f"## {body.__doc__}", "", "| field | |", "|---|---|"]
         lines += [f"| `{name}` | {text} |" for name, text in rows]
         lines.append("")

@@ -55,7 +55,7 @@ class Endpoints:
         """OpenAI's completions."""
         body = await read_body(request, completions.CompletionsBody)
         streams = await self._handler.start(body.generation_requests(), request.state.salt)
-        response = completions.CompletionsResponse(body, streams, self._handler.target.tokenizer)
+        response = completions.CompletionsResponse(body, streams)
         if body.stream:
             return EventStream(response.stream_frames(), COMMENT, response.close)
         return await _complete(request, response.complete(), response.close)
@@ -68,10 +68,6 @@ class Endpoints:
         if body.stream:
             return EventStream(response.stream_frames(), COMMENT, stream.close)
         return await _complete(request, response.complete(), stream.close)
-
-    async def stored_response(self, request: Request) -> Response:
-        """An earlier response: none are stored."""
-        raise RequestError("Responses are not stored here: send the whole conversation.", 404)
 
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
@@ -177,9 +173,6 @@ def make_app(handler: RequestHandler, name: str, auth: Auth) -> Starlette:
         ("POST", "/chat/completions", endpoints.chat),
         ("POST", "/completions", endpoints.completions),
         ("POST", "/responses", endpoints.responses),
-        ("GET", "/responses/{id}", endpoints.stored_response),
-        ("DELETE", "/responses/{id}", endpoints.stored_response),
-        ("POST", "/responses/{id}/cancel", endpoints.stored_response),
         ("POST", "/messages", endpoints.messages),
         ("POST", "/messages/count_tokens", endpoints.count_tokens),
         ("GET", "/models", endpoints.models),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, ClassVar, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -23,13 +23,9 @@ class Body(BaseModel):
 
     Unknown fields are ignored: clients send the fields of many servers. A field that is typed None,
     or takes only its default, is known but not supported, and any other value is an error.
-
-    Attributes:
-        ignored: known fields that change no answer; docs/fields.md lists them.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
-    ignored: ClassVar[tuple[str, ...]] = ()
 
 
 BodyType = TypeVar("BodyType", bound=Body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -91,10 +91,6 @@ class ChatAllowedChoice(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions"""
 
-    ignored: ClassVar[tuple[str, ...]] = (
-        *SamplingBody.ignored,
-        *("prediction", "prompt_cache_retention", "safety_identifier"),
-    )
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None

@@ -30,7 +30,7 @@ class CompletionsBody(SamplingBody):
 
     prompt: str | Texts | TokenIds | TokenIdLists
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    echo: bool | None = None
+    echo: Literal[False] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
     best_of: Literal[1] | None = None
@@ -40,8 +40,6 @@ class CompletionsBody(SamplingBody):
 
     def generation_requests(self) -> list[GenerationRequest]:
         """A request for each prompt. Raises `RequestError`."""
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo cannot be combined with logprobs.", param="echo")
         prompts: Sequence[Any] = self.prompt
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             prompts = [self.prompt]
@@ -68,20 +66,12 @@ class CompletionsResponse:
     Args:
         body: the request.
         streams: one for each prompt.
-        tokenizer: decodes prompts of token ids for `echo`.
     """
 
-    def __init__(
-        self, body: CompletionsBody, streams: Sequence[ResponseStream], tokenizer: Any
-    ) -> None:
+    def __init__(self, body: CompletionsBody, streams: Sequence[ResponseStream]) -> None:
         self._body, self._streams = body, streams
         self._n = body.n or 1
-        self._echoes = [""] * len(streams) * self._n
-        if body.echo:
-            prompts = (stream.request.prompt for stream in streams)
-            texts = [one if isinstance(one, str) else tokenizer.decode(one) for one in prompts]
-            self._echoes = [text for text in texts for _ in range(self._n)]
-        self._offsets = [0] * len(self._echoes)  # of the next token's text
+        self._offsets = [0] * len(streams) * self._n  # of the next token's text
         self._finishes: list[Finish] = []
 
     def close(self) -> None:
@@ -91,7 +81,7 @@ class CompletionsResponse:
 
     async def complete(self) -> dict[str, Any]:
         """The whole response. Raises `RequestError`."""
-        texts = [*self._echoes]
+        texts = [""] * len(self._offsets)
         tokens: list[list[TokenLogprob]] = [[] for _ in texts]
         async for index, step in self._steps():
             texts[index] += _text(step)
@@ -107,9 +97,6 @@ class CompletionsResponse:
         head, options = self._head(), self._body.stream_options
         include_usage = bool(options and options.include_usage)
         chunk_head = head | {"usage": None} if include_usage else head
-        for index, echo in enumerate(self._echoes):
-            if echo:
-                yield frame(chunk_head | {"choices": [_choice(index, echo)]})
         try:
             async for index, step in self._steps():
                 logprobs = self._logprobs(index, step.logprobs or [])
@@ -158,7 +145,7 @@ class CompletionsResponse:
 
 
 def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None = None, finish: Finish | None = None
+    index: int, text: str, logprobs: dict[str, Any] | None, finish: Finish | None
 ) -> dict[str, Any]:
     reason = finish.reason if finish else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

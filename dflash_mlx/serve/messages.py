@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
@@ -33,7 +33,6 @@ _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
 class ContentBlock(Body):
     """A block of a message: text, a call, a result or reasoning."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("cache_control", "citations", "signature")
     type: str
     text: str | None = None
     thinking: str | None = None
@@ -97,7 +96,6 @@ class AnthropicMessage(Body):
 class AnthropicTool(Body):
     """A tool of the client; tools that run on Anthropic's servers are not supported."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("cache_control",)
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -116,7 +114,6 @@ class AnthropicToolChoice(Body):
 class Thinking(Body):
     """Whether the model reasons before it answers."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("budget_tokens", "display")
     type: Literal["enabled", "adaptive", "disabled"] = "disabled"
 
 
@@ -137,7 +134,6 @@ class OutputConfig(Body):
 class CountBody(Body):
     """POST /v1/messages/count_tokens"""
 
-    ignored: ClassVar[tuple[str, ...]] = ("cache_control", "context_management")
     model: Annotated[str, Field(max_length=512)] = "default"
     messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
     system: str | ListOf[ContentBlock] | None = None
@@ -194,10 +190,6 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """POST /v1/messages"""
 
-    ignored: ClassVar[tuple[str, ...]] = (
-        *CountBody.ignored,
-        *("metadata", "service_tier", "inference_geo", "speed"),
-    )
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
@@ -26,13 +26,6 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class SamplingBody(Body):
     """The sampling fields of chat completions and completions."""
 
-    ignored: ClassVar[tuple[str, ...]] = (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "prompt_cache_key",
-    )
     model: Annotated[str, Field(max_length=512)] = "default"
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -73,7 +66,6 @@ class SamplingBody(Body):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
     include_usage: bool | None = None
 
 
@@ -114,7 +106,6 @@ class Function(Body):
 class ResponseFormat(Body):
     """The format of the answer. Chat completions have the schema in `json_schema`."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("description", "strict")
     type: Literal["text", "json_object", "json_schema"] = "json_schema"
     name: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -43,7 +43,6 @@ log = logging.getLogger("dflash_mlx.serve")
 class InputItem(Body):
     """A message, a call, its result, or reasoning."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("id", "status", "phase", "encrypted_content")
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | ListOf[ContentPart] | None = None
@@ -65,7 +64,6 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """How much the model reasons."""
 
-    ignored: ClassVar[tuple[str, ...]] = ("summary", "generate_summary")
     effort: Effort | None = None
 
 
@@ -90,10 +88,6 @@ class ResponsesAllowedChoice(Body):
 class ResponsesBody(Body):
     """POST /v1/responses"""
 
-    ignored: ClassVar[tuple[str, ...]] = (
-        *("client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-        *("service_tier", "store", "stream_options", "user"),
-    )
     model: Annotated[str, Field(max_length=512)] = "default"
     input: str | ListOf[InputItem]
     instructions: str | None = None

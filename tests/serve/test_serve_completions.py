@@ -37,14 +37,14 @@ def accumulated(chunks):
 def test_all_kinds_of_prompts(target, prompt, prompts):
     engine = FakeEngine(target)
     with client(engine) as server:
-        answer = server.post(PATH, json=ask(prompt=prompt, n=2, echo=True)).json()
+        answer = server.post(PATH, json=ask(prompt=prompt, n=2)).json()
         more = {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = frames(server.post(PATH, json=ask(prompt=prompt, n=2, echo=True, **more)).text)
+        chunks = frames(server.post(PATH, json=ask(prompt=prompt, n=2, **more)).text)
     tokenizer = target.tokenizer
     ids = [one if isinstance(one, list) else tokenizer.encode(one) for one in prompts]
     asked = [prompt for prompt, _ in engine.submitted[: len(engine.submitted) // 2]]
     assert asked == [one for one in ids for _ in range(2)]
-    texts = [f"{tokenizer.decode(one)}Hello world" for one in ids for _ in range(2)]
+    texts = ["Hello world"] * 2 * len(ids)
     assert [one["text"] for one in answer["choices"]] == texts
     assert [one["index"] for one in answer["choices"]] == list(range(len(texts)))
     streamed, reasons = accumulated(chunks)
@@ -87,7 +87,7 @@ def test_one_refused_prompt_cancels_the_others(target):
         {"prompt": ["One"] * 33},
         {"prompt": [[65]] * 33},
         {"logprobs": 6},
-        {"echo": True, "logprobs": 1},
+        {"echo": True},
         {"response_format": {"type": "json_object"}},
     ],
 )
