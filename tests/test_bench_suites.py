@@ -89,8 +89,8 @@ def local(tmp_path):
 
 def serve(server: HubServer, name: str, folder: Path, rows: list[dict]) -> None:
     suite = SUITES[name]
-    write(name, folder / suite.file, rows)
-    for number, file in enumerate(suite.more):
+    write(name, folder / suite.files[0], rows)
+    for number, file in enumerate(suite.files[1:]):
         one = [rows[0] | {"number": number}]  # the hub keeps files of the same content once
         write(name, folder / f"more{number}" / file, one)
         (folder / f"more{number}" / file).rename(folder / file)
@@ -110,13 +110,12 @@ def test_a_suite_is_downloaded_once_and_asked(name, local, tmp_path):
     serve(server, name, tmp_path / "repository", ROWS[name])
     prompts = suite_prompts(name, hub)
     assert {prompt.category for prompt in prompts} == {name}
-    more = SUITES[name].more  # a row each
-    assert len(prompts) == (len(LONG_TASKS) if name == "longbench" else 2 + len(more))
+    files = SUITES[name].files  # a row in each but the first
+    assert len(prompts) == (len(LONG_TASKS) if name == "longbench" else 1 + len(files))
     first = prompts[0].question
     assert first.removesuffix(f" {LONG_TASKS[0]}") == FIRST[name]
     assert prompts[0].then == (("Again.",) if name == "mt-bench" else ())
     assert suite_prompts(name, hub) == prompts
-    files = (SUITES[name].file, *more)
     assert server.fetched() == {Path(file).name: 1 for file in files}
     assert suite_prompts(name, Hub(cache=hub.cache, offline=True)) == prompts
 
@@ -150,7 +149,7 @@ def test_what_cannot_be_fetched(local, tmp_path):
     ],
 )
 def test_a_broken_file_is_named(name, content, tmp_path):
-    file = tmp_path / Path(SUITES[name].file).name
+    file = tmp_path / Path(SUITES[name].files[0]).name
     file.write_bytes(content)
     with pytest.raises(DataError, match=file.name) as error:
         SUITES[name].prompts(name, file)

@@ -1,15 +1,17 @@
 """The benchmark suites that papers quote, with the wording of the DFlash paper's own benchmark.
 
-Repositories, files and columns are those of the data sets' pages. Files are downloaded whole,
-through huggingface-hub and its cache, or read from a local folder.
+suites.toml describes them. Files are downloaded whole, through huggingface-hub and its cache, or
+read from a local folder.
 """
 
 from __future__ import annotations
 
+import tomllib
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from importlib.resources import files
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,6 @@ from ..errors import DataError, MissingDependencyError
 from ..loading.hub import Hub
 from .datasets import BenchPrompt, lines_of, parse_object
 
-Turns = tuple[str, ...]
-MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-CODE = (
-    "Write a solution to the following problem and make sure that it passes the tests:\n"
-    "```python\n{}\n```"
-)
-ISSUE = "Problem Statement:\n{}\nPlease fix the issue described above."
-# LiveCodeBench's own prompt for Python (lcb_runner/prompts/code_generation.py).
-CONTEST = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and "
-    "will generate a correct Python program that matches the specification and passes all tests. "
-    "You will NOT return anything except for the program\n\n### Question:\n{}\n\n### Format: {}\n"
-    "```python\n{}\n```\n\n### Answer: (use the provided format with backticks)"
-)
-WITH_STARTER = "Use the following code structure:"
-WITHOUT_STARTER = "Write your code in the following format:"
 # One English task of LongBench of each kind: one document, several, summary, search, code.
 LONG_TASKS = ("multifieldqa_en", "hotpotqa", "gov_report", "passage_retrieval_en", "lcc")
 
@@ -43,17 +29,25 @@ class Suite:
 
     Attributes:
         repository: owner/name of the data set.
-        file: the file in it: .jsonl, .parquet, or .zip with a .jsonl of each of `LONG_TASKS`.
-        columns: the columns that `turns` reads. In "a|b" the first that exists counts.
-        turns: a row's columns -> the user's messages, one per turn.
-        more: further files like the first.
+        files: its files: .jsonl, .parquet, or a .zip with a .jsonl of each of `LONG_TASKS`.
+        columns: the columns that the template reads. In "a|b" the first that exists counts.
+        template: the user's message.
+        short_template: the user's message where the last column is empty.
     """
 
     repository: str
-    file: str
-    columns: tuple[str, ...]
-    turns: Callable[..., Turns]
-    more: tuple[str, ...] = ()
+    files: Sequence[str]
+    columns: Sequence[str]
+    template: str = "{}"
+    short_template: str | None = None
+
+    def turns(self, values: Sequence[Any]) -> tuple[str, ...]:
+        """The user's messages for a row's values: one per item if the first value is a list."""
+        if isinstance(values[0], list):
+            return tuple(values[0])
+        is_short = self.short_template is not None and not values[-1]
+        template = self.short_template if is_short else self.template
+        return (str(template).format(*values),)
 
     def prompts(self, name: str, path: Path) -> list[BenchPrompt]:
         """Read the prompts from the suite's file at `path`, in their order.
@@ -63,7 +57,7 @@ class Suite:
         found = []
         for number, row in enumerate(_rows(path), start=1):
             where = f"{name}, row {number} of {path}"
-            first, *then = self.turns(*(_column(row, column, where) for column in self.columns))
+            first, *then = self.turns([_column(row, column, where) for column in self.columns])
             question = ({"role": "user", "content": first},)
             found.append(BenchPrompt(name, question, then=tuple(then), source=where))
         if not found:
@@ -79,80 +73,12 @@ def _column(row: dict[str, Any], names: str, where: str) -> Any:
     return row[found]
 
 
-def _template(template: str) -> Callable[[str], Turns]:
-    return lambda question: (template.format(question),)
+def _read_suites() -> dict[str, Suite]:
+    content = files(__package__).joinpath("suites.toml").read_text("utf-8")
+    return {name: Suite(**fields) for name, fields in tomllib.loads(content).items()}
 
 
-def _alpaca(instruction: str, inputs: str) -> Turns:
-    return (f"{instruction}\n\nInput:\n{inputs}" if inputs else instruction,)
-
-
-def _long(context: str, question: str) -> Turns:
-    return (f"{context}\n\n{question}".strip(),)
-
-
-def _contest(question: str, starter: str) -> Turns:
-    form = WITH_STARTER if starter else WITHOUT_STARTER
-    return (CONTEST.format(question, form, starter or "# YOUR CODE HERE"),)
-
-
-SUITES = {
-    "gsm8k": Suite(
-        "openai/gsm8k", "main/test-00000-of-00001.parquet", ("question",), _template(MATH)
-    ),
-    "math500": Suite("HuggingFaceH4/MATH-500", "test.jsonl", ("problem",), _template(MATH)),
-    "humaneval": Suite(
-        "openai/openai_humaneval",
-        "openai_humaneval/test-00000-of-00001.parquet",
-        ("prompt",),
-        _template(CODE),
-    ),
-    "mbpp": Suite(
-        "google-research-datasets/mbpp",
-        "sanitized/test-00000-of-00001.parquet",
-        ("prompt|text",),
-        _template("{}"),
-    ),
-    "mt-bench": Suite(
-        "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", ("prompt|turns",), tuple
-    ),
-    "aime24": Suite(
-        "HuggingFaceH4/aime_2024",
-        "data/train-00000-of-00001.parquet",
-        ("problem",),
-        _template(MATH),
-    ),
-    "aime25": Suite(
-        "MathArena/aime_2025", "data/train-00000-of-00001.parquet", ("problem",), _template(MATH)
-    ),
-    "alpaca": Suite(
-        "tatsu-lab/alpaca",
-        "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet",
-        ("instruction", "input"),
-        _alpaca,
-    ),
-    "livecodebench": Suite(
-        "livecodebench/code_generation_lite",
-        "test.jsonl",
-        ("question_content", "starter_code"),
-        _contest,
-        more=tuple(f"test{number}.jsonl" for number in range(2, 7)),
-    ),
-    "lbpp": Suite("CohereLabs/lbpp", "python/test.parquet", ("instruction",), _template("{}")),
-    "swe-bench": Suite(
-        "princeton-nlp/SWE-bench_Lite",
-        "data/test-00000-of-00001.parquet",
-        ("problem_statement",),
-        _template(ISSUE),
-    ),
-    "arena-hard-v2": Suite(
-        "lmarena-ai/arena-hard-auto",
-        "data/arena-hard-v2.0/question.jsonl",
-        ("prompt",),
-        _template("{}"),
-    ),
-    "longbench": Suite("THUDM/LongBench", "data.zip", ("context", "input"), _long),
-}
+SUITES = _read_suites()
 
 
 def suite_prompts(name: str, hub: Hub, folder: Path | None = None) -> list[BenchPrompt]:
@@ -170,8 +96,7 @@ def suite_prompts(name: str, hub: Hub, folder: Path | None = None) -> list[Bench
     if folder is not None:
         paths = local_files(name, folder)
     else:
-        files = (suite.file, *suite.more)
-        paths = [hub.fetch_data(suite.repository, file) for file in files]
+        paths = [hub.fetch_data(suite.repository, file) for file in suite.files]
     return [prompt for path in paths for prompt in suite.prompts(name, path)]
 
 
@@ -182,17 +107,14 @@ def local_files(name: str, folder: Path) -> list[Path]:
     Raises `DataError`.
     """
     suite = SUITES[name]
-    published = [folder / file for file in (suite.file, *suite.more)]
+    published = [folder / file for file in suite.files]
     if published[0].is_file():
         return [path for path in published if path.is_file()]
-    stems = dict.fromkeys(
-        n + part for n in (name, name.replace("-", "_")) for part in ("", "_test")
-    )
-    for stem in stems:
-        for suffix in (".jsonl", ".parquet"):
-            if (folder / (stem + suffix)).is_file():
-                return [folder / (stem + suffix)]
-    raise DataError(f"{folder}: neither {suite.file} nor {name}.jsonl is there.")
+    stems = (name, name.replace("-", "_"))
+    for parts in product(stems, ("", "_test"), (".jsonl", ".parquet")):
+        if (path := folder / "".join(parts)).is_file():
+            return [path]
+    raise DataError(f"{folder}: neither {suite.files[0]} nor {name}.jsonl is there.")
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
