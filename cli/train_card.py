@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import dflash_mlx
 from dflash_mlx.errors import OutputError
@@ -105,20 +105,8 @@ def write_card(
         "",
         *(f"- {name}: {value}" for name, value in settings.items()),
         "",
-        *curve_table(done.curve),
     ]
     try:
         (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
     except OSError as error:
         raise OutputError.because(out / "README.md", error) from error
-
-
-def curve_table(curve: list[list[Any]]) -> list[str]:
-    """A Markdown table of at most twelve points of the curve, with the last one."""
-    if not curve:
-        return []
-    every = -(-len(curve) // 12)
-    rows = [row for i, row in enumerate(curve) if (len(curve) - 1 - i) % every == 0]
-    head = ["| step | loss | held-out loss | held-out tokens per step |", "|---|---|---|---|"]
-    body = [f"| {s} | {loss:.3f} | {apart:.3f} | {tau:.2f} |" for s, loss, apart, tau in rows]
-    return [*head, *body, ""]

@@ -81,11 +81,10 @@ class ProgressBar:
         if stage == "answers":
             return f"answers {event.done:,} of {event.prompts:,}, {event.tokens:,} tokens"
         if stage == "plan":
-            need = event.estimate
             return (
                 f"{event.samples:,} samples with {event.answer_tokens:,} tokens of answers "
                 f"({event.held_out} more held out), {event.steps:,} steps; about "
-                f"{need.memory / GB:.1f} GB of memory and {need.checkpoint / GB:.1f} GB of disk"
+                f"{event.memory_bytes / GB:.1f} GB of memory"
             )
         if event.held_out_metric is not None:
             self._held_out = f", held out {event.held_out_metric:.2f} tokens per step"

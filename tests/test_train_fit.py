@@ -31,7 +31,7 @@ from dflash_mlx.train.drafter import (
     save_drafter,
     train_drafter,
 )
-from dflash_mlx.train.fit import FitSettings, StepReport, fit, make_optimizer, schedule
+from dflash_mlx.train.fit import StepReport, fit, make_optimizer, schedule
 
 SHAPE = {
     "hidden_size": 32,
@@ -122,9 +122,10 @@ def train_target(
         model.trainable_parameters(),
         optimizer,
         lambda position: BatchStream(sample_texts, collate, 64, 0, position),
-        FitSettings(steps, **settings),
+        steps,
         checkpoint,
         progress,
+        **settings,
     )
     return parameters, progress.reports
 

@@ -57,11 +57,10 @@ def test_a_drafter_comes_out_that_drafts(
 ) -> None:
     seen = []
     chosen = recipe(data, kind=kind, bits=8)
-    done = train(target, tmp_path / "out", chosen, listen=seen.append)
+    train(target, tmp_path / "out", chosen, listen=seen.append)
     assert [event.step for event in seen if isinstance(event, StepReport)] == [1, 2, 3]
     [plan] = [event for event in seen if isinstance(event, TrainingPlan)]
     assert plan.samples + plan.held_out == len(PROMPTS)
-    assert [row[0] for row in done.curve] == [1, 2, 3]
     drafter = load_drafter(str(tmp_path / "out"))
     lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
     for record in map(json.loads, lines):
@@ -118,7 +117,8 @@ def test_a_folder_where_nothing_was_made_is_free_for_another_recipe(
     with pytest.raises(DataError, match="not valid JSON"):
         train(target, tmp_path / "out", recipe(data))
     data.write_text(whole)
-    assert train(target, tmp_path / "out", recipe(data, steps=1)).curve
+    train(target, tmp_path / "out", recipe(data, steps=1))
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> None:

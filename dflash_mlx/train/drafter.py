@@ -28,7 +28,7 @@ from ..errors import SettingsError
 from ..targets import Target
 from .dataset import Arrays, BatchStream, Sample, bucket_length, group
 from .features import features, tap_scales
-from .fit import FitSettings, Loss, Parameters, Progress, Validation, fit, make_optimizer
+from .fit import Loss, Parameters, Progress, Validation, fit, make_optimizer
 from .forward import draft_hidden
 from .losses import LossWeights, SlotLoss, VocabularySubset, answer_vocabulary, slot_weights
 
@@ -51,7 +51,7 @@ class DrafterSettings:
         loss_weights: weights of the losses.
         answer_vocabulary: restrict the loss to tokens that occur in answers of the first epoch.
         seed: seeds the initial weights, the order of the data and the anchors.
-        save_every, validate_every: see `FitSettings`.
+        save_every, validate_every: see `fit`.
     """
 
     steps: int
@@ -227,14 +227,12 @@ def train_drafter(
         drafter.trainable_parameters(),
         make_optimizer(settings.optimizer, settings.learning_rate, settings.steps),
         lambda position: BatchStream(samples, collate, settings.tokens, settings.seed, position),
-        FitSettings(
-            steps=settings.steps,
-            save_every=settings.save_every,
-            validate_every=settings.validate_every if held_out else 0,
-        ),
+        settings.steps,
         checkpoint,
         progress,
-        held_out_metrics(loss, collate, held_out, settings),
+        held_out_metrics(loss, collate, held_out, settings) if held_out else None,
+        settings.save_every,
+        settings.validate_every,
     )
     drafter.update(parameters)
     drafter.fc.weight = drafter.fc.weight / scales

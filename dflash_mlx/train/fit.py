@@ -27,6 +27,8 @@ from ..machine.saving import save_arrays
 from .dataset import BatchStream
 
 BETAS = [0.9, 0.98]
+MICRO_BATCHES = 2  # batches whose mean gradient makes a step
+CLIP = 1.0  # the largest norm of a gradient
 
 
 def schedule(peak: float, steps: int, warmup: float = 0.04) -> Callable[[mx.array], mx.array]:
@@ -68,24 +70,6 @@ Validation = Callable[[Parameters], tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class FitSettings:
-    """Steps, clipping and intervals.
-
-    Attributes:
-        steps: optimizer steps of the schedule.
-        micro_batches: batches whose mean gradient makes a step.
-        clip: maximum norm of the gradient.
-        save_every, validate_every: steps between checkpoints and validations; 0 is never.
-    """
-
-    steps: int
-    micro_batches: int = 2
-    clip: float = 1.0
-    save_every: int = 0
-    validate_every: int = 0
-
-
-@dataclass(frozen=True)
 class StepReport:
     """Progress after a step."""
 
@@ -114,10 +98,12 @@ def fit(
     parameters: Parameters,
     optimizer: optim.Optimizer,
     batches: Callable[[tuple[int, int]], BatchStream],
-    settings: FitSettings,
+    steps: int,
     checkpoint: Path | None = None,
     progress: Progress | None = None,
     validate: Validation | None = None,
+    save_every: int = 0,
+    validate_every: int = 0,
 ) -> Parameters:
     """Minimize `loss` and return the trained parameters.
 
@@ -126,8 +112,10 @@ def fit(
         parameters: a tree of arrays to start from.
         optimizer: new; its learning rate may be a schedule.
         batches: position -> a stream that starts there.
+        steps: optimizer steps, each of `MICRO_BATCHES` batches.
         checkpoint: a file; if it exists, training resumes from it.
         validate: parameters -> (held-out loss, metric). With it the best parameters are returned.
+        save_every, validate_every: steps between checkpoints and validations; 0 is never.
 
     Raises `WeightsError` for a checkpoint of other parameters, `OutputError` if none can be
     written, and `SettingsError` if the loss is not finite.
@@ -138,10 +126,10 @@ def fit(
         parameters, best, state = restore(checkpoint, parameters, optimizer)
     source = batches(state.position)
     gradient = mx.compile(mx.value_and_grad(loss))
-    update = compiled_update(optimizer, settings.clip)
-    streams = [micro_batch_stream() for _ in range(settings.micro_batches)]
+    update = compiled_update(optimizer)
+    streams = [micro_batch_stream() for _ in range(MICRO_BATCHES)]
     pending = [source.next() for _ in streams]
-    while state.step < settings.steps:
+    while state.step < steps:
         state.position, results = source.position, []
         for stream, arrays in zip(streams, pending, strict=True):
             with mx.stream(stream):
@@ -149,7 +137,7 @@ def fit(
         parameters, mean, metric = update(parameters, results)
         mx.async_eval(parameters, optimizer.state, mean, metric)
         state.step += 1
-        if state.step < settings.steps:
+        if state.step < steps:
             pending = [source.next() for _ in streams]  # while the step computes
         mx.eval(parameters, optimizer.state)
         if not isfinite(float(mean)):
@@ -158,14 +146,14 @@ def fit(
                 "--learning-rate and use another folder."
             )
         held_out = apart = None
-        if validate and settings.validate_every and state.step % settings.validate_every == 0:
+        if validate and validate_every and state.step % validate_every == 0:
             held_out, apart = validate(parameters)
             if held_out < state.best_loss:
                 best, state.best_loss = parameters, held_out
         if progress:
             values = float(mean), float(metric)
-            progress(StepReport(state.step, settings.steps, *values, held_out, apart))
-        if checkpoint and settings.save_every and state.step % settings.save_every == 0:
+            progress(StepReport(state.step, steps, *values, held_out, apart))
+        if checkpoint and save_every and state.step % save_every == 0:
             save(checkpoint, parameters, best, optimizer, state)
     return best if state.best_loss < float("inf") else parameters
 
@@ -178,7 +166,7 @@ def micro_batch_stream() -> mx.Stream:
 
 
 def compiled_update(
-    optimizer: optim.Optimizer, clip: float
+    optimizer: optim.Optimizer,
 ) -> Callable[..., tuple[Parameters, mx.array, mx.array]]:
     """A compiled function: mean gradient of the micro-batches, clip, update."""
 
@@ -187,7 +175,7 @@ def compiled_update(
         gradients = [gradient for _, gradient in results]
         # Rounding depends on the memory layout, which a checkpoint does not store: use one layout.
         mean = tree_map(lambda *parts: mx.contiguous(mean_of(parts)), *gradients)
-        mean, _ = optim.clip_grad_norm(mean, clip)
+        mean, _ = optim.clip_grad_norm(mean, CLIP)
         values = [value for value, _ in results]
         loss, metric = (mean_of(parts) for parts in zip(*values, strict=True))
         updated = dict(tree_flatten(optimizer.apply_gradients(mean, parameters)))
@@ -220,7 +208,7 @@ def save(
 def restore(
     path: Path, parameters: Parameters, optimizer: optim.Optimizer
 ) -> tuple[Parameters, Parameters, TrainingState]:
-    """FeatureProgress a checkpoint into the optimizer; returns (parameters, best so far, state)."""
+    """Load a checkpoint into the optimizer; returns (parameters, best so far, state)."""
     loaded: Any = mx.load(str(path), return_metadata=True)
     arrays, metadata = loaded
 

@@ -58,8 +58,7 @@ class LossWeights:
             labels: the target's choices [C].
             tops, shares: its likeliest tokens and their probabilities [C, T]; 0 is unknown.
         """
-        found: Any = _log_total(logits)
-        total = found[0]
+        total = mx.logsumexp(logits, axis=-1, keepdims=True)
         loss = mx.zeros(labels.shape)
         if self.cross_entropy:
             chosen = mx.take_along_axis(logits, labels[:, None], axis=-1)
@@ -75,25 +74,6 @@ class LossWeights:
                 common = mx.minimum(p, mx.exp(log_q)).sum(axis=-1)
                 loss = loss + self.total_variation * (1 - common)
         return loss
-
-
-@mx.custom_function
-def _log_total(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """The log-sum-exp [..., 1] of logits [..., V], and their softmax, which is its gradient.
-
-    Exponentials dominate the cost of a loss on a CPU, and the gradient of MLX's own log-sum-exp
-    computes them a second time.
-    """
-    q = mx.softmax(logits, axis=-1)
-    # For the largest logit, log q is its distance from the log-sum-exp.
-    top = logits.max(axis=-1, keepdims=True)
-    return top - mx.log(q.max(axis=-1, keepdims=True)), q
-
-
-@_log_total.vjp
-def _log_total_back(logits: mx.array, cotangents: Any, outputs: Any) -> mx.array:
-    """The gradient of the first output; the second output is not differentiated."""
-    return cotangents[0] * outputs[1]
 
 
 def summed(

@@ -28,7 +28,7 @@ from .drafter import (
 )
 from .fit import StepReport
 from .initial import draft_config, init_from_target, mask_token
-from .memory import Estimate, check, estimate
+from .memory import check_memory, memory_needed
 from .recipe import EPOCHS, TARGET, Recipe, claim_folder
 from .synthesize import TurnProgress, user_header, write_turns
 
@@ -45,10 +45,11 @@ class TrainingPlan:
     tokens: int
     answer_tokens: int
     steps: int
-    estimate: Estimate
+    memory_bytes: int  # estimated
     tokens_of_step: int
 
 
+WarmStart = tuple[DFlash, dict[str, Any]]  # a drafter and its config.json
 Event = TurnProgress | AnswerProgress | TrainingPlan | StepReport
 Listener = Callable[[Event], None]
 
@@ -62,21 +63,19 @@ class Trained:
         config: its config.json.
         held_out: the samples it was not trained on.
         plan: the size of the training.
-        curve: [step, loss, held-out loss, held-out acceptance length] of each validation.
     """
 
     drafter: DFlash
     config: dict[str, Any]
     held_out: list[Sample]
     plan: TrainingPlan
-    curve: list[list[float]]
 
 
 def train(
     target: Target,
     out: Path,
     recipe: Recipe,
-    warm: tuple[DFlash, dict[str, Any]] | None = None,
+    warm: WarmStart | None = None,
     listen: Listener = lambda event: None,
 ) -> Trained:
     """Train a drafter for a target, or continue, and save it in `out`.
@@ -90,10 +89,10 @@ def train(
     Raises:
         SettingsError: invalid settings, or other settings than those of the unfinished run.
         DataError: a broken line or too few samples; PromptError: no chat template.
-        NotEnoughMemoryError, OutputError: too little memory or disk; IncompatibleDrafterError.
+        NotEnoughMemoryError, OutputError, IncompatibleDrafterError.
     """
     work = out / "work"
-    _check_before(target, recipe, warm, work)
+    _check_before(target, recipe, warm)
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,23 +104,23 @@ def train(
     held_out, training = split(samples, recipe)
     raw = _shape(target, recipe, samples, warm)
     config = DraftConfig.from_dict(raw)
-    settings = _settings(recipe, training)
-    needed = estimate(target, config, settings, [len(s.tokens) for s in samples])
-    check(needed, work, recipe.tokens, recipe.anchors)
+    settings = _settings(recipe, recipe.steps or _steps_of_epochs(recipe, training))
+    needed = memory_needed(target, config, settings, [len(s.tokens) for s in samples])
+    check_memory(needed, settings)
     start = _start(target, config, recipe, warm)
     if recipe.hours is not None:
-        settings = _timed(target, config, settings, training, start, work, recipe, begin)
+        steps = _steps_of_hours(target, config, settings, training, start, work, recipe, begin)
+        settings = _settings(recipe, steps)
     plan = TrainingPlan(
         samples=len(training),
         held_out=len(held_out),
         tokens=sum(len(s.tokens) for s in training),
         answer_tokens=sum(b - a for s in training for a, b in s.answers),
         steps=settings.steps,
-        estimate=needed,
+        memory_bytes=needed,
         tokens_of_step=2 * recipe.tokens,
     )
     listen(plan)
-    curve = _CurveFile(work / "curve.jsonl", listen)
     drafter = train_drafter(
         target,
         config,
@@ -129,7 +128,7 @@ def train(
         settings,
         held_out,
         work / "checkpoint.safetensors",
-        curve,
+        listen,
         start,
         fresh=warm is None and recipe.warm_start is None,
     )
@@ -139,7 +138,7 @@ def train(
         (out / "held_out.jsonl").write_text(lines, encoding="utf-8")
     except OSError as error:
         raise OutputError.because(out, error) from error
-    return Trained(drafter, raw, held_out, plan, curve.points())
+    return Trained(drafter, raw, held_out, plan)
 
 
 def _turns(target: Target, work: Path, recipe: Recipe, listen: Listener) -> list[str]:
@@ -151,9 +150,7 @@ def _turns(target: Target, work: Path, recipe: Recipe, listen: Listener) -> list
     return write_turns(target, recipe.synthesize or 0, path, settings, recipe.seed, listen)
 
 
-def _check_before(
-    target: Target, recipe: Recipe, warm: tuple[DFlash, dict[str, Any]] | None, work: Path
-) -> None:
+def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> None:
     """Raise for everything that can be checked before anything is generated or written."""
     if not recipe.keep_answers:
         user_header(target)
@@ -162,8 +159,8 @@ def _check_before(
     check_trainable(config)
     # The longest possible samples need the least memory. A file's lengths are still unknown.
     longest = recipe.turn_tokens + recipe.max_tokens if recipe.synthesize else recipe.tokens
-    least = estimate(target, config, _settings(recipe, ()), [longest])
-    check(least, work, recipe.tokens, recipe.anchors)
+    settings = _settings(recipe, 1)
+    check_memory(memory_needed(target, config, settings, [longest]), settings)
 
 
 def held_out_record(target: Target, sample: Sample) -> dict[str, Any]:
@@ -177,7 +174,7 @@ def _shape(
     target: Target,
     recipe: Recipe,
     samples: Sequence[Sample],
-    warm: tuple[DFlash, dict[str, Any]] | None,
+    warm: WarmStart | None,
 ) -> dict[str, Any]:
     """The config.json of the drafter."""
     if warm is not None:
@@ -187,12 +184,7 @@ def _shape(
         used = {token for sample in samples for token in sample.tokens}
         mask = mask_token(target, used)
         raw = draft_config(
-            target,
-            recipe.kind,
-            recipe.block_size,
-            mask,
-            recipe.layers,
-            recipe.causal,
+            target, recipe.kind, recipe.block_size, mask, recipe.layers, recipe.causal
         )
     if recipe.bits is not None:
         raw["quantization"] = {
@@ -206,7 +198,7 @@ def _start(
     target: Target,
     config: DraftConfig,
     recipe: Recipe,
-    warm: tuple[DFlash, dict[str, Any]] | None,
+    warm: WarmStart | None,
 ) -> DFlash:
     """The initial drafter."""
     drafter = new_drafter(config, recipe.seed)
@@ -217,10 +209,14 @@ def _start(
     return drafter
 
 
-def _settings(recipe: Recipe, training: Sequence[Sample]) -> DrafterSettings:
-    """The training settings of a recipe."""
+def _steps_of_epochs(recipe: Recipe, training: Sequence[Sample]) -> int:
+    """The steps of `EPOCHS` epochs."""
     tokens = sum(bucket_length(len(sample.tokens)) for sample in training)
-    steps = recipe.steps or max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
+    return max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
+
+
+def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
+    """The settings of a training of so many steps."""
     every = max(1, min(50, steps // 10))
     return DrafterSettings(
         steps=steps,
@@ -242,7 +238,7 @@ def training_seconds(hours: float, spent: float) -> float:
     return max(whole - spent, STEPS_SHARE * whole)
 
 
-def _timed(
+def _steps_of_hours(
     target: Target,
     config: DraftConfig,
     settings: DrafterSettings,
@@ -251,8 +247,8 @@ def _timed(
     work: Path,
     recipe: Recipe,
     begin: float,
-) -> DrafterSettings:
-    """The settings with as many steps as fit into the hours, measured once and stored.
+) -> int:
+    """How many steps fit into the hours, measured once and stored.
 
     `begin` is the start of prompts and answers, which count. A schedule that reads the clock would
     give another drafter after every interruption.
@@ -271,28 +267,4 @@ def _timed(
         left = training_seconds(recipe.hours or 0, times[0] - begin)
         steps = max(1, round(left / seconds))
         path.write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
-    steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
-    every = max(1, min(50, steps // 10))
-    return replace(settings, steps=steps, save_every=every, validate_every=every)
-
-
-class _CurveFile:
-    """Passes reports on, and stores those of validations for the plot and the card."""
-
-    def __init__(self, path: Path, listen: Listener) -> None:
-        self._path, self._listen = path, listen
-
-    def __call__(self, report: StepReport) -> None:
-        if report.held_out_loss is not None:
-            row = [report.step, report.loss, report.held_out_loss, report.held_out_metric]
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        self._listen(report)
-
-    def points(self) -> list[list[float]]:
-        """One point per step: steps repeated after an interruption give the same point."""
-        if not self._path.exists():
-            return []
-        lines = self._path.read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line.endswith("]")]
-        return [*{row[0]: row for row in rows}.values()]
+    return int(json.loads(path.read_text(encoding="utf-8"))["steps"])

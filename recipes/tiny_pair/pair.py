@@ -28,7 +28,7 @@ from dflash_mlx.loading.load import load_drafter, load_target
 from dflash_mlx.targets import Target
 from dflash_mlx.train.dataset import BatchStream, Sample, encode_chat
 from dflash_mlx.train.drafter import DrafterSettings, save_drafter, train_drafter
-from dflash_mlx.train.fit import FitSettings, fit, muon
+from dflash_mlx.train.fit import fit, muon
 
 from . import corpus
 from .evaluate import evaluate, total
@@ -134,9 +134,10 @@ def train_target(out: Path, work: Path) -> None:
         model.trainable_parameters(),
         muon(TARGET_RATE, TARGET_STEPS),
         lambda position: BatchStream(samples, collate, TARGET_TOKENS, TARGET_SEED, position),
-        FitSettings(TARGET_STEPS, save_every=100),
+        TARGET_STEPS,
         work / "target.safetensors",
         Printer("target", "accuracy"),
+        save_every=100,
     )
     model.update(parameters)
     save_model(model, TARGET_CONFIG, out / "target")
