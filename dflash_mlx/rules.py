@@ -74,14 +74,14 @@ class Rules:
 
         Args:
             logits: of the drafter, [L, V].
-            noise: [L, V], added to the scores times `sharpness`; None for greedy drafts.
+            noise: [L, V], added to the scores by 1 / `sharpness`; None for greedy drafts.
             sharpness: see `noise`.
             scores_of: turns logits into scores; see `Sampler.scores`.
         """
 
         def best(scores: mx.array, first: int) -> list[int]:
             if noise is not None:
-                scores = sharpness * scores + noise[first : first + len(scores)]
+                scores = scores + noise[first : first + len(scores)] / sharpness
             chosen: Any = scores.argmax(axis=-1).tolist()
             return chosen
 

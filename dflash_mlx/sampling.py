@@ -28,14 +28,15 @@ from .rules import Rule, Rules
 from .settings import SEED_BITS, SamplingSettings
 from .validation import brief
 
-# The scores [L, V] whose argmax is the draft, and their factor of the logits.
+# Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a
+# tree's probabilities are the softmax.
 DraftScores = tuple[mx.array, float]
 
 
 class DraftSharpness:
     """How much a drafter's scores count beside the noise of the target's choice; learnt.
 
-    Drafts are the best of s * scores + noise. s = 1 is right for a drafter whose distribution is
+    Drafts are the best of scores + noise / s. s = 1 is right for a drafter whose distribution is
     the target's; one that is less sure than it should be needs more. The best s brings up to half
     as many tokens again per step as the others, and differs by pair and temperature.
     """
@@ -154,21 +155,9 @@ class Sampler:
         noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
         scores, s = self._drafter_scores(logits, noise), self._sharpness.value
         if self._sharpness.compares():
-            drafts = [(each * scores + noise).argmax(axis=-1) for each in DraftSharpness.GRID]
+            drafts = [(scores + noise / each).argmax(axis=-1) for each in DraftSharpness.GRID]
             self._compared = mx.stack(drafts)
-        return s * scores + noise, s / self.temperature
-
-    def foresee(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Rank a tree's candidates, from the drafter's logits [L, V] of the next L tokens. Lazy.
-
-        Returns the drafter's log-probabilities [L, V] in f32, and the noise [L, V] of the target's
-        choices, or None at temperature 0.
-        """
-        noise = None
-        if self.temperature > 0:
-            noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-        scores = self._drafter_scores(logits, noise).astype(mx.float32)
-        return scores - mx.logsumexp(scores, axis=-1, keepdims=True), noise
+        return scores + noise / s, 1 / self.temperature
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text, the next anchor last."""
@@ -255,7 +244,7 @@ class Sampler:
             row = self._apply(history, logits[slot : slot + 1])
             row = self.scores(self._rules.restrict_row(row, drafted))
             rows.append(row)
-            token = (row if noise is None else self._sharpness.value * row + noise[slot]).argmax(
+            token = (row if noise is None else row + noise[slot] / self._sharpness.value).argmax(
                 axis=-1
             )
             history = mx.concatenate([history, token.astype(mx.int32)])

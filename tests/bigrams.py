@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafter.candidates import Candidates, read_candidates
+from dflash_mlx.drafter.candidates import Candidates, log_softmax, read_candidates
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.drafter.tree import DraftTree
 from dflash_mlx.proposal import Proposal
@@ -79,9 +79,9 @@ class TreeBigrams(BigramDrafter, DraftSession):
     def propose_tree(self, anchor, rows, width):
         row = np.eye(len(self.probabilities))[anchor]
         log_q = np.log([row := row @ self.probabilities for _ in range(width - 1)])
-        log_q, noise = self.sampler.foresee(mx.array(log_q.astype(np.float32)))
-        tokens = mx.broadcast_to(mx.arange(len(row)), log_q.shape)
-        candidates = Candidates.of(tokens, log_q[:, None], noise)
+        scores, _ = self.sampler.draft_scores(mx.array(log_q.astype(np.float32)))
+        tokens = mx.broadcast_to(mx.arange(len(row)), scores.shape)
+        candidates = Candidates(tokens, log_softmax(scores)[:, None])
         return DraftTree(anchor, *read_candidates([candidates])[0], rows)
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tinymodels import drafter_config, random_drafter, target
 
 from dflash_mlx.distributions import gumbel
-from dflash_mlx.drafter.candidates import Slots, read_candidates, with_noise
+from dflash_mlx.drafter.candidates import Slots, read_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.tree import DraftTree, best_chain, best_first
-from dflash_mlx.sampling import Sampler
+from dflash_mlx.sampling import DraftSharpness, Sampler
 from dflash_mlx.settings import SamplingSettings
 
 PROMPT = [5, 9, 2, 40, 41, 7, 100]
@@ -161,9 +161,8 @@ def test_the_tree_of_a_network(temperature):
     tree = started.propose_tree(ANCHOR, 24, 6)
     _, log_q = block_log_q(drafter, temperature)
     if temperature:  # every token is a candidate
-        noise = gumbel(0, len(PROMPT), 5, log_q.shape[1])
-        scores = with_noise(mx.array(log_q.astype(np.float32)), noise)
-        log_q = log_softmax(np.array(scores, np.float64))
+        noise = np.array(gumbel(0, len(PROMPT), 5, log_q.shape[1]), np.float64)
+        log_q = log_softmax(log_q + noise / DraftSharpness().value)
     whole = best_first(log_q[:, None], 24)
     # The few candidates share what little probability the rest of the vocabulary has.
     proposal = tree.propose(24)

@@ -46,6 +46,16 @@ def test_a_larger_tree_brings_more(temperature):
     assert steps == sorted(steps, reverse=True)
 
 
+def test_a_tree_is_no_worse_than_a_chain_of_as_many_rows():
+    """The drafter's probabilities are true, and the noise of the target's choice is known."""
+
+    def steps(**settings) -> int:
+        results = [decode(temperature=1.0, seed=seed, **settings) for seed in range(8)]
+        return sum(result.stats.rounds for result in results)
+
+    assert steps(tree_budget=BLOCK) <= steps()
+
+
 def test_rows_that_cost_nothing_are_all_used():
     stats = decode(policy=policy(tree=0.0), tree_budget="auto").stats
     assert max(stats.trees) > 48 and sum(stats.trees.values()) > 0.8 * stats.rounds

@@ -1,12 +1,8 @@
 """The candidates of a block's slots for a tree: chosen on the device, then few enough to be read.
 
-A tree is built from probabilities. At temperature 0 the drafter's own serve. Above it, the target's
-choice follows a noise G that is known beforehand (see `sampling`), and candidates x of a slot get
-
-    P(x) ~ q(x) exp(w sure^4 G(x)),    P(none of them) ~ q(the rest)
-
-where `sure` is the largest q of the slot. A drafter is unsure of a slot mostly because it does not
-know the tokens before it; the noise then decides little.
+A tree's probabilities are the softmax of the scores that a chain takes the best of. At temperature
+0 these are the logits. Above it they are log q + G / s: the noise G of the target's choice is known
+beforehand, and s is learnt (see `sampling`).
 """
 
 from __future__ import annotations
@@ -23,8 +19,6 @@ if TYPE_CHECKING:
 
 MOST_CANDIDATES = 32  # per slot; a tree of 64 rows hardly ever has more siblings
 NEVER = -50.0  # the log-probability of what top-p, top-k or a grammar excludes
-NOISE_WEIGHT, SURE_POWER = 0.2, 4  # w and the exponent of `sure`
-LEAST_REST = 1e-4  # the least probability that no candidate is right
 CHUNK = 512  # vocabulary entries per chunk of the top-k search
 
 
@@ -74,16 +68,6 @@ class Candidates(NamedTuple):
     tokens: mx.array
     log_probs: mx.array
 
-    @classmethod
-    def of(cls, tokens: mx.array, log_q: mx.array, noise: mx.array | None) -> Candidates:
-        """From the drafter's log-probabilities [L, P, K], and the noise [L, V] of all tokens."""
-        if noise is None:
-            return cls(tokens, log_q)
-        rest = 1 - mx.exp(log_q).sum(axis=-1, keepdims=True)
-        scores = with_noise(log_q, mx.take_along_axis(noise, tokens, axis=-1)[:, None])
-        total = mx.logsumexp(scores, axis=-1, keepdims=True)
-        return cls(tokens, scores - mx.logaddexp(total, mx.log(mx.maximum(rest, LEAST_REST))))
-
 
 def read_candidates(candidates: Sequence[Candidates]) -> list[tuple[np.ndarray, np.ndarray]]:
     """The tokens and log-probabilities of many requests; waits once for the device."""
@@ -94,11 +78,10 @@ def read_candidates(candidates: Sequence[Candidates]) -> list[tuple[np.ndarray, 
     ]
 
 
-def with_noise(log_q: mx.array, noise: mx.array | None) -> mx.array:
-    """Scores [..., K] by which candidates with log-probabilities [..., K] are ranked."""
-    if noise is None:
-        return log_q
-    return log_q + NOISE_WEIGHT * mx.exp(SURE_POWER * log_q.max(axis=-1, keepdims=True)) * noise
+def log_softmax(scores: mx.array) -> mx.array:
+    """Log-probabilities [..., K] in f32, from scores [..., K]."""
+    scores = scores.astype(mx.float32)
+    return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
 
 def top_candidates(scores: mx.array, k: int) -> mx.array:

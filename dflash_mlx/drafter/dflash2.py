@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import Candidates, Slots, top_candidates, with_noise
+from .candidates import Candidates, Slots, log_softmax, top_candidates
 from .config import DraftConfig
 from .layers import DraftLayer, Sublayer
 from .network import DFlash
@@ -163,10 +163,8 @@ class DFlash2(DFlash):
 
     def candidates(self, slots: Slots, count: int) -> Candidates:
         """The selector's candidates, as many as it was trained for, after each one before them."""
-        log_q, noise = slots.sampler.foresee(self.selectable(slots.logits))
-        selector = self.candidate_selector
-        tokens = top_candidates(with_noise(log_q, noise), selector.top_k)
-        own = mx.take_along_axis(log_q, tokens, axis=-1)[:, None]
+        (scores, weight), selector = self.draft_scores(slots), self.candidate_selector
+        tokens = top_candidates(scores, selector.top_k)
+        own = mx.take_along_axis(scores, tokens, axis=-1)[:, None]
         pairs = selector.pairs(slots.hidden, slots.anchor, tokens)
-        scores = own + pairs / (slots.sampler.temperature or 1.0)
-        return Candidates.of(tokens, scores - mx.logsumexp(scores, axis=-1, keepdims=True), noise)
+        return Candidates(tokens, log_softmax(own + weight * pairs))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import MOST_CANDIDATES, Candidates, Slots, top_candidates, with_noise
+from .candidates import MOST_CANDIDATES, Candidates, Slots, log_softmax, top_candidates
 from .config import DraftConfig, Markov
 from .dflash2 import DFlash2
 from .network import DFlash
@@ -149,22 +149,18 @@ class DSpark(DFlash):
         if "markov_head" not in self:
             return super().candidates(slots, count)
         ids, head = self.token_ids(), self.markov_head
-        log_q, noise = slots.sampler.foresee(self.widen(slots.logits))
-        own = self.narrow(log_q)
-        own_noise = None if noise is None else self.narrow(noise)
-        weight = self.config.logit_scale / (slots.sampler.temperature or 1.0)
+        scores, weight = self.draft_scores(slots)
+        scores, weight = self.narrow(scores), self.config.logit_scale * weight
         state, previous, walked = head.first_state(1), slots.anchor[None], []
-        for row in range(len(own)):
-            bias, state = head.step(slots.hidden[row], previous, state)
-            scores = own[row] + weight * bias[0]
-            walked.append(scores - mx.logsumexp(scores))
-            best = with_noise(walked[-1], None if own_noise is None else own_noise[row]).argmax()
+        for own, hidden in zip(scores, slots.hidden, strict=True):
+            bias, state = head.step(hidden, previous, state)
+            walked.append(own + weight * bias[0])
+            best = walked[-1].argmax()
             previous = (best if ids is None else ids[best])[None]
-        log_q = mx.stack(walked)
-        count = min(count, MOST_CANDIDATES, log_q.shape[-1])
-        chosen = top_candidates(with_noise(log_q, own_noise), count)
-        found = mx.take_along_axis(log_q, chosen, axis=-1)[:, None]
-        return Candidates.of(chosen if ids is None else ids[chosen], found, noise)
+        log_probs = log_softmax(mx.stack(walked))
+        chosen = top_candidates(log_probs, min(count, MOST_CANDIDATES, log_probs.shape[-1]))
+        found = mx.take_along_axis(log_probs, chosen, axis=-1)[:, None]
+        return Candidates(chosen if ids is None else ids[chosen], found)
 
 
 def network_for(config: DraftConfig) -> type[DFlash]:

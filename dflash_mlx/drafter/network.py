@@ -29,9 +29,9 @@ from .candidates import (
     Candidates,
     DraftInput,
     Slots,
+    log_softmax,
     read_candidates,
     top_candidates,
-    with_noise,
 )
 from .config import DraftConfig
 from .context import ContextCache, ContextCheckpoint
@@ -213,10 +213,9 @@ class DFlash(nn.Module):
 
     def candidates(self, slots: Slots, count: int) -> Candidates:
         """The likeliest `count` tokens of every slot; nothing waits."""
-        log_q, noise = slots.sampler.foresee(self.widen(slots.logits))
-        count = min(count, MOST_CANDIDATES, log_q.shape[-1])
-        tokens = top_candidates(with_noise(log_q, noise), count)
-        return Candidates.of(tokens, mx.take_along_axis(log_q, tokens, axis=-1)[:, None], noise)
+        log_probs = log_softmax(self.draft_scores(slots)[0])
+        tokens = top_candidates(log_probs, min(count, MOST_CANDIDATES, log_probs.shape[-1]))
+        return Candidates(tokens, mx.take_along_axis(log_probs, tokens, axis=-1)[:, None])
 
     def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
         """Begin one request over `target`; without a sampler it drafts greedily.
