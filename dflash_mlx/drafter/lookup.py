@@ -56,32 +56,29 @@ class Index:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._places: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in LENGTHS)
-        self._before: list[tuple[int, ...]] = []  # per token: the places that it overwrote
+        self._places: dict[tuple[int, ...], int] = {}  # by n-gram, of all lengths
+        self._before: list[list[int]] = []  # per token: the places that it overwrote
 
     def add(self, token: int) -> None:
         """Append a token to the text."""
         self.tokens.append(token)
         end, overwritten = len(self.tokens), []
-        for length, places in zip(LENGTHS, self._places, strict=True):
-            key = tuple(self.tokens[-length:])
-            overwritten.append(places.get(key, UNSEEN))
+        for length in LENGTHS:
             if end >= length:
-                places[key] = end
-        self._before.append(tuple(overwritten))
+                key = tuple(self.tokens[-length:])
+                overwritten.append(self._places.get(key, UNSEEN))
+                self._places[key] = end
+        self._before.append(overwritten)
 
     def trim_to(self, count: int) -> None:
         """Forget all but the first `count` tokens."""
         while len(self.tokens) > count:
-            before = self._before.pop()
-            for length, places, place in zip(LENGTHS, self._places, before, strict=True):
-                if len(self.tokens) < length:
-                    continue
+            for length, place in zip(LENGTHS, self._before.pop(), strict=False):
                 key = tuple(self.tokens[-length:])
                 if place == UNSEEN:
-                    del places[key]
+                    del self._places[key]
                 else:
-                    places[key] = place
+                    self._places[key] = place
             self.tokens.pop()
 
     def find(self, token: int) -> tuple[int, int]:
@@ -90,8 +87,8 @@ class Index:
         The text's end includes `token`. (0, 0) if there is no match of two tokens.
         """
         text, best = [*self.tokens[-MOST:], token], (0, 0)
-        for length, places in zip(LENGTHS, self._places, strict=True):
-            place = places.get(tuple(text[-length:]), UNSEEN)
+        for length in LENGTHS:
+            place = self._places.get(tuple(text[-length:]), UNSEEN)
             if len(text) < length or place == UNSEEN:
                 break  # without a shorter match there is no longer one
             matched = length
@@ -119,25 +116,27 @@ class LookupRates:
     """Acceptance rates of lookup drafts, per length of the match and per slot."""
 
     def __init__(self) -> None:
-        self._tried = [[0.0] * SLOTS for _ in PRIOR_RATES]
-        self._right = [[0.0] * SLOTS for _ in PRIOR_RATES]
+        # Drafts tried and right, by the length class of the match and the slot.
+        self._counts: dict[tuple[int, int], tuple[float, float]] = {}
 
     def of(self, matched: int, slots: int) -> list[float]:
         """The rate of each slot, given that those before it are right, after a match."""
-        at, rates = _length_class(matched), list[float]()
-        rate = PRIOR_RATES[at]
-        for tried, right in zip(self._tried[at], self._right[at], strict=True):
-            rate = (right + PRIOR_WEIGHT * rate) / (tried + PRIOR_WEIGHT)
+        length, rates = _length_class(matched), list[float]()
+        rate = PRIOR_RATES[length]
+        for slot in range(slots):
+            if slot < SLOTS:
+                tried, right = self._counts.get((length, slot), (0.0, 0.0))
+                rate = (right + PRIOR_WEIGHT * rate) / (tried + PRIOR_WEIGHT)
             rates.append(rate)
-        return [*rates, *[rate] * slots][:slots]
+        return rates
 
     def learn(self, matched: int, slots: int, right: int) -> None:
         """Add a draft of so many slots, of which the first `right` ones were right."""
-        tried, correct = self._tried[_length_class(matched)], self._right[_length_class(matched)]
+        length = _length_class(matched)
         for slot in range(min(right + 1, slots)):
-            at = min(slot, SLOTS - 1)
-            tried[at] = DECAY * tried[at] + 1
-            correct[at] = DECAY * correct[at] + (slot < right)
+            at = length, min(slot, SLOTS - 1)
+            tried, correct = self._counts.get(at, (0.0, 0.0))
+            self._counts[at] = DECAY * tried + 1, DECAY * correct + (slot < right)
 
 
 class LookupSession(DraftSession):
@@ -147,30 +146,28 @@ class LookupSession(DraftSession):
         network: drafts if a lookup promises less; a `PlainSession` drafts nothing.
     """
 
+    network: DraftSession | None = None
+
     def __init__(self, network: DraftSession) -> None:
-        self._network = network
+        self._network, self.network = network, network.network
         self.resumable, self.storable = network.resumable, network.storable
         self._index, self._rates = Index(), LookupRates()
         self._found = 0, 0, 0  # place, length and anchor of the last match
-        self._drafts: list[tuple[int, int, list[int]]] = []  # not compared yet: place, match, draft
-
-    @property
-    def network(self) -> DraftSession | None:
-        """The network's session."""
-        return self._network.network
+        # Drafts that the text has not passed: the match's length and the draft, by place.
+        self._drafts: dict[int, tuple[int, list[int]]] = {}
 
     def read_tokens(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text, and learn from the drafts that it has passed."""
         for token in tokens:
             self._index.add(token)
-        waiting = []
-        for place, matched, draft in self._drafts:
-            text = self._index.tokens[place : place + len(draft)]
-            if len(text) < len(draft):
-                waiting.append((place, matched, draft))
-            else:
-                self._rates.learn(matched, len(draft), matching(draft, text))
-        self._drafts = waiting
+        text = self._index.tokens
+        for place, (matched, draft) in list(self._drafts.items()):
+            if len(text) >= place + len(draft):
+                right = 0
+                while right < len(draft) and draft[right] == text[place + right]:
+                    right += 1
+                self._rates.learn(matched, len(draft), right)
+                del self._drafts[place]
 
     def lookup_rates(self, anchor: int, width: int) -> list[float]:
         """See `DraftSession`; empty if the text has no earlier match."""
@@ -180,8 +177,7 @@ class LookupSession(DraftSession):
         if not matched or slots < 1:
             return []
         begin = len(self._index.tokens) + 1  # behind the anchor
-        self._drafts = [draft for draft in self._drafts if draft[0] != begin]
-        self._drafts.append((begin, matched, self._index.follow(place, anchor, slots)))
+        self._drafts[begin] = matched, self._index.follow(place, anchor, slots)
         return self._rates.of(matched, slots)
 
     def propose_lookup(self, anchor: int, width: int) -> Proposal:
@@ -228,13 +224,13 @@ class LookupSession(DraftSession):
     def resume(self, sampler: Sampler) -> None:
         """Continue with another request over the same text."""
         self._network.resume(sampler)
-        self._drafts = []
+        self._drafts = {}
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
         self._network.trim_to(position)
         self._index.trim_to(position)
-        self._drafts = []
+        self._drafts = {}
 
     def checkpoint(self) -> tuple[Any, int]:
         """The network's, and the length of the text."""
@@ -244,7 +240,7 @@ class LookupSession(DraftSession):
         """Go back to a checkpoint."""
         self._network.rewind(checkpoint[0])
         self._index.trim_to(checkpoint[1])
-        self._drafts = []
+        self._drafts = {}
 
     def rows(self, start: int, end: int) -> Arrays:
         """The network's."""
@@ -297,12 +293,6 @@ class CombinedDrafter:
     def start(self, target: Target, sampler: Sampler) -> LookupSession:
         """Begin one request. Raises `IncompatibleDrafterError`."""
         return LookupSession(start_session(self.network, target, sampler))
-
-
-def matching(draft: Sequence[int], text: Sequence[int]) -> int:
-    """How many tokens of a draft are right before the first wrong one."""
-    pairs = zip(draft, text, strict=True)
-    return next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), len(draft))
 
 
 def _length_class(matched: int) -> int:

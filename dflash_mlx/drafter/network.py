@@ -102,7 +102,7 @@ class DFlash(nn.Module):
 
     def make_cache(self) -> list[ContextCache]:
         """An empty context cache, one entry per draft layer."""
-        return [ContextCache(window) for window in self.config.windows]
+        return list(map(ContextCache, self.config.windows))
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of a request's caches after so many tokens. Nothing is computed."""
@@ -191,11 +191,10 @@ class DFlash(nn.Module):
 
     def widen(self, scores: mx.array) -> mx.array:
         """Scores [L, DV] as scores [L, V] in f32, minus infinity for what is never drafted."""
-        ids, vocabulary = self.token_ids(), self.config.vocab_size
-        if ids is None:
+        if "d2t" not in self:
             return scores
-        scores = scores.astype(mx.float32)
-        nothing = mx.full((len(scores), vocabulary), -mx.inf)
+        ids, scores = self.token_ids(), scores.astype(mx.float32)
+        nothing = mx.full((len(scores), self.config.vocab_size), -mx.inf)
         return mx.put_along_axis(nothing, mx.broadcast_to(ids, scores.shape), scores, axis=-1)
 
     def narrow(self, scores: mx.array) -> mx.array:
@@ -245,15 +244,18 @@ class NetworkSession(DraftSession):
 
     Attributes:
         drafter, target: as given.
+        can_trim: whether no layer has a sliding window.
         unread: how many features wait.
     """
 
     resumable = storable = True
+    can_trim = True
     unread = 0
 
     def __init__(self, drafter: DFlash, target: Target, sampler: Sampler) -> None:
         self.drafter, self.target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
+        self.can_trim = not any(drafter.config.windows)
         self._pending: list[PendingFeatures] = []
 
     @property
@@ -263,15 +265,19 @@ class NetworkSession(DraftSession):
 
     def extend(self, taps: mx.array) -> None:
         """Add the features [1, S, K*D] of S newly committed tokens, in order."""
-        self._wait(taps, range(taps.shape[1]))
-        self._start_computing()
+        mx.async_eval(taps)
+        self.extend_rows(taps, range(taps.shape[1]))
 
     def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
         """Add some rows of a verify step's features, which are computed.
 
         The next draft gathers them in its own graph.
         """
-        self._wait(taps, kept)
+        if self.unread >= MOST_PENDING:  # a long prompt's are never in memory together
+            self._read_pending()
+        if kept:
+            self._pending.append((taps, kept))
+            self.unread += len(kept)
         if not self.can_trim:  # every draft makes a new array of a window
             self._start_computing()
 
@@ -309,18 +315,12 @@ class NetworkSession(DraftSession):
         """Continue with another request over the same text, with its settings and seed."""
         self._sampler = sampler
 
-    @property
-    def can_trim(self) -> bool:
-        """Whether no layer has a sliding window."""
-        return all(layer.window is None for layer in self._cache)
-
     def trim_to(self, position: int) -> None:
         """Forget the features of all tokens from a position on."""
         pending = self._take_pending()[:, : max(0, position - self._cache[0].offset)]
         for layer in self._cache:
             layer.trim_to(min(position, layer.offset))
-        self._wait(pending, range(pending.shape[1]))
-        self._start_computing()
+        self.extend(pending)
 
     def checkpoint(self) -> tuple[list[ContextCheckpoint], list[PendingFeatures]]:
         """The current state; nothing is copied."""
@@ -364,18 +364,9 @@ class NetworkSession(DraftSession):
             self.drafter.extend(self._take_pending(), self._cache)
             self._start_computing()
 
-    def _wait(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Add pending features. A long prompt's are never in memory together."""
-        if self.unread >= MOST_PENDING:
-            self._read_pending()
-        if kept:
-            self._pending.append((taps, kept))
-            self.unread += len(kept)
-
     def _start_computing(self) -> None:
-        """Leave nothing lazy: the next step may run in another thread."""
-        newest = [taps for taps, _ in self._pending[-1:]]
-        mx.async_eval(newest, [layer.state for layer in self._cache])
+        """Leave nothing lazy in the cache: the next step may run in another thread."""
+        mx.async_eval([layer.state for layer in self._cache])
 
     def _take_pending(self) -> mx.array:
         """The features that wait, [1, S, K*D]; S may be 0."""

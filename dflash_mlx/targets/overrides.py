@@ -73,17 +73,16 @@ def swapped_classes(
         lock: the target's; None where the caller holds it.
     """
     with lock or nullcontext():
-        originals = [(module, type(module)) for module, _ in entries]
+        originals: list[Entry] = []
+        # MLX's own __setattr__ looks for parameters first.
         try:
-            _set_classes(entries)
+            for module, cls in entries:
+                originals.append((module, type(module)))
+                object.__setattr__(module, "__class__", cls)
             yield
         finally:
-            _set_classes(originals)
-
-
-def _set_classes(entries: Sequence[Entry]) -> None:
-    for module, cls in entries:
-        object.__setattr__(module, "__class__", cls)  # MLX's own looks for parameters first
+            for module, cls in reversed(originals):
+                object.__setattr__(module, "__class__", cls)
 
 
 def rebind_globals(call: Any, **names: Any) -> Callable[..., Any]:

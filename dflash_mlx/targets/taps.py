@@ -36,10 +36,13 @@ class Taps:
         if not self._indices:
             return mx.zeros((1, rows, 0))
         seen, self._seen = self._seen, {}
-        hidden = [
-            _embedded(seen[0][0]) if at == EMBEDDING else _hidden(seen[at][1])
-            for at in self._indices
-        ]
+        hidden = []
+        for index in self._indices:
+            if index == EMBEDDING:
+                x = seen[0][0]  # DeepSeek-V4.1 repeats the embeddings hc times: [N, S, hc, D]
+                hidden.append(x[:, :, 0] if x.ndim == 4 else x)
+            else:
+                hidden.append(_hidden(seen[index][1]))
         return mx.concatenate(hidden, axis=-1)
 
     def _record(self, index: int, x: Any, result: Any) -> None:
@@ -51,11 +54,6 @@ def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
     if len(kept) == taps.shape[1]:
         return taps
     return taps[:, : len(kept)] if kept[-1] < len(kept) else taps[:, mx.array(list(kept))]
-
-
-def _embedded(x: mx.array) -> mx.array:
-    """The embeddings [N, S, D] in the first layer's input; DeepSeek-V4.1 repeats them hc times."""
-    return x[:, :, 0] if x.ndim == 4 else x
 
 
 def _hidden(result: Any) -> mx.array:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +46,8 @@ class Target:
         num_layers, hidden_size, vocab_size, context_length: its shape.
         layers: the layers in this process; in a pipeline, other processes have the rest.
         wiring: which layers run on our Metal kernels; None where none does.
+        forward_lock: held by every forward. While another thread has it, modules have their own
+            classes.
 
     Raises `UnsupportedCacheError` when its caches cannot be rolled back, and `ConfigError` when
     its parts are not where mlx-lm's models have them.
@@ -75,7 +77,8 @@ class Target:
         self.vocab_size: int = self._backbone.embed_tokens.weight.shape[0]
         shape = text_config(config)
         self.context_length = int(shape.get("max_position_embeddings") or 2**31)
-        self._forwards = threading.Lock()
+        self._embed_scale = internals.embed_scale(self._backbone)
+        self.forward_lock = threading.Lock()
         caches = make_cache(model)
         rollbacks = rollbacks_for(caches, self.layers, self.overrides())
         problems = (why_no_trees(*of) for of in zip_longest(self.layers, rollbacks))
@@ -106,15 +109,14 @@ class Target:
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings [N, S, D] of token ids [N, S], as the model feeds them to its first layer."""
         embeddings = self._backbone.embed_tokens(tokens)
-        scale = internals.embed_scale(self._backbone)
-        return embeddings if scale is None else embeddings * scale
+        return embeddings if self._embed_scale is None else embeddings * self._embed_scale
 
     def head(self, hidden: mx.array) -> mx.array:
         """Logits [N, S, V] of normed hidden states [N, S, D], through the model's own module.
 
         Without the model's soft cap: drafters are trained on the bare head.
         """
-        head = internals.own_head(self._text)
+        head: Any = getattr(self._text, "lm_head", None)
         return head(hidden) if head else self._backbone.embed_tokens.as_linear(hidden)
 
     def head_rows(self, tokens: mx.array) -> mx.array:
@@ -139,14 +141,9 @@ class Target:
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
 
-    @property
-    def forward_lock(self) -> AbstractContextManager[Any]:
-        """Held by every forward. While another thread has it, modules have their own classes."""
-        return self._forwards
-
     def overrides(self) -> Overrides:
         """An empty set of overrides of this model's modules."""
-        return Overrides(self._forwards)
+        return Overrides(self.forward_lock)
 
     def tap(self, layers: Sequence[int], overrides: Overrides) -> Taps:
         """A recorder of these layers' outputs, which records while `overrides` is installed.
@@ -248,16 +245,14 @@ class TargetSession:
 
         Args:
             tokens: the prompt's tokens.
-            stops: positions at which a forward ends.
+            stops: positions at which a forward ends, none beyond the prompt's end.
             step: returns the most tokens of the next forward.
         """
-        last_begins = max(0, len(tokens) - LAST_STEP)
-        borders = sorted({last_begins, *(at - self.position for at in stops), len(tokens)})
-        end = 0
-        while end < len(tokens):
-            start = end
-            end = min(start + step(), next(border for border in borders if border > start))
-            yield self.read(tokens[start:end], end == len(tokens))
+        first, end = self.position, self.position + len(tokens)
+        for border in sorted({end - LAST_STEP, *stops, end}):
+            while self.position < border:
+                start, size = self.position - first, min(step(), border - self.position)
+                yield self.read(tokens[start : start + size], self.position + size == end)
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """One forward of `prefill`; `last` says whether it is the last one."""
