@@ -191,9 +191,9 @@ class DFlash(nn.Module):
 
     def widen(self, scores: mx.array) -> mx.array:
         """Scores [L, DV] as scores [L, V] in f32, minus infinity for what is never drafted."""
-        if "d2t" not in self:
+        if "d2t" not in self or (ids := self.token_ids()) is None:
             return scores
-        ids, scores = self.token_ids(), scores.astype(mx.float32)
+        scores = scores.astype(mx.float32)
         nothing = mx.full((len(scores), self.config.vocab_size), -mx.inf)
         return mx.put_along_axis(nothing, mx.broadcast_to(ids, scores.shape), scores, axis=-1)
 
