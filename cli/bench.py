@@ -79,7 +79,7 @@ Server = Annotated[
 Concurrency = Annotated[
     str | None, option(PROMPTS, "N,N", "With --openai: this many clients at once.")
 ]
-Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write JSON and Markdown here.", parser=named)]
+Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write bench.json here.", parser=named)]
 
 
 def bench(

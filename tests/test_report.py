@@ -1,8 +1,6 @@
 """A run's files: what is in them, that a folder gets all or none, and runs beside each other."""
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import jsonschema
@@ -10,14 +8,13 @@ import pytest
 import tinymodels
 from typer.testing import CliRunner
 
-from dflash_mlx.bench.report import as_markdown, read_run, setup_differences, write_run
+from dflash_mlx.bench.report import describe_difference, read_run, setup_differences
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import Pair
-from dflash_mlx.errors import DataError, OutputError
+from dflash_mlx.errors import DataError
 from dflash_mlx.machine.blas import BlasInfo
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "bench.schema.json").read_text())
-FILES = ["bench.json", "bench.md"]
 HERE = BlasInfo("openblas", None, "made up")
 
 
@@ -55,8 +52,8 @@ def folder(tmp_path_factory) -> Path:
         return out
 
 
-def test_every_file_is_there(folder):
-    assert sorted(file.name for file in folder.iterdir()) == sorted(FILES)
+def test_the_file_is_there(folder):
+    assert sorted(file.name for file in folder.iterdir()) == ["bench.json"]
 
 
 def test_the_json_is_what_the_schema_says(folder):
@@ -81,12 +78,6 @@ def test_the_histogram_counts_every_round(folder):
     assert tokens + len(content["prompts"]) == content["overall"]["output_tokens"] == 24
 
 
-def test_the_table_says_the_same(folder):
-    text = (folder / "bench.md").read_text()
-    assert text.count("| DFlash |") == 3
-    assert "openblas" in text and "- max tokens: 12" in text
-
-
 def test_differences_are_told(folder):
     content = read_run(folder)
     place = {"category": "sums", "prompt": "a\nb", "method": "DFlash", "token": 4, "plain": 1}
@@ -95,7 +86,7 @@ def test_differences_are_told(folder):
         place | {"other": None, "logit_gap": None},
     ]
     jsonschema.validate(content, SCHEMA)
-    text = as_markdown(content)
+    text = "\n".join(map(describe_difference, content["differences"]))
     assert "DFlash, from token 5 on (logit gap 0.012): a b" in text and "(one ended)" in text
 
 
@@ -158,18 +149,6 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         assert "cannot be written" in one_line_error(program("bench", "--out", out))
     assert (tmp_path / "file").read_text() == "in the way"
-
-
-def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, tmp_path):
-    def full(path: Path, data: bytes) -> None:
-        if path.name == "bench.json":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        path.touch()
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OutputError, match="the disk is full"):
-        write_run(tmp_path / "run", read_run(folder))
-    assert not list((tmp_path / "run").iterdir())
 
 
 def test_runs_of_two_machines_beside_each_other(folder, tmp_path):

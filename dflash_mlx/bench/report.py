@@ -1,7 +1,4 @@
-"""A benchmark run as files: JSON with everything, Markdown for people.
-
-docs/bench.schema.json describes the JSON.
-"""
+"""A benchmark run as JSON, which docs/bench.schema.json describes."""
 
 from __future__ import annotations
 
@@ -13,17 +10,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..errors import DataError, OutputError
-from ..machine.folders import nearest_there
+from ..machine.facts import nearest_there
 from ..validation import read_json
 from .protocol import protocol_figures
-from .summary import PLAIN, PromptRuns, differences, grouped, summarize
+from .summary import PromptRuns, differences, grouped, summarize
 
 FORMAT, VERSION = "dflash-mlx bench", 1
-JSON, MARKDOWN = "bench.json", "bench.md"
-HEADER = (
-    *("category", "method", "tok/s", "speedup", "acceptance"),
-    *("first token", "peak", "identical"),
-)
+JSON = "bench.json"
 COMPARED = ("model", "suite", "max_tokens", "temperature", "block_size")  # settings of a run
 
 
@@ -66,47 +59,11 @@ def _prompt(one: PromptRuns) -> dict[str, Any]:
     }
 
 
-def as_markdown(content: Mapping[str, Any]) -> str:
-    """The run for readers: settings, machine, a table, and texts that differ."""
-    settings = {k: v for k, v in content.items() if not isinstance(v, dict | list)}
-    del settings["format"], settings["version"]
-    table = [cells(r, name, m) for r in _rows(content) for name, m in r["methods"].items()]
-    lines = [f"# {content['model']}, measured with dflash-mlx", ""]
-    lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in settings.items() if value]
-    lines += ["", "Machine: " + ", ".join(f"{k} {v}" for k, v in content["machine"].items()), ""]
-    lines += ["Medians, with the quartiles in parentheses.", ""]
-    lines += [f"| {' | '.join(line)} |" for line in (HEADER, ["---"] * len(HEADER), *table)]
-    for one in content["differences"]:
-        lines += ["", describe_difference(one)]
-    return "\n".join(lines) + "\n"
-
-
 def describe_difference(one: Mapping[str, Any]) -> str:
     """A line about a text that is not the plain one."""
     gap = "one ended" if one["logit_gap"] is None else f"logit gap {one['logit_gap']:.2g}"
     question = " ".join(one["prompt"].split())[:80]
     return f"Not identical: {one['method']}, from token {one['token'] + 1} on ({gap}): {question}"
-
-
-def cells(row: Mapping[str, Any], name: str, method: Mapping[str, Any]) -> list[str]:
-    """One line of the table under `HEADER`."""
-    speed, speedup = method["tokens_per_second"], method["speedup"]
-    return [
-        row["category"],
-        name,
-        f"{speed['median']:,.0f} ({speed['low']:,.0f}-{speed['high']:,.0f})",
-        f"{speedup['median']:.2f}x ({speedup['low']:.2f}-{speedup['high']:.2f})"
-        if speedup and name != PLAIN
-        else "",
-        "" if method["acceptance_length"] is None else f"{method['acceptance_length']:.2f}",
-        f"{1e3 * method['first_token_seconds']['median']:,.0f} ms",
-        "" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e6:,.0f} MB",
-        "" if method["identical"] is None else f"{method['identical']}/{row['prompts']}",
-    ]
-
-
-def _rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [*content["categories"], content["overall"]]
 
 
 def check_folder(folder: Path) -> None:
@@ -124,23 +81,12 @@ def check_folder(folder: Path) -> None:
 
 
 def write_run(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write a run's files, the JSON last. After an error none of them is left.
-
-    Raises `OutputError`.
-    """
-    files = {
-        MARKDOWN: as_markdown(content).encode(),
-        JSON: (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode(),
-    }
-    written: list[Path] = []
+    """Write bench.json. Raises `OutputError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            written.append(folder / name)
-            written[-1].write_bytes(data)
+        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        (folder / JSON).write_text(text, encoding="utf-8")
     except OSError as error:
-        for path in written:
-            path.unlink(missing_ok=True)
         raise OutputError.because(folder, error) from error
 
 
