@@ -21,8 +21,8 @@ MAX_PROMPTS, MAX_TOP_LOGPROBS = 32, 5
 DEFAULT_TOKENS = 16  # OpenAI's
 
 TokenIds = Annotated[ListOf[int], Field(min_length=1)]
-Texts = Annotated[ListOf[str], Field(min_length=1)]
-TokenIdLists = Annotated[ListOf[TokenIds], Field(min_length=1)]
+Texts = Annotated[ListOf[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+TokenIdLists = Annotated[ListOf[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class CompletionsBody(SamplingBody):
@@ -43,9 +43,6 @@ class CompletionsBody(SamplingBody):
         prompts: Sequence[Any] = self.prompt
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             prompts = [self.prompt]
-        if len(prompts) > MAX_PROMPTS:
-            message = f"{len(prompts)} prompts are more than {MAX_PROMPTS}: send several requests."
-            raise RequestError(message, param="prompt")
         limit = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         return [
             GenerationRequest(

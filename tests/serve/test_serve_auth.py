@@ -43,23 +43,11 @@ def test_pages_of_other_sites_are_refused(server, origin):
     assert server.post("/v1/messages", json=HI, headers=own).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["http://mybox", "mybox:8000", "", "*.local", "MyBox"])
-def test_host_names_that_no_request_has(host):
-    with pytest.raises(SettingsError, match="--allow-host"):
-        Auth(hosts=frozenset({host}))
-
-
 @pytest.mark.parametrize("host", ["mybox.local", "10.0.0.2", "::2"])
 def test_allowed_hosts(target, host):
     with client(FakeEngine(target), auth=Auth(hosts=frozenset({host}))) as server:
         header = f"[{host}]:80" if ":" in host else host.upper()
         assert server.get("/v1/models", headers={"host": header}).status_code == 200
-
-
-@pytest.mark.parametrize("origin", ["nonsense", "http://a.example/chat", "", "https://*.a.com"])
-def test_origins_that_no_page_has(origin):
-    with pytest.raises(SettingsError, match="--allow-origin"):
-        Auth(origins=frozenset({origin}))
 
 
 @pytest.mark.parametrize("origin", ["https://a.example:3000", "http://[::2]:3000", "null"])
