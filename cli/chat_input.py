@@ -18,7 +18,7 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from dflash_mlx.machine.folders import cache_folder
+from dflash_mlx.machine.facts import cache_folder
 
 from .chat_commands import COMMANDS, SETTINGS
 from .output import note

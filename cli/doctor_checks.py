@@ -18,8 +18,15 @@ from dflash_mlx.errors import DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.chips import find_chip
-from dflash_mlx.machine.facts import GB, computer, installed, memory_bytes
-from dflash_mlx.machine.folders import bytes_in, cache_folder, nearest_there
+from dflash_mlx.machine.facts import (
+    GB,
+    bytes_in,
+    cache_folder,
+    computer,
+    installed,
+    memory_bytes,
+    nearest_there,
+)
 
 from .output import sized
 

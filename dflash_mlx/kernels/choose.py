@@ -18,7 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..machine.chips import Chip
-from ..machine.folders import cache_folder
+from ..machine.facts import cache_folder
 from .shapes import Matrix, attention_key
 
 WIDEST = 16  # rows of a tile, and of the widest chain

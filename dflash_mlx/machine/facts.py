@@ -1,10 +1,13 @@
-"""Hardware and software of this machine, recorded with every measurement."""
+"""Hardware, software and folders of this machine."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from .blas import BlasInfo
 
@@ -12,7 +15,7 @@ GB = 1e9
 
 
 def computer() -> dict[str, str]:
-    """Machine and software, without MLX."""
+    """Machine and software, recorded with every measurement, without MLX."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "os": _system(),
@@ -66,3 +69,26 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def cache_folder(part: str) -> Path:
+    """A subfolder of this platform's cache folder; it need not exist."""
+    cache = Path("Library") / "Caches" if sys.platform == "darwin" else Path(".cache")
+    try:
+        return Path.home() / cache / "dflash-mlx" / part
+    except RuntimeError:  # a user without a home
+        return Path("/nonexistent")
+
+
+def bytes_in(folder: Path) -> int:
+    """Total size of all files below a folder; 0 if it does not exist."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another program may have deleted it meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def nearest_there(folder: Path) -> Path:
+    """The folder itself or its nearest existing parent: its disk and permissions count."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import OutputError, WeightsError
-from ...machine.folders import cache_folder
+from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
 from ...validation import ErrorWrapper
 from ..checks import check_memory, check_safetensors
