@@ -106,8 +106,8 @@ class RecipeOptions:
     optimizer: Annotated[Optimizer, option(TRAINING, "NAME", "adamw or muon.")] = Optimizer.adamw
     loss: Annotated[
         str,
-        option(TRAINING, "CE,KL,TV", "Weights of cross entropy, KL and total variation."),
-    ] = "0.5,0.5,0"
+        option(TRAINING, "CE,KL", "Weights of cross entropy and KL divergence."),
+    ] = "0.5,0.5"
     whole_vocabulary: Annotated[
         bool, flag("--whole-vocabulary", TRAINING, "Learn against tokens that never occur, too.")
     ] = False
@@ -196,11 +196,9 @@ def parse_loss(text: str) -> Any:
     from dflash_mlx.train.losses import LossWeights
 
     try:
-        cross_entropy, kl, total_variation = map(float, text.split(","))
-        return LossWeights(cross_entropy, kl, total_variation)
+        cross_entropy, kl = map(float, text.split(","))
+        return LossWeights(cross_entropy, kl)
     except SettingsError as error:
         raise typer.BadParameter(str(error), param_hint="--loss") from error
     except ValueError as error:
-        raise typer.BadParameter(
-            "give three numbers, like 0.5,0.5,0", param_hint="--loss"
-        ) from error
+        raise typer.BadParameter("give two numbers, like 0.5,0.5", param_hint="--loss") from error

@@ -100,8 +100,7 @@ def write_card(
         f"{answers}. {plan.steps:,} steps of {plan.tokens_of_step:,} tokens; the last run took "
         f"{hours:.2f} hours.",
         "",
-        f"Loss: {loss.cross_entropy:g} cross entropy, {loss.kl:g} KL, "
-        f"{loss.total_variation:g} total variation.",
+        f"Loss: {loss.cross_entropy:g} cross entropy, {loss.kl:g} KL.",
         "",
         *(f"- {name}: {value}" for name, value in settings.items()),
         "",

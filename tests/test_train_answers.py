@@ -15,7 +15,7 @@ from tinymodels import END, LINES
 from dflash_mlx.errors import DataError, OutputError, PromptError
 from dflash_mlx.targets import Target
 from dflash_mlx.train.answers import AnswerSettings, answer_all, append, complete, read_answers
-from dflash_mlx.train.synthesize import NoveltyFilter, user_header, write_turns
+from dflash_mlx.train.synthesize import user_header, write_turns
 
 SMALL = AnswerSettings(max_tokens=6, rows=2, chunk=2)
 
@@ -161,12 +161,3 @@ def test_a_target_that_repeats_itself_is_told_so(tmp_path: Path, target: Target)
     path.write_text((json.dumps({"turns": ["the same words again"]}) + "\n") * 40)
     with pytest.raises(DataError, match="1 different turns.*--synthesize 1"):
         write_turns(target, 5, path, SMALL)
-
-
-def test_near_duplicates_are_no_news() -> None:
-    novelty = NoveltyFilter()
-    assert novelty.add("Write a short story about a cat that can fly to the moon.")
-    assert not novelty.add("write a short story about a cat that can fly to the moon")
-    assert not novelty.add("Write a short story about a cat that can fly to the sun.")
-    assert novelty.add("Write a short poem about the sea.")
-    assert novelty.add("Hello!") and not novelty.add("hello")

@@ -29,7 +29,7 @@ from dflash_mlx.train.drafter import new_drafter
 from dflash_mlx.train.fit import StepReport
 from dflash_mlx.train.initial import draft_config, init_from_target, mask_token, tap_layers
 from dflash_mlx.train.recipe import TARGET, Recipe
-from dflash_mlx.train.run import TrainingPlan, train, training_seconds
+from dflash_mlx.train.run import TrainingPlan, train
 
 PROMPTS = [{"prompt": line[: 12 + 4 * i]} for i in range(3) for line in LINES]
 
@@ -127,11 +127,6 @@ def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> 
     train(target, tmp_path / "out", hours, listen=seen.append)
     steps = json.loads((tmp_path / "out" / "work" / "steps.json").read_text())["steps"]
     assert [event.steps for event in seen if isinstance(event, TrainingPlan)] == [steps]
-
-
-@pytest.mark.parametrize(("spent", "left"), [(0, 3600), (600, 3000), (1800, 1800), (9999, 1800)])
-def test_answers_take_their_part_of_the_hours(spent: float, left: float) -> None:
-    assert training_seconds(1.0, spent) == left
 
 
 def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path: Path, target: Target) -> None:

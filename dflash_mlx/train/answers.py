@@ -9,8 +9,8 @@ that was not interrupted.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -238,29 +238,25 @@ def read_answers(path: Path) -> list[Answer]:
     return answers
 
 
-def append(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """Append JSON lines to a file in one write. Raises `OutputError`; the file stays readable."""
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Append JSON lines to a file. Raises `OutputError`; `whole_lines` drops a broken last line."""
     try:
-        with path.open("ab") as file:
-            size = file.tell()
-            try:
-                file.write(content)
-                file.flush()
-            except OSError:
-                with suppress(OSError):  # the first error is the one to report
-                    file.truncate(size)
-                raise
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
         raise OutputError.because(path, error) from error
 
 
 def whole_lines(path: Path) -> list[Any]:
-    """The complete JSON lines of a file, none if it does not exist. Raises `DataError`."""
+    """The JSON lines of a file, none if it does not exist; cuts an incomplete last line off.
+
+    Raises `DataError`.
+    """
     if not path.exists():
         return []
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-        return [json.loads(line) for line in lines]
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
+        return [json.loads(line) for line in content.split(b"\n")[:-1]]
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: it is damaged ({error}); delete it and start again.") from error

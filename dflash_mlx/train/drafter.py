@@ -32,7 +32,7 @@ from .fit import Loss, Parameters, Progress, Validation, fit, make_optimizer
 from .forward import draft_hidden
 from .losses import LossWeights, SlotLoss, VocabularySubset, answer_vocabulary, slot_weights
 
-GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's, by block size
+GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's decays of slot weights, by block size
 CROSS_ENTROPY = LossWeights()  # the paper's loss
 # Parts that keep their own initialization: convolutions and selector of DFlash2.
 OWN_START = ("_conv.", "codebook")
@@ -47,7 +47,6 @@ class DrafterSettings:
         tokens: tokens of a micro-batch, with padding.
         anchors: blocks per sequence.
         learning_rate, optimizer: the peak rate of "adamw" or "muon".
-        gamma: decay of the slot weights; None is the paper's value for the block size.
         loss_weights: weights of the losses.
         answer_vocabulary: restrict the loss to tokens that occur in answers of the first epoch.
         seed: seeds the initial weights, the order of the data and the anchors.
@@ -59,17 +58,11 @@ class DrafterSettings:
     anchors: int = 8
     learning_rate: float = 6e-4
     optimizer: str = "adamw"
-    gamma: float | None = None
     loss_weights: LossWeights = CROSS_ENTROPY
     answer_vocabulary: bool = False
     seed: int = 0
     save_every: int = 200
     validate_every: int = 0
-
-
-def default_gamma(block_size: int) -> float:
-    """The paper's decay for this block size, else block_size / 2."""
-    return GAMMAS.get(block_size, block_size / 2)
 
 
 def new_drafter(config: DraftConfig, seed: int) -> DFlash:
@@ -216,7 +209,7 @@ def train_drafter(
     drafter.check_fits(target)
     check_trainable(config)
     collate = AnchorCollator(settings.anchors)
-    gamma = default_gamma(config.block_size) if settings.gamma is None else settings.gamma
+    gamma = GAMMAS.get(config.block_size, config.block_size / 2)
     subset = _loss_subset(drafter, target, settings, samples(0))
     scales = tap_scales(target, config.target_layer_ids, samples(0))
     if not fresh:

@@ -1,4 +1,4 @@
-"""The loss of drafted slots: cross entropy, KL divergence, total variation, in bounded memory.
+"""The loss of drafted slots: cross entropy and KL divergence, in bounded memory.
 
 The logits of all slots of a step would fill the memory. So slots are processed in parts, and the
 gradient of each part is computed together with its value, like in fused cross-entropy kernels.
@@ -28,28 +28,20 @@ Part = Callable[..., tuple[mx.array, mx.array]]
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the three losses of a slot.
+    """Weights of the two losses of a slot.
 
     Attributes:
         cross_entropy: -log q of the target's choice.
         kl: the divergence of the draft's q from the target's p, over p's likeliest tokens.
-        total_variation: 1 - sum min(p, q) over the same tokens, the rejection probability of
-            speculative sampling (arXiv 2211.17192, section 3.1).
     """
 
     cross_entropy: float = 1.0
     kl: float = 0.0
-    total_variation: float = 0.0
 
     def __post_init__(self) -> None:
-        parts = (self.cross_entropy, self.kl, self.total_variation)
+        parts = (self.cross_entropy, self.kl)
         if min(parts) < 0 or not sum(parts) < float("inf") or not sum(parts):
             raise SettingsError("Loss weights must be 0 or more, and one of them above 0.")
-
-    @property
-    def reads_shares(self) -> bool:
-        """Whether the loss needs the target's probabilities."""
-        return self.kl > 0 or self.total_variation > 0
 
     def of(self, logits: mx.array, labels: mx.array, tops: mx.array, shares: mx.array) -> mx.array:
         """The loss of each slot [C], from its logits [C, V].
@@ -63,16 +55,12 @@ class LossWeights:
         if self.cross_entropy:
             chosen = mx.take_along_axis(logits, labels[:, None], axis=-1)
             loss = loss + self.cross_entropy * (total - chosen)[:, 0]
-        if self.reads_shares:
+        if self.kl:
             log_q = mx.take_along_axis(logits, tops, axis=-1) - total
             # Only these probabilities are known, so they are normalized to 1.
             p = shares / mx.maximum(shares.sum(axis=-1, keepdims=True), 1e-9)
-            if self.kl:
-                log_p = mx.log(mx.maximum(p, 1e-9))
-                loss = loss + self.kl * (p * (log_p - log_q)).sum(axis=-1)
-            if self.total_variation:
-                common = mx.minimum(p, mx.exp(log_q)).sum(axis=-1)
-                loss = loss + self.total_variation * (1 - common)
+            log_p = mx.log(mx.maximum(p, 1e-9))
+            loss = loss + self.kl * (p * (log_p - log_q)).sum(axis=-1)
         return loss
 
 

@@ -59,15 +59,11 @@ class Trained:
     """A finished drafter.
 
     Attributes:
-        drafter: in f32; on disk it is in bf16 or fewer bits.
         config: its config.json.
-        held_out: the samples it was not trained on.
         plan: the size of the training.
     """
 
-    drafter: DFlash
     config: dict[str, Any]
-    held_out: list[Sample]
     plan: TrainingPlan
 
 
@@ -138,7 +134,7 @@ def train(
         (out / "held_out.jsonl").write_text(lines, encoding="utf-8")
     except OSError as error:
         raise OutputError.because(out, error) from error
-    return Trained(drafter, raw, held_out, plan)
+    return Trained(raw, plan)
 
 
 def _turns(target: Target, work: Path, recipe: Recipe, listen: Listener) -> list[str]:
@@ -232,12 +228,6 @@ def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
     )
 
 
-def training_seconds(hours: float, spent: float) -> float:
-    """Seconds for training steps after `spent` seconds of prompts and answers."""
-    whole = 3600 * hours
-    return max(whole - spent, STEPS_SHARE * whole)
-
-
 def _steps_of_hours(
     target: Target,
     config: DraftConfig,
@@ -264,7 +254,8 @@ def _steps_of_hours(
         few = replace(settings, steps=TIMED_STEPS + 1, save_every=0, validate_every=0)
         train_drafter(target, config, lambda e: training, few, progress=note, drafter=trial)
         seconds = (times[-1] - times[0]) / TIMED_STEPS
-        left = training_seconds(recipe.hours or 0, times[0] - begin)
+        whole = 3600 * (recipe.hours or 0)
+        left = max(whole - (times[0] - begin), STEPS_SHARE * whole)
         steps = max(1, round(left / seconds))
         path.write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
     return int(json.loads(path.read_text(encoding="utf-8"))["steps"])

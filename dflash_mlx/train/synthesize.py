@@ -1,13 +1,12 @@
 """Let the target write prompts: what a chat model says in the user's place.
 
 An instruction-tuned model that is given only the header of a user's turn continues with a plausible
-one (Magpie, arXiv 2406.08464). Turns that nearly repeat an earlier one are dropped.
+one (Magpie, arXiv 2406.08464). Turns that repeat the words of an earlier one are dropped.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from ..targets import Target
 from .answers import AnswerSettings, append, complete, whole_lines
 
 TEMPERATURE, TOP_P = 1.0, 0.95
-SIMILARITY = 0.7  # shared pairs of words from which on two turns count as the same
 MAX_BARREN = 20  # rounds in a row without a new turn
 _SENTINEL = "user turn goes here"
 
@@ -32,27 +30,6 @@ class TurnProgress:
 
     turns: int
     wanted: int
-
-
-class NoveltyFilter:
-    """Finds texts that share few pairs of words with every earlier one."""
-
-    def __init__(self) -> None:
-        self._with: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        self._sizes: list[int] = []
-
-    def add(self, text: str) -> bool:
-        """Whether a text is new; if so, later ones are compared with it."""
-        words = re.findall(r"\w+", text.lower())
-        pairs = {*zip(words, words[1:], strict=False)} or {tuple(words)}
-        common = Counter(number for pair in pairs for number in self._with[pair])
-        for number, shared in common.items():
-            if shared >= SIMILARITY * (len(pairs) + self._sizes[number] - shared):
-                return False
-        for pair in pairs:
-            self._with[pair].append(len(self._sizes))
-        self._sizes.append(len(pairs))
-        return True
 
 
 def user_header(target: Target) -> tuple[str, str]:
@@ -92,18 +69,20 @@ def write_turns(
     Raises `PromptError` without a chat template, `DataError` if the target only repeats itself,
     `OutputError`.
     """
-    before, after = user_header(target)
-    header = target.tokenizer.encode(before, add_special_tokens=False)
+    opening, after = user_header(target)
+    header = target.tokenizer.encode(opening, add_special_tokens=False)
     rounds = whole_lines(path)
-    turns: list[str] = []
-    novelty, barren, number = NoveltyFilter(), 0, 0
+    turns: dict[tuple[str, ...], str] = {}  # by their words
+    barren = number = 0
     while len(turns) < count:
         if number == len(rounds):
             found = _write_round(target, header, after, settings, seed * 1_000_003 + number)
-            append(path, iter([{"turns": found}]))
+            append(path, [{"turns": found}])
             rounds.append({"turns": found})
-        new = [turn for turn in rounds[number]["turns"] if novelty.add(turn)]
-        number, turns, barren = number + 1, turns + new, 0 if new else barren + 1
+        before = len(turns)
+        for turn in rounds[number]["turns"]:
+            turns.setdefault(tuple(re.findall(r"\w+", turn.lower())), turn)
+        number, barren = number + 1, 0 if len(turns) > before else barren + 1
         if barren == MAX_BARREN:
             raise DataError(
                 f"{target.name} wrote {len(turns)} different turns and now repeats itself: ask "
@@ -111,7 +90,7 @@ def write_turns(
             )
         if progress is not None:
             progress(TurnProgress(min(len(turns), count), count))
-    return turns[:count]
+    return [*turns.values()][:count]
 
 
 def _write_round(
