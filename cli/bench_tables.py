@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import progress
 from rich.table import Table
@@ -17,9 +17,6 @@ from dflash_mlx.machine.facts import computer, machine
 
 from .output import counted, make_table, note, print_json, stderr, stdout, waiting
 from .pair import Pair
-
-if TYPE_CHECKING:
-    from dflash_mlx.policy.draft_policy import AnyPolicy
 
 
 def measure_pair(
@@ -37,7 +34,7 @@ def measure_pair(
         max_tokens=setup["max_tokens"],
         block_size=pair.block_size,
         sampling=sampling,
-        tree_policy=_tree_policy(pair, setup["tree_budget"]),
+        tree_settings=_tree_settings(pair, setup["tree_budget"]),
         with_mlx_lm=pair.member is None,
     )
     about = {"model": pair.target.name, "title": pair.title, "block_size": pair.rows}
@@ -45,16 +42,15 @@ def measure_pair(
     return run_content({**about, **setup, "machine": machine(pair.blas)}, done)
 
 
-def _tree_policy(pair: Pair, budget: int | str | None) -> AnyPolicy | None:
+def _tree_settings(pair: Pair, budget: int | str | None) -> dict[str, Any] | None:
     from dflash_mlx import DraftPolicy
-    from dflash_mlx.policy.draft_policy import FixedPolicy
 
     if budget is None:
         return None
     if isinstance(budget, int):
-        return FixedPolicy(budget)
+        return {"tree_budget": budget}
     assert pair.drafter is not None  # bench always drafts
-    return DraftPolicy.of(pair.target, pair.drafter, trees=True)
+    return {"policy": DraftPolicy.of(pair.target, pair.drafter, trees=True)}
 
 
 def measure_server(

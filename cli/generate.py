@@ -181,6 +181,7 @@ def _stream(comparison: Comparison, shown: str) -> list[Event]:
         kv_bits=comparison.kv_bits,
         stop=comparison.stop,
         policy=comparison.policy,
+        tree_budget=comparison.tree_budget,
         **comparison.sampling,
     ):
         if shown == "text":

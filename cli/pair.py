@@ -23,7 +23,7 @@ from .output import note, sized, waiting
 if TYPE_CHECKING:
     from dflash_mlx import Stats, Target
     from dflash_mlx.drafter.protocol import Drafter
-    from dflash_mlx.policy.draft_policy import AnyPolicy
+    from dflash_mlx.policy.draft_policy import DraftPolicy
 
     from .machines import Member
 
@@ -44,7 +44,7 @@ class Pair:
     block_size: int | None
     blas: BlasInfo
     kv_bits: int | None = None
-    policy: AnyPolicy | None = None
+    policy: DraftPolicy | None = None
     tree_budget: int | str | None = None
     member: Member | None = None
     _plain_speeds: list[float] = field(default_factory=list)
@@ -66,7 +66,8 @@ class Pair:
     @property
     def settings(self) -> dict[str, Any]:
         """Of `stream_generate`, for every request to this pair."""
-        return {"block_size": self.block_size, "kv_bits": self.kv_bits, "policy": self.policy}
+        steps = {"block_size": self.block_size, "tree_budget": self.tree_budget}
+        return {"kv_bits": self.kv_bits, "policy": self.policy, **steps}
 
     @property
     def title(self) -> str:
@@ -81,13 +82,13 @@ class Pair:
         return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{machines}"
 
     def plain_speed(self, stats: Stats) -> float | None:
-        """Estimated tokens per second of plain decoding; None without a policy.
+        """Estimated tokens per second of plain decoding; None for whole blocks.
 
         At least the steps per second of this request: a plain step is no slower than another one.
         """
-        if self.policy is None:
+        if self.policy is None and self.tree_budget is None:
             return None
-        if self.policy.plain_seconds is not None:
+        if self.policy is not None and self.policy.plain_seconds is not None:
             speed = 1 / self.policy.plain_seconds
         else:  # every step of the request was drafted
             if not self._plain_speeds:
@@ -203,13 +204,9 @@ def _tree_budget(steps: StepOptions, draft: str | None) -> int | str | None:
 
 def _policy(
     steps: StepOptions, budget: int | str | None, target: Target, drafter: Drafter
-) -> AnyPolicy | None:
+) -> DraftPolicy | None:
     """The policy that chooses draft lengths; None drafts whole blocks."""
-    if isinstance(budget, int):
-        from dflash_mlx.policy.draft_policy import FixedPolicy
-
-        return FixedPolicy(budget)
-    if steps.no_policy or steps.block_size:
+    if steps.no_policy or steps.block_size or isinstance(budget, int):
         return None
     return dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
 

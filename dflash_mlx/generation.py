@@ -13,7 +13,8 @@ from .drafter.protocol import Drafter, check_pair
 from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Stats
-from .policy.draft_policy import AnyPolicy, make_planner
+from .policy.draft_policy import DraftPolicy
+from .policy.planner import make_planner
 from .prefix.cache import PrefixCache
 from .prompt import Prompt, branch_points, encode_prompt
 from .request import Request
@@ -52,7 +53,7 @@ class GenerationSettings(SamplingSettings):
 
     max_tokens: int = 256
     block_size: int | None = None
-    policy: AnyPolicy | None = None
+    policy: DraftPolicy | None = None
     tree_budget: int | Literal["auto"] | None = None
     kv_bits: int | None = None
     stop: str | Sequence[str] | None = None
@@ -69,7 +70,7 @@ class GenerationSettings(SamplingSettings):
             )
         if self.block_size is not None:
             check_integer("block_size", self.block_size)
-        check_type("policy", self.policy, AnyPolicy, "dm.Policy.of(target, drafter)")
+        check_type("policy", self.policy, DraftPolicy, "dm.Policy.of(target, drafter)")
         check_type("conversation", self.conversation, Conversation, "dm.Conversation(...)")
         check_type(
             "prefix", self.prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)"

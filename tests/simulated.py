@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.policy.draft_policy import DraftPolicy
-from dflash_mlx.policy.planner import StepOutcome
+from dflash_mlx.policy.planner import AdaptivePlanner, StepOutcome
 from dflash_mlx.policy.step_costs import StepCosts
 from dflash_mlx.proposal import Proposal
 
@@ -59,7 +59,7 @@ def text_of(drafter: Drafter, tokens: int, seed: int = 0) -> list[int]:
 
 def play(policy: DraftPolicy, machine: Machine, text: Sequence[int]) -> tuple[float, list[int]]:
     """The cost of a text in plain steps, and the rows of each step."""
-    planner, done, spent, rows = policy.start(), 0, 0.0, []
+    planner, done, spent, rows = AdaptivePlanner(policy), 0, 0.0, []
     while done < len(text):
         proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
         accepted = min(text[done], len(proposal) - 1)

@@ -26,7 +26,7 @@ from dflash_mlx.bench.summary import (
 from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
-from dflash_mlx.policy.draft_policy import DraftPolicy, FixedPolicy
+from dflash_mlx.policy.draft_policy import DraftPolicy
 
 PROMPT = [5, 40, 80, 13]
 METHODS = ["plain", "DFlash", "mlx-lm"]
@@ -148,7 +148,7 @@ def test_turns_change_their_order():
         comparison.run_pair()
     assert comparison.order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
     comparison.order, comparison.plain = [], []
-    for comparison.tree_policy in (None, FixedPolicy(8)):
+    for comparison.tree_settings in (None, {"tree_budget": 8}):
         comparison.run_all()
     there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "tree", "drafted", "plain"]
     assert comparison.order == there + back
@@ -206,27 +206,28 @@ def test_measure_prompts():
 
 def test_trees_take_part_where_they_are_asked_for():
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, tree_policy=FixedPolicy(8))
+    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, tree_settings={"tree_budget": 8})
     assert list(one.runs) == ["plain", "DFlash", "DDTree", "mlx-lm"]
     assert one.differences == dict.fromkeys(one.runs)
     [drafted] = one.runs["DDTree"]
     assert max(drafted.stats.widths) == 8
 
 
-@pytest.mark.parametrize("of", ["policy", "tree_policy"])
+@pytest.mark.parametrize("of", ["policy", "tree_settings"])
 def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     """Else the median is of turns that were drafted by a policy which has seen the answer."""
     knew = []
 
     class Watched(DraftPolicy):
-        def start(self, temperature=0.0):
+        def sharpness(self, temperature):
             knew.append(sum(self.estimates(0.0).paths))
-            return super().start(temperature)
+            return super().sharpness(temperature)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
-    policy = Watched(8, trees=of == "tree_policy")
+    policy = Watched(8, trees=of == "tree_settings")
     unknown = sum(policy.estimates(0.0).paths)
-    list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, **{of: policy}))
+    given = policy if of == "policy" else {"policy": policy}
+    list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, **{of: given}))
     _warm_up, *first = knew[:4]
     assert first == [unknown] * 3
     assert knew[4] < unknown and knew[4:] == [knew[4]] * 3  # the first prompt has taught it, once

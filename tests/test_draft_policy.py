@@ -18,7 +18,7 @@ from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.policy.budget import ALLOWANCE, CREDIT, Budget, expected_loss
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.estimates import AcceptanceEstimates
-from dflash_mlx.policy.planner import StepOutcome
+from dflash_mlx.policy.planner import AdaptivePlanner, StepOutcome
 from dflash_mlx.policy.step_costs import FORGOTTEN, STALE, StepCosts
 from dflash_mlx.proposal import Proposal
 
@@ -73,7 +73,7 @@ def test_a_request_loses_no_more_than_its_budget(draft, turn):
     here = Machine({16: 1.8}, {1: draft}, noise=0.0)
     policy = policy_with_costs(LONGEST, row=0.8 / 15, draft=draft)
     text = [15 if token < 10 * turn else 0 for token in range(900)]
-    planner, done, spent, lost = policy.start(), 0, 0.0, 0.0
+    planner, done, spent, lost = AdaptivePlanner(policy), 0, 0.0, 0.0
     while done < len(text):
         proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
         accepted = min(text[done], len(proposal) - 1)
@@ -210,7 +210,10 @@ class Finds(DraftSession):
     [([0.99] * 15, True, "lookup"), ([0.2, 0.2], True, "network"), ([0.9] * 9, False, "lookup")],
 )
 def test_a_lookup_drafts_where_it_promises_more(rates, network, kind):
-    session, planner = Finds(rates, network), policy_with_costs(LONGEST, 0.05, draft=0.5).start()
+    session, planner = (
+        Finds(rates, network),
+        AdaptivePlanner(policy_with_costs(LONGEST, 0.05, draft=0.5)),
+    )
     for _ in range(5):
         proposal = planner.propose(session, 7, LONGEST)
         planner.observe(StepOutcome(proposal, len(proposal) - 1, [7] * len(proposal), 1e-3))
@@ -219,7 +222,7 @@ def test_a_lookup_drafts_where_it_promises_more(rates, network, kind):
 
 def test_plain_steps_are_pipelined_where_nothing_pays():
     """All but those at which a decision is due; and none where a lookup finds something."""
-    planner = policy_with_costs(LONGEST, 3.0).start()
+    planner = AdaptivePlanner(policy_with_costs(LONGEST, 3.0))
     quiet, finding = Session(), Finds([0.5], network=False)
     pipelined = 0
     for _ in range(100):

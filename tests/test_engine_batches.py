@@ -20,7 +20,7 @@ from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.engine.allocation import FLOOR, LEAD, RowAllocator
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.policy.budget import CREDIT
-from dflash_mlx.policy.draft_policy import DraftPolicy, FixedPolicy
+from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.planner import Candidate
 
 MANY = 32
@@ -91,7 +91,7 @@ def test_rounds_of_many_bring_as_much_as_those_of_one(pair, alone):
 POLICIES = {
     "chains": lambda row: policy_with_costs(16, row, 0.2),
     "trees": lambda row: policy_with_costs(16, row, 0.2, trees=True),
-    "trees of nine": lambda row: FixedPolicy(9),
+    "trees of nine": lambda row: None,
 }
 
 
@@ -111,7 +111,8 @@ class Allocator(RowAllocator):
 def test_rows_are_allocated_by_cost_and_no_text_changes(pair, alone, name, row):
     policy = POLICIES[name](row)
     played = Played(*pair, SharedBatch(pair[0], Allocator(row)))
-    jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:4]]
+    settings = {"policy": policy, "tree_budget": 9 if policy is None else None}
+    jobs = [played.submit(ask, max_tokens=24, **settings) for ask, _ in alone[:4]]
     played.run()
     for job, (_, result) in zip(jobs, alone, strict=False):
         assert job.result().tokens == result.tokens

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm import stream_generate as mlx_lm_generate
@@ -23,7 +23,7 @@ from ..errors import DataError, PromptError
 from ..events import FinishReason, Result, Stats
 from ..generation import max_block_size
 from ..loop import generate
-from ..policy.draft_policy import AnyPolicy
+from ..policy.draft_policy import DraftPolicy
 from ..prompt import encode_prompt
 from ..targets import Target
 from .datasets import BenchPrompt
@@ -40,9 +40,9 @@ class Comparison:
     Attributes:
         target, drafter: see `stream_generate`.
         prompt: token ids.
-        max_tokens, block_size, stop, kv_bits, policy: see `stream_generate`.
+        max_tokens, block_size, stop, kv_bits, policy, tree_budget: see `stream_generate`.
         sampling: sampling settings of `stream_generate`, with a seed.
-        tree_policy: a policy that drafts trees; None leaves trees out.
+        tree_settings: settings that draft trees, as a `tree_budget`; None leaves trees out.
         with_mlx_lm: whether mlx-lm takes part. It cannot for a target on several machines.
         plain, drafted, tree, mlx_lm: the runs so far.
     """
@@ -54,9 +54,10 @@ class Comparison:
     block_size: int | None = None
     stop: Sequence[str] = ()
     kv_bits: int | None = None
-    policy: AnyPolicy | None = None
+    policy: DraftPolicy | None = None
+    tree_budget: int | Literal["auto"] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    tree_policy: AnyPolicy | None = None
+    tree_settings: Mapping[str, Any] | None = None
     with_mlx_lm: bool = True
     plain: list[Result] = field(default_factory=list)
     drafted: list[Result] = field(default_factory=list)
@@ -75,8 +76,8 @@ class Comparison:
 
         A second run of the same prompt must not profit from what the first one taught.
         """
-        policy, tree_policy = deepcopy((self.policy, self.tree_policy))
-        return replace(self, policy=policy, tree_policy=tree_policy)
+        policy, tree_settings = deepcopy((self.policy, self.tree_settings))
+        return replace(self, policy=policy, tree_settings=tree_settings)
 
     def run_plain(self) -> None:
         """Decode once without a drafter."""
@@ -84,13 +85,14 @@ class Comparison:
 
     def run_drafted(self) -> None:
         """Decode once with the drafter."""
-        run = self._generate(self.drafter, block_size=self.block_size, policy=self.policy)
+        settings = {"block_size": self.block_size, "policy": self.policy}
+        run = self._generate(self.drafter, tree_budget=self.tree_budget, **settings)
         self.drafted.append(run)
 
     def run_tree(self) -> None:
         """Decode once with draft trees."""
-        run = self._generate(self.drafter, block_size=self.block_size, policy=self.tree_policy)
-        self.tree.append(run)
+        settings = {"block_size": self.block_size, **(self.tree_settings or {})}
+        self.tree.append(self._generate(self.drafter, **settings))
 
     def run_mlx_lm(self) -> None:
         """Decode once with mlx-lm's own generator, which knows no stop strings."""
@@ -104,7 +106,7 @@ class Comparison:
     def run_all(self) -> None:
         """Decode once with every method, in the opposite order of the last turn."""
         runs = [self.run_plain, self.run_drafted]
-        runs += [] if self.tree_policy is None else [self.run_tree]
+        runs += [] if self.tree_settings is None else [self.run_tree]
         runs += [self.run_mlx_lm] if self.with_mlx_lm else []
         self._take_turns(runs)
 

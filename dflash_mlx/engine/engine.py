@@ -17,7 +17,7 @@ from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
 from ..generation import GenerationSettings, start_request
 from ..loop import Batch
-from ..policy.draft_policy import AnyPolicy, DraftPolicy
+from ..policy.draft_policy import DraftPolicy
 from ..prefix.cache import PrefixCache
 from ..prompt import Prompt
 from ..request import Request
@@ -61,7 +61,7 @@ class Engine(AbstractContextManager["Engine", None]):
         target: Target,
         drafter: Drafter | None,
         *,
-        policy: AnyPolicy | None = None,
+        policy: DraftPolicy | None = None,
         memory: int | None = None,
         prefix: PrefixCache | None = None,
         stall_ms: float = STALL_MS,
@@ -79,7 +79,7 @@ class Engine(AbstractContextManager["Engine", None]):
         self._check(None)
         self._memory = MemoryBudget(target, drafter, memory, prefix)
         allocator = None
-        if isinstance(policy, DraftPolicy) and drafter is not None and policy.longest > 1:
+        if policy is not None and drafter is not None and policy.longest > 1:
             allocator = RowAllocator(policy)
         batch = batch or SharedBatch(target, allocator)
         self._scheduler = BatchScheduler(batch, self._memory, most_jobs, stall_ms / 1e3)

@@ -7,31 +7,46 @@ budget bounds what a request can lose while the estimates are wrong.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..drafter.protocol import Drafter, block_size, check_pair, drafts_trees
 from ..errors import SettingsError
-from ..validation import brief, check_integer, is_integer
-from .estimates import expected_tokens
-from .pair import PairRecord
-from .planner import AdaptivePlanner, Planner
+from ..sampling import DraftSharpness
+from ..validation import brief, check_integer
+from .estimates import AcceptanceEstimates, expected_tokens
+from .step_costs import StepCosts
 
 if TYPE_CHECKING:
     from ..targets import Target
 
 MOST_ROWS = 1024  # of a step, beyond what any machine could want
-LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
 SHOWN = (2, 4, 8, 12, 16)  # rows in a description
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # plain tokens before a probe, which doubles them if it fails
+QUICKLY = 16  # plain tokens after which a failed draft says nothing new
+TREE_MEMORY = 0.95  # weight of a tree relative to the next one
+TREE_TRIALS = 4  # trees before chains may replace them
+TREE_PAUSE = 64  # drafts after which one is a tree anyway
 
 
-class DraftPolicy(PairRecord):
+class DraftPolicy:
     """Chooses draft lengths. Keep it: the next request starts with what this one learnt.
 
     Args:
         longest: the most rows of a chain.
         trees: whether it drafts trees, too, where they are better.
+
+    Attributes:
+        longest: as given.
+        costs: of steps.
+        trees: how trees did, compared with chains; None if there are none.
     """
+
+    def __init__(self, longest: int, trees: bool = False) -> None:
+        self.longest, self.costs = longest, StepCosts(longest)
+        self.trees = TreeRecord() if trees else None
+        self._estimates: dict[float, AcceptanceEstimates] = {}
+        self._sharpness: dict[float, DraftSharpness] = {}
+        self._plain_tokens, self._pause = 0, FIRST_PAUSE
 
     @classmethod
     def of(
@@ -53,9 +68,33 @@ class DraftPolicy(PairRecord):
         longest = min(longest, block_size(drafter) or MOST_ROWS)
         return cls(longest, trees and target.supports_trees and drafts_trees(drafter))
 
-    def start(self, temperature: float = 0.0) -> AdaptivePlanner:
-        """A planner for one request."""
-        return AdaptivePlanner(self, temperature)
+    def estimates(self, temperature: float) -> AcceptanceEstimates:
+        """Acceptance estimates at about this temperature."""
+        new = AcceptanceEstimates(self.longest - 1)
+        return self._estimates.setdefault(_rounded(temperature), new)
+
+    def sharpness(self, temperature: float) -> DraftSharpness:
+        """How much the drafter's scores count at about this temperature."""
+        return self._sharpness.setdefault(_rounded(temperature), DraftSharpness())
+
+    def probes(self, cost: float, cheap: float, most: float) -> bool:
+        """Whether it is time to draft although it does not seem to pay.
+
+        A dear probe waits for the longest pause: even costs may have been wrong, or have changed.
+        """
+        allowed = most if self._plain_tokens >= LONGEST_PAUSE else cheap
+        return self._plain_tokens >= self._pause and cost <= allowed
+
+    def count(self, drafted: bool, tokens: int, cost: float) -> None:
+        """Take in a step, for the time of the next probe."""
+        if not drafted:
+            self._plain_tokens += tokens
+            return
+        if tokens > cost:
+            self._pause = FIRST_PAUSE
+        elif self._plain_tokens > QUICKLY:
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+        self._plain_tokens = 0
 
     @property
     def plain_seconds(self) -> float | None:
@@ -77,65 +116,27 @@ class DraftPolicy(PairRecord):
         ]
 
 
-@dataclass(frozen=True)
-class FixedPolicy:
-    """In a policy's place: every draft as long as allowed.
+class TreeRecord:
+    """Whether trees bring more tokens per second than chains."""
 
-    Raises `SettingsError` for a number of rows that no tree should have.
+    def __init__(self) -> None:
+        self._tokens, self._cost, self._trees, self._wait = 0.0, 0.0, 0, 0
 
-    Attributes:
-        tree_rows: of every tree, its root included; None drafts chains.
-    """
+    def are_wanted(self, chain_speed: float) -> bool:
+        """Whether the next draft should be a tree, where a chain promises such a speed."""
+        self._wait += 1
+        better = self._tokens >= chain_speed * self._cost
+        return self._trees < TREE_TRIALS or better or self._wait % TREE_PAUSE == 0
 
-    tree_rows: int | None = None
+    def observe(self, tokens: int, cost: float) -> None:
+        """Take in a step that verified a tree."""
+        self._trees += 1
+        self._tokens = TREE_MEMORY * self._tokens + tokens
+        self._cost = TREE_MEMORY * self._cost + cost
 
-    def __post_init__(self) -> None:
-        if self.tree_rows is not None and not is_integer(self.tree_rows, 2, LARGEST_TREE):
-            rows = brief(self.tree_rows)
-            raise SettingsError(
-                f'tree_budget must be from 2 to {LARGEST_TREE}, or "auto", not {rows}.'
-            )
 
-    plain_seconds = None
-
-    def describe(self) -> list[str]:
-        """Nothing: no costs are known."""
-        return []
-
-    def start(self, temperature: float = 0.0) -> Planner:
-        """A planner for one request."""
-        return Planner(self.tree_rows)
+def _rounded(temperature: float) -> float:
+    return min(2.0, round(2 * temperature) / 2)
 
 
 Policy = DraftPolicy  # its former name
-AnyPolicy = DraftPolicy | FixedPolicy
-
-
-def make_planner(
-    target: Target,
-    drafter: Drafter | None,
-    policy: AnyPolicy | None,
-    block_size: int | None,
-    tree_budget: int | Literal["auto"] | None,
-    temperature: float,
-) -> Planner:
-    """The planner that the settings of `stream_generate` ask for.
-
-    Raises `SettingsError` when they ask for trees of a drafter that drafts none, and
-    `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
-    """
-    if isinstance(tree_budget, str) and tree_budget == "auto":
-        if drafter is not None and drafts_trees(drafter) and target.supports_trees:
-            if not isinstance(policy, DraftPolicy) or policy.trees is None:
-                policy = DraftPolicy.of(target, drafter, trees=True)
-    elif tree_budget is not None:
-        policy = FixedPolicy(tree_budget)
-    elif block_size is not None and isinstance(policy, DraftPolicy):
-        policy = None
-    if isinstance(policy, FixedPolicy) and policy.tree_rows is not None:
-        if not drafts_trees(drafter):
-            raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
-        target.check_trees()
-    if policy is None or drafter is None:
-        policy = FixedPolicy()
-    return policy.start(temperature)

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-FIRST, LATER = (
-    0.8,
-    0.9,
-)  # prior rates of slot 1, and of each later slot if those before it are right
+FIRST = 0.8  # prior rate of slot 1,
+LATER = 0.9  # and of each later slot if those before it are right
 PRIOR_WEIGHT = 2.0  # drafts that the priors count for
 NEIGHBOUR_WEIGHT = 4.0  # drafts that a slot's rate counts for in the estimate of the next slot
 MEMORY = 0.98  # weight of a draft relative to the next one: about the last 50 count

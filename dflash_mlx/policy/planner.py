@@ -6,24 +6,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import exp
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..drafter.protocol import DraftSession
-from ..errors import ProposalError
+from ..drafter.protocol import Drafter, DraftSession, drafts_trees
+from ..errors import ProposalError, SettingsError
 from ..proposal import Proposal
 from ..sampling import DraftSharpness
+from ..validation import brief, is_integer
 from .budget import Budget, expected_loss
+from .draft_policy import DraftPolicy
 from .estimates import expected_tokens, path_probabilities
-from .pair import PairRecord
 from .step_costs import LENGTHS, MOST_ROWS
 
 if TYPE_CHECKING:
     from ..drafter.tree import DraftTree
+    from ..targets import Target
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
 MOST_PLAIN = 8  # plain steps in a row that are decided at once,
 PATIENCE = 2  # which double after so many decisions for a plain step
 PROBE_ROWS, PROBE_LOSS = 4, 1.0  # of a step that finds out whether drafting pays by now
+LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
 MOST_UNREAD = 24  # features that a draft may read first, and its time still counts
 
 
@@ -146,7 +149,7 @@ class Backoff:
 class AdaptivePlanner(Planner):
     """Drafts as many rows as bring the most tokens per second, and none where none pay."""
 
-    def __init__(self, policy: PairRecord, temperature: float) -> None:
+    def __init__(self, policy: DraftPolicy, temperature: float = 0.0) -> None:
         super().__init__()
         self._tree = None
         self._policy, self._costs, self._budget = policy, policy.costs, Budget()
@@ -252,9 +255,8 @@ class AdaptivePlanner(Planner):
 
     def _speed(self, length: int) -> float:
         """Tokens per plain step's time that are expected of a chain."""
-        return (1 + sum(self._estimates.paths[: length - 1])) / self._costs.table("chain")[
-            length - 1
-        ]
+        tokens = 1 + sum(self._estimates.paths[: length - 1])
+        return tokens / self._costs.table("chain")[length - 1]
 
     def _propose_tree(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
         """The part of a tree that promises the most tokens per second."""
@@ -282,3 +284,35 @@ def checked(proposal: Proposal, rows: int) -> Proposal:
     if len(proposal) > rows:
         raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
     return proposal
+
+
+def make_planner(
+    target: Target,
+    drafter: Drafter | None,
+    policy: DraftPolicy | None,
+    block_size: int | None,
+    tree_budget: int | Literal["auto"] | None,
+    temperature: float,
+) -> Planner:
+    """The planner that the settings of `stream_generate` ask for.
+
+    Raises `SettingsError` for a wrong size, and for trees of a drafter that drafts none, and
+    `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
+    """
+    if tree_budget == "auto":
+        if drafter is not None and drafts_trees(drafter) and target.supports_trees:
+            if policy is None or policy.trees is None:
+                policy = DraftPolicy.of(target, drafter, trees=True)
+    elif tree_budget is not None:
+        if not is_integer(tree_budget, 2, LARGEST_TREE):
+            allowed = f'from 2 to {LARGEST_TREE}, or "auto"'
+            raise SettingsError(f"tree_budget must be {allowed}, not {brief(tree_budget)}.")
+        if not drafts_trees(drafter):
+            raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
+        target.check_trees()
+        return Planner(tree_budget)
+    elif block_size is not None:
+        policy = None
+    if policy is None or drafter is None:
+        return Planner()
+    return AdaptivePlanner(policy, temperature)
