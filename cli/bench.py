@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_mlx.bench import protocol as zlab
 from dflash_mlx.bench.datasets import (
+    PROTOCOL_MAX_TOKENS,
     BenchPrompt,
+    choose_protocol_prompts,
     embedded_prompts,
     limit_per_category,
     read_prompts,
@@ -36,9 +37,9 @@ SEED = 0  # of sampling, so that every run makes the same texts
 
 
 class ProtocolName(StrEnum):
-    """Benchmark protocols, see `bench.protocol`."""
+    """Benchmark protocols."""
 
-    zlab = zlab.NAME
+    zlab = "zlab"
 
 
 # The prefill brings the first token, so it takes two tokens to measure a speed.
@@ -122,7 +123,7 @@ def bench(
     if protocol is not None:
         _refuse("--protocol", [one for one in ("prompts", "repeats") if is_given(one, context)])
         repeats = 1
-        max_tokens = max_tokens if is_given("max_tokens", context) else zlab.MAX_TOKENS
+        max_tokens = max_tokens if is_given("max_tokens", context) else PROTOCOL_MAX_TOKENS
     hub = Hub(offline=weights.offline)
     chosen = _prompts(suite, prompts, limit, hub, data, protocol is not None)
     setup: dict[str, Any] = {
@@ -197,7 +198,7 @@ def _prompts(
         elif name in SUITES:
             found = suite_prompts(name, hub, folder)
             if by_protocol:
-                found = zlab.choose_prompts(found)
+                found = choose_protocol_prompts(found)
             elif limit is None:
                 found = limit_per_category(found, SUITE_LIMIT)
         else:

@@ -7,10 +7,9 @@ from random import Random
 import pytest
 from program import run
 
-from dflash_mlx.bench.datasets import BenchPrompt
-from dflash_mlx.bench.protocol import choose_prompts, protocol_figures
+from dflash_mlx.bench.datasets import BenchPrompt, choose_protocol_prompts
 from dflash_mlx.bench.suites import local_files, suite_prompts
-from dflash_mlx.bench.summary import MLX_LM, PLAIN, PromptRuns
+from dflash_mlx.bench.summary import MLX_LM, PLAIN, PromptRuns, protocol_figures
 from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loading.hub import Hub
@@ -29,11 +28,11 @@ def answer(tokens: int, seconds: float, rounds: int) -> Result:
 
 def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws() -> None:
     few = [prompt(i) for i in range(128)]
-    assert choose_prompts(few) == few
+    assert choose_protocol_prompts(few) == few
     many = [prompt(i) for i in range(300)]
     order = list(range(300))
     Random(42).shuffle(order)
-    assert [int(p.question) for p in choose_prompts(many)] == order[:128]
+    assert [int(p.question) for p in choose_protocol_prompts(many)] == order[:128]
     assert many == [prompt(i) for i in range(300)]
 
 

@@ -6,14 +6,17 @@ The suites of the hub are in `suites.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from ..errors import DataError
 from ..validation import parse_json
+
+PROTOCOL_SEED, PROTOCOL_PROMPTS, PROTOCOL_MAX_TOKENS = 42, 128, 2048
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,17 @@ def limit_per_category(prompts: list[BenchPrompt], limit: int) -> list[BenchProm
         if seen[prompt.category] <= limit:
             kept.append(prompt)
     return kept
+
+
+def choose_protocol_prompts(suite: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+    """The prompts of z-lab's protocol (github.com/z-lab/dflash, dflash/benchmark.py).
+
+    The first `PROTOCOL_PROMPTS` of a shuffled suite; a smaller suite keeps its order.
+    """
+    chosen = list(suite)
+    if len(chosen) > PROTOCOL_PROMPTS:
+        Random(PROTOCOL_SEED).shuffle(chosen)
+    return chosen[:PROTOCOL_PROMPTS]
 
 
 def _parse(row: dict[str, Any], source: str) -> BenchPrompt:

@@ -12,8 +12,7 @@ from typing import Any
 from ..errors import DataError, OutputError
 from ..machine.facts import nearest_there
 from ..validation import read_json
-from .protocol import protocol_figures
-from .summary import PromptRuns, differences, grouped, summarize
+from .summary import PromptRuns, differences, grouped, protocol_figures, summarize
 
 FORMAT, VERSION = "dflash-mlx bench", 1
 JSON = "bench.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from ..events import Result
@@ -198,3 +198,35 @@ def differences(measured: Sequence[PromptRuns]) -> list[dict[str, Any]]:
         for name, difference in one.differences.items()
         if difference is not None
     ]
+
+
+def protocol_figures(measured: Sequence[PromptRuns]) -> dict[str, dict[str, Any]]:
+    """The figures of each suite by z-lab's protocol: means over answers, whatever their length.
+
+    `speedup` and `over_mlx_lm` are mean seconds per token over those of drafting. They are None
+    where that method did not run.
+    """
+    return {category: _figures(group) for category, group in grouped(measured).items()}
+
+
+def _figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
+    method = chain_method(answers[0].runs) or PLAIN
+    drafted = _seconds_per_token(answers, method)
+
+    def over(baseline: str) -> float | None:
+        seconds = _seconds_per_token(answers, baseline)
+        return seconds / drafted if seconds and drafted else None
+
+    stats = [one.runs[method][0].stats for one in answers if method in one.runs]
+    lengths = [one.acceptance_length for one in stats if one.rounds]
+    return {
+        "answers": len(answers),
+        "speedup": over(PLAIN),
+        "over_mlx_lm": over(MLX_LM),
+        "acceptance_length": fmean(lengths) if lengths else None,
+    }
+
+
+def _seconds_per_token(answers: Sequence[PromptRuns], method: str) -> float | None:
+    speeds = [one.runs[method][0].stats.tokens_per_second for one in answers if method in one.runs]
+    return fmean(1 / speed for speed in speeds if speed) if any(speeds) else None

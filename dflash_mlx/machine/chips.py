@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
@@ -56,12 +57,8 @@ def chips() -> list[Chip]:
 
 def find_chip(name: str) -> Chip | None:
     """The chip called "M4 Max", "m4max" or, like MLX's device name, "Apple M4 Max"."""
-    wanted = _joined(name.lower().removeprefix("apple"))
-    return next((chip for chip in chips() if _joined(chip.name.lower()) == wanted), None)
-
-
-def _joined(name: str) -> str:
-    return "".join(name.replace("-", " ").split())
+    wanted = re.sub("^apple|[ -]", "", name.lower())
+    return next((chip for chip in chips() if chip.name.lower().replace(" ", "") == wanted), None)
 
 
 def chip_named(name: str) -> Chip:

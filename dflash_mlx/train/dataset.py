@@ -40,12 +40,6 @@ class Sample:
     answers: tuple[tuple[int, int], ...]
 
 
-def encode_text(tokenizer: TokenizerWrapper, text: str) -> Sample:
-    """Tokenize plain text; all of it is to be predicted."""
-    tokens = tuple(tokenizer.encode(text))
-    return Sample(tokens, ((1, len(tokens)),))
-
-
 def encode_chat(tokenizer: TokenizerWrapper, messages: Sequence[dict[str, str]]) -> Sample:
     """Tokenize a conversation with the tokenizer's chat template.
 
@@ -85,7 +79,8 @@ def template_ids(
 def encode_record(tokenizer: TokenizerWrapper, source: str, record: str | Messages) -> Sample:
     """Tokenize a text or conversation. Raises `DataError` if there is nothing to learn."""
     if isinstance(record, str):
-        sample = encode_text(tokenizer, record)
+        tokens = tuple(tokenizer.encode(record))
+        sample = Sample(tokens, ((1, len(tokens)),))
     else:
         sample = encode_chat(tokenizer, record)
     if not any(end > start for start, end in sample.answers):

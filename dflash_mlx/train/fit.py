@@ -27,6 +27,7 @@ from ..machine.saving import save_arrays
 from .dataset import BatchStream
 
 BETAS = [0.9, 0.98]
+ADAM_SHARE = 0.15  # of Muon's learning rate, for what AdamW updates
 MICRO_BATCHES = 2  # batches whose mean gradient makes a step
 CLIP = 1.0  # the largest norm of a gradient
 
@@ -38,18 +39,6 @@ def schedule(peak: float, steps: int, warmup: float = 0.04) -> Callable[[mx.arra
     return optim.join_schedules([optim.linear_schedule(peak / rise, peak, rise), fall], [rise])
 
 
-def adamw(learning_rate: float, steps: int, weight_decay: float = 0.02) -> optim.Optimizer:
-    """AdamW, the papers' choice for drafters."""
-    return optim.AdamW(schedule(learning_rate, steps), betas=BETAS, weight_decay=weight_decay)
-
-
-def muon(learning_rate: float, steps: int, adam_share: float = 0.15) -> optim.Optimizer:
-    """Muon for hidden matrices; AdamW at a share of the rate for embeddings and vectors."""
-    matrices = optim.Muon(schedule(learning_rate, steps), weight_decay=0.0)
-    rest = optim.AdamW(schedule(learning_rate * adam_share, steps), betas=BETAS, weight_decay=0.0)
-    return optim.MultiOptimizer([matrices, rest], [is_hidden_matrix])
-
-
 def is_hidden_matrix(name: str, weight: mx.array) -> bool:
     """Whether Muon applies: a matrix that is neither an embedding, a codebook nor a head."""
     tables = ("embed", "codebook", "lm_head")
@@ -57,11 +46,20 @@ def is_hidden_matrix(name: str, weight: mx.array) -> bool:
 
 
 def make_optimizer(name: str, learning_rate: float, steps: int) -> optim.Optimizer:
-    """The optimizer "adamw" or "muon". Raises `SettingsError` for another name."""
-    makers = {"adamw": adamw, "muon": muon}
-    if name not in makers:
-        raise SettingsError(f"optimizer is {name!r}: choose one of {', '.join(makers)}.")
-    return makers[name](learning_rate, steps)
+    """The optimizer "adamw", the papers' choice for drafters, or "muon".
+
+    Muon updates hidden matrices, and AdamW at a share of the rate embeddings and vectors.
+
+    Raises `SettingsError` for another name.
+    """
+    peak = schedule(learning_rate, steps)
+    if name == "adamw":
+        return optim.AdamW(peak, betas=BETAS, weight_decay=0.02)
+    if name != "muon":
+        raise SettingsError(f"optimizer is {name!r}: choose adamw or muon.")
+    rest = optim.AdamW(schedule(learning_rate * ADAM_SHARE, steps), betas=BETAS, weight_decay=0.0)
+    matrices = optim.Muon(peak, weight_decay=0.0)
+    return optim.MultiOptimizer([matrices, rest], [is_hidden_matrix])
 
 
 Parameters = dict[str, Any]

@@ -59,10 +59,12 @@ class Trained:
     """A finished drafter.
 
     Attributes:
+        drafter: in f32; on disk it is in bf16 or fewer bits.
         config: its config.json.
         plan: the size of the training.
     """
 
+    drafter: DFlash
     config: dict[str, Any]
     plan: TrainingPlan
 
@@ -134,7 +136,7 @@ def train(
         (out / "held_out.jsonl").write_text(lines, encoding="utf-8")
     except OSError as error:
         raise OutputError.because(out, error) from error
-    return Trained(raw, plan)
+    return Trained(drafter, raw, plan)
 
 
 def _turns(target: Target, work: Path, recipe: Recipe, listen: Listener) -> list[str]:

@@ -28,7 +28,7 @@ from dflash_mlx.loading.load import load_drafter, load_target
 from dflash_mlx.targets import Target
 from dflash_mlx.train.dataset import BatchStream, Sample, encode_chat
 from dflash_mlx.train.drafter import DrafterSettings, save_drafter, train_drafter
-from dflash_mlx.train.fit import fit, muon
+from dflash_mlx.train.fit import fit, make_optimizer
 
 from . import corpus
 from .evaluate import evaluate, total
@@ -132,7 +132,7 @@ def train_target(out: Path, work: Path) -> None:
     parameters = fit(
         next_token_loss(model),
         model.trainable_parameters(),
-        muon(TARGET_RATE, TARGET_STEPS),
+        make_optimizer("muon", TARGET_RATE, TARGET_STEPS),
         lambda position: BatchStream(samples, collate, TARGET_TOKENS, TARGET_SEED, position),
         TARGET_STEPS,
         work / "target.safetensors",
