@@ -1,28 +1,29 @@
 """`dflash-mlx doctor --hosts`: can these machines share a model, and how fast is their link?
 
-It asks every machine what it has, and then starts ranks of this command there, which measure the
+It starts ranks of this command on all machines. Each says what it has; together they measure the
 link. Under a plain mlx.launch the ranks are there already.
 """
 
 from __future__ import annotations
 
 import json
+import platform
+import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from dflash_mlx.cluster.hosts import Hosts, read_hosts
-from dflash_mlx.cluster.probe import HostReport, probe
 from dflash_mlx.cluster.ranks import ClusterProcesses
 from dflash_mlx.cluster.supervisor_line import LOST
 from dflash_mlx.drafter.config import read_json
 from dflash_mlx.errors import ConfigError, DFlashError
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.machine.facts import installed
 from dflash_mlx.validation import brief, is_integer, text_config
 
 from .doctor_checks import Check
@@ -33,16 +34,34 @@ from .roofline import target_folder
 if TYPE_CHECKING:
     from dflash_mlx.cluster.link_times import LinkTimes
 
-MEASURED = "measured"  # message of rank 0, with the times in JSON
+FOUND, MEASURED = "found", "measured"  # messages: every rank's versions; rank 0's times; in JSON
 MEASURE_SECONDS = 120.0  # for ranks to start, meet and measure
 LOOK_SECONDS = 0.25
 SUMS_PER_LAYER = 2  # mlx-lm's sharding sums after attention and after the MLP
 SAME = ("dflash-mlx", "mlx", "mlx-lm")  # versions that all machines must have
+SSH_FAILED = 255  # exit code
 LINK_ADVICE = (
     "Can the machines ping each other's ips? Does a firewall let Python accept connections? RDMA "
     "(jaccl) needs macOS 26.2, Thunderbolt 5 and 'rdma_ctl enable' in recovery mode; \"backend\": "
     '"ring" in the file does without.'
 )
+
+
+@dataclass
+class Answers:
+    """What the ranks say.
+
+    Attributes:
+        versions: of Python and packages, and the "backends" of MLX, by rank.
+        ended: how, by rank.
+        lost: why a rank does not reach the others.
+        times: of the link, once measured.
+    """
+
+    versions: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)
+    lost: str = ""
+    times: LinkTimes | None = None
 
 
 def check_hosts(path: Path, model: str, hub: Hub) -> tuple[list[Check], dict[str, Any] | None]:
@@ -55,32 +74,33 @@ def check_hosts(path: Path, model: str, hub: Hub) -> tuple[list[Check], dict[str
     """
     width, layers = _shape(model, hub)
     hosts = read_hosts(path.expanduser())
-    with waiting("Asking all machines"):
-        reports = probe(hosts.machines)
-    checks = [_machine(number, one) for number, one in enumerate(reports)]
-    if all(check.status == "ok" for check in checks):
-        checks += [*_versions(reports), *_backend(hosts.backend, reports)]
+    with waiting("Measuring the link"):
+        answers = _ask(hosts, model)
+    found = answers.versions
+    checks = [_machine(rank, host.ssh, answers) for rank, host in enumerate(hosts.machines)]
+    if len(found) == len(checks):
+        named = {host.ssh: found[rank] for rank, host in enumerate(hosts.machines)}
+        checks += [*_versions(named), *_backend(hosts.backend, named)]
+    if answers.times is not None:
+        return [*checks, Check("link", "ok", _describe(answers.times, layers))], asdict(
+            answers.times
+        )
     if any(check.status == "fail" for check in checks):
         return [*checks, Check("link", "warn", "not measured", "Fix what failed above.")], None
-    with waiting("Measuring the link"):
-        times, problem = _run_ranks(hosts, model)
-    if times is None:
-        return [*checks, Check("link", "fail", problem, LINK_ADVICE)], None
-    return [*checks, Check("link", "ok", _describe(times, layers))], asdict(times)
+    return [*checks, Check("link", "fail", answers.lost, LINK_ADVICE)], None
 
 
 def measure(model: str, hub: Hub, context: typer.Context) -> None:
     """Measure the link as one of the ranks; rank 0 reports the times."""
-    width, layers = _shape(model, hub)
     process = context.find_object(RankProcess)
+    if process is not None:
+        process.line.send(FOUND, json.dumps(_found()))
     try:
+        width, layers = _shape(model, hub)
         member = Member(Machines(), context)
-        import mlx.core as mx
-
-        from dflash_mlx.cluster.channel import Channel
         from dflash_mlx.cluster.link_times import measure_link
 
-        times = measure_link(Channel(mx.distributed.init()), width)
+        times = measure_link(member.cluster.channel.group, width)
     except DFlashError as error:
         if process is None:
             raise
@@ -104,60 +124,79 @@ def _shape(model: str, hub: Hub) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _machine(number: int, one: HostReport) -> Check:
-    name = f"rank {number}, {one.host.ssh}"
-    if one.problem:
-        return Check(name, "fail", one.problem, one.advice)
-    missing = [package for package in SAME if one.versions.get(package) is None]
-    if missing:
-        advice = "Install there what is installed here."
-        return Check(name, "fail", f"{', '.join(missing)} not installed", advice)
-    versions = ", ".join(f"{package} {version}" for package, version in one.versions.items())
-    return Check(name, "ok", f"{versions}; backends: {', '.join(one.backends)}")
+def _found() -> dict[str, Any]:
+    """What this machine has."""
+    import mlx.core as mx
+
+    backends = [name for name in ("ring", "jaccl", "mpi") if mx.distributed.is_available(name)]
+    versions = {name: installed(name) for name in SAME}
+    return {"Python": platform.python_version(), **versions, "backends": backends}
 
 
-def _versions(reports: Sequence[HostReport]) -> Iterator[Check]:
+def _machine(rank: int, ssh: str, answers: Answers) -> Check:
+    name, found = f"rank {rank}, {ssh}", answers.versions.get(rank)
+    if found is not None:
+        versions = ", ".join(f"{package} {found[package]}" for package in ("Python", *SAME))
+        return Check(name, "ok", f"{versions}; backends: {', '.join(found['backends'])}")
+    code = answers.ended.get(rank)
+    if code is None:
+        return Check(name, "fail", "has not answered in time", "Is it asleep?")
+    if code == SSH_FAILED:
+        advice = f"'ssh-copy-id {ssh}' once; then 'ssh {ssh} true' must ask for nothing."
+        return Check(name, "fail", "ssh does not get there", advice)
+    advice = f"Install dflash-mlx there in the same folder as here: {sys.executable}."
+    return Check(name, "fail", f"dflash-mlx does not run there ({code})", advice)
+
+
+def _versions(found: Mapping[str, dict[str, Any]]) -> Iterator[Check]:
     """Versions that differ between machines."""
     for package in (*SAME, "Python"):
-        found = Counter(one.versions[package] for one in reports)
-        if len(found) > 1:
-            each = "; ".join(f"{one.versions[package]} on {one.host.ssh}" for one in reports)
+        if len({one[package] for one in found.values()}) > 1:
+            each = "; ".join(f"{one[package]} on {ssh}" for ssh, one in found.items())
             advice = f"Install the same {package} on all of them."
             yield Check(package, "fail" if package in SAME else "warn", each, advice)
 
 
-def _backend(backend: str, reports: Sequence[HostReport]) -> Iterator[Check]:
+def _backend(backend: str, found: Mapping[str, dict[str, Any]]) -> Iterator[Check]:
     """The file's backend, where a machine does not have it."""
     base = backend.partition("-")[0]
-    if without := [one.host.ssh for one in reports if base not in one.backends]:
+    if without := [ssh for ssh, one in found.items() if base not in one["backends"]]:
         yield Check(backend, "fail", f"not available on {', '.join(without)}", LINK_ADVICE)
 
 
-def _run_ranks(hosts: Hosts, model: str) -> tuple[LinkTimes | None, str]:
-    """Start ranks of `doctor` and stop them again: the measured times, or what went wrong."""
+def _ask(hosts: Hosts, model: str) -> Answers:
+    """Start ranks of `doctor`, and stop them when they have measured or cannot."""
     from dflash_mlx.cluster.link_times import LinkTimes
 
+    answers = Answers()
     ranks = ClusterProcesses(hosts, ["doctor", "--model", model])
     until = time.monotonic() + MEASURE_SECONDS
     try:
-        while time.monotonic() < until:
-            for _, word, more in ranks.receive(LOOK_SECONDS):
-                if word == MEASURED:
-                    return LinkTimes(**json.loads(more)), ""
-                if word == LOST:
-                    return None, more.rstrip(".")
+        while answers.times is None and time.monotonic() < until:
+            for rank, word, more in ranks.receive(LOOK_SECONDS):
+                if word == FOUND:
+                    answers.versions[rank.number] = json.loads(more)
+                elif word == MEASURED:
+                    answers.times = LinkTimes(**json.loads(more))
+                elif word == LOST:
+                    answers.lost = answers.lost or more.rstrip(".")
             for rank in ranks.all:
-                if rank.process.poll():
-                    return None, f"{rank.name} ended ({rank.process.poll()})"
+                if code := rank.process.poll():
+                    answers.ended[rank.number] = code
+                    answers.lost = answers.lost or rank.end
+            said = answers.versions.keys() | answers.ended.keys()
+            if answers.lost and len(said) == len(ranks.all):
+                break
     finally:
         ranks.end()
-    return None, f"the machines did not meet within {MEASURE_SECONDS:.0f} seconds"
+    answers.lost = answers.lost or f"the machines did not meet within {MEASURE_SECONDS:.0f} seconds"
+    return answers
 
 
 def _describe(times: LinkTimes, layers: int) -> str:
     """The link, and how long a step waits for it."""
-    sums = SUMS_PER_LAYER * layers
-    one, block = (1e3 * (sums * each + times.message) for each in (times.row, times.rows))
+    sums = SUMS_PER_LAYER * layers + 1  # and the message
+    one, block = (1e3 * sums * each for each in (times.row, times.rows))
     return (
         f"{counted(times.machines, 'machine')}, {times.bandwidth / 1e9:.2g} GB/s; a sum of one row "
         f"takes {1e6 * times.row:,.0f} us, of 16 rows {1e6 * times.rows:,.0f} us; with {sums} sums "

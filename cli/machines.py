@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.supervisor_line import FAILED, LOST, MET, SupervisorLine
+from dflash_mlx.cluster.supervisor_line import FAILED, LOST, SupervisorLine
 from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.registry import check_name
 
@@ -82,7 +82,7 @@ class Member:
             self._line = process.line
             process.line.lost = lambda problem: self._lost(DFlashError(problem), False)
         self.cluster = Cluster(
-            machines.stall_seconds, self._lost, self.tell, pipeline=machines.pipeline
+            machines.stall_seconds, self._lost, self._met, pipeline=machines.pipeline
         )
         if self.cluster.size == 1 and (rank() or process is not None):
             raise ClusterError(
@@ -92,10 +92,12 @@ class Member:
 
     def tell(self, word: str, reason: str = "") -> None:
         """Send a message to the supervisor, if there is one."""
-        if word == MET and self.cluster.rank:  # from now on rank 0 decides when it is over
-            signal.signal(signal.SIGINT, self._interrupt)
         if self._line is not None:
             self._line.send(word, reason)
+
+    def _met(self) -> None:
+        if self.cluster.rank:  # from now on rank 0 decides when it is over
+            signal.signal(signal.SIGINT, self._interrupt)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupted = True
@@ -143,11 +145,12 @@ def runs_elsewhere(
     if machines.hosts is not None:
         if rank() is not None:
             raise typer.BadParameter("cannot be combined with mlx.launch", param_hint="--hosts")
+        check_name(names.model)
         _supervise(machines, listen)
-    check_name(names.model)  # before the seconds that MLX takes to start
-    dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     process = context.find_object(RankProcess)
     try:
+        check_name(names.model)  # before the seconds that MLX takes to start
+        dflash_mlx.use_fast_blas(stock=weights.stock_blas)
         member = Member(machines, context)
         if member.cluster.rank == 0:
             context.meta[MEMBER] = member
@@ -183,8 +186,7 @@ def _supervise(machines: Machines, listen: Callable[[], socket.socket] | None) -
     assert machines.hosts is not None
     hosts = read_hosts(machines.hosts.expanduser())
     bound = None if listen is None else listen()
-    supervisor = Supervisor(hosts, _arguments(), note, bound, max(1.0, machines.stall_seconds))
-    raise typer.Exit(supervisor.run())
+    raise typer.Exit(Supervisor(hosts, _arguments(), note, bound).run())
 
 
 def _arguments() -> list[str]:

@@ -29,7 +29,6 @@ def main() -> None:
         reading, writing = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     line = SupervisorLine(reading, writing)
-    line.send("pid", str(os.getpid()))
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= _environment(start, Path(folder))
         from .app import app

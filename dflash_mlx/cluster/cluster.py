@@ -19,7 +19,6 @@ from .channel import Channel
 from .leader import LOST, Leader
 from .pipeline import LeaderStage, Limits, PipelineStage, gather_taps, limits
 from .shards import split_by_heads, split_by_layers
-from .supervisor_line import LOADED, MET
 from .target import LeaderTarget
 from .watchdog import STALL_SECONDS, Watchdog
 from .worker import Worker
@@ -37,7 +36,7 @@ class Cluster:
         stall: seconds after which a forward is given up.
         lost: called once, in any thread, when a rank is lost, with the error and whether a thread
             waits forever.
-        report: called with `LOADED` when this rank's part is in memory, and `MET` when all are.
+        met: called when all ranks have loaded their parts.
         pipeline: gives each rank some of the layers instead of some heads of all layers.
 
     Attributes:
@@ -50,13 +49,13 @@ class Cluster:
         self,
         stall: float = STALL_SECONDS,
         lost: Callable[[ClusterError, bool], Any] = lambda error, stuck: None,
-        report: Callable[[str], Any] = lambda phase: None,
+        met: Callable[[], Any] = lambda: None,
         pipeline: bool = False,
     ) -> None:
         with ErrorWrapper(ClusterError, "The machines of the cluster cannot be reached"):
             group = mx.distributed.init()
         self.channel, self._stall, self._lost = Channel(group), stall, lost
-        self._report, self._pipeline = report, pipeline
+        self._met, self._pipeline = met, pipeline
         self._whole_head: nn.Module | None = None
         self._layers = 0  # of the whole model, in a pipeline
         self._leader: Leader | None = None
@@ -104,9 +103,8 @@ class Cluster:
 
     def open(self, *of: Any) -> Target:
         """The target of this rank's part; see `SupportsSharding`."""
-        self._report(LOADED)
         self._meet()
-        self._report(MET)
+        self._met()
         target = self._open_stage(*of) if self._pipeline else self._open_heads(*of)
         if isinstance(target, LeaderTarget):
             check_runs(target)

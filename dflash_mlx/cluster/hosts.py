@@ -22,7 +22,8 @@ from ..errors import SettingsError
 from ..validation import brief, check_file, parse_json
 
 RING, JACCL, JACCL_RING = "ring", "jaccl", "jaccl-ring"
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=4")
+SSH = ("ssh", *(word for option in _OPTIONS for word in ("-o", option)))
 _HERE = ("127.0.0.1", "localhost", "::1")
 
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import selectors
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
-from .hosts import SSH, Host, Hosts
-from .supervisor_line import HEARTBEAT
+from .hosts import Host, Hosts
 
 MODULE = "dflash_mlx.cli.rank"
 KILL_SECONDS = 5.0  # after SIGTERM, which a native wait does not hear
-SSH_SECONDS = 15.0
 
 
 @dataclass(eq=False)
@@ -31,22 +28,14 @@ class ClusterProcess:
         number: its rank.
         host: its machine.
         process: the process, or here the ssh that carries it.
-        reading, writing: file descriptors of our end of its line.
-        pid: its process id on its machine.
-        heard: when it last sent something, or was started.
-        spoke: whether it ever sent something.
-        rest: the incomplete last line.
+        reading, writing: our end of its line, unbuffered.
     """
 
     number: int
     host: Host
     process: subprocess.Popen[bytes]
-    reading: int
-    writing: int
-    pid: int | None = None
-    heard: float = field(default_factory=time.monotonic)
-    spoke: bool = False
-    rest: bytes = b""
+    reading: Any
+    writing: Any
 
     @property
     def name(self) -> str:
@@ -73,7 +62,7 @@ class ClusterProcesses:
         self, hosts: Hosts, arguments: Sequence[str], listening: socket.socket | None = None
     ) -> None:
         self._arguments = list(arguments)
-        self._selector = selectors.DefaultSelector()
+        self._lines: SimpleQueue[tuple[ClusterProcess, str, str]] = SimpleQueue()
         self.all: list[ClusterProcess] = []
         with ExitStack() as undo:
             undo.callback(self.end)
@@ -83,7 +72,7 @@ class ClusterProcesses:
                 else:
                     rank = self._start_first(host, settings, listening)
                 self.all.append(rank)
-                self._selector.register(rank.reading, selectors.EVENT_READ, rank)
+                Thread(target=self._read, args=(rank,), daemon=True).start()
             undo.pop_all()
 
     def _start_first(
@@ -94,53 +83,47 @@ class ClusterProcesses:
         inherited = [theirs.fileno()] + ([] if listening is None else [listening.fileno()])
         settings = settings | {"line": inherited[0]}
         settings["listening"] = None if listening is None else inherited[1]
-        with theirs:
+        with ours, theirs:
             process = subprocess.Popen(
                 self._command(settings), pass_fds=inherited, start_new_session=True
             )
-        line = ours.detach()
-        return ClusterProcess(settings["rank"], host, process, line, line, process.pid)
+            line = ours.makefile("rwb", buffering=0)
+        return ClusterProcess(settings["rank"], host, process, line, line)
 
     def _start_other(self, host: Host, settings: dict[str, Any]) -> ClusterProcess:
         """The line of any other rank is its stdin and stdout."""
-        pipe = subprocess.PIPE
         process = subprocess.Popen(
-            host.command(self._command(settings)), stdin=pipe, stdout=pipe, start_new_session=True
+            host.command(self._command(settings)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
         )
-        assert process.stdin is not None and process.stdout is not None
-        reading, writing = process.stdout.fileno(), process.stdin.fileno()
-        pid = process.pid if host.is_here else None
-        return ClusterProcess(settings["rank"], host, process, reading, writing, pid)
+        return ClusterProcess(settings["rank"], host, process, process.stdout, process.stdin)
 
     def _command(self, settings: dict[str, Any]) -> list[str]:
         return [sys.executable, "-m", MODULE, json.dumps(settings), *self._arguments]
 
+    def _read(self, rank: ClusterProcess) -> None:
+        """Read a rank's lines until it ends."""
+        with suppress(OSError):  # it ended without reading all that we sent
+            for line in rank.reading:
+                word, _, reason = line.decode(errors="replace").strip().partition(" ")
+                self._lines.put((rank, word, reason))
+
     def receive(self, seconds: float) -> list[tuple[ClusterProcess, str, str]]:
-        """Lines that ranks send within this time: rank, word and reason; no heartbeats."""
+        """Lines that ranks send within this time: rank, word and reason."""
         lines = []
-        for key, _ in self._selector.select(seconds):
-            rank: ClusterProcess = key.data
-            try:
-                content = os.read(rank.reading, 2**16)
-            except OSError:  # it ended without reading all that we sent
-                content = b""
-            if not content:
-                self._selector.unregister(rank.reading)
-                continue
-            rank.heard, rank.spoke = time.monotonic(), True
-            *complete, rank.rest = (rank.rest + content).split(b"\n")
-            for line in complete:
-                word, _, reason = line.decode(errors="replace").partition(" ")
-                if word == "pid" and reason.strip().isdecimal():
-                    rank.pid = int(reason)
-                elif word != HEARTBEAT:
-                    lines.append((rank, word, reason))
+        with suppress(Empty):
+            lines.append(self._lines.get(timeout=seconds))
+            while True:
+                lines.append(self._lines.get_nowait())
         return lines
 
     def send(self, rank: ClusterProcess, line: str) -> None:
         """Send a line to a rank, unless it has ended."""
         with suppress(OSError):
-            os.write(rank.writing, f"{' '.join(line.split())}\n".encode())
+            rank.writing.write(f"{' '.join(line.split())}\n".encode())
 
     def wait(self, seconds: float, ranks: Sequence[ClusterProcess] = ()) -> None:
         """Wait until these ranks, or all, have ended, at most this long."""
@@ -150,31 +133,11 @@ class ClusterProcesses:
                 rank.process.wait(max(0.0, until - time.monotonic()))
 
     def end(self) -> None:
-        """End all processes: by SIGTERM, then by SIGKILL."""
+        """End all processes: by SIGTERM, then by SIGKILL. Those behind ssh lose their line."""
         for rank in self.all:
-            if rank.process.poll() is None:
-                rank.process.terminate()
+            rank.process.terminate()
         self.wait(KILL_SECONDS)
         for rank in self.all:
-            with suppress(ProcessLookupError):
-                if rank.process.poll() is None:
-                    os.killpg(rank.process.pid, signal.SIGKILL)  # with whatever it started
-            if not rank.host.is_here and rank.pid is not None:
-                _kill_there(rank.host, rank.pid)
-        for rank in self.all:
+            rank.process.kill()
             rank.process.wait()
-            if rank.process.stdin is None or rank.process.stdout is None:
-                os.close(rank.reading)
-            else:
-                rank.process.stdin.close()
-                rank.process.stdout.close()
-        self._selector.close()
-
-
-def _kill_there(host: Host, pid: int) -> None:
-    """Kill a stopped process over ssh; any other ends by itself when its line is cut."""
-    ours = f"ps -o command= -p {pid} | grep -q {MODULE} && kill -9 {pid}"
-    with suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(
-            [*SSH, host.ssh, ours], check=False, capture_output=True, timeout=SSH_SECONDS
-        )
+            rank.writing.close()

@@ -1,14 +1,14 @@
 """Starts the processes of a cluster, watches them, and restarts a server that fails.
 
-A forward needs all ranks, so a rank that ends or falls silent ends the others. Rank 0 learns first,
-so that its clients get an error. Then all processes are ended by their ids.
+A forward needs all ranks, so a rank that ends ends the others. A rank that hangs is noticed by
+rank 0 (`Leader`), a machine that is gone also by ssh. Rank 0 learns first, so that its clients get
+an error. Then all processes are ended by their ids.
 """
 
 from __future__ import annotations
 
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,9 @@ from typing import Any
 from ..machine.signals import signals_to
 from .hosts import Hosts
 from .ranks import ClusterProcess, ClusterProcesses
-from .supervisor_line import FAILED, LOADED, LOST, MET, READY
+from .supervisor_line import FAILED, LOST, READY
 
 POLL_SECONDS = 0.25
-SILENT_SECONDS = 20.0  # without a heartbeat: a stopped process, or a machine that is gone
-START_SECONDS = 30.0  # until the first heartbeat: ssh connects, and Python imports
 GRACE_SECONDS = 3.0  # for rank 0 to answer its clients
 SETTLE_SECONDS = 1.0  # in which a failure of one rank shows on the others
 MAX_STARTS = 3  # in a row without a server that was ready
@@ -50,7 +48,6 @@ class Supervisor:
         arguments: of `dflash-mlx`, on all of them.
         report: prints a line for the user.
         listening: of a server, which is restarted when it fails; None for other commands.
-        silent: seconds without a heartbeat after which a rank is given up.
         start: starts all processes.
     """
 
@@ -60,13 +57,12 @@ class Supervisor:
         arguments: Sequence[str],
         report: Callable[[str], None],
         listening: socket.socket | None = None,
-        silent: float = SILENT_SECONDS,
         start: Callable[[Hosts, Sequence[str], socket.socket | None], ClusterProcesses] = (
             ClusterProcesses
         ),
     ) -> None:
         self._hosts, self._arguments, self._report = hosts, arguments, report
-        self._listening, self._silent, self._start = listening, silent, start
+        self._listening, self._start = listening, start
         self._signals = 0  # Ctrl-C and SIGTERM so far
 
     def run(self) -> int:
@@ -89,16 +85,11 @@ class Supervisor:
                 self._report(f"{result.problem}: all are started again.")
 
     def _watch(self, ranks: ClusterProcesses) -> RunResult:
-        first, loading, all_loaded = ranks.all[0].process, len(ranks.all), float("inf")
-        met, served, forwarded, failures = False, False, 0, dict[str, str]()
+        first, served, forwarded = ranks.all[0].process, False, 0
+        failures: dict[str, str] = {}
         while True:
             for rank, word, reason in ranks.receive(POLL_SECONDS):
-                if word == LOADED:
-                    loading -= 1
-                    all_loaded = float("inf") if loading else time.monotonic()
-                elif word == MET:
-                    met = True
-                elif word == READY:
+                if word == READY:
                     served = True
                 elif word == FAILED:
                     failures[rank.name] = reason
@@ -114,22 +105,9 @@ class Supervisor:
                 if code > 0 and killed and not self._signals:
                     return RunResult(FAILED_CODE, killed[0].end, served)
                 return RunResult(code if code >= 0 else INTERRUPTED_CODE, None, served)
-            problem = self._problem(ranks)
-            if not met and time.monotonic() - all_loaded > self._silent:
-                problem = f"the machines have not come together for {self._silent:.0f} seconds"
-            if problem is not None:
-                return self._fail(ranks, problem, served, failures)
-
-    def _problem(self, ranks: ClusterProcesses) -> str | None:
-        """A rank that failed or is silent; ranks that rank 0 has stopped end with 0."""
-        for rank in ranks.all:
-            if rank.process.poll():
-                return rank.end
-            silent = time.monotonic() - rank.heard
-            limit = self._silent if rank.spoke else max(self._silent, START_SECONDS)
-            if rank.process.poll() is None and silent > limit:
-                return f"{rank.name} has been silent for {silent:.0f} seconds"
-        return None
+            # Ranks that rank 0 has stopped end with 0.
+            if failed := [rank for rank in ranks.all if rank.process.poll()]:
+                return self._fail(ranks, failed[0].end, served, failures)
 
     def _fail(
         self, ranks: ClusterProcesses, problem: str, served: bool, failures: dict[str, str]
@@ -140,6 +118,8 @@ class Supervisor:
             ranks.wait(GRACE_SECONDS, ranks.all[:1])
         else:
             ranks.wait(SETTLE_SECONDS)
+            late = ranks.receive(0)
+            failures |= {rank.name: reason for rank, word, reason in late if word == FAILED}
         killed = _killed(ranks)
         if not served and not killed and any(rank.process.poll() for rank in ranks.all[1:]):
             if not ranks.all[0].process.poll():  # otherwise rank 0 has printed the same
