@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.checks import WHETHER, YES, fits, looks_quantized
-from dflash_mlx.loading.hub import Hub, Listing, listings
+from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.registry import (
     EMBEDDED,
@@ -22,6 +22,7 @@ from dflash_mlx.loading.registry import (
     check_name,
     gguf_file,
     known_drafter,
+    pairs,
 )
 
 from . import options
@@ -48,11 +49,12 @@ def models(json: options.Json = False, inspect: Inspect = None) -> None:
     if inspect is not None:
         _inspect(inspect, json)
         return
-    rows = listings()
+    copies = Hub().copies()
     if json:
-        print_json({"embedded": EMBEDDED, "pairs": [_as_json(row) for row in rows]})
+        rows = [_as_json(pair, copies) for pair in pairs()]
+        print_json({"embedded": EMBEDDED, "pairs": rows})
         return
-    _print_models(rows)
+    _print_models(pairs(), copies)
     note("Sizes are rough. Conversions are recognized by name, such as Qwen3-8B-4bit.")
     note(f"--draft chooses one of several drafters. {OTHERWISE}")
 
@@ -104,20 +106,20 @@ def rm(*, name: Name) -> None:
     note(f"Deleted {name}: {sized(Hub().remove(name))} freed.")
 
 
-def _print_models(rows: list[Listing]) -> None:
+def _print_models(rows: list[KnownPair], copies: dict[str, int]) -> None:
     """A line for each target with its sizes; below it its drafters and downloads."""
-    width = max(len(row.pair.targets[0]) for row in rows)
+    width = max(len(pair.targets[0]) for pair in rows)
     titles = [f"{bits}-bit" for bits in WIDTHS]
     _print_line("GB of memory", titles, WHETHER, width, "bold")
     _print_line("tiny", [NOTHING] * len(WIDTHS), YES, width)
     _print_details(["built in, with a second drafter: --draft tiny-dflash2"])
     _print_line("smollm2", [NOTHING] * len(WIDTHS), YES, width)
     _print_details(["a Python package that make real installs; its drafter is built in"])
-    for row in rows:
-        sizes = [row.pair.gigabytes(bits) for bits in WIDTHS]
+    for pair in rows:
+        sizes = [pair.gigabytes(bits) for bits in WIDTHS]
         cells = [NOTHING if size is None else f"{size:.1f}" for size in sizes]
-        _print_line(row.pair.targets[0], cells, _fits(row.pair) or NOTHING, width)
-        _print_details(_details(row))
+        _print_line(pair.targets[0], cells, _fits(pair) or NOTHING, width)
+        _print_details(_details(pair, copies))
 
 
 def _print_line(name: str, cells: list[str], fit: str, width: int, style: str = "") -> None:
@@ -130,16 +132,15 @@ def _print_details(lines: list[str]) -> None:
         stdout().print(Text(f"  {line}", "dim"), soft_wrap=True)
 
 
-def _details(row: Listing) -> list[str]:
+def _details(pair: KnownPair, copies: dict[str, int]) -> list[str]:
     """Other names of a target, its drafters, and what of these is downloaded."""
-    pair = row.pair
     lines = [f"also {name}" for name in pair.targets[1:]]
     lines.append(f"drafter {pair.drafter}")
     lines += [f"or {other.drafter}" for other in pair.also if other.refused is None]
-    copies = dict(row.copies)
-    if row.drafter_bytes is not None:
-        copies[pair.drafter] = row.drafter_bytes
-    return [*lines, *(f"downloaded: {name}, {sized(size)}" for name, size in copies.items())]
+    for name, size in copies.items():
+        if name == pair.drafter or pair.matches(name):
+            lines.append(f"downloaded: {name}, {sized(size)}")
+    return lines
 
 
 def _fits(pair: KnownPair) -> str | None:
@@ -148,16 +149,15 @@ def _fits(pair: KnownPair) -> str | None:
     return None if size is None else fits(size * GB)
 
 
-def _as_json(row: Listing) -> dict[str, Any]:
-    pair = row.pair
+def _as_json(pair: KnownPair, copies: dict[str, int]) -> dict[str, Any]:
     return {
         "drafter": pair.drafter,
         "targets": list(pair.targets),
         "also": [asdict(other) for other in pair.also],
         "gigabytes": {str(bits): pair.gigabytes(bits) for bits in WIDTHS},
         "fits": _fits(pair),
-        "downloaded": row.copies,
-        "drafter_bytes": row.drafter_bytes,
+        "downloaded": {name: size for name, size in copies.items() if pair.matches(name)},
+        "drafter_bytes": copies.get(pair.drafter),
     }
 
 

@@ -48,7 +48,7 @@ def test_the_library_knows_the_same_names(folder):
     for draft in (None, "+lookup", "tiny+lookup", "tiny-dflash2+lookup"):
         assert isinstance(dm.load("tiny", draft=draft)[1], CombinedDrafter)
     assert not isinstance(dm.load("tiny", draft="tiny")[1], CombinedDrafter)
-    with pytest.raises(SettingsError, match="draft '' names no drafter"):
+    with pytest.raises(ModelNotFoundError, match="No model ''"):
         dm.load("tiny", draft="")
 
 

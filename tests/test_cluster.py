@@ -137,7 +137,7 @@ CROWD = SimpleNamespace(rank=lambda: 0, size=lambda: 8)
 @pytest.mark.parametrize(
     ("split", "family", "group", "said"),
     [
-        (split_by_heads, "gemma4_dense", GROUP, "nor its layers; use one"),
+        (split_by_heads, "gemma4_dense", GROUP, "use one machine"),
         (split_by_heads, "qwen3_next", GROUP, "split its layers with --pipeline"),
         (split_by_heads, "llama", CROWD, "do not divide its 4 heads; use fewer machines."),
         (split_by_heads, "glm4_moe", CROWD, "4 heads; use fewer machines or --pipeline."),

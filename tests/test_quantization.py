@@ -77,7 +77,7 @@ def test_a_drafter_reads_a_quantized_targets_own_modules(pair):
     [
         (3, "affine", None, "4 or 8 bits, not 3"),
         (4, "int4", None, "affine, mxfp4, mxfp8, nvfp4, not 'int4'"),
-        (4, "mxfp8", None, "mxfp8 has 8 bits, not 4"),
+        (4, "mxfp8", None, "mxfp8 quantizes to 8 bits, not 4"),
         (4, "nvfp4", 32, "groups of 16 weights, not 32"),
         (None, "affine", 32, "give the bits too"),
     ],

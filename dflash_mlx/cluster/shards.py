@@ -20,24 +20,24 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
     model that cannot be split so, or not into that many parts.
     """
     by_layers = _why_no_pipeline(model) is None
+    instead = "use fewer machines" + (" or --pipeline" if by_layers else "")
     if not hasattr(model, "shard"):
-        instead = "; split its layers with --pipeline" if by_layers else " nor its layers; use one"
         raise SettingsError(
-            f"{name}: mlx-lm does not split the heads of a {_type(model)} over machines{instead}."
+            f"{name}: mlx-lm does not split the heads of a {_type(model)} over machines; "
+            f"{'split its layers with --pipeline' if by_layers else 'use one machine'}."
         )
     text, size = internals.text_model(model), group.size()
     head, before = internals.own_head(text), [_heads(layer) for layer in model.layers]
     wrong = f"{name} cannot be split over {size} machines"
-    instead = "; use fewer machines" + (" or --pipeline" if by_layers else "")
     if any(heads % size for one in before for heads in one[:1]):
-        raise SettingsError(f"{wrong}: they do not divide its {before[0][0]} heads{instead}.")
+        raise SettingsError(f"{wrong}: they do not divide its {before[0][0]} heads; {instead}.")
     with ErrorWrapper(SettingsError, wrong):
         model.shard(group)
     for was, layer in zip(before, model.layers, strict=True):
         for heads, now in zip(was, _heads(layer), strict=True):
             # Some families repeat key heads if there are fewer than machines.
             if now < 1 or (now * size != heads and not (now == 1 and size % heads == 0)):
-                raise SettingsError(f"{wrong}: they do not divide {heads} heads{instead}.")
+                raise SettingsError(f"{wrong}: they do not divide {heads} heads; {instead}.")
     sliced = internals.own_head(text) is not head
     return head if sliced else None
 

