@@ -246,9 +246,10 @@ def _open_target(
     machines = 1 if cluster is None else cluster.size
     _check_memory(name, weights, quantization, reserved, quantized, machines)
     model, config = read_target(folder)
-    _start_reading(name, model, quantization, cluster)
-    tokenizer = read_tokenizer(folder, config)  # while the weights are being read
-    _finish_reading(name, model)
+    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
+        _start_reading(name, model, quantization, cluster)
+        tokenizer = read_tokenizer(folder, config)  # while the weights are being read
+        evaluate(model)
     if cluster is not None:
         return cluster.open(model, tokenizer, config, name)
     wiring = None
@@ -275,8 +276,9 @@ def _open_drafter(
     if quantized and _on_cpu():
         # MLX's quantized products are slow on a CPU, and drafts do not change the text.
         dequantize_model(drafter)
-    _start_reading(name, drafter, quantization)
-    _finish_reading(name, drafter)
+    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
+        _start_reading(name, drafter, quantization)
+        evaluate(drafter)
     if kernels is not None:
         from .wiring import wire_drafter
 
@@ -322,23 +324,17 @@ def _start_reading(
     cluster: SupportsSharding | None = None,
 ) -> None:
     """Cast, quantize and shard the weights, and begin to read them into memory."""
-    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
-        if _on_cpu():
-            # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
-            model.set_dtype(mx.float32)
-        if quantization is not None:
-            quantization.apply(model)
-        if cluster is not None:
-            cluster.shard(name, model)
-        if _on_cpu():
-            _lay_out_by_column(model)
-        model.eval()
-        mx.async_eval(model.parameters())
-
-
-def _finish_reading(name: str, model: nn.Module) -> None:
-    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
-        evaluate(model)
+    if _on_cpu():
+        # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
+        model.set_dtype(mx.float32)
+    if quantization is not None:
+        quantization.apply(model)
+    if cluster is not None:
+        cluster.shard(name, model)
+    if _on_cpu():
+        _lay_out_by_column(model)
+    model.eval()
+    mx.async_eval(model.parameters())
 
 
 def _lay_out_by_column(model: nn.Module) -> None:

@@ -193,13 +193,10 @@ def check_name(name: str) -> None:
         read_json(folder / "config.json")
     elif gguf_file(name) is not None:
         return
-    elif exists and name:
+    elif (exists and name) or name.startswith((".", "/", "~")):
         raise ModelNotFoundError(
-            f"{name} is a file: give the folder that holds config.json, or a file whose name ends "
-            "in .gguf."
+            f"No model {name!r}: there is no such folder, and no such file that ends in .gguf."
         )
-    elif name.startswith((".", "/", "~")):
-        raise ModelNotFoundError(f"No model {name!r}: there is no such folder.")
     elif name.count("/") != 1:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a GGUF file, a hub repository (owner/name), "

@@ -26,14 +26,7 @@ from ...validation import ErrorWrapper
 from ..checks import check_memory, check_safetensors
 from . import tokenizer
 from .header import Header, read_header
-from .mapping import (
-    PERMUTED,
-    ROPE_DIVISORS,
-    check_tensors,
-    convert,
-    quantization,
-    read_config,
-)
+from .mapping import PERMUTED, ROPE_DIVISORS, check_tensors, convert, quantization, read_config
 
 FORMAT = 1  # of the folders; a higher number converts every file again
 TENSORS_PER_FILE = 100
@@ -142,12 +135,9 @@ def _write_weights(
     groups = [names[i : i + TENSORS_PER_FILE] for i in range(0, len(names), TENSORS_PER_FILE)]
     with ErrorWrapper(WeightsError, f"{path}: MLX cannot read it"):
         arrays: Any = mx.load(str(path), format="gguf")
-    heads = {}
-    if config["model_type"] == PERMUTED:
-        heads = {
-            "attn_q": config["num_attention_heads"],
-            "attn_k": config["num_key_value_heads"],
-        }
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if config["model_type"] != PERMUTED:
+        heads = {}
     where: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = part / f"model-{number:05}-of-{len(groups):05}.safetensors"
