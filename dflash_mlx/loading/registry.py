@@ -195,7 +195,7 @@ def check_name(name: str) -> None:
         return
     elif (exists and name) or name.startswith((".", "/", "~")):
         raise ModelNotFoundError(
-            f"No model {name!r}: there is no such folder, and no such file that ends in .gguf."
+            f"No model {name!r}: there is no such folder, nor a file whose name ends in .gguf."
         )
     elif name.count("/") != 1:
         raise ModelNotFoundError(
