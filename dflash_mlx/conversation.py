@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -58,6 +57,7 @@ class Conversation:
     Raises `SettingsError` for a prefix cache of another pair, or an argument of a wrong type.
 
     Attributes:
+        kv_bits, prefix: as given.
         ids: the tokens in the caches.
         target: the target's session of the last request.
         drafter: the drafter's session.
@@ -82,7 +82,8 @@ class Conversation:
             raise SettingsError(f"salt must be text, not {brief(salt)}.")
         if prefix is not None:
             prefix.check(target, drafter)
-        self._pair, self._prefix, self._salt = (target, drafter, kv_bits), prefix, salt
+        self._target, self._drafter, self.kv_bits = target, drafter, kv_bits
+        self.prefix, self._salt = prefix, salt
         self._branches: Sequence[int] = ()
         self._checkpoints: list[PairCheckpoint] = []  # by position
         self._started = False
@@ -96,26 +97,15 @@ class Conversation:
         self._request: weakref.ref[SupportsEnded] | None = None  # the last one
         self.ids: list[int] = []
 
-    @property
-    def kv_bits(self) -> int | None:
-        """The bits of the target's keys and values; None if they are not quantized."""
-        return self._pair[2]
-
-    @property
-    def has_prefix_cache(self) -> bool:
-        """Whether other requests can share what is read."""
-        return self._prefix is not None
-
     def check(self, target: Target, drafter: Drafter | None, kv_bits: int | None) -> None:
         """Raise `SettingsError` unless the conversation was made for these."""
-        own_target, own_drafter, own_bits = self._pair
-        if own_target is not target or own_drafter is not drafter:
-            what = "target" if own_target is not target else "drafter"
+        if self._target is not target or self._drafter is not drafter:
+            what = "target" if self._target is not target else "drafter"
             raise SettingsError(f"The conversation is of another {what}: begin a new one.")
-        if own_bits != kv_bits:
+        if self.kv_bits != kv_bits:
             raise SettingsError(
-                f"The conversation is of kv_bits={own_bits}: say so in every turn, or begin a new "
-                "one."
+                f"The conversation is of kv_bits={self.kv_bits}: say so in every turn, or begin a "
+                "new one."
             )
 
     def open(self, request: SupportsEnded) -> None:
@@ -161,13 +151,30 @@ class Conversation:
             branches: positions where other prompts are likely to diverge, for the prefix cache.
         """
         self._branches = branches
-        pairs = zip(self.ids, prompt[:-1], strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if self._is_resumable and self._go_back(shared) and (self.ids or not self._prefix):
+        shared, most = 0, min(len(self.ids), len(prompt) - 1)
+        while shared < most and self.ids[shared] == prompt[shared]:
+            shared += 1
+        # Both sessions must hold exactly `ids`: no forward failed or was left out.
+        if (
+            self._started
+            and self.drafter.resumable
+            and self.target.intact
+            and self.target.position == self.drafter.position == len(self.ids)
+            and self._go_back(shared)
+            and (self.ids or self.prefix is None)
+        ):
             self.drafter.resume(sampler)
+            return len(self.ids)
+        target, drafter, kv_bits = self._target, self._drafter, self.kv_bits
+        if self.prefix is None:
+            self.target = target.start(() if drafter is None else drafter.tap_layers, kv_bits)
+            self.drafter, held = start_session(drafter, target, sampler), 0
         else:
-            self._start(prompt, sampler)
-        return len(self.ids)
+            opened = self.prefix.open(prompt, sampler, kv_bits, self._salt)
+            self.target, self.drafter, held = opened
+        self._started, self._checkpoints, self.ids = True, [], list(prompt[:held])
+        self._pending, self._flushed = [], True
+        return held
 
     def prefill(
         self, prompt: Sequence[int], chunk: Callable[[], int] = lambda: PREFILL_STEP
@@ -186,16 +193,16 @@ class Conversation:
             chunk: returns the most tokens of the next forward.
         """
         stops: list[int] = []
-        if self._prefix is not None:
+        if self.prefix is not None:
             sessions = self.target, self.drafter
-            stops = self._prefix.checkpoint_positions(*sessions, prompt, self._branches, self._salt)
+            stops = self.prefix.checkpoint_positions(*sessions, prompt, self._branches, self._salt)
         self._prompt, self._prefill_thread, self._flushed = prompt, threading.get_ident(), False
         for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, chunk):
             last_begins = self.target.position == len(prompt) - LAST_STEP
             self._pending.append((taps, self.target.checkpoint() if last_begins else None))
             if logits is None:
                 rows = sum(taps.shape[1] for taps, _ in self._pending)
-                if self.has_prefix_cache or rows > MAX_PENDING:
+                if self.prefix is not None or rows > MAX_PENDING:
                     self._extend_pending()
                 self.store(checkpoint=len(self.ids) in stops)
             yield logits
@@ -218,8 +225,8 @@ class Conversation:
 
     def store(self, checkpoint: bool = True) -> None:
         """Add the caches to the prefix cache, if there is one; at the end with a checkpoint."""
-        if self._prefix is not None:
-            self._prefix.insert(self.target, self.drafter, self.ids, checkpoint, self._salt)
+        if self.prefix is not None:
+            self.prefix.insert(self.target, self.drafter, self.ids, checkpoint, self._salt)
 
     def extend(
         self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int] | None = None
@@ -245,25 +252,6 @@ class Conversation:
             self.extend(self._prompt[len(self.ids) :][: taps.shape[1]], taps)
             if target_checkpoint is not None:
                 self._add_checkpoint(target_checkpoint)
-
-    def _start(self, prompt: Sequence[int], sampler: Sampler) -> None:
-        """Start new sessions, from the prefix cache if there is one."""
-        target, drafter, kv_bits = self._pair
-        if self._prefix is None:
-            self.target = target.start(() if drafter is None else drafter.tap_layers, kv_bits)
-            self.drafter, held = start_session(drafter, target, sampler), 0
-        else:
-            opened = self._prefix.open(prompt, sampler, kv_bits, self._salt)
-            self.target, self.drafter, held = opened
-        self._started, self._checkpoints, self.ids = True, [], list(prompt[:held])
-        self._pending, self._flushed = [], True
-
-    @property
-    def _is_resumable(self) -> bool:
-        """Whether both sessions hold exactly `ids`: no forward failed or was left out."""
-        if not (self._started and self.drafter.resumable and self.target.intact):
-            return False
-        return self.target.position == self.drafter.position == len(self.ids)
 
     def _go_back(self, shared: int) -> bool:
         """Forget the tokens after the first `shared`; whether that is possible."""

@@ -131,7 +131,7 @@ def start_request(
     max_tokens = min(int(settings.max_tokens), target.context_length - len(ids))
     text = TextStream(detokenizer, tokenizer.eos_token_ids, settings.stop or (), max_tokens)
     stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
-    branches = branch_points(target, prompt, ids) if conversation.has_prefix_cache else ()
+    branches = branch_points(target, prompt, ids) if conversation.prefix is not None else ()
     request = Request(conversation, ids, sampler, planner, text, stats, branches)
     conversation.open(request)
     return request

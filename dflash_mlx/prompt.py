@@ -106,7 +106,7 @@ def _apply_template(
     tokenizer: Any, messages: Sequence[Any], generation_prompt: bool = True
 ) -> list[int]:
     """Token ids of messages, put through the chat template. Raises `PromptError`."""
-    texts = [_with_text(message) for message in messages]
+    texts = list(map(_with_text, messages))
     with ErrorWrapper(PromptError, "The chat template refuses these messages"):
         return list(tokenizer.apply_chat_template(texts, add_generation_prompt=generation_prompt))
 

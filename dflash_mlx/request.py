@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .accept import accept
-from .choices import Decision, chosen
+from .choices import chosen, read_choices
 from .conversation import Conversation
 from .drafter.protocol import DraftSession
 from .errors import ProposalError
@@ -33,7 +33,7 @@ class PendingStep:
 
     Attributes:
         proposal: the rows that the target verifies.
-        decision: the tokens that it chooses, still on the device.
+        values: [M] int32, what `Sampler.decide` returned, still on the device.
         taps: [1, N, K*D], the rows' features.
         vocab_size: V of the target's logits.
         pipelined: whether it started before the step before it was read. The target has committed
@@ -42,7 +42,7 @@ class PendingStep:
     """
 
     proposal: Proposal
-    decision: Decision
+    values: mx.array
     taps: mx.array
     vocab_size: int
     pipelined: bool
@@ -263,16 +263,16 @@ class Request:
             taps: [1, N, K*D], their features.
         """
         ahead = len(self._pending)
-        decision = self._sampler.decide(proposal, logits, ahead)
+        values = self._sampler.decide(proposal, logits, ahead)
         if ahead:
             self.target.commit([0])
-        step = PendingStep(proposal, decision, taps, logits.shape[-1], pipelined=ahead > 0)
+        step = PendingStep(proposal, values, taps, logits.shape[-1], pipelined=ahead > 0)
         self._pending.append(step)
 
     @property
     def pending(self) -> tuple[mx.array, mx.array]:
         """What the last forward returned, lazy: the choices [M] int32 and the taps [1, N, K*D]."""
-        return self._pending[-1].decision.values, self._pending[-1].taps
+        return self._pending[-1].values, self._pending[-1].taps
 
     @property
     def can_start_next(self) -> bool:
@@ -280,7 +280,9 @@ class Request:
 
         The text may end with this step. Then the next one's row is its last token.
         """
-        if self._text.remaining < 2 or not self.can_pipeline:
+        if self._text.remaining < 2 or not (
+            self._sampler.can_pipeline and self.target.can_pipeline
+        ):
             return False
         return self._planner.can_pipeline(self.drafter, self.anchor, self._limit)
 
@@ -289,11 +291,6 @@ class Request:
         """Whether a step has started that was not read yet."""
         return bool(self._pending)
 
-    @property
-    def can_pipeline(self) -> bool:
-        """Whether plain steps of this request can start before the last one is read."""
-        return self._sampler.can_pipeline and self.target.can_pipeline
-
     def next_anchor(self) -> Proposal:
         """The next step's only row, still on the device. Commits this step's only row."""
         [step] = self._pending
@@ -301,7 +298,7 @@ class Request:
         if not step.pipelined:
             self.target.commit([0])
         self._extend_plain(step, self.anchor)
-        return Proposal(step.decision.next_anchor)
+        return Proposal(step.values[-1:])
 
     def _extend_plain(self, step: PendingStep, anchor: int) -> None:
         """Give the drafter the features of a plain step, once. The target has committed its row."""
@@ -319,7 +316,7 @@ class Request:
         token outside the vocabulary.
         """
         step, anchor = self._pending[0], self._anchor
-        tokens, choices = step.decision.read(values)
+        tokens, choices = read_choices(step.proposal, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
         size = step.vocab_size

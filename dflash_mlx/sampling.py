@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .choices import NO_CHOICE, Choices, Decision
+from .choices import NO_CHOICE, Choices, read_choices
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .proposal import Proposal
@@ -78,6 +78,8 @@ class Sampler:
         settings: as given.
         temperature: of the settings.
         seed: of the noise; None if greedy.
+        can_pipeline: whether a token can be chosen before the one before it is on the host.
+            Processors read that token, and a bias may leave no token to choose.
     """
 
     def __init__(
@@ -94,11 +96,13 @@ class Sampler:
         self._sharpness = sharpness or DraftSharpness()
         self._compared: mx.array | None = None  # [S, L], the draft of this step with each s
         self._processors = settings.processors()
+        # Whether anything but the model's logits, noise and truncation decides a token.
+        self._edits = bool(settings.logit_bias or self._processors)
+        self.can_pipeline = not self._edits
         rules: list[Rule] = []
         while self._processors and isinstance(self._processors[-1], Rule):
             rules.append(self._processors.pop())
         self._rules = Rules(rules)
-        self._edits = settings.edits
         self._plain = not self._edits and settings.temperature == 0
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
@@ -107,20 +111,14 @@ class Sampler:
 
     def choose(self, proposal: Proposal, logits: mx.array) -> Choices:
         """`decide`, and wait for the device."""
-        decision = self.decide(proposal, logits)
-        values: Any = decision.values.tolist()
-        return decision.read(values)
+        values: Any = self.decide(proposal, logits).tolist()
+        return read_choices(proposal, values)
 
-    @property
-    def can_pipeline(self) -> bool:
-        """Whether a token can be chosen before the one before it is on the host.
-
-        Processors read that token, and a bias may leave no token to choose.
-        """
-        return not self._edits
-
-    def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> Decision:
+    def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> mx.array:
         """Choose the target's token after each row of a proposal. Lazy, unless a processor is not.
+
+        Returns [M] int32 for `read_choices`: the choices [N], after the proposal's tokens [N] if
+        these are on the device. So the choices of many requests are read with one wait.
 
         Args:
             proposal: N rows.
@@ -138,7 +136,9 @@ class Sampler:
             choices = mx.where(none, NO_CHOICE, choices)
         if self._compared is not None:
             mx.async_eval(self._compared)  # `commit` reads it, perhaps in another thread
-        return Decision.of(proposal.tokens, choices)
+        if isinstance(proposal.tokens, mx.array):
+            return mx.concatenate([proposal.tokens.astype(mx.int32), choices])
+        return choices
 
     def draft(self, logits: mx.array) -> mx.array:
         """Draft the next L tokens [L] from the drafter's logits [L, V]. Lazy."""

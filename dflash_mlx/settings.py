@@ -107,11 +107,6 @@ class SamplingSettings:
                     f"logit_bias: the vocabulary of {size} has no token {brief(token)}."
                 )
 
-    @property
-    def edits(self) -> bool:
-        """Whether anything but the model's logits, noise and truncation decides a token."""
-        return bool(self.logit_bias or self.processors())
-
     def processors(self) -> list[LogitsProcessor]:
         """The processors that look at the history, the penalties first."""
         penalty = self.repetition_penalty

@@ -8,6 +8,7 @@ from oracle import Oracle
 
 import dflash_mlx as dm
 from dflash_mlx.accept import accept
+from dflash_mlx.choices import read_choices
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
@@ -113,11 +114,11 @@ def together(target, prompts, texts, settings, count):
             samplers[at].decide(proposal, logits)
             for at, proposal, (logits, _) in zip(going, proposals, verified, strict=True)
         ]
-        mx.eval([decision.values for decision in decisions])
+        mx.eval(decisions)
         for at, proposal, decision, (_, taps) in zip(
             going, proposals, decisions, verified, strict=True
         ):
-            tokens, choices = decision.read(decision.values.tolist())
+            tokens, choices = read_choices(proposal, decision.tolist())
             kept, anchor = accept(tokens, proposal.parents, choices)
             certain = [*(tokens[row] for row in kept[1:]), anchor]
             sessions[at].commit(kept)

@@ -10,6 +10,7 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget, softmax
 
 import dflash_mlx as dm
+from dflash_mlx.choices import read_choices
 from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.proposal import Proposal
@@ -361,8 +362,8 @@ def test_decisions_of_many_requests_are_read_together():
     alone = [sampler.choose(*of) for sampler, of in requests()]
     together = list(requests())
     decisions = [sampler.decide(*of) for sampler, of in together]
-    assert all(decision.values.size == 2 * 5 for decision in decisions)
-    values = mx.concatenate([decision.values for decision in decisions]).tolist()
-    for decision, expected in zip(decisions, alone, strict=True):
-        taken, values = values[: decision.values.size], values[decision.values.size :]
-        assert decision.read(taken) == expected
+    assert all(decision.size == 2 * 5 for decision in decisions)
+    values = mx.concatenate(decisions).tolist()
+    for (_, (proposal, _)), expected in zip(together, alone, strict=True):
+        taken, values = values[: 2 * len(proposal)], values[2 * len(proposal) :]
+        assert read_choices(proposal, taken) == expected
