@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from .errors import SettingsError
-from .proposal import Proposal
 
 NO_CHOICE = -1  # in place of a token, if the logits leave none
 
@@ -38,9 +38,8 @@ class Choices(NamedTuple):
     choices: list[int]
 
 
-def read_choices(proposal: Proposal, values: list[int]) -> Choices:
-    """The choices of a step, from what `Sampler.decide` returned, read from the device."""
-    tokens = proposal.tokens
+def read_choices(tokens: Sequence[int] | mx.array, values: list[int]) -> Choices:
+    """A step's choices, from a proposal's tokens and what `Sampler.decide` returned, as a list."""
     if isinstance(tokens, mx.array):
-        return Choices(values[: len(proposal)], values[len(proposal) :])
+        return Choices(values[: len(tokens)], values[len(tokens) :])
     return Choices(list(tokens), values)

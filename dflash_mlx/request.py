@@ -316,7 +316,7 @@ class Request:
         token outside the vocabulary.
         """
         step, anchor = self._pending[0], self._anchor
-        tokens, choices = read_choices(step.proposal, values)
+        tokens, choices = read_choices(step.proposal.tokens, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
         size = step.vocab_size

@@ -112,7 +112,7 @@ class Sampler:
     def choose(self, proposal: Proposal, logits: mx.array) -> Choices:
         """`decide`, and wait for the device."""
         values: Any = self.decide(proposal, logits).tolist()
-        return read_choices(proposal, values)
+        return read_choices(proposal.tokens, values)
 
     def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> mx.array:
         """Choose the target's token after each row of a proposal. Lazy, unless a processor is not.

@@ -118,7 +118,7 @@ def together(target, prompts, texts, settings, count):
         for at, proposal, decision, (_, taps) in zip(
             going, proposals, decisions, verified, strict=True
         ):
-            tokens, choices = read_choices(proposal, decision.tolist())
+            tokens, choices = read_choices(proposal.tokens, decision.tolist())
             kept, anchor = accept(tokens, proposal.parents, choices)
             certain = [*(tokens[row] for row in kept[1:]), anchor]
             sessions[at].commit(kept)

@@ -366,4 +366,4 @@ def test_decisions_of_many_requests_are_read_together():
     values = mx.concatenate(decisions).tolist()
     for (_, (proposal, _)), expected in zip(together, alone, strict=True):
         taken, values = values[: 2 * len(proposal)], values[2 * len(proposal) :]
-        assert read_choices(proposal, taken) == expected
+        assert read_choices(proposal.tokens, taken) == expected
