@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,25 +20,20 @@ from dflash_mlx.bench.report import check_folder, write_run
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, known_drafter
+from dflash_mlx.loading.registry import EMBEDDED, known_drafter
 
 from . import bench_tables as tables
 from . import options
 from .machines import Machines, cluster_member, runs_elsewhere
-from .options import AUTO, DECODING, OFF, OUTPUT, is_given, named, option, tree_rows
+from .options import DECODING, OFF, OUTPUT, is_given, option, tree_rows
 from .output import print_json
 from .pair import WHOLE_BLOCKS, check_drafts, open_pair
 
 PROMPTS = "What is measured"  # the group that --help shows
 EMBEDDED_SUITE = "embedded"
 SUITE_LIMIT = 10  # prompts of a hub suite, unless --limit says otherwise
+PROTOCOL = "zlab"  # the one that --protocol knows
 SEED = 0  # of sampling, so that every run makes the same texts
-
-
-class ProtocolName(StrEnum):
-    """Benchmark protocols."""
-
-    zlab = "zlab"
 
 
 # The prefill brings the first token, so it takes two tokens to measure a speed.
@@ -64,7 +58,7 @@ Data = Annotated[
     Path | None, option(PROMPTS, "DIR", "Read suites from this folder instead of the hub.")
 ]
 Protocol = Annotated[
-    ProtocolName | None,
+    str | None,
     option(PROMPTS, "NAME", "zlab: prompts, lengths and means of z-lab's papers."),
 ]
 Limit = Annotated[
@@ -80,7 +74,7 @@ Server = Annotated[
 Concurrency = Annotated[
     str | None, option(PROMPTS, "N,N", "With --openai: this many clients at once.")
 ]
-Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write bench.json here.", parser=named)]
+Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write bench.json here.")]
 
 
 def bench(
@@ -105,23 +99,16 @@ def bench(
     json: options.Json = False,
 ) -> None:
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
-    if openai is not None:
-        ours = ("draft", "block_size", "target_bits", "draft_bits", "tree_budget", "hosts")
-        _refuse("--openai", [option for option in ours if is_given(option, context)])
     if runs_elsewhere(machines, names, weights, context):
         return
     check_drafts(names)
     budget = tree_rows(tree_budget)
     clients = _numbers(concurrency)
-    _refuse("--concurrency", ["out"] if clients and out else [])
     if clients and openai is None:
         raise typer.BadParameter("needs --openai", param_hint="--concurrency")
-    if budget is not None and names.draft == LOOKUP:
-        message = f"cannot be used with --draft {LOOKUP}"
-        raise typer.BadParameter(message, param_hint="--tree-budget")
-    _refuse("--tree-budget auto", ["block_size"] if budget == AUTO and block_size else [])
     if protocol is not None:
-        _refuse("--protocol", [one for one in ("prompts", "repeats") if is_given(one, context)])
+        if protocol != PROTOCOL:
+            raise typer.BadParameter(f"must be {PROTOCOL}", param_hint="--protocol")
         repeats = 1
         max_tokens = max_tokens if is_given("max_tokens", context) else PROTOCOL_MAX_TOKENS
     hub = Hub(offline=weights.offline)
@@ -133,7 +120,7 @@ def bench(
         "temperature": temperature,
         "seed": SEED if temperature else None,
         "tree_budget": budget,
-        "protocol": None if protocol is None else protocol.value,
+        "protocol": protocol,
     }
     if out is not None:  # hours of measuring must not end in a folder that cannot be written
         check_folder(out)
@@ -157,13 +144,6 @@ def bench(
         write_run(out, content)
 
 
-def _refuse(option: str, others: list[str]) -> None:
-    """Raise `BadParameter` where an option cannot be combined with these others."""
-    if others:
-        given = ", ".join(map(options.spelled, others))
-        raise typer.BadParameter(f"cannot be used with {given}", param_hint=option)
-
-
 def _numbers(text: str | None) -> list[int]:
     """The numbers of --concurrency."""
     try:
@@ -184,10 +164,6 @@ def _prompts(
     by_protocol: bool,
 ) -> list[BenchPrompt]:
     """The prompts to measure. Raises `DataError` and the errors of `suite_prompts`."""
-    if suites and file:
-        raise typer.BadParameter("cannot be used with --prompts", param_hint="--suite")
-    if folder is not None and not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is no folder", param_hint="--data")
     if file is not None:
         chosen = read_prompts(file)
         return chosen if limit is None else limit_per_category(chosen, limit)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Literal
@@ -24,7 +22,6 @@ from dflash_mlx.machine.facts import (
     cache_folder,
     computer,
     installed,
-    memory_bytes,
     nearest_there,
 )
 
@@ -32,7 +29,7 @@ from .output import sized
 
 INSTALL = f"{how_to_install('mlx').capitalize()}."
 REQUIRED = ("mlx", "mlx-lm")  # nothing works without these packages
-LITTLE_MEMORY, LITTLE_DISK = 8, 10  # GB below which most models do not fit
+LITTLE_DISK = 10  # GB below which most models do not fit
 TOKENS = 16
 
 
@@ -48,9 +45,9 @@ class Check:
 
 def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
     """All checks of this machine; those that need MLX only where it is installed."""
-    checks = [_python(), *_packages(), _memory(), _disk(hub), _hub(hub)]
+    checks = [_python(), _packages(), _disk(hub), _hub(hub)]
     if all(check.status != "fail" for check in checks):
-        checks += [_chip(), _kernels(), _blas(blas), _pair()]
+        checks += [_chip(), _blas(blas), _pair()]
         if sys.platform == "linux":
             checks.insert(-2, _compiler())
     return checks
@@ -77,8 +74,8 @@ def _python() -> Check:
     return Check("Python", "ok", system)
 
 
-def _packages() -> Iterator[Check]:
-    """MLX, mlx-lm and all others, against the supported versions."""
+def _packages() -> Check:
+    """Installed versions against the supported ones; nothing works without MLX and mlx-lm."""
     try:
         wanted = [Requirement(line) for line in requires("dflash-mlx") or ()]
     except PackageNotFoundError:  # a source tree that was not installed
@@ -88,25 +85,14 @@ def _packages() -> Iterator[Check]:
         if needed.marker is not None and not needed.marker.evaluate({"extra": "mlx"}):
             continue
         found = installed(needed.name)
-        detail = f"{found or 'not installed'}, needs {needed.specifier}"
         if found is None and needed.name in REQUIRED:
-            yield Check(needed.name, "fail", "not installed", INSTALL)
-        elif found is None or not needed.specifier.contains(found, prereleases=True):
-            wrong.append(f"{needed.name} {detail}")
-        elif needed.name in REQUIRED:
-            yield Check(needed.name, "ok", found)
+            return Check("packages", "fail", f"{needed.name} is not installed", INSTALL)
+        if found is None or not needed.specifier.contains(found, prereleases=True):
+            wrong.append(f"{needed.name} {found or 'not installed'}, needs {needed.specifier}")
     if wrong:
-        yield Check("packages", "warn", "; ".join(wrong), INSTALL)
-    else:
-        yield Check("packages", "ok", "all versions are supported")
-
-
-def _memory() -> Check:
-    size = memory_bytes() / GB
-    if size < LITTLE_MEMORY:
-        advice = "Enough for small models in 4 bits: see 'dflash-mlx models' for their sizes."
-        return Check("memory", "warn", f"{size:.0f} GB", advice)
-    return Check("memory", "ok", f"{size:.0f} GB")
+        return Check("packages", "warn", "; ".join(wrong), INSTALL)
+    versions = ", ".join(f"{name} {installed(name)}" for name in REQUIRED)
+    return Check("packages", "ok", f"{versions}; all versions are supported")
 
 
 def _disk(hub: Hub) -> Check:
@@ -116,8 +102,6 @@ def _disk(hub: Hub) -> Check:
     detail = f"{free:.0f} GB free in {hub.folder}; {sized(bytes_in(cache))} cached in {cache}"
     if free < LITTLE_DISK:
         return Check("disk", "warn", detail, "A model needs several GB: free some of the disk.")
-    if not os.access(existing, os.W_OK):
-        return Check("disk", "warn", f"{existing} is not writable", "Set its permissions.")
     return Check("disk", "ok", detail)
 
 
@@ -132,35 +116,27 @@ def _hub(hub: Hub) -> Check:
 
 
 def _chip() -> Check:
-    import mlx.core as mx
-
-    name = str(mx.device_info().get("device_name", "unknown"))
-    detail = f"{name}, {computer()['cores']} cores"
-    if mx.metal.is_available():
-        return Check("chip", "ok", f"{detail}, Metal")
-    if sys.platform == "darwin":
-        return Check("chip", "warn", detail, "Metal is not available: MLX decodes on the CPU.")
-    return Check("chip", "ok", f"{detail}, decodes on the CPU")
-
-
-def _kernels() -> Check:
-    """Which kernels verify a block of rows, and why; see `kernels.choose`."""
+    """The chip, and which kernels verify a block of rows on it; see `kernels.choose`."""
     import mlx.core as mx
 
     from dflash_mlx.kernels.choose import GENERATIONS, choices, read_timings, summary
 
+    name = str(mx.device_info().get("device_name", "unknown"))
+    here = f"{name}, {computer()['cores']} cores"
     if not mx.metal.is_available():
-        return Check("kernels", "ok", "MLX's own; ours need Metal")
-    chip = find_chip(str(mx.device_info().get("device_name", "")))
+        if sys.platform == "darwin":
+            return Check("chip", "warn", here, "Metal is not available: MLX decodes on the CPU.")
+        return Check("chip", "ok", f"{here}, decodes on the CPU")
+    chip = find_chip(name)
     measured = choices(read_timings())
     won = sum(first is not None for first in measured.values())
     timed = f"; ours won {won} of {len(measured)} shapes in 'tune'" if measured else ""
     if chip is None:
         advice = "Please report this chip with its results of 'dflash-mlx bench'."
-        return Check("kernels", "warn", f"MLX's own: unknown chip{timed}", advice)
+        return Check("chip", "warn", f"{here}: unknown, with MLX's own kernels{timed}", advice)
     if chip.generation not in GENERATIONS:
-        return Check("kernels", "ok", f"MLX's own, which are faster on {chip.name}{timed}")
-    return Check("kernels", "ok", f"ours on {chip.name} for {summary(chip)}{timed}")
+        return Check("chip", "ok", f"{here}; MLX's own kernels, which are faster on it{timed}")
+    return Check("chip", "ok", f"{here}; our kernels for {summary(chip)}{timed}")
 
 
 def _compiler() -> Check:

@@ -18,7 +18,7 @@ from .generate_summary import as_json, event_as_json, stats_as_json, stats_as_li
 from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
 from .options import DECODING, OUTPUT
 from .output import as_line, check_writable, note, panel, print_json, stderr, waiting, write_file
-from .pair import Pair, check_plain, explain, open_pair
+from .pair import Pair, explain, open_pair
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Result, Target
@@ -82,7 +82,6 @@ def generate(
         )
     if json and json_lines:
         raise typer.BadParameter("cannot be combined with --json", param_hint="--json-lines")
-    check_plain(no_draft, names, {"--compare": compare})
     text = read_prompt(prompt, files or [], stdin_ends(context))
     asked = text if raw else as_messages(text, system)
     schema = read_schema(json_schema)

@@ -14,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import IO, Annotated, Any, Final
 from urllib.error import HTTPError
@@ -26,6 +25,7 @@ import typer
 
 from dflash_mlx.errors import ServerError
 from dflash_mlx.loading.registry import EMBEDDED
+from dflash_mlx.machine.signals import signals_to
 
 from . import options
 from .output import note, waiting
@@ -57,14 +57,6 @@ ApiKey = Annotated[
 Arguments = Annotated[list[str] | None, typer.Argument(help="The agent's own arguments, after --.")]
 
 
-@dataclass(frozen=True)
-class AgentCommand:
-    """A command, and what is added to its environment."""
-
-    command: list[str]
-    environment: dict[str, str]
-
-
 def launch(
     *,
     agent: Annotated[Agent, typer.Argument(help="claude, codex or opencode.")],
@@ -79,29 +71,27 @@ def launch(
         raise ServerError(f"{agent.value} is not installed: npm install -g {PACKAGES[agent]}")
     port = port or _free_port()
     url = f"http://127.0.0.1:{port}"
-    # SIGTERM ends the agent and its server, too.
-    with _handler(signal.SIGTERM, lambda n, _: sys.exit(128 + n)), _server(url, port, names):
+    with signals_to(_end), _server(url, port, names):
         model = _model(url, api_key)
         if names.model not in (EMBEDDED, model):
             note(f"{url} already serves {model}, not {names.model}: another --port starts anew.")
-        start = agent_command(agent, program, url, model, api_key)
+        command, environment = agent_command(agent, program, url, model, api_key)
         note(f"{agent.value}: {model} at {url}")
-        # Ctrl-C is the agent's. Not SIG_IGN, which the agent would inherit.
-        with _handler(signal.SIGINT, lambda *_: None):
-            command = [*start.command, *(arguments or ())]
-            done = subprocess.run(command, env={**os.environ, **start.environment}, check=False)
+        with signals_to(_leave_ctrl_c):
+            command += arguments or ()
+            done = subprocess.run(command, env={**os.environ, **environment}, check=False)
     raise typer.Exit(done.returncode)
 
 
-def agent_command(agent: Agent, program: str, url: str, model: str, key: str) -> AgentCommand:
-    """The command that has an agent use this server and model."""
+def agent_command(
+    agent: Agent, program: str, url: str, model: str, key: str
+) -> tuple[list[str], dict[str, str]]:
+    """The command that has an agent use this server and model, and what its environment needs."""
     if agent is Agent.claude:
         names = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
         environment = {f"ANTHROPIC_{name}": model for name in names}
         environment |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
-        return AgentCommand(
-            [program], environment | {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-        )
+        return [program], environment | {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
     if agent is Agent.codex:
         provider = {
             "name": "dflash-mlx",
@@ -112,7 +102,7 @@ def agent_command(agent: Agent, program: str, url: str, model: str, key: str) ->
         settings = {f"model_providers.dflash.{name}": value for name, value in provider.items()}
         settings |= {"model_provider": "dflash", "model": model}
         given = [f"-c{name}={json.dumps(value)}" for name, value in settings.items()]
-        return AgentCommand([program, *given], {"DFLASH_API_KEY": key})
+        return [program, *given], {"DFLASH_API_KEY": key}
     config = {
         "model": f"dflash/{model}",
         "small_model": f"dflash/{model}",
@@ -125,7 +115,7 @@ def agent_command(agent: Agent, program: str, url: str, model: str, key: str) ->
             }
         },
     }
-    return AgentCommand([program], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+    return [program], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
 @contextmanager
@@ -198,11 +188,12 @@ def _free_port() -> int:
         return port
 
 
-@contextmanager
-def _handler(number: int, handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Handle a signal for a while."""
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
+def _end(number: int, _: Any) -> None:
+    """End this program, and with it the server, on SIGTERM and on Ctrl-C."""
+    sys.exit(128 + number)
+
+
+def _leave_ctrl_c(number: int, frame: Any) -> None:
+    """Leave Ctrl-C to the agent. With SIG_IGN the agent would ignore it, too."""
+    if number != signal.SIGINT:
+        _end(number, frame)

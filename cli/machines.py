@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Final
@@ -22,7 +21,7 @@ from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.registry import check_name
 
 from . import options
-from .options import MODEL, bits_of, is_given
+from .options import MODEL
 from .output import error_line, note
 
 MLX_RANK: Final = "MLX_RANK"
@@ -39,7 +38,7 @@ class Machines:
         Path | None, options.option(MODEL, "FILE", "Share the model (mlx.launch's file).")
     ] = None
     stall_seconds: Annotated[
-        float, options.option(MODEL, "S", "Give up a machine silent for S seconds.")
+        float, options.option(MODEL, "S", "Give up a machine silent for S seconds.", min=1)
     ] = 20.0
     pipeline: Annotated[
         bool, options.flag("--pipeline", MODEL, "Split the layers over them, not the heads.")
@@ -135,19 +134,12 @@ def runs_elsewhere(
     Args:
         listen: makes a server's socket.
     """
-    if not 0 < machines.stall_seconds < inf:
-        raise typer.BadParameter("must be above 0 and finite", param_hint="--stall-seconds")
-    if rank() is None and machines.hosts is None:
-        for name in ("pipeline", "stall_seconds"):
-            if is_given(name, context):
-                raise typer.BadParameter("needs --hosts", param_hint=options.spelled(name))
-        return False
     if machines.hosts is not None:
-        if rank() is not None:
-            raise typer.BadParameter("cannot be combined with mlx.launch", param_hint="--hosts")
         check_name(names.model)
         _supervise(machines, listen)
-    process = context.find_object(RankProcess)
+    if rank() is None:
+        return False
+    process, member = context.find_object(RankProcess), None
     try:
         check_name(names.model)  # before the seconds that MLX takes to start
         dflash_mlx.use_fast_blas(stock=weights.stock_blas)
@@ -156,8 +148,11 @@ def runs_elsewhere(
             context.meta[MEMBER] = member
             context.call_on_close(member.cluster.close)
             return False
-        _follow(member, names, weights)
+        settings = weights.settings | {"exact": weights.exact}
+        member.cluster.follow(names.model, weights.target_bits, **settings)
     except DFlashError as error:
+        if member is not None and member.interrupted:  # rank 0 was interrupted, too, and left
+            raise KeyboardInterrupt from error
         if not rank():
             raise
         if process is None:
@@ -165,17 +160,6 @@ def runs_elsewhere(
         process.line.send(FAILED, str(error))  # the supervisor reports one for all
         raise typer.Exit(LOST_CODE) from error
     return True
-
-
-def _follow(member: Member, names: options.Names, weights: options.Weights) -> None:
-    """Do what rank 0 says until it ends."""
-    settings = weights.settings | {"exact": weights.exact}
-    try:
-        member.cluster.follow(names.model, bits_of(weights.target_bits), **settings)
-    except DFlashError as error:
-        if member.interrupted:  # then rank 0 was interrupted, too, and has left
-            raise KeyboardInterrupt from error
-        raise
 
 
 def _supervise(machines: Machines, listen: Callable[[], socket.socket] | None) -> None:

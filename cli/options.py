@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,22 +17,6 @@ MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --hel
 AUTO, OFF = "auto", "off"  # of --tree-budget
 
 
-class Bits(StrEnum):
-    """Widths of quantized weights."""
-
-    four = "4"
-    eight = "8"
-
-
-class QuantMode(StrEnum):
-    """Ways to quantize weights, see `mx.quantize`."""
-
-    affine = "affine"
-    mxfp4 = "mxfp4"
-    mxfp8 = "mxfp8"
-    nvfp4 = "nvfp4"
-
-
 def option(group: str, metavar: str, help: str, *names: str, **limits: Any) -> Any:
     """An option with a value; without names it is called like the parameter."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=group, **limits)
@@ -43,18 +25,6 @@ def option(group: str, metavar: str, help: str, *names: str, **limits: Any) -> A
 def flag(name: str, group: str, help: str) -> Any:
     """A switch."""
     return typer.Option(name, metavar="", help=help, rich_help_panel=group)
-
-
-def value(*names: str, group: str, metavar: str, help: str, **limits: Any) -> Any:
-    """As `option`, by keyword."""
-    return option(group, metavar, help, *names, **limits)
-
-
-def named(path: str) -> Path:
-    """The path of an option. An empty one, as of an unset variable, would be the current folder."""
-    if not path:
-        raise typer.BadParameter("the name is empty.")
-    return Path(path)
 
 
 def targets_beginning(incomplete: str) -> list[str]:
@@ -92,9 +62,9 @@ Draft = Annotated[
     ),
 ]
 NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]
-TargetBits = Annotated[Bits | None, option(MODEL, "4|8", "Quantize the model's weights on load.")]
-DraftBits = Annotated[Bits | None, option(MODEL, "4|8", "Quantize the drafter's weights on load.")]
-Mode = Annotated[QuantMode, option(MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")]
+TargetBits = Annotated[int | None, option(MODEL, "4|8", "Quantize the model's weights on load.")]
+DraftBits = Annotated[int | None, option(MODEL, "4|8", "Quantize the drafter's weights on load.")]
+Mode = Annotated[str, option(MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")]
 GroupSize = Annotated[int | None, option(MODEL, "N", "Weights per scale. Default: the mode's own.")]
 Exact = Annotated[
     bool | None,
@@ -133,7 +103,7 @@ BlockSize = Annotated[
 ]
 TreeBudget = Annotated[str, option(DECODING, "N", "Verify draft trees of N tokens, or 'auto'.")]
 KvBits = Annotated[
-    Bits | None, option(DECODING, "4|8", "Quantize the KV cache, if the model allows it.")
+    int | None, option(DECODING, "4|8", "Quantize the KV cache, if the model allows it.")
 ]
 NoPolicy = Annotated[
     bool, flag("--no-policy", DECODING, "Always draft whole blocks, even where that is slower.")
@@ -156,24 +126,23 @@ class Weights:
 
     target_bits: TargetBits = None
     draft_bits: DraftBits = None
-    quant_mode: Mode = QuantMode.affine
+    quant_mode: Mode = "affine"
     group_size: GroupSize = None
     exact: Exact = None
     offline: Offline = False
     stock_blas: StockBlas = False
 
     def __post_init__(self) -> None:
-        if self.target_bits or self.draft_bits:
-            return
-        if self.quant_mode is not QuantMode.affine or self.group_size is not None:
-            name = "--quant-mode" if self.group_size is None else "--group-size"
-            raise typer.BadParameter("needs --target-bits or --draft-bits", param_hint=name)
+        if self.quant_mode != "affine" and not (self.target_bits or self.draft_bits):
+            raise typer.BadParameter(
+                "needs --target-bits or --draft-bits", param_hint="--quant-mode"
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
         """Of `dflash_mlx.load`, without the bits of the two models."""
         return {
-            "mode": self.quant_mode.value,
+            "mode": self.quant_mode,
             "group_size": self.group_size,
             "hub": Hub(offline=self.offline),
         }
@@ -213,19 +182,12 @@ class StepOptions:
 
 def tree_rows(text: str) -> int | str | None:
     """The value of --tree-budget; None is chains. Raises `typer.BadParameter`."""
-    if text == OFF:
-        return None
-    if text == AUTO:
-        return AUTO
-    if not (text.isdecimal() and int(text) > 1):
-        wanted = f"must be 2 or more, {AUTO} or {OFF}, not {text}"
+    if text in (AUTO, OFF):
+        return AUTO if text == AUTO else None
+    if not text.isdecimal():
+        wanted = f"must be a number, {AUTO} or {OFF}, not {text}"
         raise typer.BadParameter(wanted, param_hint="--tree-budget")
     return int(text)
-
-
-def bits_of(bits: Bits | None) -> int | None:
-    """The number of an option."""
-    return None if bits is None else int(bits.value)
 
 
 def spelled(parameter: str) -> str:

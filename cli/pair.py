@@ -17,8 +17,8 @@ from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, check_name, known_drafter, short
 from dflash_mlx.machine.blas import BlasInfo
 
-from .options import AUTO, Names, StepOptions, Weights, bits_of, tree_rows
-from .output import note, sized, waiting
+from .options import AUTO, Names, StepOptions, Weights, tree_rows
+from .output import note, sized, stderr, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Stats, Target
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .machines import Member
 
-PLAIN_TOKENS = 9  # of a short measurement
+PLAIN_TOKENS = 4  # of a short measurement
 WHOLE_BLOCKS = StepOptions(no_policy=True)
 
 
@@ -85,12 +85,15 @@ class Pair:
         """Estimated tokens per second of plain decoding; None for whole blocks.
 
         At least the steps per second of this request: a plain step is no slower than another one.
+        If every step was drafted, a few plain ones are timed, but only for a terminal.
         """
         if self.policy is None and self.tree_budget is None:
             return None
         if self.policy is not None and self.policy.plain_seconds is not None:
             speed = 1 / self.policy.plain_seconds
-        else:  # every step of the request was drafted
+        elif not stderr().is_terminal:
+            return None
+        else:
             if not self._plain_speeds:
                 run = dflash_mlx.generate(self.target, None, [0] * 8, max_tokens=PLAIN_TOKENS)
                 self._plain_speeds.append(run.stats.tokens_per_second)
@@ -122,15 +125,10 @@ def open_pair(
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
-    plain_only = {
-        "--draft": no_draft and names.draft,
-        "--block-size": steps.block_size,
-        "--no-policy": steps.no_policy,
-        "--draft-bits": weights.draft_bits,
-    }
-    check_plain(no_draft, names, plain_only)
+    if no_draft and names.draft is not None:
+        raise typer.BadParameter("cannot be combined with --draft", param_hint="--no-draft")
     draft = _drafting(names, no_draft)
-    budget = _tree_budget(steps, draft)
+    budget = tree_rows(steps.tree_budget)
     check_name(names.model)  # before the seconds that MLX takes to start
     hub = Hub(offline=weights.offline)
     announce(names.model, hub)
@@ -139,7 +137,7 @@ def open_pair(
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
-    target_bits, draft_bits = bits_of(weights.target_bits), bits_of(weights.draft_bits)
+    target_bits, draft_bits = weights.target_bits, weights.draft_bits
     settings = weights.settings | {"exact": weights.exact}
     settings |= {} if member is None else {"cluster": member.cluster}
     downloads = any(map(on_hub, filter(None, (names.model, names.draft))))
@@ -154,8 +152,7 @@ def open_pair(
     if check is not None:
         check(target)
     policy = None if drafter is None else _policy(steps, budget, target, drafter)
-    kv_bits = bits_of(steps.kv_bits)
-    pair = Pair(target, drafter, steps.block_size, blas, kv_bits, policy, budget, member)
+    pair = Pair(target, drafter, steps.block_size, blas, steps.kv_bits, policy, budget, member)
     if warm:
         from dflash_mlx.bench.measure import warm_up
 
@@ -170,18 +167,6 @@ def check_drafts(names: Names) -> None:
         raise typer.BadParameter(f"must not be {NONE} here: name a drafter", param_hint="--draft")
 
 
-def check_plain(no_draft: bool, names: Names, given: Mapping[str, Any]) -> None:
-    """Raise `BadParameter` for options about drafting where nothing drafts."""
-    if no_draft or names.draft == NONE:
-        _refuse("--no-draft" if no_draft else f"--draft {NONE}", given)
-
-
-def _refuse(option: str, others: Mapping[str, Any]) -> None:
-    """Raise `BadParameter` if one of the other options is given, too."""
-    if other := next((name for name, given in others.items() if given), None):
-        raise typer.BadParameter(f"cannot be combined with {other}", param_hint=option)
-
-
 def _drafting(names: Names, no_draft: bool) -> str | None:
     """The drafter: as --draft names it, the known one (None), or lookup where none is known."""
     if no_draft:
@@ -189,17 +174,6 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
     if names.draft is None and known_drafter(names.model) is None:
         return LOOKUP
     return names.draft
-
-
-def _tree_budget(steps: StepOptions, draft: str | None) -> int | str | None:
-    """The value of --tree-budget; None is chains."""
-    rows = tree_rows(steps.tree_budget)
-    if rows is not None:
-        _refuse("--tree-budget", {f"--draft {draft}": draft in (LOOKUP, NONE)})
-    if rows == AUTO:
-        others = {"--block-size": steps.block_size, "--no-policy": steps.no_policy}
-        _refuse("--tree-budget auto", others)
-    return rows
 
 
 def _policy(

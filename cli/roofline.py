@@ -16,7 +16,7 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import EMBEDDED, check_name, gguf_file, pair_of
 from dflash_mlx.machine.chips import Chip, chip_named, chips, find_chip
-from dflash_mlx.validation import read_json, text_config
+from dflash_mlx.validation import read_json
 
 from . import options
 from .output import counted, make_table, note, print_json, sized, stdout, waiting
@@ -40,7 +40,6 @@ Context = Annotated[int, typer.Option(min=0, metavar="N", help="Tokens of contex
 
 
 def roofline(
-    given: typer.Context,
     model: options.Model = EMBEDDED,
     chip: ChipName = None,
     target_bits: options.TargetBits = None,
@@ -58,9 +57,7 @@ def roofline(
             param_hint="--acceptance",
         )
     config, file = _config(model, Hub(offline=offline))
-    if options.is_given("context", given):
-        _check_context(model, config, context)
-    quantization = Quantization.of(None if target_bits is None else int(target_bits.value))
+    quantization = Quantization.of(target_bits)
     with waiting("Reading the model's shapes"):
         from dflash_mlx.bench.roofline import model_of, predict_steps, recommended, shapes_of
 
@@ -104,13 +101,6 @@ def target_folder(name: str, hub: Hub) -> Path:
     check_name(name)
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else hub.config(name)
-
-
-def _check_context(model: str, config: dict[str, Any], context: int) -> None:
-    longest = text_config(config).get("max_position_embeddings")
-    if isinstance(longest, int) and context > longest:
-        message = f"{model} reads at most {longest:,} tokens"
-        raise typer.BadParameter(message, param_hint="--context")
 
 
 def _chip(name: str | None) -> Chip:

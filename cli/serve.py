@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -37,13 +36,6 @@ if TYPE_CHECKING:
 
 SERVER = "Server"  # the group that --help shows
 LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each other
-
-
-def _finite(number: float | None) -> float | None:
-    """Refuse a number that cannot be counted in bytes or waited for."""
-    if number is not None and not isfinite(number):
-        raise typer.BadParameter("must be finite")
-    return number
 
 
 Port = Annotated[
@@ -86,18 +78,18 @@ class Load:
     queue: Annotated[int, option(SERVER, "N", "Requests that may wait.", min=0)] = 64
     memory: Annotated[
         float | None,
-        option(SERVER, "GB", "Limit of all KV caches. Default: none.", min=0.001, callback=_finite),
+        option(SERVER, "GB", "Limit of all KV caches. Default: none.", min=0.001),
     ] = None
     prefix_cache: Annotated[
         float,
-        option(SERVER, "GB", "Shared prefixes in memory.", min=0, callback=_finite),
+        option(SERVER, "GB", "Shared prefixes in memory.", min=0),
     ] = 4.0
     cache_dir: Annotated[
         Path | None, option(SERVER, "DIR", "Keep shared prefixes on disk, too.")
     ] = None
     drain_seconds: Annotated[
         float,
-        option(SERVER, "S", "Time to finish open answers.", min=0, callback=_finite),
+        option(SERVER, "S", "Time to finish open answers.", min=0),
     ] = 30.0
 
 
@@ -124,14 +116,9 @@ def serve(
         from dflash_mlx.serve.server import listen
     except ModuleNotFoundError as error:
         raise MissingDependencyError.of(f"{error.name} is not installed", "serve") from error
-    if load.cache_dir is not None and not load.prefix_cache:
-        raise typer.BadParameter("needs a --prefix-cache above 0", param_hint="--cache-dir")
-    keys = _keys(access)
-    if keys and access.no_auth:
-        raise typer.BadParameter("cannot be combined with a key", param_hint="--no-auth")
     auth = Auth(
         access.host,
-        keys,
+        _keys(access),
         frozenset(name.lower() for name in access.allow_host or ()),
         frozenset(origin.lower().rstrip("/") for origin in access.allow_origin or ()),
         access.no_auth,
@@ -265,15 +252,13 @@ def _log(verbose: bool) -> None:
 def _keys(access: Access) -> frozenset[str]:
     """The API keys. Raises `SettingsError` for empty ones, `OutputError` for an unreadable file."""
     keys = set(access.api_key or ())
-    if "" in keys:
-        raise SettingsError("--api-key is empty: give a key.")
     if access.api_key_file is not None:
         path = access.api_key_file.expanduser()
         try:
             found = set(filter(None, map(str.strip, path.read_text().splitlines())))
         except (OSError, UnicodeDecodeError) as error:
             raise OutputError(f"{path}: the keys cannot be read ({error}).") from error
-        if not found:
-            raise SettingsError(f"{path} has no key in it.")
-        keys |= found
+        keys |= found or {""}
+    if "" in keys:
+        raise SettingsError("An API key is empty: give a key, or a file with one in each line.")
     return frozenset(keys)

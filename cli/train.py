@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 
 from . import options
-from .options import OUTPUT, bits_of, flag, is_given, option, spelled
+from .options import OUTPUT, flag, is_given, option, spelled
 from .output import note, waiting
 
 if TYPE_CHECKING:
@@ -29,33 +28,7 @@ FROM_TARGET = "target"  # of --warm-start
 SHAPE = ("kind", "block_size", "layers", "causal")
 
 
-class Kind(StrEnum):
-    """Kinds of drafters that can be trained."""
-
-    dflash = "dflash"
-    dflash2 = "dflash2"
-    dspark = "dspark"
-
-
-class Optimizer(StrEnum):
-    """Optimizers of the trainer."""
-
-    adamw = "adamw"
-    muon = "muon"
-
-
-class StoreBits(StrEnum):
-    """Bits of a stored weight."""
-
-    four = "4"
-    six = "6"
-    eight = "8"
-
-
-Out = Annotated[
-    Path,
-    option(OUTPUT, "DIR", "Folder for the drafter, and to resume from.", parser=options.named),
-]
+Out = Annotated[Path, option(OUTPUT, "DIR", "Folder for the drafter, and to resume from.")]
 Json = Annotated[bool, flag("--json", OUTPUT, "Print JSON lines and nothing else.")]
 
 
@@ -76,7 +49,7 @@ class RecipeOptions:
         int, option(DATA, "N", "End an answer after N tokens.", "--answer-tokens", min=2)
     ] = 256
     rows: Annotated[int, option(DATA, "N", "Answers generated together.", min=1)] = 24
-    kind: Annotated[Kind, option(DRAFTER, "KIND", "dflash, dflash2 or dspark.")] = Kind.dflash
+    kind: Annotated[str, option(DRAFTER, "KIND", "dflash, dflash2 or dspark.")] = "dflash"
     block_size: Annotated[
         int, option(DRAFTER, "N", "Rows of a block, with the known first one.", min=2)
     ] = 8
@@ -91,7 +64,7 @@ class RecipeOptions:
         str | None, option(DRAFTER, "NAME", "Start from this drafter, or from 'target' layers.")
     ] = None
     bits: Annotated[
-        StoreBits | None,
+        int | None,
         option(DRAFTER, "4|6|8", "Store the drafter in so many bits, not 16.", "--store-bits"),
     ] = None
     steps: Annotated[int | None, option(TRAINING, "N", "Default: six epochs.", min=1)] = None
@@ -103,7 +76,7 @@ class RecipeOptions:
     learning_rate: Annotated[
         float | None, option(TRAINING, "R", "Peak. Default: the optimizer's.", min=0)
     ] = None
-    optimizer: Annotated[Optimizer, option(TRAINING, "NAME", "adamw or muon.")] = Optimizer.adamw
+    optimizer: Annotated[str, option(TRAINING, "NAME", "adamw or muon.")] = "adamw"
     loss: Annotated[
         str,
         option(TRAINING, "CE,KL", "Weights of cross entropy and KL divergence."),
@@ -117,16 +90,14 @@ class RecipeOptions:
         """The recipe. Raises `SettingsError`."""
         from dflash_mlx.train.recipe import Recipe
 
-        changed = {
-            "kind": self.kind.value,
-            "optimizer": self.optimizer.value,
-            "learning_rate": self.learning_rate,
-            "bits": None if self.bits is None else int(self.bits.value),
+        if self.optimizer not in RATES:
+            raise typer.BadParameter(f"must be {' or '.join(RATES)}", param_hint="--optimizer")
+        changed: dict[str, Any] = {
             "loss_weights": parse_loss(self.loss),
             "answer_vocabulary": not self.whole_vocabulary,
         }
         if self.learning_rate is None:
-            changed["learning_rate"] = RATES[self.optimizer.value]
+            changed["learning_rate"] = RATES[self.optimizer]
         given = {k: v for k, v in vars(self).items() if k not in ("loss", "whole_vocabulary")}
         return Recipe(**given | changed)
 
@@ -152,7 +123,7 @@ def train(
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
     recipe = choices.recipe()
     with waiting(f"Loading {model}"):
-        target = dflash_mlx.load_target(model, bits_of(target_bits), hub=hub)
+        target = dflash_mlx.load_target(model, target_bits, hub=hub)
         warm = None if warm_start in (None, FROM_TARGET) else _load_warm(str(warm_start), hub)
     from .train_progress import JsonProgress, ProgressBar
 

@@ -22,19 +22,12 @@ MEASURED, MAX_TOKENS = 16, 256  # held-out prompts, and tokens of each answer
 
 @dataclass(frozen=True)
 class Scores:
-    """A drafter on held-out prompts, greedy, with whole blocks.
-
-    Attributes:
-        prompts: their number.
-        identical: answers equal to those of plain decoding.
-        tokens_per_round: acceptance length over all prompts.
-        speedup: over plain decoding, all prompts together.
-    """
+    """A drafter on held-out prompts, greedy, with whole blocks."""
 
     prompts: int
-    identical: int
-    tokens_per_round: float
-    speedup: float
+    identical: int  # answers equal to those of plain decoding
+    tokens_per_round: float  # acceptance length over all prompts
+    speedup: float  # over plain decoding, all prompts together
 
 
 def measure_held_out(target: Target, out: Path) -> Scores:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,14 +22,8 @@ LINE_SECONDS = 30.0  # between two lines where there is no terminal
 GB = 1e9
 
 
-class JsonProgress:
+class JsonProgress(nullcontext[None]):
     """Prints a JSON object for each event."""
-
-    def __enter__(self) -> JsonProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
 
     def __call__(self, event: Event) -> None:
         print(json.dumps({"event": _stage(event)[0], **asdict(event)}), flush=True)
@@ -45,21 +39,17 @@ class ProgressBar:
     def __init__(self) -> None:
         console = stderr()
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, transient=True)
-        self._terminal, self._stage = console.is_terminal, ""
+        hidden = not console.is_terminal
+        self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
         self._task, self._noted = self._bar.add_task("", total=None), 0.0
-        self._held_out = ""
+        self._stage = self._held_out = ""
 
     def __enter__(self) -> ProgressBar:
-        if self._terminal:
-            self._bar.start()
+        self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if self._terminal:
-            self._bar.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._bar.stop()
         if kind is KeyboardInterrupt:
             note("The same command resumes from here.")
 
@@ -71,7 +61,7 @@ class ProgressBar:
             self._stage = stage
         self._bar.update(self._task, description=text, total=total, completed=done)
         due = time.monotonic() - self._noted > LINE_SECONDS or done >= total
-        if stage == "plan" or (due and not self._terminal):
+        if stage == "plan" or (due and self._bar.disable):
             self._noted = time.monotonic()
             self._bar.console.print(text, style="dim", soft_wrap=True)  # above the bar
 

@@ -71,8 +71,7 @@ def _time_kernels(
     if not mx.metal.is_available():
         return None
     with waiting(f"Loading {names.model}"):
-        bits = options.bits_of(weights.target_bits)
-        target = load_target(names.model, bits, **weights.settings, kernels=False)
+        target = load_target(names.model, weights.target_bits, **weights.settings, kernels=False)
     with waiting("Timing every shape, with MLX's kernels and ours in turns"):
         known = {} if again else read_timings()
         rows = list(time_shapes(target.model, target.config, Kernels(), known))
@@ -105,9 +104,9 @@ def _kernel_json(row: ShapeTiming) -> dict[str, Any]:
     }
 
 
-def _milliseconds(pair: Pair, rows: int, kv_bits: options.Bits | None) -> float:
+def _milliseconds(pair: Pair, rows: int, kv_bits: int | None) -> float:
     """Of a step that verifies so many rows, its draft included."""
-    settings = {"block_size": rows, "kv_bits": options.bits_of(kv_bits), "max_tokens": TOKENS}
+    settings = {"block_size": rows, "kv_bits": kv_bits, "max_tokens": TOKENS}
     stats = dflash_mlx.generate(pair.target, pair.drafter, PROMPT, **settings).stats
     return MILLISECONDS * stats.decode_seconds / max(1, stats.rounds)
 

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 import dflash_mlx
 from dflash_mlx.cli import doctor, doctor_checks
 from dflash_mlx.cli.app import app
-from dflash_mlx.errors import DownloadError, WeightsError
+from dflash_mlx.errors import WeightsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 
-NAMES = "Python mlx mlx-lm packages memory disk hub chip kernels g++ BLAS".split()
+NAMES = "Python packages disk hub chip g++ BLAS".split()
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -50,7 +50,7 @@ def test_what_is_checked():
     assert done.returncode == 0 and content["ok"] and not done.stderr
     status = {check["name"]: check["status"] for check in content["checks"]}
     assert list(status) == [*NAMES, "embedded pair"]
-    assert {status[name] for name in ("Python", "mlx", "mlx-lm", "embedded pair")} == {"ok"}
+    assert {status[name] for name in ("Python", "packages", "embedded pair")} == {"ok"}
     pair = content["checks"][-1]["detail"]
     assert pair.startswith("16 tokens identical to plain")
 
@@ -73,7 +73,7 @@ def test_for_people(checks):
 @pytest.mark.parametrize(
     "versions, name, status",
     [
-        ({"mlx": None}, "mlx", "fail"),
+        ({"mlx": None}, "packages", "fail"),
         ({"mlx-lm": "99.0"}, "packages", "warn"),
         ({"numpy": "1.0"}, "packages", "warn"),
         ({}, "packages", "ok"),
@@ -88,12 +88,11 @@ def test_packages(versions, name, status, checks, monkeypatch):
     assert ("numpy 1.0, needs" in said["packages"]["detail"]) == ("numpy" in versions)
 
 
-def test_little_memory_and_disk(checks, monkeypatch):
-    monkeypatch.setattr(doctor_checks, "memory_bytes", lambda: 4 * 10**9)
+def test_little_disk(checks, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**9))
     code, said = checks("--offline")
-    assert code == 0 and said["memory"]["status"] == said["disk"]["status"] == "warn"
-    assert said["memory"]["detail"] == "4 GB" and said["disk"]["detail"].startswith("1 GB free")
+    assert code == 0 and said["disk"]["status"] == "warn"
+    assert said["disk"]["detail"].startswith("1 GB free")
 
 
 def refuse_one(server: socket.socket) -> None:
@@ -118,29 +117,20 @@ def test_the_hub(answers, checks, monkeypatch):
     assert local.url in said["hub"]["detail"]
 
 
-def test_offline_asks_no_hub(checks, monkeypatch):
-    def refuse(hub):
-        raise DownloadError("asked")
-
-    monkeypatch.setattr(Hub, "ping", refuse)
-    assert checks("--offline")[1]["hub"]["status"] == "ok"
-    assert checks()[1]["hub"]["status"] == "warn"
-
-
 @pytest.mark.parametrize(
     "chip, status, words",
     [
-        ("Apple M3 Max", "ok", "ours on M3 Max"),
-        ("Apple M5", "ok", "faster on M5"),
-        ("Apple M99", "warn", "unknown chip"),
+        ("Apple M3 Max", "ok", "our kernels for"),
+        ("Apple M5", "ok", "MLX's own kernels"),
+        ("Apple M99", "warn", "unknown"),
     ],
 )
 def test_kernels_by_chip(chip, status, words, checks, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": chip})
     _, said = checks("--offline")
-    assert said["kernels"]["status"] == status and words in said["kernels"]["detail"]
-    assert said["chip"]["detail"].startswith(chip) and "Metal" in said["chip"]["detail"]
+    assert said["chip"]["status"] == status and words in said["chip"]["detail"]
+    assert said["chip"]["detail"].startswith(chip)
 
 
 def test_a_pair_that_cannot_be_read(monkeypatch):

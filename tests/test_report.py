@@ -109,13 +109,9 @@ def test_json_for_programs(tiny, tmp_path):
     "options",
     [
         ["--suite", "nope"],
-        ["--tree-budget", "1"],
         ["--tree-budget", "many"],
-        ["--tree-budget", "auto", "--block-size", "4"],
         ["--draft", "none"],
-        ["--suite", "gsm8k", "--prompts", "a.jsonl"],
         ["--policy", "--out", "x"],
-        ["--openai", "http://localhost:1", "--block-size", "4"],
     ],
 )
 def test_options_that_do_not_go_together(options):

@@ -14,6 +14,8 @@ from dflash_mlx.cli.app import app
 from dflash_mlx.cli.launch import Agent, agent_command
 from dflash_mlx.errors import MissingDependencyError, ServerError
 
+URL = "http://127.0.0.1:8000"
+
 
 def run(*arguments, **environment):
     done = CliRunner(env={"COLUMNS": "1000", **environment}).invoke(app, arguments)
@@ -31,7 +33,7 @@ def test_another_host_needs_a_key():
     [
         (["--api-key", ""], "empty", 2),
         (["--api-key-file", "no such file"], "cannot be read", 1),
-        (["--api-key-file", "blank"], "no key", 2),
+        (["--api-key-file", "blank"], "empty", 2),
         (["--host", "192.0.2.1", "--no-auth"], "give a --host of this machine's", 1),
     ],
 )
@@ -45,18 +47,6 @@ def test_errors_are_one_line(options, word, expected, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--cache-dir", "folder", "--prefix-cache", "0"], "--cache-dir"),
-        (["--api-key", "k", "--no-auth"], "--no-auth"),
-    ],
-)
-def test_options_that_contradict_each_other(options, told):
-    code, heard = run("serve", *options)
-    assert code == 2 and told in heard
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
         (["--top-p", "0"], "top_p must be above 0"),
         (["--top-k", "99999"], "top_k 99999 is more"),
     ],
@@ -64,13 +54,6 @@ def test_options_that_contradict_each_other(options, told):
 def test_settings_that_no_request_could_be_answered_with(options, told):
     code, heard = run("serve", "--port", "0", "--no-draft", *options)
     assert code == 2 and told in heard
-
-
-@pytest.mark.parametrize("option", ["--memory", "--prefix-cache", "--drain-seconds"])
-@pytest.mark.parametrize("number", ["inf", "nan", "-1"])
-def test_numbers_that_are_none(option, number):
-    code, told = run("serve", "--port", "0", "--model", "no such model", option, number)
-    assert code == 2 and option in told and "o such model" not in told
 
 
 def test_a_port_that_is_taken_is_told_before_the_weights_are_read():
@@ -91,27 +74,31 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
 
 
 def test_claude_is_told_by_its_environment():
-    start = agent_command(Agent.claude, "/bin/claude", "http://127.0.0.1:8000", "m", "k")
-    assert start.command == ["/bin/claude"]
-    assert start.environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8000"
-    assert start.environment["ANTHROPIC_AUTH_TOKEN"] == "k"
-    assert start.environment["ANTHROPIC_MODEL"] == "m"
+    command, environment = agent_command(
+        Agent.claude, "/bin/claude", "http://127.0.0.1:8000", "m", "k"
+    )
+    assert command == ["/bin/claude"]
+    assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8000"
+    assert environment["ANTHROPIC_AUTH_TOKEN"] == "k"
+    assert environment["ANTHROPIC_MODEL"] == "m"
 
 
 def test_codex_is_told_by_its_arguments():
-    start = agent_command(Agent.codex, "codex", "http://127.0.0.1:8000", 'm"x', "k")
+    command, environment = agent_command(Agent.codex, "codex", "http://127.0.0.1:8000", 'm"x', "k")
     settings = {}
-    for argument in start.command[1:]:
+    for argument in command[1:]:
         name, _, value = argument.removeprefix("-c").partition("=")
         settings[name] = tomllib.loads(f"x = {value}")["x"]  # as codex reads it
     assert settings["model"] == 'm"x' and settings["model_provider"] == "dflash"
     assert settings["model_providers.dflash.base_url"] == "http://127.0.0.1:8000/v1"
-    assert start.environment == {settings["model_providers.dflash.env_key"]: "k"}
+    assert environment == {settings["model_providers.dflash.env_key"]: "k"}
 
 
 def test_opencode_is_told_by_its_environment():
-    start = agent_command(Agent.opencode, "opencode", "http://127.0.0.1:8000", "m", "k")
-    config = json.loads(start.environment["OPENCODE_CONFIG_CONTENT"])
+    command, environment = agent_command(
+        Agent.opencode, "opencode", "http://127.0.0.1:8000", "m", "k"
+    )
+    config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == "dflash/m" and "m" in config["provider"]["dflash"]["models"]
     assert config["provider"]["dflash"]["options"]["baseURL"] == "http://127.0.0.1:8000/v1"
 
