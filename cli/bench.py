@@ -20,14 +20,14 @@ from dflash_mlx.bench.report import check_folder, write_run
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.registry import EMBEDDED, known_drafter
+from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
 
 from . import bench_tables as tables
 from . import options
 from .machines import Machines, cluster_member, runs_elsewhere
 from .options import DECODING, OFF, OUTPUT, is_given, option, tree_rows
 from .output import print_json
-from .pair import WHOLE_BLOCKS, check_drafts, open_pair
+from .pair import WHOLE_BLOCKS, open_pair
 
 PROMPTS = "What is measured"  # the group that --help shows
 EMBEDDED_SUITE = "embedded"
@@ -101,7 +101,8 @@ def bench(
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
     if runs_elsewhere(machines, names, weights, context):
         return
-    check_drafts(names)
+    if names.draft == NONE:
+        raise typer.BadParameter(f"must not be {NONE} here: name a drafter", param_hint="--draft")
     budget = tree_rows(tree_budget)
     clients = _numbers(concurrency)
     if clients and openai is None:

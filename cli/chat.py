@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.registry import EMBEDDED
@@ -40,7 +37,6 @@ ApiKey = Annotated[str | None, option(MODEL, "KEY", "The key for --server.")]
 
 
 def chat(
-    context: typer.Context,
     *,
     names: options.Names,
     no_draft: options.NoDraft = False,
@@ -56,15 +52,12 @@ def chat(
     verbose: options.Verbose = False,
 ) -> None:
     """Chat with a model. In a pipe, each line is a message and stdout has only the answers."""
-    if api_key is not None and server is None:
-        raise typer.BadParameter("needs --server", param_hint="--api-key")
     if system is not None:
         check_text(system, "The system message")
     messages = [] if resume is None else read_conversation(resume.expanduser())
     settings = sampling.settings() | {"max_tokens": max_tokens, "stop": stop or ()}
     model: ChatModel
     if server is not None:
-        _check_served(context)
         model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
     else:
         pair = open_pair(names, weights, steps, no_draft, check=_check_can_chat)
@@ -78,17 +71,6 @@ def chat(
 def _check_can_chat(target: Target) -> None:
     if not target.tokenizer.has_chat_template:
         raise PromptError(f"{target.name} has no chat template: it cannot chat.")
-
-
-def _check_served(context: typer.Context) -> None:
-    """Refuse the options that a server has already decided."""
-    groups: tuple[Any, ...] = (options.Weights, options.StepOptions)
-    names = ["draft", "no_draft", "verbose", *(f.name for group in groups for f in fields(group))]
-    given = [options.spelled(name) for name in names if options.is_given(name, context)]
-    if given:
-        raise typer.BadParameter(
-            f"cannot be combined with {', '.join(given)}", param_hint="--server"
-        )
 
 
 def _run(chat: Chat) -> None:

@@ -18,10 +18,10 @@ from .generate_summary import as_json, event_as_json, stats_as_json, stats_as_li
 from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
 from .options import DECODING, OUTPUT
 from .output import as_line, check_writable, note, panel, print_json, stderr, waiting, write_file
-from .pair import Pair, explain, open_pair
+from .pair import explain, open_pair
 
 if TYPE_CHECKING:
-    from dflash_mlx import Event, Result, Target
+    from dflash_mlx import Result, Target
     from dflash_mlx.bench.measure import Comparison
 
 # A short answer takes a tenth of a second, which is too short to time once.
@@ -76,10 +76,6 @@ def generate(
     """Answer one prompt. The text goes to stdout, a summary to stderr."""
     if runs_elsewhere(machines, names, weights, context):
         return
-    if raw and system is not None:
-        raise typer.BadParameter(
-            "cannot be combined with --system", param_hint="--no-chat-template"
-        )
     if json and json_lines:
         raise typer.BadParameter("cannot be combined with --json", param_hint="--json-lines")
     text = read_prompt(prompt, files or [], stdin_ends(context))
@@ -90,23 +86,42 @@ def generate(
         check_writable(output)
     encoded = cache(lambda target: _encode(target, asked))  # a long prompt is encoded once
     pair = open_pair(names, weights, steps, no_draft, compare, cluster_member(context), encoded)
-    settings = sampling.settings() | _schema_settings(pair, schema)
-    comparison = _comparison(pair, encoded(pair.target), max_tokens, stop or [], settings)
+    settings = sampling.settings()
+    if schema is not None:
+        from dflash_mlx.structured import JsonSchema
+
+        settings["logits_processors"] = [JsonSchema(pair.target, schema)]
+    from dflash_mlx.bench.measure import Comparison
+
+    comparison = Comparison(
+        pair.target,
+        pair.drafter,
+        encoded(pair.target),
+        max_tokens,
+        stop=stop or [],
+        sampling=settings,
+        **pair.settings,
+    )
     untaught = comparison.untaught() if compare else comparison
     shown = "" if output is not None or json else "json" if json_lines else "text"
-    events = _stream(comparison, shown)
-    result = _result(events)
+    result, lines = _stream(comparison, shown)
     comparison.drafted.append(result)
-    if not (json or json_lines):
-        _write_text(result, output)
+    newline = "\n" if result.text and not result.text.endswith("\n") else ""
+    if shown == "text":
+        print(newline, end="", flush=True)
+    elif output is not None and not (json or json_lines):
+        write_file(output, result.text + newline)
     if compare and pair.drafter is not None and result.tokens:
         with waiting("Decoding plainly, to compare"):
             _compare(untaught)
     if json or json_lines:
         content = as_json(pair, comparison, result)
         content |= {"stats": stats_as_json(result.stats)} if stats else {}
-        lines = [*map(event_as_json, range(len(events)), events)] if json_lines else []
-        _write_json({"event": "end"} | content if json_lines else content, lines, output)
+        lines = [*lines, {"event": "end"} | content] if json_lines else [content]
+        if output is None:
+            print_json(lines[-1])
+        else:
+            write_file(output, "".join(map(as_line, lines)))
     else:
         stderr().print(panel(pair.title, summary(pair, comparison, result)))
         for line in stats_as_lines(result.stats) if stats else ():
@@ -115,32 +130,6 @@ def generate(
         explain(pair, result.stats)
     if schema is not None and result.finish_reason == "length":
         raise SettingsError(f"The JSON is incomplete: {pair.limit_reached(result.stats)}.")
-
-
-def _write_text(result: Result, output: Path | None) -> None:
-    """End the line on stdout, or write the file."""
-    newline = "\n" if result.text and not result.text.endswith("\n") else ""
-    if output is not None:
-        write_file(output, result.text + newline)
-    else:
-        print(newline, end="", flush=True)
-
-
-def _write_json(content: dict[str, Any], lines: list[dict[str, Any]], output: Path | None) -> None:
-    """Print the last object, or write the file with all lines."""
-    if output is None:
-        print_json(content)
-    else:
-        write_file(output, "".join(map(as_line, [*lines, content])))
-
-
-def _schema_settings(pair: Pair, schema: dict[str, Any] | None) -> dict[str, Any]:
-    """The setting that keeps an answer to a JSON schema."""
-    if schema is None:
-        return {}
-    from dflash_mlx.structured import JsonSchema
-
-    return {"logits_processors": [JsonSchema(pair.target, schema)]}
 
 
 def _encode(target: Target, prompt: str | list[dict[str, str]]) -> list[int]:
@@ -152,25 +141,14 @@ def _encode(target: Target, prompt: str | list[dict[str, str]]) -> list[int]:
     return encode_prompt(target, prompt)
 
 
-def _comparison(
-    pair: Pair, ids: list[int], max_tokens: int, stop: list[str], sampling: dict[str, Any]
-) -> Comparison:
-    from dflash_mlx.bench.measure import Comparison
+def _stream(comparison: Comparison, shown: str) -> tuple[Result, list[dict[str, Any]]]:
+    """Generate once, and show events as they come: as "text", as "json" or not at all.
 
-    return Comparison(
-        pair.target,
-        pair.drafter,
-        ids,
-        max_tokens,
-        stop=stop,
-        sampling=sampling,
-        **pair.settings,
-    )
-
-
-def _stream(comparison: Comparison, shown: str) -> list[Event]:
-    """Generate once, and show events as they come: as "text", as "json" or not at all."""
-    events: list[Event] = []
+    Returns:
+        The result, and the events as JSON.
+    """
+    text, tokens = "", list[int]()
+    lines: list[dict[str, Any]] = []
     for event in dflash_mlx.stream_generate(
         comparison.target,
         comparison.drafter,
@@ -183,21 +161,14 @@ def _stream(comparison: Comparison, shown: str) -> list[Event]:
         tree_budget=comparison.tree_budget,
         **comparison.sampling,
     ):
+        text += event.text
+        tokens += event.tokens
+        lines.append(event_as_json(len(lines), event))
         if shown == "text":
             print(event.text, end="", flush=True)
         elif shown == "json":
-            print_json(event_as_json(len(events), event))
-        events.append(event)
-    return events
-
-
-def _result(events: list[Event]) -> Result:
-    return dflash_mlx.Result(
-        text="".join(event.text for event in events),
-        tokens=[token for event in events for token in event.tokens],
-        finish_reason=events[-1].finish_reason or "length",
-        stats=events[-1].stats,
-    )
+            print_json(lines[-1])
+    return dflash_mlx.Result(text, tokens, event.finish_reason or "length", event.stats), lines
 
 
 def _compare(untaught: Comparison) -> None:

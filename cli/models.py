@@ -27,7 +27,7 @@ from dflash_mlx.loading.registry import (
 
 from . import options
 from .output import NOTHING, make_table, note, print_json, sized, stdout
-from .pair import announce, announce_drafter, on_hub
+from .pair import announce, on_hub
 
 WIDTHS = (16, 8, 4)  # bits per weight
 GB = 1e9
@@ -74,7 +74,7 @@ def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = 
         note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
     elif drafter is not None and on_hub(drafter) and not no_draft:
         names.append(drafter)
-        announce_drafter(drafter, hub)
+        announce(drafter, hub, drafter=True)
     for one in names:
         print(f"{one}  {hub.fetch(one)}", flush=True)
 

@@ -133,7 +133,7 @@ def open_pair(
     hub = Hub(offline=weights.offline)
     announce(names.model, hub)
     with suppress(ModelNotFoundError, DownloadError):  # loading reports it
-        announce_drafter(draft or known_drafter(names.model), hub)
+        announce(draft or known_drafter(names.model), hub, drafter=True)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
@@ -151,7 +151,7 @@ def open_pair(
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
     if check is not None:
         check(target)
-    policy = None if drafter is None else _policy(steps, budget, target, drafter)
+    policy = _policy(steps, budget, target, drafter)
     pair = Pair(target, drafter, steps.block_size, blas, steps.kv_bits, policy, budget, member)
     if warm:
         from dflash_mlx.bench.measure import warm_up
@@ -159,12 +159,6 @@ def open_pair(
         with waiting("Warming up"):
             warm_up(target, drafter, pair.block_size)
     return pair
-
-
-def check_drafts(names: Names) -> None:
-    """Raise `BadParameter` where nothing would draft."""
-    if names.draft == NONE:
-        raise typer.BadParameter(f"must not be {NONE} here: name a drafter", param_hint="--draft")
 
 
 def _drafting(names: Names, no_draft: bool) -> str | None:
@@ -177,10 +171,10 @@ def _drafting(names: Names, no_draft: bool) -> str | None:
 
 
 def _policy(
-    steps: StepOptions, budget: int | str | None, target: Target, drafter: Drafter
+    steps: StepOptions, budget: int | str | None, target: Target, drafter: Drafter | None
 ) -> DraftPolicy | None:
     """The policy that chooses draft lengths; None drafts whole blocks."""
-    if steps.no_policy or steps.block_size or isinstance(budget, int):
+    if drafter is None or steps.no_policy or steps.block_size or isinstance(budget, int):
         return None
     return dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
 
@@ -201,18 +195,13 @@ def steps_by_rows(widths: Mapping[int, int]) -> str:
     return ", ".join(f"{count} x {rows}" for rows, count in sorted(widths.items())) or "none"
 
 
-def announce(name: str, hub: Hub) -> None:
-    """Say how much will be downloaded, and whether the target fits. Raises as `Hub.fetch`."""
-    if on_hub(name) and not hub.offline and hub.downloaded(name) is None:
-        size = hub.remote_bytes(name, WEIGHTS)
-        note(f"{name}: {sized(size)} to download, {fits_here(size, looks_quantized(name))}")
-
-
-def announce_drafter(name: str | None, hub: Hub) -> None:
-    """Say which drafter will be downloaded, and its size. Raises as `Hub.fetch`."""
+def announce(name: str | None, hub: Hub, drafter: bool = False) -> None:
+    """Say how much will be downloaded, and whether a target fits. Raises as `Hub.fetch`."""
     name = (name or "").removesuffix(WITH_LOOKUP)
     if on_hub(name) and not hub.offline and hub.downloaded(name) is None:
-        note(f"drafter {name}: {sized(hub.remote_bytes(name, WEIGHTS))} to download")
+        size = hub.remote_bytes(name, WEIGHTS)
+        fits = "" if drafter else f", {fits_here(size, looks_quantized(name))}"
+        note(f"{'drafter ' * drafter}{name}: {sized(size)} to download{fits}")
 
 
 def on_hub(name: str) -> bool:

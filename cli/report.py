@@ -26,7 +26,7 @@ def report(
     json: options.Json = False,
 ) -> None:
     """Compare benchmark runs: speeds, speedups by category, and differences in setup."""
-    runs = dict(zip(_names(folders), map(read_run, folders), strict=True))
+    runs = {str(folder): read_run(folder) for folder in folders}
     different = setup_differences(runs)
     if json:
         print_json({"runs": runs, "setup_differences": different})
@@ -43,16 +43,6 @@ def report(
         note(f"{name}: {run['title']}; {run['measured']}; {known}")
     for line in different:
         note(f"not comparable: {line}")
-
-
-def _names(folders: list[Path]) -> list[str]:
-    """The folders' names, numbered where several are the same."""
-    names: list[str] = []
-    for folder in folders:
-        own = folder.resolve().name
-        numbered = (own, *(f"{own} ({number})" for number in range(2, len(folders) + 1)))
-        names.append(next(name for name in numbered if name not in names))
-    return names
 
 
 def _speeds(runs: Runs) -> Table:

@@ -28,7 +28,7 @@ from .output import note
 from .pair import Pair, open_pair
 
 if TYPE_CHECKING:
-    from dflash_mlx import Engine, PrefixStore, Target
+    from dflash_mlx import Engine, PrefixStore
     from dflash_mlx.serve.auth import Auth
     from dflash_mlx.serve.handler import RequestHandler
     from dflash_mlx.serve.metrics import Metrics
@@ -131,10 +131,10 @@ def serve(
         inherited_socket(context) or listening() as socket,  # a taken port fails first
         _serving(socket, auth, load) as (server, metrics, over),
     ):
-        check = partial(_check_sampling, sampling)
-        pair = open_pair(
-            names, weights, steps, no_draft, member=cluster_member(context), check=check
-        )
+        pair = open_pair(names, weights, steps, no_draft, member=cluster_member(context))
+        from dflash_mlx.settings import SamplingSettings
+
+        SamplingSettings(**vars(sampling))  # refuses defaults that no request could use
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
@@ -145,13 +145,6 @@ def serve(
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
             engine.close()
-
-
-def _check_sampling(sampling: options.Sampling, target: Target) -> None:
-    """Raise `SettingsError` for defaults that no request could use."""
-    from dflash_mlx.settings import SamplingSettings
-
-    SamplingSettings(**vars(sampling)).check_vocabulary(target.vocab_size)
 
 
 @contextmanager
@@ -242,11 +235,8 @@ def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
 def _log(verbose: bool) -> None:
     """Log to stderr; requests, without their content, only if `verbose`."""
     logging.disable(logging.NOTSET)
-    logger = logging.getLogger("dflash_mlx.serve")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("dflash_mlx.serve").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
 def _keys(access: Access) -> frozenset[str]:

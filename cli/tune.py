@@ -10,8 +10,8 @@ from rich.table import Table
 import dflash_mlx
 
 from . import options
-from .output import NOTHING, error_line, make_table, note, print_json, stdout, waiting
-from .pair import Pair, check_drafts, open_pair
+from .output import NOTHING, make_table, note, print_json, stdout, waiting
+from .pair import Pair, open_pair
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.kernels import ShapeTiming
@@ -35,7 +35,6 @@ def tune(
     json: options.Json = False,
 ) -> None:
     """On Metal, choose the faster kernels; anywhere, show what the steps of a model take."""
-    check_drafts(names)
     # Only on macOS, because elsewhere there is no Metal, and the BLAS has to come before MLX.
     kernels = _time_kernels(names, weights, again) if sys.platform == "darwin" else None
     pair = open_pair(names, weights)  # with the kernels that have just won
@@ -75,10 +74,7 @@ def _time_kernels(
     with waiting("Timing every shape, with MLX's kernels and ours in turns"):
         known = {} if again else read_timings()
         rows = list(time_shapes(target.model, target.config, Kernels(), known))
-    try:
-        store_timings({row.key: row.timing for row in rows})
-    except OSError as error:
-        error_line(f"The choice of kernels cannot be stored: {error}")
+    store_timings({row.key: row.timing for row in rows})
     return rows
 
 

@@ -1,7 +1,6 @@
 """A chat with a server: turns, reasoning, errors, and stopping."""
 
 import pytest
-from program import run
 
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.cli.chat_commands import run_command
@@ -87,18 +86,6 @@ def test_stopping_stops_the_server(chat_with):
     assert next(pieces).content == "a" and not server.closed
     pieces.close()
     assert server.closed
-
-
-@pytest.mark.parametrize(
-    "options", ["--draft lookup", "--target-bits 4", "--offline", "--block-size 4", "--verbose"]
-)
-def test_options_of_a_local_model_are_refused(options):
-    done = run("chat", "--server", "localhost:9", *options.split(), stdin="hi")
-    assert done.returncode == 2 and options.split()[0] in done.stderr
-
-
-def test_a_key_needs_a_server():
-    assert run("chat", "--api-key", "x", stdin="hi").returncode == 2
 
 
 def test_a_limit_is_reported(chat_with, capsys):

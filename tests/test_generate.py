@@ -100,7 +100,6 @@ def test_prompts_that_cannot_be_used(tmp_path):
     [
         ["-", "--file", "-"],
         ["hi", "--json", "--json-lines"],
-        ["hi", "--system", "x", "--no-chat-template"],
     ],
 )
 def test_options_that_exclude_each_other(arguments):

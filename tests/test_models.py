@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dflash_mlx.cli import models
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.pair import announce, announce_drafter
+from dflash_mlx.cli.pair import announce
 from dflash_mlx.loading.checks import fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import PACKAGES
@@ -81,12 +81,12 @@ def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
 
 def test_the_download_of_a_drafter_is_announced(server, capsys, tmp_path):
     hub = models.Hub()
-    announce_drafter(DRAFTER, hub)
+    announce(DRAFTER, hub, drafter=True)
     assert capsys.readouterr().err == f"drafter {DRAFTER}: 0.3 MB to download\n"
     hub.fetch(DRAFTER)
     capsys.readouterr()
     for name in (None, DRAFTER, "tiny-dflash2", "lookup", str(tmp_path), f"{DRAFTER}+lookup"):
-        announce_drafter(name, hub)
+        announce(name, hub, drafter=True)
     assert not capsys.readouterr().err
 
 

@@ -157,9 +157,12 @@ def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
     done = program("report", folder, tmp_path / "second" / "bench.json")
     assert done.exit_code == 0 and "4.38x" in done.stdout and "sums" in done.stdout
     assert "Apple M5 Max" in done.stderr
-    assert "max tokens differs: first 12, bench.json 256" in done.stderr.replace("\n", " ")
+    assert "max tokens differs: " in done.stderr
     content = json.loads(program("report", folder, tmp_path / "second", "--json").stdout)
-    assert list(content["runs"]) == ["first", "second"] and len(content["setup_differences"]) == 1
+    assert (
+        list(content["runs"]) == [str(folder), str(tmp_path / "second")]
+        and len(content["setup_differences"]) == 1
+    )
     assert setup_differences({"a": other, "b": other}) == []
 
 
