@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import IO, Annotated, Any, Final
+from typing import Annotated, Any, Final
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -69,10 +69,11 @@ def launch(
     program = shutil.which(agent.value)
     if program is None:
         raise ServerError(f"{agent.value} is not installed: npm install -g {PACKAGES[agent]}")
-    port = port or _free_port()
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with signals_to(_end), _server(url, port, names):
-        model = _model(url, api_key)
+    with signals_to(_end), _server(url, port, api_key, names) as model:
         if names.model not in (EMBEDDED, model):
             note(f"{url} already serves {model}, not {names.model}: another --port starts anew.")
         command, environment = agent_command(agent, program, url, model, api_key)
@@ -119,13 +120,13 @@ def agent_command(
 
 
 @contextmanager
-def _server(url: str, port: int, names: options.Names) -> Iterator[None]:
-    """Use the server that runs at this address, or start one that ends with the agent."""
-    with waiting(f"Waiting for the server at {url}"):  # while its model loads
-        while (there := _ready(url)) is False:
+def _server(url: str, port: int, key: str, names: options.Names) -> Iterator[str]:
+    """The model of the server that runs at this address, or of one that ends with the agent."""
+    with waiting(f"Waiting for the server at {url}"):
+        while (model := _model(url, key)) == "":
             time.sleep(PAUSE)
-    if there:
-        yield
+    if model is not None:
+        yield model
         return
     command = [sys.executable, "-m", "dflash_mlx", "serve", "--port", str(port)]
     command += ["--model", names.model, *(["--draft", names.draft] if names.draft else [])]
@@ -134,58 +135,35 @@ def _server(url: str, port: int, names: options.Names) -> Iterator[None]:
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             with waiting(f"Starting a server for {names.model}"):
-                _wait(server, url, log)
-            yield
+                while not (model := _model(url, key)):
+                    if server.poll() is not None:
+                        log.seek(0)
+                        told = log.read().decode(errors="replace").strip().splitlines()
+                        last = told[-1].removeprefix("error: ") if told else "The server ended."
+                        raise ServerError(last)
+                    time.sleep(PAUSE)
+            yield model
         finally:
             server.terminate()
             server.wait()
 
 
-def _wait(server: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
-    """Wait until it answers. Raises `ServerError` if it ends instead."""
-    while not _ready(url):
-        if server.poll() is not None:
-            log.seek(0)
-            told = log.read().decode(errors="replace").strip().splitlines()
-            raise ServerError(told[-1].removeprefix("error: ") if told else "The server ended.")
-        time.sleep(PAUSE)
-
-
-def _ready(url: str) -> bool | None:
-    """Whether a server is ready; None if there is none. Raises `ServerError`."""
-    try:
-        with urlopen(f"{url}/ready", timeout=TIMEOUT):
-            return True
-    except HTTPError as error:
-        with error:
-            if error.code == LOADING:
-                return False
-            raise ServerError(
-                f"{url} answers {error.code}, so it is another program: give another --port."
-            ) from error
-    except (OSError, ValueError):
-        return None
-
-
-def _model(url: str, key: str) -> str:
-    """The name of the model that is served. Raises `ServerError`."""
+def _model(url: str, key: str) -> str | None:
+    """The model of a server: empty while it loads, None without a server. Raises `ServerError`."""
     try:
         asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
         with urlopen(asked, timeout=TIMEOUT) as response:
-            content: Any = json.load(response)
-            return str(content["data"][0]["id"])
+            return str(json.load(response)["data"][0]["id"])
     except HTTPError as error:
         with error:
-            raise ServerError(f"{url} refuses ({error.code}): give its --api-key.") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
+            if error.code == LOADING:
+                return ""
+            advice = "give the server's --api-key, or another --port"
+            raise ServerError(f"{url} answers {error.code}: {advice}.") from error
+    except (ValueError, LookupError, TypeError) as error:
         raise ServerError(f"{url} names no model ({error}): give another --port.") from error
-
-
-def _free_port() -> int:
-    """A port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+    except OSError:
+        return None
 
 
 def _end(number: int, _: Any) -> None:

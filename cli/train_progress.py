@@ -26,7 +26,7 @@ class JsonProgress(nullcontext[None]):
     """Prints a JSON object for each event."""
 
     def __call__(self, event: Event) -> None:
-        print(json.dumps({"event": _stage(event)[0], **asdict(event)}), flush=True)
+        print(json.dumps({"event": _describe(event)[0], **asdict(event)}), flush=True)
 
     def end(self, scores: Scores, out: Path) -> None:
         """Print the last object."""
@@ -42,7 +42,7 @@ class ProgressBar:
         hidden = not console.is_terminal
         self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
         self._task, self._noted = self._bar.add_task("", total=None), 0.0
-        self._stage = self._held_out = ""
+        self._stage = ""
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -54,31 +54,16 @@ class ProgressBar:
             note("The same command resumes from here.")
 
     def __call__(self, event: Event) -> None:
-        stage, done, total = _stage(event)
-        text = self._describe(event, stage)
+        stage, done, total, text = _describe(event)
         if stage != self._stage:
             self._bar.reset(self._task)  # the time that is left is that of a stage
             self._stage = stage
         self._bar.update(self._task, description=text, total=total, completed=done)
-        due = time.monotonic() - self._noted > LINE_SECONDS or done >= total
+        measured = getattr(event, "held_out_metric", None) is not None
+        due = measured or done >= total or time.monotonic() - self._noted > LINE_SECONDS
         if stage == "plan" or (due and self._bar.disable):
             self._noted = time.monotonic()
             self._bar.console.print(text, style="dim", soft_wrap=True)  # above the bar
-
-    def _describe(self, event: Any, stage: str) -> str:
-        if stage == "turns":
-            return f"prompts {event.turns:,} of {event.wanted:,}"
-        if stage == "answers":
-            return f"answers {event.done:,} of {event.prompts:,}, {event.tokens:,} tokens"
-        if stage == "plan":
-            return (
-                f"{event.samples:,} samples with {event.answer_tokens:,} tokens of answers "
-                f"({event.held_out} more held out), {event.steps:,} steps; about "
-                f"{event.memory_bytes / GB:.1f} GB of memory"
-            )
-        if event.held_out_metric is not None:
-            self._held_out = f", held out {event.held_out_metric:.2f} tokens per step"
-        return f"step {event.step:,} of {event.steps:,}: loss {event.loss:.3f}{self._held_out}"
 
     def end(self, scores: Scores, out: Path) -> None:
         """Print what the drafter reaches, and how to use it."""
@@ -93,14 +78,24 @@ class ProgressBar:
         note(f"Use it with --draft {out}. Its model card is {out / 'README.md'}.")
 
 
-def _stage(event: Event) -> tuple[str, int, int]:
-    """The stage of an event, how much of it is done, and all of it."""
+def _describe(event: Event) -> tuple[str, int, int, str]:
+    """The stage of an event, how much of it is done, all of it, and a text."""
     found: Any = event
     match type(event).__name__:
         case "TurnProgress":
-            return "turns", found.turns, found.wanted
+            text = f"prompts {found.turns:,} of {found.wanted:,}"
+            return "turns", found.turns, found.wanted, text
         case "AnswerProgress":
-            return "answers", found.done, found.prompts
+            text = f"answers {found.done:,} of {found.prompts:,}, {found.tokens:,} tokens"
+            return "answers", found.done, found.prompts, text
         case "TrainingPlan":
-            return "plan", 0, found.steps
-    return "step", found.step, found.steps
+            text = (
+                f"{found.samples:,} samples with {found.answer_tokens:,} tokens of answers "
+                f"({found.held_out} more held out), {found.steps:,} steps; about "
+                f"{found.memory_bytes / GB:.1f} GB of memory"
+            )
+            return "plan", 0, found.steps, text
+    text = f"step {found.step:,} of {found.steps:,}: loss {found.loss:.3f}"
+    if found.held_out_metric is not None:
+        text += f", held out {found.held_out_metric:.2f} tokens per step"
+    return "step", found.step, found.steps, text

@@ -46,12 +46,6 @@ def popen(command: list[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
-    """A run with what only a shell can do to its streams, in a quarter of a second without MLX."""
-    command = f"{shlex.join(PROGRAM)} {line}"
-    return subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, cwd=HERE)
-
-
 @pytest.fixture
 def background_job():
     """Like a shell that starts a job in the background: SIGINT is ignored, by children too."""
@@ -174,17 +168,8 @@ def test_generate_json(pair, answer):
 def test_generate_plainly_raw_and_stopped(pair):
     text = generate(tinymodels.target(), None, "user", max_tokens=24).text
     stop = text[5:8]
-    options = [
-        "--no-chat-template",
-        "--no-draft",
-        "--stop",
-        "~never~",
-        "--stop",
-        stop,
-        "--json",
-        "-n",
-        "24",
-    ]
+    options = ["--no-chat-template", "--no-draft", "--stop", "~never~", "--stop", stop]
+    options += ["--json", "-n", "24"]
     content = json.loads(run("generate", "user", *options, *pair[:2]).stdout)
     assert content["text"] == text[: text.index(stop)] and content["finish_reason"] == "stop"
     assert content["block_size"] == 1 and "speedup" not in content
@@ -250,23 +235,12 @@ def test_a_reader_that_leaves_early_is_no_error(pair):
         assert process.stderr.read() == b"" and process.wait(60) == 1
 
 
-def test_a_terminal_without_the_character_shows_another():
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = start("bench", "--prompts", "café.jsonl", env=environment)
-    assert "caf?.jsonl" in one_line_error(done)
-
-
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ("models >/dev/full", "No space left on device"),
-    ],
-)
-def test_what_stdout_does_not_take_is_an_error(line, said):
-    if "full" in line and not Path("/dev/full").exists():
-        pytest.skip("no /dev/full here")
-    done = in_a_shell(line)
-    assert done.returncode == 1 and done.stderr == f"error: stdout: {said}.\n"
+@linux
+def test_a_full_disk_at_stdout_is_an_error():
+    command = f"{shlex.join(PROGRAM)} models >/dev/full"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, cwd=HERE)
+    assert done.returncode == 1
+    assert done.stderr == "error: stdout: No space left on device.\n"
 
 
 # A program that says when it begins to import what it needs.

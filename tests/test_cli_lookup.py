@@ -10,8 +10,7 @@ import dflash_mlx as dm
 from dflash_mlx.bench.measure import Comparison
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.protocol import label
-from dflash_mlx.errors import DownloadError, ModelNotFoundError, SettingsError
-from dflash_mlx.loading.hub import Hub
+from dflash_mlx.errors import ModelNotFoundError, SettingsError
 
 QUESTION = "user: user: user: what is 37 + 48?"
 
@@ -31,14 +30,6 @@ def test_a_model_without_a_known_drafter_is_drafted_by_lookup_and_says_so(folder
     assert "No drafter is known" in said
 
 
-@pytest.mark.parametrize(("draft", "rows"), [("none", 1), ("lookup", 16)])
-def test_draft_says_what_drafts(folder, draft, rows):
-    options = ["-n", "12", "--json", *["--no-policy"] * (draft != "none")]
-    done = run("generate", QUESTION, "--model", folder, "--draft", draft, *options)
-    content = json.loads(done.stdout)
-    assert content["block_size"] == rows and "No drafter" not in done.stderr
-
-
 def test_the_library_knows_the_same_names(folder):
     name = str(folder)
     with pytest.warns(UserWarning, match="no drafter is known for .*, so its text is drafted by"):
@@ -50,12 +41,6 @@ def test_the_library_knows_the_same_names(folder):
     assert not isinstance(dm.load("tiny", draft="tiny")[1], CombinedDrafter)
     with pytest.raises(ModelNotFoundError, match="No model ''"):
         dm.load("tiny", draft="")
-
-
-def test_of_a_model_that_is_not_there_it_is_not_said_what_drafts(recwarn):
-    with pytest.raises(DownloadError):
-        dm.load("some/model", hub=Hub(offline=True))
-    assert not recwarn.list
 
 
 def test_names_that_say_nothing_are_refused(folder):

@@ -2,12 +2,9 @@
 
 import json
 
-import pytest
 import tinymodels
 from program import run
-from typer.testing import CliRunner
 
-from dflash_mlx.cli.app import app
 from dflash_mlx.cli.options import Sampling
 from dflash_mlx.loop import generate
 
@@ -44,20 +41,6 @@ def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
     chosen, blocks, pinned = (json.loads(done.stdout) for done in (chosen, blocks, pinned))
     assert chosen["tokens"] == blocks["tokens"] == pinned["tokens"]
     assert blocks["widths"] == pinned["widths"] and "16" in blocks["widths"]
-
-
-def test_chat_samples(pair):
-    done = run("chat", "-n", "8", "--verbose", *SAMPLED, *pair, stdin=f"{QUESTION}\n")
-    assert done.returncode == 0 and done.stdout and "seed: 7" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [("-t", "-1"), ("--top-p", "7"), ("--top-k", "-1"), ("--min-p", "-1"), ("--seed", "-1")],
-)
-def test_a_setting_out_of_range_is_refused_before_anything_is_loaded(wrong):
-    refused = CliRunner().invoke(app, ["generate", "hi", "--model", "/nowhere", *wrong])
-    assert refused.exit_code == 2 and "Invalid value" in refused.stderr
 
 
 def test_what_has_no_effect_at_temperature_0_is_said(capsys):

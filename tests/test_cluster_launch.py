@@ -92,16 +92,3 @@ def test_stdin_that_never_ends_is_not_waited_for(monkeypatch):
     for arguments in ((), ("-",), ("--file", "-")):
         done = run("generate", *arguments)
         assert done.returncode == 2, done.stderr
-
-
-@pytest.mark.parametrize("seconds", ["0", "nan"])
-def test_seconds_that_are_none(seconds):
-    done = run("generate", "hi", "--hosts", "hosts.json", "--stall-seconds", seconds)
-    assert done.returncode == 2 and "--stall-seconds: must be above 0" in done.stderr
-
-
-@pytest.mark.parametrize("given", ["--pipeline", "--stall-seconds=3"])
-@pytest.mark.parametrize("command", ["generate hi", "serve"])
-def test_what_is_about_other_machines_goes_with_hosts(command, given):
-    done = run(*command.split(), given)
-    assert done.returncode == 2 and "needs --hosts" in done.stderr

@@ -64,12 +64,6 @@ def test_without_mlx():
     assert done.returncode == 1 and 'pip install -e ".[mlx]"' in done.stdout and not done.stderr
 
 
-def test_for_people(checks):
-    done = CliRunner().invoke(app, ["doctor", "--offline"], prog_name="dflash-mlx")
-    assert done.exit_code == 0 and done.stdout.count("\n") >= len(NAMES)
-    assert all(f" {name} " in done.stdout for name in NAMES)
-
-
 @pytest.mark.parametrize(
     "versions, name, status",
     [

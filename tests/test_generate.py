@@ -10,12 +10,10 @@ import pytest
 import tinymodels
 from oracle import Oracle
 from program import run
-from rich.console import Console
 from typer.testing import CliRunner
 
 import dflash_mlx
 from dflash_mlx.cli import generate as command
-from dflash_mlx.cli import output
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.generate_prompt import read_prompt
 from dflash_mlx.cli.pair import Pair
@@ -93,17 +91,6 @@ def test_prompts_that_cannot_be_used(tmp_path):
     assert f"{binary} is not UTF-8" in refused("--file", binary)
     assert "UTF-8" in refused(QUESTION, stdin=b"\xff\xfe")
     assert "The system message is empty" in refused("hi", "--system", " ")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["-", "--file", "-"],
-        ["hi", "--json", "--json-lines"],
-    ],
-)
-def test_options_that_exclude_each_other(arguments):
-    assert invoke(*arguments).exit_code == 2
 
 
 def test_a_closed_stdin_or_a_terminal_is_not_read(monkeypatch):
@@ -204,23 +191,6 @@ def test_an_estimated_speedup_is_marked(loaded, monkeypatch):
     assert "~" not in compared and "identical" in compared
 
 
-def test_the_first_token_has_no_speed(loaded):
-    told = invoke(QUESTION, "-n", "1").stderr
-    assert "1 token (cut off" in told and "tok/s" not in told
-
-
-@pytest.mark.parametrize("columns", [40, 60, 200])
-def test_the_panel_fits_any_terminal(columns, monkeypatch):
-    console = Console(file=StringIO(), width=columns)
-    monkeypatch.setattr(output, "stderr", lambda: console)
-    title = "a-model · adaptive block size · numpy-openblas"
-    rows = [("~plain", 12_345.0, ""), ("DFlash", 54_321.0, "~4.40x")]
-    console.print(output.panel(title, output.speeds(rows)))
-    lines = console.file.getvalue().splitlines()
-    assert {len(line) for line in lines} == {len(lines[0])} and len(lines[0]) <= columns
-    assert len(lines) == 4 and "54,321 tok/s ~4.40x" in lines[2]
-
-
 def test_an_answer_in_a_file(loaded, tmp_path):
     answer = tmp_path / "answer.txt"
     answer.write_text("before")
@@ -302,18 +272,3 @@ def test_an_answer_fits_a_schema(monkeypatch, tmp_path):
     assert 0 <= json.loads(done.stdout)["sum"] <= 99
     cut = invoke("What is 12 plus 7?", "--json-schema", file, "-n", 2)
     assert cut.exit_code == 2 and "The JSON is incomplete: cut off" in cut.stderr
-
-
-@pytest.mark.parametrize("content", [None, "{", "[1]"])
-def test_a_schema_that_is_none(content, tmp_path):
-    file = tmp_path / "schema.json"
-    if content is not None:
-        file.write_text(content)
-    assert str(file) in refused("hi", "--json-schema", file, code=1)
-
-
-def test_a_schema_needs_llguidance(tmp_path, monkeypatch):
-    file = tmp_path / "schema.json"
-    file.write_text("{}")
-    monkeypatch.setattr("dflash_mlx.cli.generate_prompt.find_spec", lambda _: None)
-    assert "[structured]" in refused("hi", "--json-schema", file, code=1)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dflash_mlx.cli import models
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import announce
-from dflash_mlx.loading.checks import fits, looks_quantized
+from dflash_mlx.loading.checks import fits
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import PACKAGES
 
@@ -79,17 +79,6 @@ def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
     assert not capsys.readouterr().err
 
 
-def test_the_download_of_a_drafter_is_announced(server, capsys, tmp_path):
-    hub = models.Hub()
-    announce(DRAFTER, hub, drafter=True)
-    assert capsys.readouterr().err == f"drafter {DRAFTER}: 0.3 MB to download\n"
-    hub.fetch(DRAFTER)
-    capsys.readouterr()
-    for name in (None, DRAFTER, "tiny-dflash2", "lookup", str(tmp_path), f"{DRAFTER}+lookup"):
-        announce(name, hub, drafter=True)
-    assert not capsys.readouterr().err
-
-
 def test_the_drafter_can_stay_where_it_is(server):
     refused = program("pull", TARGET, "--offline")
     assert refused.exit_code == 1 and "offline" in refused.stderr and not server.requests
@@ -136,16 +125,3 @@ def test_what_is_no_download_is_not_said_to_be_missing(name, said):
 )
 def test_what_fits_24_gigabytes(size, quantized, mac, said):
     assert fits(size, quantized, limit=24 * GB, mac=mac) == said
-
-
-@pytest.mark.parametrize(
-    "name, quantized",
-    [
-        ("mlx-community/Qwen3-8B-4bit", True),
-        ("mlx-community/gpt-oss-20b-MXFP4-Q8", True),
-        ("Qwen/Qwen3-8B", False),
-        ("mlx-community/Qwen3-8B-bf16", False),
-    ],
-)
-def test_a_conversion_says_what_it_is(name, quantized):
-    assert looks_quantized(name) == quantized

@@ -90,21 +90,6 @@ def test_differences_are_told(folder):
     assert "DFlash, from token 5 on (logit gap 0.012): a b" in text and "(one ended)" in text
 
 
-def test_json_for_programs(tiny, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": "what is 37 + 48?", "category": "sums", "answer": "85"}] * 2
-    prompts.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "tell me"}])))
-    options = ["--prompts", prompts, "-n", "8", "--repeats", "1", "--limit", "1"]
-    done = program("bench", "--json", *options)
-    assert done.stdout.count("\n") == 1 and not done.stderr
-    content = json.loads(done.stdout)
-    jsonschema.validate(content, SCHEMA)
-    assert [row["category"] for row in content["categories"]] == ["sums", "prompts"]
-    assert content["overall"]["prompts"] == content["overall"]["identical"] == 2
-    assert content["overall"]["identical_to_mlx_lm"] == 2 and not content["differences"]
-    assert {"chip", "blas", "mlx", "mlx-lm", "python"} <= set(content["machine"])
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -27,17 +27,11 @@ def target() -> Target:
         (["--steps", "2", "--hours", "1"], "not both"),
         (["--keep-answers"], "needs --data"),
         (["--hours", "0"], "above 0"),
-        (["--hours", "nan"], "hours"),
         (["--learning-rate", "0"], "above 0"),
-        (["--learning-rate", "inf"], "above 0"),
         (["--seed", str(2**64)], "below 2**32"),
         (["--loss", "0,0"], "one of them above 0"),
-        (["--loss", "1,-1"], "one of them above 0"),
         (["--loss", "1,2,0"], "give two numbers"),
-        (["--answer-tokens", "1"], "greater than or equal to 2"),
-        (["--seed", "-1"], "greater than or equal to 0"),
         (["--warm-start", "tiny", "--layers", "2"], "a drafter to start from"),
-        (["--warm-start", "tiny", "--kind", "dspark"], "a drafter to start from"),
     ],
 )
 def test_mistakes_of_usage_are_told_first(

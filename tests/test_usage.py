@@ -41,14 +41,9 @@ def test_what_the_library_refuses_of_options_is_wrong_usage(options, loaded):
         ["generate", ""],
         ["generate", "hi", "--max-tokens", "-1"],
         ["generate", "hi", "--block-size", "0"],
-        ["generate", "hi", "--kv-bits", "3"],
         ["generate", "hi", "--no-draft", "--draft", "x"],
         ["generate", "hi", "--quant-mode", "mxfp4"],
-        ["generate", "hi", "--group-size", "32"],
         ["bench", "--repeats", "0"],
-        ["bench", "--out", ""],
-        ["train", "--out", "", "--synthesize", "2"],
-        ["train", "--kind", "x"],
         ["launch", "x"],
         ["roofline", "--chip", "M9"],
         ["serve", "--host", "0.0.0.0"],
@@ -77,15 +72,3 @@ def test_a_word_that_is_no_command_or_option_is_named(arguments, said):
 def test_more_rows_than_there_can_be(option, pair):
     done = invoke("generate", "hi", "-n", "2", "--no-policy", option, 100_000, *pair)
     assert done.exit_code == 2 and done.stderr.startswith("error: "), done.stderr
-
-
-def test_what_is_not_there_is_not_wrong_usage(tmp_path):
-    assert invoke("generate", "hi", "--model", tmp_path / "none").exit_code == 1
-    assert invoke("generate", "--file", tmp_path / "none").exit_code == 1
-    assert invoke("generate", "hi", "--json-schema", tmp_path / "none").exit_code == 1
-
-
-def test_a_lookup_is_not_told_to_be_trained(pair):
-    done = invoke("generate", "hi", "-n", "2", "-b", "200", *pair[:2], "--draft", "lookup")
-    assert " that this drafter can have: give less." in done.stderr
-    assert "trained" not in done.stderr

@@ -109,7 +109,7 @@ def test_port_0_of_an_agents_server_is_a_free_one(tmp_path, monkeypatch):
     asked = []
 
     @contextmanager
-    def server(url, port, names):
+    def server(url, port, key, names):
         asked.append((url, port))
         raise ServerError("no more is needed")
         yield
@@ -163,4 +163,4 @@ def test_a_server_that_loads_is_waited_for(tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         code, _ = run("launch", "codex", "--port", str(server.server_port), PATH=str(tmp_path))
         server.shutdown()
-    assert code == 7 and server.asked == ["/ready", "/ready", "/v1/models"]
+    assert code == 7 and server.asked == ["/v1/models", "/v1/models"]
