@@ -21,8 +21,6 @@ from .output import counted, note
 from .pair import open_pair
 
 if TYPE_CHECKING:
-    from dflash_mlx import Target
-
     from .chat_input import LineReader
 
 HINT = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
@@ -60,17 +58,12 @@ def chat(
     if server is not None:
         model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
     else:
-        pair = open_pair(names, weights, steps, no_draft, check=_check_can_chat)
+        pair = open_pair(names, weights, steps, no_draft)
         model = LocalModel(pair)
     conversation = Chat(model, settings, messages, verbose)
     if system is not None:
         conversation.set_system(system)
     _run(conversation)
-
-
-def _check_can_chat(target: Target) -> None:
-    if not target.tokenizer.has_chat_template:
-        raise PromptError(f"{target.name} has no chat template: it cannot chat.")
 
 
 def _run(chat: Chat) -> None:

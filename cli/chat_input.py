@@ -30,17 +30,16 @@ class CommandCompleter(Completer):
     """Completes commands, file names behind /save and /load, and settings behind /set."""
 
     def __init__(self) -> None:
-        path = PathCompleter(expanduser=True)
-        self._arguments = {"/save": path, "/load": path, "/set": WordCompleter([*SETTINGS])}
+        self._commands = WordCompleter([*COMMANDS], sentence=True)
+        path, settings = PathCompleter(expanduser=True), WordCompleter([*SETTINGS])
+        self._arguments = {"/save": path, "/load": path, "/set": settings}
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         """What the text before the cursor may go on with."""
         name, space, argument = document.text_before_cursor.partition(" ")
-        if not space and name.startswith("/"):
-            found = (command for command in COMMANDS if command.startswith(name))
-            yield from (Completion(command, start_position=-len(name)) for command in found)
-        elif completer := self._arguments.get(name):
-            yield from completer.get_completions(Document(argument), event)
+        completer = self._arguments.get(name) if space else self._commands
+        if completer is not None:
+            yield from completer.get_completions(Document(argument if space else name), event)
 
 
 class LineReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -60,8 +61,7 @@ class LocalModel:
         for event in dflash_mlx.stream_generate(
             target, self._pair.drafter, ids, conversation=self._caches, **decoding
         ):
-            parts = splitter.split(event.text, last=event.finish_reason is not None)
-            yield Piece(parts, event.text, event.stats, event.finish_reason)
+            yield Piece(splitter.split(event.text), event.text, event.stats, event.finish_reason)
 
 
 def _splitter(tokenizer: Any, ids: list[int]) -> ReasoningSplitter:
@@ -72,7 +72,7 @@ def _splitter(tokenizer: Any, ids: list[int]) -> ReasoningSplitter:
 
 
 class ReasoningSplitter:
-    """Separates reasoning from the answer in streamed text.
+    """Separates reasoning from the answer in streamed text; a tag is never in two pieces of it.
 
     Args:
         tags: what begins and ends reasoning; None for a model that does not reason.
@@ -80,23 +80,19 @@ class ReasoningSplitter:
     """
 
     def __init__(self, tags: tuple[str, str] | None, inside: bool = False) -> None:
-        self._tags, self._inside, self._held = tags, inside, ""
+        self._tags, self._inside = tags, inside
 
-    def split(self, text: str, last: bool = False) -> list[tuple[str, bool]]:
-        """The next parts and whether each is reasoning; half a tag is held back until `last`."""
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """The parts of a piece, and whether each is reasoning. Tags belong to the reasoning."""
         if self._tags is None:
             return [(text, False)]
-        parts, rest = [], self._held + text
-        while (tag := self._tags[self._inside]) in rest:
-            before, _, rest = rest.partition(tag)
-            # Tags are shown like the reasoning that they enclose.
-            parts += [(before, self._inside), (tag, True)]
-            self._inside = not self._inside
-        lengths = range(min(len(tag) - 1, len(rest)), 0, -1)
-        half = next((n for n in lengths if tag.startswith(rest[-n:])), 0) * (not last)
-        border = len(rest) - half
-        self._held = rest[border:]
-        return [*parts, (rest[:border], self._inside)]
+        begin, end = self._tags
+        parts = []
+        for part in re.split(f"({re.escape(begin)}|{re.escape(end)})", text):
+            self._inside |= part == begin
+            parts.append((part, self._inside))
+            self._inside &= part != end
+        return parts
 
 
 class ServedModel:

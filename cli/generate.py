@@ -17,7 +17,7 @@ from .generate_prompt import STDIN, Files, Prompt, System, as_messages, read_pro
 from .generate_summary import as_json, event_as_json, stats_as_json, stats_as_lines, summary
 from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
 from .options import DECODING, OUTPUT
-from .output import as_line, check_writable, note, panel, print_json, stderr, waiting, write_file
+from .output import as_text, check_writable, note, panel, print_json, stderr, waiting, write_file
 from .pair import explain, open_pair
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def generate(
         if output is None:
             print_json(lines[-1])
         else:
-            write_file(output, "".join(map(as_line, lines)))
+            write_file(output, "".join(f"{as_text(line)}\n" for line in lines))
     else:
         stderr().print(panel(pair.title, summary(pair, comparison, result)))
         for line in stats_as_lines(result.stats) if stats else ():

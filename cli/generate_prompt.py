@@ -50,11 +50,13 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
         raise typer.BadParameter("mlx.launch never ends stdin: give a text or a --file")
     parts = [] if prompt in (None, STDIN) else [check_text(str(prompt))]
     if prompt == STDIN:
-        parts.append(_decoded(_stdin(), "stdin"))
+        parts.append(_decoded(sys.stdin.buffer.read(), "stdin"))
     for file in files:
-        parts.append(_decoded(_stdin() if str(file) == STDIN else _content(file), str(file)))
-    if not dashes and stdin_ends and sys.stdin is not None and not sys.stdin.isatty():
-        piped = _stdin()
+        parts.append(
+            _decoded(sys.stdin.buffer.read() if str(file) == STDIN else _content(file), str(file))
+        )
+    if not dashes and stdin_ends and not sys.stdin.isatty():
+        piped = sys.stdin.buffer.read()
         if piped.strip() and parts and sys.stderr.isatty():
             note(f"With {counted(len(piped.splitlines()), 'line')} of standard input.")
         if piped.strip() or not parts:
@@ -62,10 +64,6 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
     if not parts:
         raise typer.BadParameter("give some text, or pipe it in", param_hint="PROMPT")
     return parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
-
-
-def _stdin() -> bytes:
-    return b"" if sys.stdin is None else sys.stdin.buffer.read()
 
 
 def _content(file: Path) -> bytes:

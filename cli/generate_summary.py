@@ -34,15 +34,12 @@ def summary(pair: Pair, runs: Comparison, result: Result) -> Group:
     if result.finish_reason == "length":
         lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")
     if runs.plain:
-        lines.append(_verdict(runs.first_difference))
+        found = runs.first_difference
+        verdict = ("yes", "bold green")
+        if found is not None:
+            verdict = (f"no, from token {found + 1} on", "bold red")
+        lines.append(Text.assemble("identical to plain decoding: ", verdict))
     return Group(*([speeds(rows)] if stats.rounds else []), *lines)
-
-
-def _verdict(difference: int | None) -> Text:
-    text, style = "yes", "bold green"
-    if difference is not None:
-        text, style = f"no, from token {difference + 1} on", "bold red"
-    return Text.assemble("identical to plain decoding: ", (text, style))
 
 
 def as_json(pair: Pair, runs: Comparison, result: Result) -> dict[str, Any]:

@@ -6,19 +6,9 @@ import sys
 import warnings
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: object = None,
-    line: str | None = None,
-) -> None:
-    """Show a warning of this package as one line, without the source line that raised it."""
-    text = str(message)
-    if not text.startswith("dflash-mlx: "):
-        text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
-    print(text, file=sys.stderr)
+def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning as one line, without the source line that raised it."""
+    return f"{message}\n"
 
 
 def main() -> None:
@@ -27,7 +17,7 @@ def main() -> None:
     A failure that a person can act on is one line on stderr; see `app.Program`.
     """
     gc.set_threshold(100_000)  # imports make many objects and hardly any garbage
-    warnings.showwarning = _show_warning
+    warnings.formatwarning = _format_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the character shows "?"

@@ -71,7 +71,12 @@ def sized(size: float) -> str:
 
 def print_json(content: dict[str, Any]) -> None:
     """Print the one JSON object of `--json`."""
-    print(json.dumps(content, ensure_ascii=False), flush=True)
+    print(as_text(content), flush=True)
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """A JSON object in one line."""
+    return json.dumps(content, ensure_ascii=False)
 
 
 def make_table(*titles: str, padding: int = 2) -> Table:
@@ -105,11 +110,6 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
 def panel(title: str, body: RenderableType) -> Panel:
     """A frame no wider than its content, with the title shortened to fit."""
     return Panel(body, title=Text(title), title_align="left", expand=False, border_style="dim")
-
-
-def as_line(content: dict[str, Any]) -> str:
-    """A JSON object as a line of a file."""
-    return json.dumps(content, ensure_ascii=False) + "\n"
 
 
 def check_writable(path: Path) -> None:

@@ -77,8 +77,6 @@ def roofline(
     note(f"The weights take {sized(shapes.weights)}; {fits_here(shapes.weights, quantized)}.")
     note(f"A prediction, not a measurement: {model} on {where.name}, {context} tokens of context,")
     note(f"acceptance length {tokens:g} at 16 rows. The drafter's own time is not included.")
-    if where.generation == "M5":
-        note("16-row tiles assume the M5's tensor units, which our kernels do not use.")
 
 
 def _config(model: str, hub: Hub) -> tuple[dict[str, Any], Path]:

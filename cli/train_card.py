@@ -64,11 +64,10 @@ def write_card(
     out: Path,
 ) -> None:
     """Write README.md: what the drafter reaches, and how it was trained. Raises `OutputError`."""
-    plan, config, loss = done.plan, done.config, recipe.loss_weights
+    plan, config = done.plan, done.config
     data = f"the file {recipe.data.name}" if recipe.data else "prompts written by the target"
     answers = "the file's answers" if recipe.keep_answers else "the target's own greedy answers"
-    skipped = ("data", "loss_weights")
-    settings = {k: v for k, v in asdict(recipe).items() if v is not None and k not in skipped}
+    settings = {k: v for k, v in asdict(recipe).items() if v is not None and k != "data"}
     lines = [
         f"# A drafter for {Path(target.name).name}",
         "",
@@ -92,8 +91,6 @@ def write_card(
         f"{plan.samples:,} samples with {plan.answer_tokens:,} tokens of answers: {data}, with "
         f"{answers}. {plan.steps:,} steps of {plan.tokens_of_step:,} tokens; the last run took "
         f"{hours:.2f} hours.",
-        "",
-        f"Loss: {loss.cross_entropy:g} cross entropy, {loss.kl:g} KL.",
         "",
         *(f"- {name}: {value}" for name, value in settings.items()),
         "",

@@ -239,15 +239,13 @@ def test_messages_of_several_lines(typed, unfinished, message):
     assert message is None or joined(typed) == message
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_reasoning_is_separated_however_the_text_comes(size):
-    text = "<think>hm < hm</think>yes <b>"
+def test_reasoning_is_separated():
     splitter, found = ReasoningSplitter(("<think>", "</think>")), []
-    for start in range(0, len(text), size):
-        found += splitter.split(text[start : start + size], last=start + size >= len(text))
+    for text in ("<think>", "hm < ", "hm</think>yes", " <b>"):
+        found += splitter.split(text)
     reasoning = "".join(part for part, is_reasoning in found if is_reasoning)
     assert reasoning == "<think>hm < hm</think>"
-    assert "".join(part for part, _ in found) == text
+    assert "".join(part for part, _ in found) == "<think>hm < hm</think>yes <b>"
 
 
 def on_terminal(monkeypatch, capsys, *parts):

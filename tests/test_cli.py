@@ -222,11 +222,6 @@ def test_errors_are_one_line(kind, message, pair, tmp_path):
     assert message in one_line_error(run("generate", *broken(kind, tmp_path, pair)), code)
 
 
-def test_what_cannot_chat_is_told_before_rounds_are_measured(pair, tmp_path):
-    _, *options = broken("no chat template", tmp_path, pair)
-    assert "cannot chat" in one_line_error(run("chat", *options), 2)
-
-
 def test_a_reader_that_leaves_early_is_no_error(pair):
     command = [*PROGRAM, "generate", QUESTION, "-n", "4000", "--no-policy", *pair]
     with popen(command) as process:

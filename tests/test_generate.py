@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import stat
-from io import BytesIO, StringIO, TextIOWrapper
+from io import BytesIO, TextIOWrapper
 
 import pytest
 import tinymodels
@@ -17,7 +17,6 @@ from dflash_mlx.cli import generate as command
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.generate_prompt import read_prompt
 from dflash_mlx.cli.pair import Pair
-from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.blas import BlasInfo
@@ -91,16 +90,6 @@ def test_prompts_that_cannot_be_used(tmp_path):
     assert f"{binary} is not UTF-8" in refused("--file", binary)
     assert "UTF-8" in refused(QUESTION, stdin=b"\xff\xfe")
     assert "The system message is empty" in refused("hi", "--system", " ")
-
-
-def test_a_closed_stdin_or_a_terminal_is_not_read(monkeypatch):
-    monkeypatch.setattr("sys.stdin", None)
-    assert read_prompt(QUESTION, []) == QUESTION
-    with pytest.raises(PromptError, match="empty"):
-        read_prompt("-", [])
-    monkeypatch.setattr("sys.stdin", StringIO())
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    assert read_prompt(QUESTION, []) == QUESTION
 
 
 def test_a_person_is_told_how_much_was_piped_in(monkeypatch, capsys):

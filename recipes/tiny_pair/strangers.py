@@ -2,8 +2,7 @@
 
 The target was never trained on such, so its answers are nonsense; but they are its own, and a
 drafter that has only seen the corpus is wrong about most of them. Only the requests are made here:
-what is learnt from them is what the target says (`dflash_mlx.train.answers`). They are of the kind
-of `scripts/policy_speed.py`'s free questions, in other words; none of those is among them.
+drafters learn what the target says to them (`dflash_mlx.train.answers`).
 """
 
 from __future__ import annotations
