@@ -22,19 +22,12 @@ STANDARD = ("temperature", "top_p", "seed", "max_tokens", "stop")  # every serve
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of an answer.
+    """A piece of an answer."""
 
-    Attributes:
-        parts: text to show, and whether it is reasoning.
-        content: text that belongs in the conversation.
-        stats: the request's counters so far.
-        finish_reason: "stop" or "length" at the end of the answer.
-    """
-
-    parts: list[tuple[str, bool]]
-    content: str
-    stats: Stats
-    finish_reason: str | None = None
+    parts: list[tuple[str, bool]]  # text to show, and whether it is reasoning
+    content: str  # text that belongs in the conversation
+    stats: Stats  # the request's counters so far
+    finish_reason: str | None = None  # "stop" or "length" at the end of the answer
 
 
 class LocalModel:

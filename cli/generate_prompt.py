@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dflash_mlx.errors import DataError, MissingDependencyError, PromptError
+from dflash_mlx.errors import DataError, PromptError
 from dflash_mlx.validation import read_json
 
 from .options import DECODING, option
@@ -102,13 +101,5 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def read_schema(file: Path | None) -> dict[str, Any] | None:
-    """The JSON schema in a file.
-
-    Raises `DataError` for a file that has none, and `MissingDependencyError`.
-    """
-    if file is None:
-        return None
-    schema = read_json(file, DataError)
-    if find_spec("llguidance") is None:
-        raise MissingDependencyError.of("--json-schema needs llguidance", "structured")
-    return schema
+    """The JSON schema in a file. Raises `DataError` for a file that has none."""
+    return None if file is None else read_json(file, DataError)

@@ -15,7 +15,7 @@ from dflash_mlx.loading.checks import fits_here
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import EMBEDDED, check_name, gguf_file, pair_of
-from dflash_mlx.machine.chips import Chip, chip_named, chips, find_chip
+from dflash_mlx.machine.chips import Chip, chip_named
 from dflash_mlx.validation import read_json
 
 from . import options
@@ -106,13 +106,7 @@ def _chip(name: str | None) -> Chip:
     with waiting("Starting MLX"):
         _ = dflash_mlx.Target  # raises `MissingDependencyError` without MLX
         import mlx.core as mx
-    if name is not None:
-        return chip_named(name)
-    here = find_chip(str(mx.device_info().get("device_name", "")))
-    if here is None:
-        names = ", ".join(chip.name for chip in chips())
-        raise typer.BadParameter(f"this machine has none of: {names}", param_hint="--chip")
-    return here
+    return chip_named(name or str(mx.device_info().get("device_name", "")))
 
 
 def published_acceptance(model: str) -> float | None:

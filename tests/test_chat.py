@@ -167,15 +167,6 @@ def test_what_cannot_be_loaded_loses_nothing(chat, tmp_path, capsys, content):
     assert heard.startswith("error: ") and heard.count("\n") == 1 and len(roles(chat)) == 2
 
 
-def test_a_chat_goes_on_from_a_file(chat, tmp_path):
-    missing = run("chat", "--resume", tmp_path / "talk.json", "--model", "/nowhere")
-    assert missing.returncode == 1 and "talk.json: cannot be read" in missing.stderr
-    say(chat, "hi", f"/save {tmp_path / 'talk.json'}")
-    options = ["--no-draft", "--stock-blas", "-n", "4", "--resume", tmp_path / "talk.json"]
-    done = run("chat", *options, stdin="and?")
-    assert done.returncode == 0 and done.stdout
-
-
 def test_the_conversation_is_kept_when_it_gets_too_long(chat, capsys):
     say(chat, "hi")
     before = [*chat.messages]

@@ -7,9 +7,7 @@ import tinymodels
 from program import run
 
 import dflash_mlx as dm
-from dflash_mlx.bench.measure import Comparison
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
-from dflash_mlx.drafter.protocol import label
 from dflash_mlx.errors import ModelNotFoundError, SettingsError
 
 QUESTION = "user: user: user: what is 37 + 48?"
@@ -64,18 +62,3 @@ def test_whatever_is_wrong_with_a_drafter_it_is_said_what_drafts_without_one(fol
         with pytest.raises(dm.DFlashError) as caught:
             dm.load(name, draft=draft)
         assert "--draft lookup" in str(caught.value) and "--draft none" in str(caught.value)
-
-
-def test_what_drafts_is_named_by_its_own_name():
-    target, both = dm.load("tiny", draft="tiny-dflash2+lookup")
-    names = [
-        label(one)
-        for one in (both, both.network, LookupDrafter(), dm.load("tiny", draft="tiny")[1])
-    ]
-    assert names == ["DFlash2+lookup", "DFlash2", "lookup", "DFlash"]
-    for drafter in (both, LookupDrafter()):
-        runs = Comparison(target, drafter, [1, 2, 3], max_tokens=4)
-        runs.run_all()
-        assert list(runs.methods) == ["plain", label(drafter), "mlx-lm"]
-    said = run("generate", QUESTION, "--draft", "lookup", "-n", "8").stderr
-    assert "lookup" in said and "DFlash" not in said

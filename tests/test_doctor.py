@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import dflash_mlx
 from dflash_mlx.cli import doctor, doctor_checks
 from dflash_mlx.cli.app import app
-from dflash_mlx.errors import WeightsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 
@@ -125,12 +124,3 @@ def test_kernels_by_chip(chip, status, words, checks, monkeypatch):
     _, said = checks("--offline")
     assert said["chip"]["status"] == status and words in said["chip"]["detail"]
     assert said["chip"]["detail"].startswith(chip)
-
-
-def test_a_pair_that_cannot_be_read(monkeypatch):
-    def load(name):
-        raise WeightsError("model.safetensors is truncated")
-
-    monkeypatch.setattr(dflash_mlx, "load", load, raising=False)
-    check = doctor_checks._pair()
-    assert (check.status, check.detail) == ("fail", "model.safetensors is truncated")

