@@ -98,6 +98,14 @@ def test_ranks_that_measure_nothing(words, problem, tmp_path, monkeypatch):
     assert code == 1 and checks["link"]["status"] == "fail" and problem in checks["link"]["detail"]
 
 
+def test_a_model_without_a_width_is_told(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    path = hosts_file(tmp_path / "hosts.json")
+    done = run("doctor", "--hosts", path, "--model", tmp_path, "--offline")
+    assert done.returncode == 1 and not done.stdout
+    assert "config.json: hidden_size must be 1 or more, not None." in done.stderr
+
+
 def test_two_ranks_on_this_machine(tmp_path):
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps([{"ssh": "127.0.0.1"}] * 2))
