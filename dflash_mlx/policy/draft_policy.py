@@ -105,10 +105,8 @@ class DraftPolicy:
         """The costs and estimates that draft lengths follow from, a line each."""
         costs, tokens = self.costs.table("chain"), expected_tokens(self.estimates(0.0).paths)
         plain = self.plain_seconds
-        lines = ["a plain step was not timed yet"]
-        if plain is not None:
-            lines = [f"a plain step takes {1e3 * plain:.2f} ms"]
-        return lines + [
+        timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
+        return [f"a plain step {timed}"] + [
             f"{rows} rows: {costs[rows - 1]:.2f} x plain, {tokens[rows - 1]:.2f} tokens: "
             f"{tokens[rows - 1] / costs[rows - 1]:.2f} x the speed"
             for rows in SHOWN

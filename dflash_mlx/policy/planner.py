@@ -126,26 +126,6 @@ class Planner:
         return Candidate(_tree_paths(tree), tree.propose, required=self._tree_rows is not None)
 
 
-class Backoff:
-    """Decides several plain steps at once after decisions that found nothing to draft.
-
-    Attributes:
-        left: plain steps that are decided, the current one included.
-    """
-
-    def __init__(self) -> None:
-        self.left, self._in_vain = 0, 0
-
-    def decided(self, drafts: bool) -> None:
-        """Take in a decision."""
-        self._in_vain = 0 if drafts else self._in_vain + 1
-        self.left = 0 if drafts else min(MOST_PLAIN, 2 ** (self._in_vain // PATIENCE))
-
-    def step(self) -> None:
-        """A plain step is over."""
-        self.left = max(0, self.left - 1)
-
-
 class AdaptivePlanner(Planner):
     """Drafts as many rows as bring the most tokens per second, and none where none pay."""
 
@@ -156,7 +136,8 @@ class AdaptivePlanner(Planner):
         self._estimates = policy.estimates(temperature)
         self.sharpness = policy.sharpness(temperature)
         self._trees = policy.trees
-        self._backoff = Backoff()
+        self._plain_left = 0  # plain steps that are decided, the current one included
+        self._in_vain = 0  # decisions in a row that found nothing to draft
         self._kind, self._unread = "chain", 0
 
     def propose(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
@@ -166,10 +147,12 @@ class AdaptivePlanner(Planner):
             return Proposal([anchor])
         limit = min(limit, self._policy.longest)
         network, length = session.network, 1
-        if self._backoff.left == 0:
+        if self._plain_left == 0:
             if network is not None:
                 length = self._length(limit)
-            self._backoff.decided(length > 1)
+            self._in_vain = 0 if length > 1 else self._in_vain + 1
+            if length == 1:
+                self._plain_left = min(MOST_PLAIN, 2 ** (self._in_vain // PATIENCE))
         if rates := session.lookup_rates(anchor, limit)[: limit - 1]:
             found, speed = path_probabilities(rates), max(GAIN, self._speed(length))
             rows, _ = self._best("lookup", found, range(2, len(found) + 2), speed)
@@ -185,14 +168,14 @@ class AdaptivePlanner(Planner):
 
     def can_pipeline(self, session: DraftSession, anchor: int, limit: int) -> bool:
         """Whether more plain steps are decided, and the text does not repeat itself here."""
-        return self._backoff.left > 1 and not session.lookup_rates(anchor, limit)
+        return self._plain_left > 1 and not session.lookup_rates(anchor, limit)
 
     def candidate(
         self, session: DraftSession, anchor: int, limit: int
     ) -> Candidate | TreeCandidate:
         """The draft of which more is expected."""
         self._kind, self._tree = "chain", None
-        self._backoff.left = 2  # whether steps are plain is for the batch to decide
+        self._plain_left = 2  # whether steps are plain is for the batch to decide
         limit = min(limit, self._policy.longest)
         network, paths = session.network, self._estimates.paths[: limit - 1]
         found = path_probabilities(session.lookup_rates(anchor, limit))
@@ -209,7 +192,7 @@ class AdaptivePlanner(Planner):
         rows, accepted = len(step.proposal), step.accepted
         if rows == 1:
             self._estimates.fade()
-            self._backoff.step()
+            self._plain_left = max(0, self._plain_left - 1)
         elif self._kind == "chain":
             self._estimates.learn(rows - 1, accepted)
         elif self._tree is not None:
