@@ -52,9 +52,9 @@ class Pair:
     @property
     def rows(self) -> int:
         """Tokens verified at once."""
-        from dflash_mlx.generation import max_block_size
+        from dflash_mlx.generation import resolve_block_size
 
-        return max_block_size(self.drafter, self.block_size)
+        return resolve_block_size(self.drafter, self.block_size)
 
     @property
     def drafts(self) -> str:
@@ -89,8 +89,8 @@ class Pair:
         """
         if self.policy is None and self.tree_budget is None:
             return None
-        if self.policy is not None and self.policy.plain_seconds is not None:
-            speed = 1 / self.policy.plain_seconds
+        if self.policy is not None and self.policy.costs.plain_seconds is not None:
+            speed = 1 / self.policy.costs.plain_seconds
         elif not stderr().is_terminal:
             return None
         else:

@@ -182,8 +182,8 @@ class Conversation:
         """Read the rest of the prompt, one forward per iteration.
 
         Yields None, and after the last forward the logits [1, V]. The drafter gets most features
-        later, with `flush`, so that the first token need not wait for it. A prefix cache gets
-        tokens as soon as both models have read them.
+        later, with `flush_features`, so that the first token need not wait for it. A prefix cache
+        gets tokens as soon as both models have read them.
 
         A checkpoint is made where the last forward begins: a prompt that differs only at its end
         can then go back to it.
@@ -207,9 +207,9 @@ class Conversation:
                 self.store(checkpoint=len(self.ids) in stops)
             yield logits
         if threading.current_thread() is not threading.main_thread():
-            self.flush()  # the next event may be read by another thread of a pool
+            self.flush_features()  # the next event may be read by another thread of a pool
 
-    def flush(self) -> bool:
+    def flush_features(self) -> bool:
         """Give the drafter all pending features; before a step, and at the end of a request.
 
         Returns False if that is impossible: the features are lazy arrays of another thread. The

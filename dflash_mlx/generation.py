@@ -98,7 +98,7 @@ class GenerationSettings(SamplingSettings):
         return cls(**settings)
 
 
-def start_request(
+def make_request(
     target: Target, drafter: Drafter | None, prompt: Prompt, settings: GenerationSettings
 ) -> Request:
     """Check a request and make its state; no forward runs and no cache is filled yet.
@@ -110,7 +110,7 @@ def start_request(
     Raises what `stream_generate` raises at once.
     """
     check_pair(target, drafter)
-    widest = max_block_size(drafter, settings.block_size)
+    widest = resolve_block_size(drafter, settings.block_size)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
     kv_bits, conversation = settings.kv_bits, settings.conversation
@@ -137,7 +137,7 @@ def start_request(
     return request
 
 
-def max_block_size(drafter: Drafter | None, requested: int | None = None) -> int:
+def resolve_block_size(drafter: Drafter | None, requested: int | None = None) -> int:
     """The most rows of a step. Raises `SettingsError` for a size the drafter was not made for."""
     if requested is not None:
         requested = check_integer("block_size", requested)

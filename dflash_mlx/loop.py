@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from .drafter.protocol import Drafter
 from .events import Event, FinishReason, Result, Stats
-from .generation import GenerationSettings, start_request
+from .generation import GenerationSettings, make_request
 from .prompt import Prompt
 from .proposal import Proposal
 from .request import Request
@@ -97,7 +97,7 @@ def step(items: Sequence[BatchItem], batch: Batch) -> None:
     new = []  # requests whose verify forward the last step did not start
     for item in items:
         with item:
-            if not item.request.begin_step(shared=len(items) > 1):
+            if not item.request.prepare_step(shared=len(items) > 1):
                 new.append(item)
     if new:
         batch.propose(new)  # propose
@@ -213,7 +213,7 @@ def stream_generate(
             UnsupportedTreeError, if `tree_budget` is given for a target that reads chains only.
         ProposalError: later, if the drafter's proposal is not a draft from the last token.
     """
-    request = start_request(target, drafter, prompt, GenerationSettings.of(settings))
+    request = make_request(target, drafter, prompt, GenerationSettings.of(settings))
     request.resume()
     return _events(request)
 

@@ -49,23 +49,23 @@ class PendingStep:
     extended: bool = False
 
 
-class Accepted(NamedTuple):
+class StepResult(NamedTuple):
     """What a step adds to a text.
 
     Attributes:
         rows: the kept rows of the proposal, from its root down.
-        path: the tokens of these rows; the first one is the last anchor.
+        path_tokens: the tokens of these rows; the first one is the last anchor.
         tokens: the new tokens, the next anchor last.
         drafted: rows that were verified beyond the anchor.
-        right: how many of them equal the target's choice, the end of the text aside.
+        num_accepted: how many of them equal the target's choice, the end of the text aside.
         piece: the new text.
     """
 
     rows: list[int]
-    path: list[int]
+    path_tokens: list[int]
     tokens: list[int]
     drafted: int
-    right: int
+    num_accepted: int
     piece: Piece
 
 
@@ -84,7 +84,7 @@ class Request:
     Attributes:
         stats: as given.
         ended: whether another request may use the conversation.
-        target: the target's session, from `resume` to `suspend`.
+        target: the target's session, from `resume` to `release_caches`.
         drafter: the drafter's session.
     """
 
@@ -140,7 +140,7 @@ class Request:
         return self._conversation.kv_bits
 
     @property
-    def unread(self) -> int:
+    def uncached_tokens(self) -> int:
         """Tokens that `prefill` has still to read."""
         return len(self._to_cache) - self.target.position
 
@@ -194,7 +194,7 @@ class Request:
         stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock
         return Event(piece.text, piece.tokens, 0, 0, piece.finish_reason, stats)
 
-    def suspend(self) -> None:
+    def release_caches(self) -> None:
         """Give the caches back, whatever their state. `resume` and `prefill` rebuild them.
 
         The text then continues as if nothing had happened: the noise depends on seed and position,
@@ -216,22 +216,22 @@ class Request:
         """Store what the caches hold for other requests, unless a step has failed in the middle."""
         pipelined = self._pending[0] if self._pending else None
         self._pending.clear()
-        if self._consistent and self._conversation.flush():
+        if self._consistent and self._conversation.flush_features():
             if pipelined is not None:
                 self._extend_plain(pipelined, self.anchor)
             self._conversation.store()
 
     # A step, in order
 
-    def begin_step(self, shared: bool) -> bool:
+    def prepare_step(self, shared: bool) -> bool:
         """Begin a step; whether the last one has started it, so that nothing is to be proposed.
 
         Args:
             shared: whether other requests are part of it.
         """
         clock = time.perf_counter()
-        if not self._conversation.flush():  # another thread did the prefill
-            self.suspend()
+        if not self._conversation.flush_features():  # another thread did the prefill
+            self.release_caches()
             self.resume()
             for _ in self.prefill():
                 pass
@@ -306,7 +306,7 @@ class Request:
             self._conversation.extend([anchor], step.taps, [0])
             step.extended = True
 
-    def accept(self, values: list[int]) -> Accepted:
+    def accept(self, values: list[int]) -> StepResult:
         """Follow the target's choices through the proposal.
 
         Args:
@@ -328,24 +328,24 @@ class Request:
         new = [*path[1:], chosen(next_token)]
         piece = self._text.add(new)
         used = len(piece.tokens)  # what is right after the end of the text is not kept
-        return Accepted(rows[:used], path[:used], new, len(tokens) - 1, len(rows) - 1, piece)
+        return StepResult(rows[:used], path[:used], new, len(tokens) - 1, len(rows) - 1, piece)
 
-    def commit(self, accepted: Accepted) -> None:
+    def commit(self, accepted: StepResult) -> None:
         """Keep the accepted rows in the caches, and add the new tokens to the text."""
         step = self._pending[0]
         if not step.extended:
             self.target.commit(accepted.rows)
-            self._conversation.extend(accepted.path, step.taps, accepted.rows)
+            self._conversation.extend(accepted.path_tokens, step.taps, accepted.rows)
         self._sampler.commit(accepted.tokens)
         self._tokens += accepted.tokens
         self._anchor = accepted.tokens[-1]
         self._consistent = True
 
-    def emit(self, accepted: Accepted) -> Event:
+    def emit(self, accepted: StepResult) -> Event:
         """Count the step, let the policy learn from it, and return its event."""
         step, piece, stats = self._pending.popleft(), accepted.piece, self.stats
         used, is_tree = len(piece.tokens), not step.proposal.is_chain
-        kept = min(accepted.right, used)
+        kept = min(accepted.num_accepted, used)
         stats.count_step(accepted.drafted, kept, used, is_tree)
         stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
@@ -355,7 +355,7 @@ class Request:
         self._planner.observe(
             StepOutcome(
                 step.proposal,
-                accepted.right,
+                accepted.num_accepted,
                 accepted.tokens,
                 seconds if is_whole else None,
                 self._shared,

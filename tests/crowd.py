@@ -13,7 +13,7 @@ from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.engine.job import Job
 from dflash_mlx.engine.memory import MemoryBudget
 from dflash_mlx.engine.scheduler import BatchScheduler
-from dflash_mlx.generation import GenerationSettings, start_request
+from dflash_mlx.generation import GenerationSettings, make_request
 from dflash_mlx.proposal import Proposal
 
 
@@ -123,7 +123,7 @@ class Played:
         )
 
     def submit(self, prompt: list[int], **settings: Any) -> Job:
-        request = start_request(*self.pair, prompt, GenerationSettings.of(fresh(settings)))
+        request = make_request(*self.pair, prompt, GenerationSettings.of(fresh(settings)))
         job = Job(request.stats, lambda: None, lambda: True)  # nobody else would make its text
         self.scheduler.add(job, request)
         return job

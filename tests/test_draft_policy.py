@@ -175,12 +175,12 @@ def test_the_expected_loss_is_a_mean():
 
 def test_losses_fade_and_the_balance_stays():
     budget = Budget()
-    budget.book(5.0, 1)
-    recent, limit = budget.recent, budget.limit
+    budget.record(5.0, 1)
+    recent, limit = budget.recent, budget.max_cost
     for _ in range(40):
-        budget.book(1.0, 1)
+        budget.record(1.0, 1)
     assert recent < -3.9 and budget.recent > -0.2
-    assert limit < budget.limit < limit + 1
+    assert limit < budget.max_cost < limit + 1
 
 
 class Finds(DraftSession):

@@ -12,7 +12,7 @@ from tinymodels import greedy, random_drafter, target, tokenizer
 
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.errors import IncompatibleDrafterError, ProposalError, SettingsError
-from dflash_mlx.generation import DEFAULT_BLOCK_SIZE, GenerationSettings, start_request
+from dflash_mlx.generation import DEFAULT_BLOCK_SIZE, GenerationSettings, make_request
 from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.proposal import Proposal
@@ -161,5 +161,5 @@ def test_taps_that_the_target_lacks_are_refused_at_once(taps):
 
 
 def test_more_tokens_than_anybody_could_want_are_as_many_as_the_context_has():
-    request = start_request(target(), None, PROMPT, GenerationSettings(max_tokens=10**30))
+    request = make_request(target(), None, PROMPT, GenerationSettings(max_tokens=10**30))
     assert request.remaining == target().context_length - len(PROMPT)

@@ -38,9 +38,9 @@ def test_rounds_that_draft_nothing_still_take_in_the_features():
     for row in range(len(PROMPT)):
         session.extend(features()[:, row : row + 1])
         assert session.propose(PROMPT[row], 1).tokens == [PROMPT[row]]
-        assert session.unread == row + 1
+        assert session.pending_features == row + 1
     drafts = mx.array(session.propose(3, 16).tokens).tolist()
-    assert drafts == [3, *expected_drafts(features(), 3, 16)] and session.unread == 0
+    assert drafts == [3, *expected_drafts(features(), 3, 16)] and session.pending_features == 0
 
 
 def test_a_prompt_of_one_token_has_no_features():

@@ -21,7 +21,7 @@ from mlx_lm.sample_utils import make_sampler
 from ..drafter.protocol import Drafter, label
 from ..errors import DataError, PromptError
 from ..events import FinishReason, Result, Stats
-from ..generation import max_block_size
+from ..generation import resolve_block_size
 from ..loop import generate
 from ..policy.draft_policy import DraftPolicy
 from ..prompt import encode_prompt
@@ -275,5 +275,5 @@ def warm_up(target: Target, drafter: Drafter | None, block_size: int | None = No
     prompt = [0] * 8
     generate(target, None, prompt, max_tokens=2)
     if drafter is not None:
-        rows = max_block_size(drafter, block_size)
+        rows = resolve_block_size(drafter, block_size)
         generate(target, drafter, prompt, max_tokens=2 * rows, block_size=block_size)

@@ -207,9 +207,9 @@ class LookupSession(DraftSession):
         self._network.extend_rows(taps, kept)
 
     @property
-    def unread(self) -> int:
+    def pending_features(self) -> int:
         """The network's."""
-        return self._network.unread
+        return self._network.pending_features
 
     @property
     def position(self) -> int:

@@ -245,12 +245,12 @@ class NetworkSession(DraftSession):
     Attributes:
         drafter, target: as given.
         can_trim: whether no layer has a sliding window.
-        unread: how many features wait.
+        pending_features: how many features wait.
     """
 
     resumable = storable = True
     can_trim = True
-    unread = 0
+    pending_features = 0
 
     def __init__(self, drafter: DFlash, target: Target, sampler: Sampler) -> None:
         self.drafter, self.target, self._sampler = drafter, target, sampler
@@ -261,7 +261,7 @@ class NetworkSession(DraftSession):
     @property
     def position(self) -> int:
         """Tokens whose features were added."""
-        return self._cache[0].offset + self.unread
+        return self._cache[0].offset + self.pending_features
 
     def extend(self, taps: mx.array) -> None:
         """Add the features [1, S, K*D] of S newly committed tokens, in order."""
@@ -273,11 +273,11 @@ class NetworkSession(DraftSession):
 
         The next draft gathers them in its own graph.
         """
-        if self.unread >= MOST_PENDING:  # a long prompt's are never in memory together
+        if self.pending_features >= MOST_PENDING:  # a long prompt's are never in memory together
             self._read_pending()
         if kept:
             self._pending.append((taps, kept))
-            self.unread += len(kept)
+            self.pending_features += len(kept)
         if not self.can_trim:  # every draft makes a new array of a window
             self._start_computing()
 
@@ -331,7 +331,7 @@ class NetworkSession(DraftSession):
         for layer, state in zip(self._cache, checkpoint[0], strict=True):
             layer.rewind(state)
         self._pending = list(checkpoint[1])
-        self.unread = sum(len(kept) for _, kept in self._pending)
+        self.pending_features = sum(len(kept) for _, kept in self._pending)
 
     def rows(self, start: int, end: int) -> Arrays:
         """Keys and values [1, KV, S, head_dim] of S tokens in the layers without a window."""
@@ -371,7 +371,7 @@ class NetworkSession(DraftSession):
     def _take_pending(self) -> mx.array:
         """The features that wait, [1, S, K*D]; S may be 0."""
         config, pending = self.drafter.config, self._pending
-        self._pending, self.unread = [], 0
+        self._pending, self.pending_features = [], 0
         if not pending:
             return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
         if len(pending) == 1:

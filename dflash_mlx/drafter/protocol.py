@@ -75,7 +75,7 @@ class DraftSession:
         return 0
 
     @property
-    def unread(self) -> int:
+    def pending_features(self) -> int:
         """How many of them the next draft has to read before it drafts."""
         return 0
 

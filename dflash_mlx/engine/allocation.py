@@ -15,7 +15,7 @@ import numpy as np
 
 from ..policy.budget import CREDIT, Budget
 from ..policy.draft_policy import DraftPolicy
-from ..policy.planner import GAIN, PROBE_LOSS, Backoff, Candidate
+from ..policy.planner import GAIN, PROBE_LOSS, Candidate, plain_steps_after
 from ..policy.step_costs import StepCosts
 from ..request import Request
 
@@ -39,7 +39,7 @@ class RowAllocator:
         self._policy, self._clock, self._budget = policy, clock, Budget()
         self._leads: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._costs: dict[int, StepCosts] = {}
-        self._backoff = Backoff()
+        self._plain_left = self._in_vain = 0  # see `AdaptivePlanner`
         self._started: float | None = None  # the time of `allocate`; None for a pipelined step
         self._ended = 0.0
         self._rows, self._cost = 1, 1.0  # of a request on average, and of the step
@@ -47,7 +47,7 @@ class RowAllocator:
     @property
     def can_pipeline(self) -> bool:
         """Whether more plain steps are decided."""
-        return self._backoff.left > 1
+        return self._plain_left > 1
 
     def allocate(self, requests: Sequence[Request], candidates: Sequence[Candidate]) -> list[int]:
         """Rows of each request, the anchor included.
@@ -62,9 +62,10 @@ class RowAllocator:
         required = sum(rows) - count
         owners, paths = _ranked(candidates)
         chosen = 0
-        if len(paths) and self._backoff.left == 0 and not costs.needs_plain_step:
+        if len(paths) and self._plain_left == 0 and not costs.needs_plain_step:
             chosen = self._best(requests, costs, owners, paths, required)
-            self._backoff.decided(chosen + required > 0)
+            self._in_vain = 0 if chosen + required else self._in_vain + 1
+            self._plain_left = plain_steps_after(self._in_vain)
         for owner in owners[:chosen].tolist():
             rows[owner] += 1
         mean = (required + chosen) / count
@@ -89,13 +90,13 @@ class RowAllocator:
         # A step that only starts or only ends a pipeline takes two forwards, or part of one.
         seconds = now - started if pipelined == was_pipelined else None
         if self._rows == 1:
-            self._backoff.step()
+            self._plain_left = max(0, self._plain_left - 1)
         self._costs_of(len(tokens)).observe("chain", self._rows, seconds)
         for request, brought in tokens:
             lead = self._leads.get(request, LEAD) + brought - FLOOR * self._cost
             self._leads[request] = MEMORY * lead if lead > 0 else lead
         mean = round(sum(brought for _, brought in tokens) / len(tokens))
-        self._budget.book(self._cost, mean)
+        self._budget.record(self._cost, mean)
         self._policy.count(self._rows > 1, mean, self._cost)
 
     def _best(
@@ -110,16 +111,16 @@ class RowAllocator:
         count = len(requests)
         cost = np.interp(1 + (required + np.arange(len(paths) + 1)) / count, *_curve(costs))
         tokens = 1 + np.concatenate([[0.0], paths.cumsum()]) / count
-        most = np.minimum(self._budget.limit, self._bearable(requests, owners, paths))
+        most = np.minimum(self._budget.max_cost, self._max_fair_cost(requests, owners, paths))
         speed = np.where(cost <= most, tokens / cost, 0.0)
         best = int(speed.argmax())
         if tokens[best] * cost[0] > GAIN * tokens[0] * cost[best]:
             return best
         probe = min(len(paths), count)
-        allowed = self._budget.cheap - 1 + PROBE_LOSS, float(most[probe])
-        return probe if self._policy.probes(float(cost[probe]), *allowed) else 0
+        allowed = self._budget.free_cost - 1 + PROBE_LOSS, float(most[probe])
+        return probe if self._policy.should_probe(float(cost[probe]), *allowed) else 0
 
-    def _bearable(
+    def _max_fair_cost(
         self, requests: Sequence[Request], owners: np.ndarray, paths: np.ndarray
     ) -> np.ndarray:
         """The cost [n + 1] of a step with 0 to n ranked rows that leaves no request behind.

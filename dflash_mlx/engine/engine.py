@@ -15,7 +15,7 @@ from typing import Any
 
 from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
-from ..generation import GenerationSettings, start_request
+from ..generation import GenerationSettings, make_request
 from ..loop import Batch
 from ..policy.draft_policy import DraftPolicy
 from ..prefix.cache import PrefixCache
@@ -118,7 +118,7 @@ class Engine(AbstractContextManager["Engine", None]):
         settings.setdefault("policy", self._policy)
         if settings.get("conversation") is None:
             settings.setdefault("prefix", self._prefix)
-        request = start_request(*self._pair, prompt, GenerationSettings.of(settings))
+        request = make_request(*self._pair, prompt, GenerationSettings.of(settings))
         with ExitStack() as refused:
             refused.callback(request.close)
             self._check(request.kv_bits)

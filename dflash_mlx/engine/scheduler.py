@@ -94,7 +94,7 @@ class BatchScheduler:
         """Free the caches of the youngest running request; it waits, and continues later."""
         slot = self._running[-1]
         self._remove(slot)
-        slot.request.suspend()
+        slot.request.release_caches()
         self._waiting.appendleft(slot)
 
     def _drop_cancelled(self) -> None:
@@ -133,7 +133,7 @@ class BatchScheduler:
         budget = self._prefill_budget()
         while self._prefilling and budget > 0:
             slot = self._prefilling.popleft()
-            request, unread, clock = slot.request, slot.request.unread, time.perf_counter()
+            request, unread, clock = slot.request, slot.request.uncached_tokens, time.perf_counter()
             # The last chunk ends with the prompt, the others at multiples of CHUNK, as alone.
             self._chunk = budget if unread <= budget else budget // CHUNK * CHUNK or budget
             with ErrorCapture() as captured:
@@ -141,7 +141,7 @@ class BatchScheduler:
             if captured.error is not None or request.finished:
                 self._end(slot, captured.error)
                 continue
-            read = unread - request.unread
+            read = unread - request.uncached_tokens
             budget -= max(1, read)
             if read >= CHUNK // 2:
                 self._prefill_rate = read / (time.perf_counter() - clock)
@@ -191,7 +191,7 @@ class BatchScheduler:
             return
         for slot in slots:
             slot.alone = True
-            slot.request.suspend()
+            slot.request.release_caches()
             self._start(slot)
 
     def _end(self, slot: _Slot, error: BaseException | None = None) -> None:

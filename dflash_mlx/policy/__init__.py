@@ -1,1 +1,1 @@
-"""How wide rounds are, and at what price: widths, trees, rounds, costs."""
+"""How many tokens each step drafts."""

@@ -30,21 +30,21 @@ class Budget:
         self.recent = 0.0
 
     @property
-    def limit(self) -> float:
+    def max_cost(self) -> float:
         """The highest cost that a step may have at all."""
         return 1 + CREDIT + self._balance
 
     @property
-    def cheap(self) -> float:
+    def free_cost(self) -> float:
         """The cost up to which a step needs no promise of success."""
         return 1 + CHEAP + min(0.0, self.recent)
 
     @property
-    def tolerance(self) -> float:
+    def max_expected_loss(self) -> float:
         """The loss that may be expected of a dearer step."""
         return min(MOST, FIRST + SHARE * self._tokens) + self.recent
 
-    def book(self, cost: float, tokens: int) -> None:
+    def record(self, cost: float, tokens: int) -> None:
         """Book a step that cost so many plain steps and brought so many tokens."""
         self._tokens += tokens
         gain = tokens - cost

@@ -77,7 +77,7 @@ class DraftPolicy:
         """How much the drafter's scores count at about this temperature."""
         return self._sharpness.setdefault(_rounded(temperature), DraftSharpness())
 
-    def probes(self, cost: float, cheap: float, most: float) -> bool:
+    def should_probe(self, cost: float, cheap: float, most: float) -> bool:
         """Whether it is time to draft although it does not seem to pay.
 
         A dear probe waits for the longest pause: even costs may have been wrong, or have changed.
@@ -96,15 +96,10 @@ class DraftPolicy:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
         self._plain_tokens = 0
 
-    @property
-    def plain_seconds(self) -> float | None:
-        """Seconds of a plain step of late; None before one was timed."""
-        return self.costs.plain_seconds
-
     def describe(self) -> list[str]:
         """The costs and estimates that draft lengths follow from, a line each."""
         costs, tokens = self.costs.table("chain"), expected_tokens(self.estimates(0.0).paths)
-        plain = self.plain_seconds
+        plain = self.costs.plain_seconds
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
         return [f"a plain step {timed}"] + [
             f"{rows} rows: {costs[rows - 1]:.2f} x plain, {tokens[rows - 1]:.2f} tokens: "
@@ -120,7 +115,7 @@ class TreeRecord:
     def __init__(self) -> None:
         self._tokens, self._cost, self._trees, self._wait = 0.0, 0.0, 0, 0
 
-    def are_wanted(self, chain_speed: float) -> bool:
+    def should_draft_tree(self, chain_speed: float) -> bool:
         """Whether the next draft should be a tree, where a chain promises such a speed."""
         self._wait += 1
         better = self._tokens >= chain_speed * self._cost

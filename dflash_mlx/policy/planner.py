@@ -151,8 +151,7 @@ class AdaptivePlanner(Planner):
             if network is not None:
                 length = self._length(limit)
             self._in_vain = 0 if length > 1 else self._in_vain + 1
-            if length == 1:
-                self._plain_left = min(MOST_PLAIN, 2 ** (self._in_vain // PATIENCE))
+            self._plain_left = plain_steps_after(self._in_vain)
         if rates := session.lookup_rates(anchor, limit)[: limit - 1]:
             found, speed = path_probabilities(rates), max(GAIN, self._speed(length))
             rows, _ = self._best("lookup", found, range(2, len(found) + 2), speed)
@@ -161,8 +160,8 @@ class AdaptivePlanner(Planner):
                 return checked(session.propose_lookup(anchor, rows), rows)
         if network is None or length == 1:
             return Proposal([anchor])
-        self._unread = network.unread
-        if self._trees is not None and self._trees.are_wanted(self._speed(length)):
+        self._unread = network.pending_features
+        if self._trees is not None and self._trees.should_draft_tree(self._speed(length)):
             return self._propose_tree(network, anchor, limit)
         return checked(network.propose(anchor, length), length)
 
@@ -202,7 +201,7 @@ class AdaptivePlanner(Planner):
         cost = self._costs.table(self._kind)[rows - 1]
         seconds = step.seconds if self._unread <= MOST_UNREAD else None
         self._costs.observe(self._kind, rows, seconds)
-        self._budget.book(cost, accepted + 1)
+        self._budget.record(cost, accepted + 1)
         self._policy.count(rows > 1, accepted + 1, cost)
         if self._tree is not None and self._trees is not None:
             self._trees.observe(accepted + 1, cost)
@@ -214,7 +213,7 @@ class AdaptivePlanner(Planner):
         if best == 1 < limit == self._policy.longest:
             probe, budget = min(PROBE_ROWS, limit), self._budget
             cost = self._costs.table("chain")[probe - 1]
-            if self._policy.probes(cost, budget.cheap + PROBE_LOSS - 1, budget.limit):
+            if self._policy.should_probe(cost, budget.free_cost + PROBE_LOSS - 1, budget.max_cost):
                 return probe
         return best
 
@@ -226,7 +225,7 @@ class AdaptivePlanner(Planner):
         It is 1 if none is faster than `speed` and within the budget.
         """
         costs, tokens, budget = self._costs.table(kind), expected_tokens(paths), self._budget
-        most, cheap, tolerance = budget.limit, budget.cheap, budget.tolerance
+        most, cheap, tolerance = budget.max_cost, budget.free_cost, budget.max_expected_loss
         best = 1
         for count in rows:
             cost = costs[count - 1]
@@ -255,6 +254,11 @@ class AdaptivePlanner(Planner):
         right = next((at for at, (a, b) in enumerate(pairs) if a != b), min(tree.slots, len(text)))
         looked_at = min(right + 1, tree.slots, len(text))
         self._estimates.learn(looked_at, right)
+
+
+def plain_steps_after(in_vain: int) -> int:
+    """Plain steps to take at once, after so many decisions in a row that found nothing to draft."""
+    return min(MOST_PLAIN, 2 ** (in_vain // PATIENCE)) if in_vain else 0
 
 
 def _tree_paths(tree: DraftTree) -> list[float]:

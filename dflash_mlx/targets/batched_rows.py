@@ -35,7 +35,7 @@ class RequestRows:
         caches, rollbacks: one per layer, fewer where layers share them.
         entries: the classes of the model's modules in this request's own verify.
         tree: the proposal's tree; None for a chain.
-        reader: the request's `TreeReader`; None for a chain.
+        reader: the request's `TreeAttention`; None for a chain.
     """
 
     proposal: Proposal

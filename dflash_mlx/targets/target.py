@@ -24,7 +24,7 @@ from .recurrent import RecurrentRollback
 from .rollback import RowRollback, rollbacks_for
 from .taps import EMBEDDING, Taps
 from .tree import Tree
-from .tree_attention import TreeReader, why_no_trees
+from .tree_attention import TreeAttention, why_no_trees
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -162,7 +162,7 @@ class Target:
     def _recorder(self, layers: Sequence[int], overrides: Overrides) -> Taps:
         return Taps(self.layers, layers, overrides)
 
-    def read_last_row(self, overrides: Overrides) -> None:
+    def last_logits_only(self, overrides: Overrides) -> None:
         """Have the head compute a forward's last row only while `overrides` is installed."""
         norm = self._backbone.norm
         own = type(norm).__call__
@@ -210,7 +210,7 @@ class TargetSession:
         self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
         self._prefill, self._verify = target.overrides(), target.overrides()
         self._prefill_taps = target.tap(tap_layers, self._prefill)
-        target.read_last_row(self._prefill)
+        target.last_logits_only(self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
         self._cache = make_cache(target.model, layers, kv_bits)
         # Caches that a forward may leave lazy: its logits do not depend on all of them.
@@ -226,7 +226,7 @@ class TargetSession:
             for rollback in self._rollback if target.wiring.exact else ():
                 if isinstance(rollback, RecurrentRollback):
                     rollback.kernels = target.wiring.kernels
-        self._tree_reader: TreeReader | None = None  # made for the first tree
+        self._tree_reader: TreeAttention | None = None  # made for the first tree
         self._layers, self.kv_bits = layers, kv_bits
         self._uncommitted = 0  # rows of the last verify
         self.position, self.intact = 0, True
@@ -376,10 +376,10 @@ class TargetSession:
         # Leave nothing lazy in the caches: the next forward may be another thread's.
         mx.async_eval([caches.arrays(cache) for cache in self._cache])
 
-    def _reader(self) -> TreeReader:
+    def _reader(self) -> TreeAttention:
         """The reader of this request's trees."""
         if self._tree_reader is None:
             parts = self._layers, self._cache, self._rollback, self._target.overrides()
             with self._target.forward_lock:  # as in `Target.start`
-                self._tree_reader = TreeReader(*parts)
+                self._tree_reader = TreeAttention(*parts)
         return self._tree_reader

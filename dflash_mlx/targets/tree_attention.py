@@ -34,7 +34,7 @@ from .rollback import RowRollback, SupportsTrees
 from .tree import Tree
 
 
-class TreeReader:
+class TreeAttention:
     """Makes one request's caches and modules read trees during a forward.
 
     Args:
