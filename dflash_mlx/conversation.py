@@ -59,12 +59,12 @@ class Conversation:
     Attributes:
         kv_bits, prefix: as given.
         ids: the tokens in the caches.
-        target: the target's session of the last request.
-        drafter: the drafter's session.
+        target_session: the target's session of the last request.
+        draft_session: the drafter's session.
     """
 
-    target: TargetSession
-    drafter: DraftSession
+    target_session: TargetSession
+    draft_session: DraftSession
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Conversation:
     def drop_caches(self) -> None:
         """Drop the caches; `resume` and `prefill` rebuild them."""
         if self._started:
-            del self.target, self.drafter
+            del self.target_session, self.draft_session
         self._started, self._checkpoints, self.ids = False, [], []
         self._pending, self._flushed = [], True
 
@@ -157,21 +157,23 @@ class Conversation:
         # Both sessions must hold exactly `ids`: no forward failed or was left out.
         if (
             self._started
-            and self.drafter.resumable
-            and self.target.intact
-            and self.target.position == self.drafter.position == len(self.ids)
+            and self.draft_session.resumable
+            and self.target_session.intact
+            and self.target_session.position == self.draft_session.position == len(self.ids)
             and self._go_back(shared)
             and (self.ids or self.prefix is None)
         ):
-            self.drafter.resume(sampler)
+            self.draft_session.resume(sampler)
             return len(self.ids)
         target, drafter, kv_bits = self._target, self._drafter, self.kv_bits
         if self.prefix is None:
-            self.target = target.start(() if drafter is None else drafter.tap_layers, kv_bits)
-            self.drafter, held = start_session(drafter, target, sampler), 0
+            self.target_session = target.start(
+                () if drafter is None else drafter.tap_layers, kv_bits
+            )
+            self.draft_session, held = start_session(drafter, target, sampler), 0
         else:
             opened = self.prefix.open(prompt, sampler, kv_bits, self._salt)
-            self.target, self.drafter, held = opened
+            self.target_session, self.draft_session, held = opened
         self._started, self._checkpoints, self.ids = True, [], list(prompt[:held])
         self._pending, self._flushed = [], True
         return held
@@ -194,12 +196,12 @@ class Conversation:
         """
         stops: list[int] = []
         if self.prefix is not None:
-            sessions = self.target, self.drafter
+            sessions = self.target_session, self.draft_session
             stops = self.prefix.checkpoint_positions(*sessions, prompt, self._branches, self._salt)
         self._prompt, self._prefill_thread, self._flushed = prompt, threading.get_ident(), False
-        for logits, taps in self.target.prefill(prompt[len(self.ids) :], stops, chunk):
-            last_begins = self.target.position == len(prompt) - LAST_STEP
-            self._pending.append((taps, self.target.checkpoint() if last_begins else None))
+        for logits, taps in self.target_session.prefill(prompt[len(self.ids) :], stops, chunk):
+            last_begins = self.target_session.position == len(prompt) - LAST_STEP
+            self._pending.append((taps, self.target_session.checkpoint() if last_begins else None))
             if logits is None:
                 rows = sum(taps.shape[1] for taps, _ in self._pending)
                 if self.prefix is not None or rows > MAX_PENDING:
@@ -226,7 +228,9 @@ class Conversation:
     def store(self, checkpoint: bool = True) -> None:
         """Add the caches to the prefix cache, if there is one; at the end with a checkpoint."""
         if self.prefix is not None:
-            self.prefix.insert(self.target, self.drafter, self.ids, checkpoint, self._salt)
+            self.prefix.insert(
+                self.target_session, self.draft_session, self.ids, checkpoint, self._salt
+            )
 
     def extend(
         self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int] | None = None
@@ -238,12 +242,12 @@ class Conversation:
             taps: their features [1, S, K*D], lazy or not; or a computed step's, [1, N, K*D].
             kept: the tokens' rows in a step's features, rising; None if `taps` has no others.
         """
-        self.drafter.read_tokens(tokens)
+        self.draft_session.read_tokens(tokens)
         if kept is not None:
-            self.drafter.extend_rows(taps, kept)
+            self.draft_session.extend_rows(taps, kept)
         else:
             mx.async_eval(taps)  # the drafter may use them in another thread
-            self.drafter.extend(taps)
+            self.draft_session.extend(taps)
         self.ids += tokens
 
     def _extend_pending(self) -> None:
@@ -257,28 +261,28 @@ class Conversation:
         """Forget the tokens after the first `shared`; whether that is possible."""
         if shared == len(self.ids):
             if self.ids:
-                self._add_checkpoint(self.target.checkpoint())
+                self._add_checkpoint(self.target_session.checkpoint())
             return True
-        if self.target.can_trim and self.drafter.can_trim:
-            self.target.trim_to(shared)
-            self.drafter.trim_to(shared)
+        if self.target_session.can_trim and self.draft_session.can_trim:
+            self.target_session.trim_to(shared)
+            self.draft_session.trim_to(shared)
         else:
             earlier = [one for one in self._checkpoints if one.target.position <= shared]
             self._checkpoints = earlier
             if not earlier:
                 return False
-            self.target.rewind(earlier[-1].target)
+            self.target_session.rewind(earlier[-1].target)
             if earlier[-1].drafter is None:
-                self.drafter.trim_to(self.target.position)
+                self.draft_session.trim_to(self.target_session.position)
             else:
-                self.drafter.rewind(earlier[-1].drafter)
-        del self.ids[self.target.position :]
+                self.draft_session.rewind(earlier[-1].drafter)
+        del self.ids[self.target_session.position :]
         return True
 
     def _add_checkpoint(self, target_checkpoint: Any) -> None:
         """Add a checkpoint of both, unless both can trim."""
-        drafter = self.drafter
-        if drafter.resumable and not (self.target.can_trim and drafter.can_trim):
+        drafter = self.draft_session
+        if drafter.resumable and not (self.target_session.can_trim and drafter.can_trim):
             own = None if drafter.can_trim else drafter.checkpoint()
             added = [*self._checkpoints, PairCheckpoint(target_checkpoint, own)]
             self._checkpoints = added[-MAX_CHECKPOINTS:]

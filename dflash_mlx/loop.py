@@ -74,7 +74,7 @@ class Batch:
 
     def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
         """Logits [N, V] after each row of a proposal and its taps [1, N, K*D], per item; lazy."""
-        return [item.request.target.verify(item.proposal) for item in items]
+        return [item.request.target_session.verify(item.proposal) for item in items]
 
     def can_pipeline(self, items: Sequence[BatchItem]) -> bool:
         """Whether the next step of these may start before this one is read; see `start_next`."""

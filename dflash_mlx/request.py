@@ -84,12 +84,12 @@ class Request:
     Attributes:
         stats: as given.
         ended: whether another request may use the conversation.
-        target: the target's session, from `resume` to `release_caches`.
-        drafter: the drafter's session.
+        target_session: the target's session, from `resume` to `release_caches`.
+        draft_session: the drafter's session.
     """
 
-    target: TargetSession
-    drafter: DraftSession
+    target_session: TargetSession
+    draft_session: DraftSession
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Request:
     @property
     def uncached_tokens(self) -> int:
         """Tokens that `prefill` has still to read."""
-        return len(self._to_cache) - self.target.position
+        return len(self._to_cache) - self.target_session.position
 
     @property
     def _to_cache(self) -> list[int]:
@@ -158,7 +158,10 @@ class Request:
     def resume(self) -> None:
         """Get the caches ready for `prefill`."""
         held = self._conversation.resume(self._to_cache, self._sampler, self._branches)
-        self.target, self.drafter = self._conversation.target, self._conversation.drafter
+        self.target_session, self.draft_session = (
+            self._conversation.target_session,
+            self._conversation.draft_session,
+        )
         if self._anchor is None:
             self.stats.reused_tokens = held
 
@@ -203,7 +206,7 @@ class Request:
         self._store()
         self._consistent = False  # `close` has nothing to store
         self._conversation.drop_caches()
-        del self.target, self.drafter
+        del self.target_session, self.draft_session
 
     def close(self) -> None:
         """End the request, and release its conversation."""
@@ -248,11 +251,11 @@ class Request:
 
         Raises `ProposalError` if the drafter returns more rows than it was asked for.
         """
-        return self._planner.propose(self.drafter, self.anchor, self._limit)
+        return self._planner.propose(self.draft_session, self.anchor, self._limit)
 
     def candidate(self) -> Candidate | TreeCandidate:
         """The rows that could be verified now, in a step that other requests share."""
-        return self._planner.candidate(self.drafter, self.anchor, self._limit)
+        return self._planner.candidate(self.draft_session, self.anchor, self._limit)
 
     def choose(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> None:
         """Choose the target's token after each row of a proposal. Lazy; see `pending`.
@@ -265,7 +268,7 @@ class Request:
         ahead = len(self._pending)
         values = self._sampler.decide(proposal, logits, ahead)
         if ahead:
-            self.target.commit([0])
+            self.target_session.commit([0])
         step = PendingStep(proposal, values, taps, logits.shape[-1], pipelined=ahead > 0)
         self._pending.append(step)
 
@@ -281,10 +284,10 @@ class Request:
         The text may end with this step. Then the next one's row is its last token.
         """
         if self._text.remaining < 2 or not (
-            self._sampler.can_pipeline and self.target.can_pipeline
+            self._sampler.can_pipeline and self.target_session.can_pipeline
         ):
             return False
-        return self._planner.can_pipeline(self.drafter, self.anchor, self._limit)
+        return self._planner.can_pipeline(self.draft_session, self.anchor, self._limit)
 
     @property
     def is_pipelined(self) -> bool:
@@ -296,7 +299,7 @@ class Request:
         [step] = self._pending
         assert len(step.proposal) == 1, "only plain steps are pipelined"
         if not step.pipelined:
-            self.target.commit([0])
+            self.target_session.commit([0])
         self._extend_plain(step, self.anchor)
         return Proposal(step.values[-1:])
 
@@ -334,7 +337,7 @@ class Request:
         """Keep the accepted rows in the caches, and add the new tokens to the text."""
         step = self._pending[0]
         if not step.extended:
-            self.target.commit(accepted.rows)
+            self.target_session.commit(accepted.rows)
             self._conversation.extend(accepted.path_tokens, step.taps, accepted.rows)
         self._sampler.commit(accepted.tokens)
         self._tokens += accepted.tokens

@@ -106,7 +106,7 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
             sent["all_sum"] -= cluster.leader.heartbeats - beats
             found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
             rounds += result.stats.rounds
-        last, heard = conversation.target, list(drafter.heard)
+        last, heard = conversation.target_session, list(drafter.heard)
         if quick and shape == "chain":
             continue
         together = Rounds(target, None)
@@ -123,7 +123,7 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
     off = [abs(one - other).max() for one, other in zip(heard, drafter.heard, strict=True)]
     found["taps off by"] = float(max(off))
     if pipeline:
-        found["caches"] = layers(cluster, target, last) == bits(conversation.target)
+        found["caches"] = layers(cluster, target, last) == bits(conversation.target_session)
     else:
         found["caches"] = shares(cluster, heads, last)
     print(json.dumps(found), flush=True)

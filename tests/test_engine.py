@@ -188,7 +188,7 @@ class Breaking(SharedBatch):
 
     def verify(self, turns):
         answers = super().verify(turns)
-        if self.fails([turn.request.drafter.tokens for turn in turns]):
+        if self.fails([turn.request.draft_session.tokens for turn in turns]):
             self.broken += 1
             raise RuntimeError("the device was lost")
         return answers

@@ -52,7 +52,9 @@ def test_who_gives_way_goes_on_from_the_store():
         played.scheduler.step()
     played.scheduler.preempt()
     played.scheduler.step()
-    assert played.scheduler._running[-1].request.target.position >= 40  # in one step, of 41 or more
+    assert (
+        played.scheduler._running[-1].request.target_session.position >= 40
+    )  # in one step, of 41 or more
     played.run()
     for job, prompt in zip(jobs, prompts, strict=True):
         assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens

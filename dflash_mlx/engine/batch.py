@@ -77,8 +77,8 @@ class SharedBatch(Batch):
     def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward over the rows of all requests."""
         if len(items) == 1:
-            return [items[0].request.target.verify(items[0].proposal)]
-        sessions = [item.request.target for item in items]
+            return [items[0].request.target_session.verify(items[0].proposal)]
+        sessions = [item.request.target_session for item in items]
         return self._batch_verifier.verify(sessions, [item.proposal for item in items])
 
     def can_pipeline(self, items: Sequence[BatchItem]) -> bool:
@@ -102,7 +102,7 @@ def _draft_chains(chains: Sequence[tuple[BatchItem, int]]) -> None:
     """Set the proposals of requests whose network drafts a chain of so many rows."""
     items = [item for item, _ in chains]
     proposals = propose_batch(
-        [item.request.drafter.network or item.request.drafter for item in items],
+        [item.request.draft_session.network or item.request.draft_session for item in items],
         [item.request.anchor for item in items],
         [rows for _, rows in chains],
         items,
