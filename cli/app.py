@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from dflash_mlx import __version__
@@ -55,11 +55,23 @@ class Commands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
+class Command(TyperCommand):
+    """A command that refuses options without effect."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        from .combinations import check_combinations
+
+        check_combinations(ctx)
+        return super().invoke(ctx)
+
+
 @cache
 def _load_command(name: str, module: str, function: str) -> Any:
     """The command that Typer makes of a function."""
     single = typer.Typer(add_completion=False)
-    single.command(name)(expand_groups(vars(import_module(f".{module}", __package__))[function]))
+    made = expand_groups(vars(import_module(f".{module}", __package__))[function])
+    single.command(name, cls=Command)(made)
     return get_command(single)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,13 +74,30 @@ Server = Annotated[
 Concurrency = Annotated[
     str | None, option(PROMPTS, "N,N", "With --openai: this many clients at once.")
 ]
-Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write bench.json here.")]
+Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write bench.json here.", parser=options.named)]
+
+
+@dataclass(frozen=True)
+class BenchNames(options.Names):
+    """The model and its drafter, which is measured alone."""
+
+    draft: Annotated[
+        str | None,
+        option(
+            options.MODEL,
+            "NAME",
+            "A drafter, NAME+lookup or lookup. Default: the known drafter, without lookup.",
+            "--draft",
+            "-d",
+            autocompletion=options.drafters_beginning,
+        ),
+    ] = None
 
 
 def bench(
     context: typer.Context,
     *,
-    names: options.Names,
+    names: BenchNames,
     weights: options.Weights,
     max_tokens: MaxTokens = 256,
     block_size: BlockSize = None,
@@ -105,8 +122,6 @@ def bench(
         raise typer.BadParameter(f"must not be {NONE} here: name a drafter", param_hint="--draft")
     budget = tree_rows(tree_budget)
     clients = _numbers(concurrency)
-    if clients and openai is None:
-        raise typer.BadParameter("needs --openai", param_hint="--concurrency")
     if protocol is not None:
         if protocol != PROTOCOL:
             raise typer.BadParameter(f"must be {PROTOCOL}", param_hint="--protocol")

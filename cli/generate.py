@@ -42,7 +42,14 @@ Compare = Annotated[
 ShowStats = Annotated[bool, options.flag("--stats", OUTPUT, "Show token counts, times and memory.")]
 Output = Annotated[
     Path | None,
-    options.option(OUTPUT, "FILE", "Write to FILE when the answer is complete.", "--output", "-o"),
+    options.option(
+        OUTPUT,
+        "FILE",
+        "Write to FILE when the answer is complete.",
+        "--output",
+        "-o",
+        parser=options.named,
+    ),
 ]
 JsonLines = Annotated[
     bool,
@@ -76,8 +83,6 @@ def generate(
     """Answer one prompt. The text goes to stdout, a summary to stderr."""
     if runs_elsewhere(machines, names, weights, context):
         return
-    if json and json_lines:
-        raise typer.BadParameter("cannot be combined with --json", param_hint="--json-lines")
     text = read_prompt(prompt, files or [], stdin_ends(context))
     asked = text if raw else as_messages(text, system)
     schema = read_schema(json_schema)

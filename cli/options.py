@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, PACKAGED, pairs
 
 from .output import note
@@ -25,6 +28,20 @@ def option(group: str, metavar: str, help: str, *names: str, **limits: Any) -> A
 def flag(name: str, group: str, help: str) -> Any:
     """A switch."""
     return typer.Option(name, metavar="", help=help, rich_help_panel=group)
+
+
+def four_or_eight(bits: int | None) -> int | None:
+    """A callback."""
+    if bits not in (None, 4, 8):
+        raise typer.BadParameter(f"must be 4 or 8, not {bits}")
+    return bits
+
+
+def named(path: str) -> Path:
+    """The path of an option. An empty one, as of an unset variable, would be the current folder."""
+    if not path:
+        raise typer.BadParameter("the name is empty")
+    return Path(path)
 
 
 def targets_beginning(incomplete: str) -> list[str]:
@@ -103,7 +120,10 @@ BlockSize = Annotated[
 ]
 TreeBudget = Annotated[str, option(DECODING, "N", "Verify draft trees of N tokens, or 'auto'.")]
 KvBits = Annotated[
-    int | None, option(DECODING, "4|8", "Quantize the KV cache, if the model allows it.")
+    int | None,
+    option(
+        DECODING, "4|8", "Quantize the KV cache, if the model allows it.", callback=four_or_eight
+    ),
 ]
 NoPolicy = Annotated[
     bool, flag("--no-policy", DECODING, "Always draft whole blocks, even where that is slower.")
@@ -122,7 +142,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Weights:
-    """How weights are loaded. Raises `typer.BadParameter` for a mode without bits."""
+    """How weights are loaded. Raises `SettingsError`."""
 
     target_bits: TargetBits = None
     draft_bits: DraftBits = None
@@ -133,10 +153,8 @@ class Weights:
     stock_blas: StockBlas = False
 
     def __post_init__(self) -> None:
-        if self.quant_mode != "affine" and not (self.target_bits or self.draft_bits):
-            raise typer.BadParameter(
-                "needs --target-bits or --draft-bits", param_hint="--quant-mode"
-            )
+        for bits in (self.target_bits, self.draft_bits):
+            Quantization.of(bits, self.quant_mode, self.group_size)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -150,13 +168,19 @@ class Weights:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen."""
+    """How tokens are chosen. Raises `SettingsError`."""
 
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
     top_k: TopK = 0
     min_p: MinP = 0.0
     seed: Seed = None
+
+    def __post_init__(self) -> None:  # before MLX starts, and before a note about these options
+        if not self.top_p > 0:
+            raise SettingsError("top_p must be above 0 and at most 1.")
+        if (self.seed or 0) >= 2**32:
+            raise SettingsError(f"seed must be from 0 to 2**32 - 1, not {self.seed}.")
 
     def settings(self) -> dict[str, Any]:
         """Of `stream_generate`, with a seed if one is needed; notes options without effect."""
@@ -199,3 +223,11 @@ def is_given(parameter: str, context: typer.Context) -> bool:
     """Whether an option was given on the command line."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse(context: typer.Context, reason: str, *parameters: str) -> None:
+    """Raise `BadParameter` with the reason if one of these options was given, and not off."""
+    for parameter in context.command.params:
+        if parameter.name in parameters and is_given(parameter.name, context):
+            if context.params[parameter.name] not in (False, OFF):
+                raise typer.BadParameter(reason, context, param_hint=parameter.opts[0])

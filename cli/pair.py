@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.checks import fits_here, looks_quantized
@@ -125,8 +123,6 @@ def open_pair(
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
-    if no_draft and names.draft is not None:
-        raise typer.BadParameter("cannot be combined with --draft", param_hint="--no-draft")
     draft = _drafting(names, no_draft)
     budget = tree_rows(steps.tree_budget)
     check_name(names.model)  # before the seconds that MLX takes to start

@@ -56,8 +56,8 @@ def roofline(
             f"no figure is published for {model}: measure it with 'dflash-mlx bench'",
             param_hint="--acceptance",
         )
-    config, file = _config(model, Hub(offline=offline))
     quantization = Quantization.of(target_bits)
+    config, file = _config(model, Hub(offline=offline))
     with waiting("Reading the model's shapes"):
         from dflash_mlx.bench.roofline import model_of, predict_steps, recommended, shapes_of
 

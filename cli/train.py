@@ -28,7 +28,9 @@ FROM_TARGET = "target"  # of --warm-start
 SHAPE = ("kind", "block_size", "layers", "causal")
 
 
-Out = Annotated[Path, option(OUTPUT, "DIR", "Folder for the drafter, and to resume from.")]
+Out = Annotated[
+    Path, option(OUTPUT, "DIR", "Folder for the drafter, and to resume from.", parser=options.named)
+]
 Json = Annotated[bool, flag("--json", OUTPUT, "Print JSON lines and nothing else.")]
 
 

@@ -105,4 +105,4 @@ def test_the_command_measures_by_a_protocol(tmp_path: Path) -> None:
     for wrong in (["--repeats", "2"], ["--prompts", tmp_path / "gsm8k.jsonl"]):
         refused = run("bench", "--protocol", "zlab", *wrong)
         assert refused.returncode == 2 and "--protocol" in refused.stderr
-    assert run("bench", "--suite", "gsm8k", "--data", tmp_path / "no").returncode == 2
+    assert run("bench", "--suite", "gsm8k", "--data", tmp_path / "no").returncode == 1

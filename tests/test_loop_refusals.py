@@ -67,12 +67,21 @@ def test_a_policy_of_no_length_is_refused(longest):
         (lambda anchor, width: Proposal([anchor + 1, 2]), "not its anchor"),
         (lambda anchor, width: Proposal(mx.array([anchor + 1])), "not its anchor"),
         (lambda anchor, width: Proposal([anchor] * (width + 1)), f"{DEFAULT_BLOCK_SIZE}"),
+        (lambda anchor, width: [anchor], "must return a Proposal, not "),
     ],
-    ids=["another anchor", "another anchor, as an array", "too many rows"],
+    ids=["another anchor", "another anchor, as an array", "too many rows", "a list"],
 )
 def test_what_is_no_draft_is_refused(proposal, message):
     with pytest.raises(ProposalError, match=message):
         generate(target(), Proposes(proposal), PROMPT)
+
+
+@pytest.mark.parametrize("session", [None, object()], ids=repr)
+def test_what_is_no_session_is_refused(session, monkeypatch):
+    drafter = Proposes(Proposal)
+    monkeypatch.setattr(drafter, "start", lambda target, sampler: session)
+    with pytest.raises(SettingsError, match="with extend and propose"):
+        generate(target(), drafter, PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dflash_mlx.loading.registry import check_name, known_names, nearest, short
     [
         ("tinny", "tiny"),
         ("smolm2", "smollm2"),
+        ("tiny-dflsh2", "tiny-dflash2"),
         ("qwen3-8b", "Qwen/Qwen3-8B"),
         ("Qwen3/Qwen3-8B", "Qwen/Qwen3-8B"),
         ("z-lab/Qwen3-8B-DFlash", "z-lab/Qwen3-8B-DFlash-b16"),

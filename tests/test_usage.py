@@ -27,7 +27,7 @@ def loaded(monkeypatch) -> Pair:
 
 @pytest.mark.parametrize(
     "options",
-    [["-t", "inf"], ["-t", "1", "--top-p", "0"], ["-t", "1", "--seed", 10**20], ["--stop", ""]],
+    [["-t", "inf"], ["--top-p", "0"], ["--seed", 10**20], ["--stop", ""]],
 )
 def test_what_the_library_refuses_of_options_is_wrong_usage(options, loaded):
     done = invoke("generate", "hi", *options)
@@ -41,8 +41,7 @@ def test_what_the_library_refuses_of_options_is_wrong_usage(options, loaded):
         ["generate", ""],
         ["generate", "hi", "--max-tokens", "-1"],
         ["generate", "hi", "--block-size", "0"],
-        ["generate", "hi", "--no-draft", "--draft", "x"],
-        ["generate", "hi", "--quant-mode", "mxfp4"],
+        ["generate", "hi", "--target-bits", "8", "--quant-mode", "mxfp4"],
         ["bench", "--repeats", "0"],
         ["launch", "x"],
         ["roofline", "--chip", "M9"],
@@ -52,6 +51,76 @@ def test_what_the_library_refuses_of_options_is_wrong_usage(options, loaded):
 def test_wrong_usage(arguments):
     done = invoke(*arguments)
     assert done.exit_code == 2 and not done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("generate hi", "--kv-bits 5"),
+        ("tune", "--kv-bits 5"),
+        ("generate hi", "--target-bits 3"),
+        ("roofline --chip M4 --acceptance 3", "--target-bits 3"),
+        ("train --out x --synthesize 2", "--target-bits 3"),
+        ("generate hi", "--draft-bits 5"),
+        ("generate hi --target-bits 4", "--quant-mode nope"),
+        ("train --out x --synthesize 2", "--kind nope"),
+        ("train --out x --synthesize 2", "--store-bits 5"),
+    ],
+)
+def test_a_wrong_value_fails_before_anything_is_loaded(command, options):
+    done = invoke(*command.split(), "--model", "no-such/model", *options.split())
+    assert done.exit_code == 2 and not done.stdout, done.stderr
+    assert options.split()[1] in done.stderr and "Value error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "other"),
+    [
+        ("generate hi --no-draft", "--draft tiny", "--no-draft"),
+        ("generate hi --no-draft", "--block-size 4", "--no-draft"),
+        ("chat --no-draft", "--no-policy", "--no-draft"),
+        ("serve --no-draft", "--draft-bits 4", "--no-draft"),
+        ("serve --no-draft", "--tree-budget 8", "--no-draft"),
+        ("generate hi --no-draft", "--compare", "--no-draft"),
+        ("generate hi --draft none", "--block-size 4", "--draft none"),
+        ("generate hi -d none", "--compare", "--draft none"),
+        ("bench --draft lookup", "--tree-budget 8", "--draft lookup"),
+        ("generate hi --draft lookup", "--draft-bits 4", "--draft lookup"),
+        ("generate hi", "--quant-mode mxfp4", "--target-bits"),
+        ("tune", "--group-size 32", "--target-bits"),
+        ("generate hi --tree-budget auto", "--block-size 4", "--tree-budget auto"),
+        ("bench --tree-budget auto", "--block-size 4", "--tree-budget auto"),
+        ("generate hi --no-chat-template", "--system x", "--no-chat-template"),
+        ("generate hi --json", "--json-lines", "--json"),
+        ("chat --server http://localhost:1", "--draft tiny", "--server"),
+        ("chat --server http://localhost:1", "--target-bits 4", "--server"),
+        ("chat --server http://localhost:1", "--kv-bits 4", "--server"),
+        ("chat", "--api-key k", "--server"),
+        ("serve --prefix-cache 0", "--cache-dir x", "--prefix-cache"),
+        ("serve --no-auth", "--api-key k", "--no-auth"),
+        ("generate hi", "--pipeline", "--hosts"),
+        ("generate hi", "--stall-seconds 5", "--hosts"),
+        ("bench --openai http://localhost:1", "--draft tiny", "--openai"),
+        ("bench --openai http://localhost:1", "--target-bits 4", "--openai"),
+        ("bench", "--concurrency 2", "--openai"),
+        ("bench --openai http://localhost:1 --concurrency 2", "--out x", "--concurrency"),
+        ("bench --protocol zlab", "--prompts x", "--protocol"),
+        ("bench --protocol zlab", "--repeats 3", "--protocol"),
+        ("bench --prompts x", "--suite gsm8k", "--prompts"),
+        ("bench --prompts x", "--data x", "--prompts"),
+        ("bench", "--data x", "--suite"),
+    ],
+)
+def test_an_option_without_effect_is_refused(command, option, other):
+    done = invoke(*command.split(), *option.split())
+    assert done.exit_code == 2 and not done.stdout, done.stderr
+    assert f"Invalid value for {option.split()[0]}: " in done.stderr and other in done.stderr
+
+
+@pytest.mark.parametrize("command", ["bench --out", "train --synthesize 9 --out"])
+def test_an_empty_name_is_no_folder(command):
+    done = invoke(*command.split(), "")
+    assert done.exit_code == 2 and "--out" in done.stderr and "empty" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from ..errors import SettingsError
+from ..errors import ProposalError, SettingsError
 from ..proposal import Proposal
 from ..targets.taps import gathered
 from ..validation import brief, check_type
@@ -212,15 +212,28 @@ class AdaptedSession(DraftSession):
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """See `SupportsDrafting`."""
-        return self.session.propose(anchor, width)
+        proposal = self.session.propose(anchor, width)
+        if not isinstance(proposal, Proposal):
+            raise ProposalError(f"propose must return a Proposal, not {brief(proposal)}.")
+        return proposal
 
 
 def start_session(drafter: Drafter | None, target: Target, sampler: Sampler) -> DraftSession:
-    """Begin one request of a drafter, the package's own or a user's; None drafts nothing."""
+    """Begin one request of a drafter, the package's own or a user's; None drafts nothing.
+
+    Raises `SettingsError` for what cannot draft.
+    """
     if drafter is None:
         return PlainSession()
     session = drafter.start(target, sampler)
-    return session if isinstance(session, DraftSession) else AdaptedSession(session)
+    if isinstance(session, DraftSession):
+        return session
+    if not (hasattr(session, "extend") and hasattr(session, "propose")):
+        raise SettingsError(
+            "A drafter's start must return an object with extend and propose, "
+            f"not {brief(session)}."
+        )
+    return AdaptedSession(session)
 
 
 def block_size(drafter: Drafter) -> int | None:

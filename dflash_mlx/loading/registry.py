@@ -144,9 +144,9 @@ def short(name: str) -> str:
 
 
 def known_names() -> list[str]:
-    """Embedded and pip-installed models, and every target and default drafter of the registry."""
+    """Embedded and pip-installed models and drafters, and the registry's targets and drafters."""
     names = [name for pair in pairs() for name in (*pair.targets, pair.drafter)]
-    return [*dict.fromkeys((EMBEDDED, *PACKAGES, *names))]
+    return [*dict.fromkeys((EMBEDDED, f"{EMBEDDED}-dflash2", *PACKAGES, *names))]
 
 
 def nearest(name: str) -> list[str]:
