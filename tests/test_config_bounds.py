@@ -64,10 +64,6 @@ def places(config, prefix=()):
             yield from places(value, (*prefix, key))
 
 
-def test_the_eight_are_there():
-    assert sorted(CONFIGS) == sorted(NAMES)
-
-
 @pytest.mark.parametrize("nasty", NASTY.values(), ids=NASTY.keys())
 @pytest.mark.parametrize("name", NAMES)
 def test_any_value_anywhere_resolves_or_is_an_error_in_one_line(name, nasty):
@@ -90,13 +86,10 @@ def test_any_value_anywhere_resolves_or_is_an_error_in_one_line(name, nasty):
 WRONG = {
     "head_dim must be": {"head_dim": 10**30},
     "rope_parameters.rope_theta must be": {"rope_parameters": {"rope_theta": 10**400}},
-    "rope_parameters.rope_theta must": {"rope_parameters": {"rope_theta": math.nan}},
-    "block_size must be a whole": {"block_size": True},
     "rms_norm_eps must be": {"rms_norm_eps": math.inf},
     "vocab_size must be": {"vocab_size": 2**31 - 1},
     "hidden_size must be": {"hidden_size": 2**40},
     "num_hidden_layers must be": {"num_hidden_layers": 10**6},
-    "num_target_layers must be": {"num_target_layers": True},
     "dflash_config.target_layer_ids must be": {
         "dflash_config": {"mask_token_id": 1, "target_layer_ids": deep(900)}
     },

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,52 @@ from .config_attention import (
     read_windows,
     rope_amplitude,
 )
-from .config_reader import ConfigReader, ResolvedField
+from .config_reader import BOOLEAN, OBJECT, POSITIVE, REQUIRED, ConfigReader, one_of, whole
 from .packagings import (
     ARCHITECTURES,
     DFLASH,
     DFLASH2,
     DSPARK,
     JETSPEC,
-    OTHER_NETWORKS,
-    PROJECTORS,
     SPECFORGE,
     SPECULATORS,
     SPECULATORS_KINDS,
-    Architecture,
+    Packaging,
 )
 
-MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_ROWS = 1024, 2**14, 2**20, 2**12
-MAX_VOCABULARY = 2**24
-MARKOV_TYPES = ("vanilla", "gated", "rnn")
+LAYERS, ROWS, WIDTH, TOKENS = whole(1024), whole(2**12), whole(2**20), whole(2**24)
+# Fields that only have to pass a check. Their defaults are those of `DraftConfig`.
+CHECKS = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": WIDTH,
+    "num_attention_heads": whole(2**14),
+    "num_key_value_heads": whole(2**14),
+    "head_dim": WIDTH,
+    "vocab_size": TOKENS,
+    "draft_vocab_size": TOKENS,
+    "target_hidden_size": WIDTH,
+    "block_size": ROWS,
+    "mask_token_id": whole(least=0),
+    "num_target_layers": LAYERS,
+    "max_position_embeddings": whole(),
+    "rope_neox": BOOLEAN,
+    "rms_norm_eps": POSITIVE,
+    "attention_bias": BOOLEAN,
+    "tie_word_embeddings": BOOLEAN,
+    "input_embedding_scale": POSITIVE,
+    "output_multiplier": POSITIVE,
+    "final_logit_softcapping": POSITIVE,
+    "logit_scale": POSITIVE,
+    "selector_vocab_size": TOKENS,
+    "runtime_block_size": ROWS,
+}
+DFLASH2_CHECKS = {
+    "conv_kernel_size": whole(64),
+    "conv_group_size": WIDTH,
+    "selector_rank": WIDTH,
+    "selector_top_k": whole(1024),
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +87,7 @@ class Markov:
     type: str = "vanilla"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """The resolved configuration of a block drafter: DFlash (arXiv 2602.06036), DFlash2, DSpark."""
 
@@ -67,20 +95,20 @@ class DraftConfig:
     num_hidden_layers: int
     intermediate_size: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    num_key_value_heads: int = 0  # absent: num_attention_heads
+    head_dim: int = 0  # absent: hidden_size / num_attention_heads
     vocab_size: int  # the target's
     block_size: int  # rows of a block, the anchor's included
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # the target's layers whose outputs are read; -1: embedding
-    num_target_layers: int | None  # None: the config does not say
+    num_target_layers: int | None = None  # None: the config does not say
     windows: tuple[int | None, ...]  # per layer: the sliding window, None for full attention
     causal: tuple[bool, ...]  # per layer: are a block's rows blind to later rows of the block?
     kind: str = DFLASH
     packaging: str = "zlab"
     first_row: int = 1  # the first row of a block that drafts; 0 is the anchor's
-    draft_vocab_size: int = 0  # tokens that it can draft; 0 means all
-    target_hidden_size: int = 0  # the width of its taps; 0 means its own
+    draft_vocab_size: int = 0  # tokens that it can draft; absent: all
+    target_hidden_size: int = 0  # the width of its taps; absent: its own
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None  # None, or {"rope_type": "linear" | "yarn", ...}
     rope_amplitude: float = 1.0  # on rotated queries and keys
@@ -105,28 +133,12 @@ class DraftConfig:
     quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
     unreadable: str | None = None  # why the weights cannot be read, if they cannot
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    unused: tuple[ResolvedField, ...] = field(default=(), compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Fill in the fields whose default is another field's value."""
-        object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
-        object.__setattr__(self, "target_hidden_size", self.target_hidden_size or self.hidden_size)
-        object.__setattr__(self, "sinks", self.sinks or (False,) * self.num_hidden_layers)
+    unused: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def drafts(self) -> int:
         """Tokens that a whole block drafts."""
         return self.block_size - self.first_row
-
-    @property
-    def attention_sinks(self) -> bool:
-        """Whether any layer has a learned logit in its softmax's denominator."""
-        return any(self.sinks)
-
-    @property
-    def rope_type(self) -> str:
-        """How the rotary frequencies are scaled; "default" for not at all."""
-        return "default" if self.rope_scaling is None else str(self.rope_scaling["rope_type"])
 
     @classmethod
     def from_file(cls, path: str | Path) -> DraftConfig:
@@ -136,41 +148,25 @@ class DraftConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "drafter config") -> DraftConfig:
         """Resolve a parsed config.json; `where` starts the error messages. Raises `ConfigError`."""
-        architecture = _architecture(raw, where)
-        read = ConfigReader(raw, where, architecture.packaging)
+        packaging, kind = _packaging(raw, where)
+        read = ConfigReader(raw, where, packaging)
         for place, _ in read.found("architectures", "speculators_model_type"):
             read.sources[place] = place
-        resolved = _sizes(read)
-        resolved |= _heads(read, architecture, resolved)
+        resolved = _kind(read, kind)
+        resolved |= _sizes(read, resolved["kind"])
         layers, rows = resolved["num_hidden_layers"], resolved["block_size"]
         resolved["first_row"] = read_first_row(read, resolved["kind"], rows)
         if rows <= resolved["first_row"]:
-            problem = f"must be a whole number of at least 2, not {rows}"
-            raise read.error(read.place("block_size"), problem)
+            raise read.error(read.place("block_size"), f"must be at least 2, not {rows}")
         resolved["windows"], sliding = read_windows(read, layers)
         resolved["causal"] = read_causality(read, sliding)
         resolved["sinks"] = read_sinks(read, resolved["windows"])
-        resolved["target_layer_ids"] = read_taps(read, resolved["num_target_layers"])
+        resolved["target_layer_ids"] = read_taps(read)
         positions = resolved["max_position_embeddings"]
         resolved["rope_theta"], resolved["rope_scaling"] = read_rope(read, positions)
-        resolved["rope_neox"] = read.boolean("rope_neox", architecture.rope_neox)
         resolved["rope_amplitude"] = rope_amplitude(resolved, read.sources)
-        if resolved["head_dim"] % 2:
-            raise read.error("head_dim", "must be even for rotary positions")
-        resolved |= _weights(read)
-        unused = tuple(read.unused())
-        return cls(**resolved, sources=read.sources, unused=unused)
-
-    def describe(self) -> list[ResolvedField]:
-        """Every field with the place where it was read.
-
-        Keys of the config that are not used are in `unused`.
-        """
-        names = [item.name for item in fields(self) if item.name not in ("sources", "unused")]
-        return [
-            ResolvedField(name, getattr(self, name), self.sources.get(name, "default"))
-            for name in names
-        ]
+        resolved |= _quantization(read)
+        return cls(**resolved, sources=read.sources, unused=read.unused())
 
     def check_fits(self, hidden_size: int, vocab_size: int, num_layers: int) -> None:
         """Raise `IncompatibleDrafterError` unless a target of this shape is the drafter's own.
@@ -201,165 +197,96 @@ class DraftConfig:
             )
 
 
-def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
+def _packaging(raw: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     """The packaging and the kind that the config's labels mean. Raises `ConfigError`."""
     names = raw.get("architectures") or [None]
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str | None):
-        raise ConfigError(f"{where}: architectures must name one drafter, not {brief(names)}.")
-    [name] = names
-    if name in OTHER_NETWORKS:
-        raise ConfigError(
-            f"{where}: architectures {name!r} is {OTHER_NETWORKS[name]}, another network."
-        )
-    unknown = ConfigError(f"{where}: architectures {name!r} is not a known drafter.")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
     algorithm = raw.get("speculators_model_type")
     if algorithm is not None or "transformer_layer_config" in raw:
-        kind = SPECULATORS_KINDS.get(algorithm) if isinstance(algorithm, str) else None
-        if kind is None:
-            raise ConfigError(
-                f"{where}: speculators_model_type must be one of {', '.join(SPECULATORS_KINDS)}, "
-                f"not {brief(algorithm)}."
-            )
-        if name is not None and name not in ARCHITECTURES and "Speculator" not in name:
-            raise unknown
-        return Architecture(SPECULATORS, kind)
+        if not isinstance(algorithm, str) or algorithm not in SPECULATORS_KINDS:
+            problem = f"must be one of {', '.join(SPECULATORS_KINDS)}, not {brief(algorithm)}"
+            raise ConfigError(f"{where}: speculators_model_type {problem}.")
+        return SPECULATORS, SPECULATORS_KINDS[algorithm]
     if name is None:
         muse = raw.get("model_type") == "muse_glimmer_assistant"
         name = "MuseGlimmerAssistantModel" if muse else "DFlashDraftModel"
-    if name not in ARCHITECTURES:
-        raise unknown
-    found = ARCHITECTURES[name]
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ConfigError(f"{where}: architectures {brief(name)} is not a known drafter.")
+    packaging, kind = ARCHITECTURES[name]
     nested = raw.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
-    if found.kind == DFLASH and any("causal_head" in place for place in (raw, nested)):
-        return replace(found, packaging=JETSPEC)
+    if kind == DFLASH and ("causal_head" in raw or "causal_head" in nested):
+        return JETSPEC, kind
+    return packaging, kind
+
+
+def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:
+    """What comes after the backbone, and so the drafter's kind and packaging."""
+    read.get("projector_type", one_of(DFLASH, DFLASH2, DSPARK))
+    rank = read.get("markov_rank", whole(2**20, 0), REQUIRED if kind == DSPARK else None)
+    head = read.get("markov_head_type", one_of("vanilla", "gated", "rnn"), "vanilla")
+    confidence = read.get("confidence", BOOLEAN, read.packaging.confidence and kind == DSPARK)
+    if kind == DFLASH2 and rank:
+        raise read.error(read.place("markov_rank"), "must be 0 in a DFlash2 drafter")
+    if kind != DFLASH2:
+        kind = DSPARK if rank or (kind == DSPARK and confidence) else DFLASH
+    if rank and read.packaging.name == "zlab":
+        # DSpark under DFlash's label. There are both kinds, so the file has to say more.
+        read.packaging = replace(SPECFORGE, first_row={DSPARK: None})
+    return {
+        "kind": kind,
+        "packaging": read.packaging.name,
+        "markov": Markov(rank, head) if rank else None,
+        "confidence": confidence and kind == DSPARK,
+    }
+
+
+def _sizes(read: ConfigReader, kind: str) -> dict[str, Any]:
+    """The fields of `CHECKS`, and whether they go together."""
+    found: dict[str, Any] = {}
+    for item in fields(DraftConfig):
+        if item.name in CHECKS:
+            default = REQUIRED if item.default is MISSING else item.default
+            found[item.name] = read.get(item.name, CHECKS[item.name], default)
+    read.get("attention_mode", one_of("gqa", "mha"))
+    hidden, heads, vocabulary = (
+        found[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")
+    )
+    found["num_key_value_heads"] = found["num_key_value_heads"] or heads
+    found["head_dim"] = found["head_dim"] or max(hidden // heads, 1)
+    found["target_hidden_size"] = found["target_hidden_size"] or hidden
+    drafted = found["draft_vocab_size"] or vocabulary
+    if read.sources["draft_vocab_size"].startswith("default"):
+        drafted = min(drafted, vocabulary)
+    found["draft_vocab_size"] = drafted
+    rules = {
+        "num_key_value_heads": (heads % found["num_key_value_heads"], f"must divide {heads}"),
+        "head_dim": (found["head_dim"] % 2, "must be even for rotary positions"),
+        "mask_token_id": (found["mask_token_id"] >= vocabulary, f"must be below {vocabulary}"),
+        "draft_vocab_size": (drafted > vocabulary, f"must be at most {vocabulary}"),
+    }
+    if kind == DFLASH2:
+        found |= {name: read.get(name, check, REQUIRED) for name, check in DFLASH2_CHECKS.items()}
+        rules |= {
+            "draft_vocab_size": (drafted != vocabulary, f"must be {vocabulary}, the selector's"),
+            "conv_group_size": (hidden % found["conv_group_size"], f"must divide {hidden}"),
+        }
+    for name, (broken, problem) in rules.items():
+        if broken:
+            raise read.error(read.place(name), problem)
     return found
 
 
-def _sizes(read: ConfigReader) -> dict[str, Any]:
-    """The sizes of the network and of its target."""
-    heads = read.integer("num_attention_heads", most=MAX_HEADS)
-    hidden = read.integer("hidden_size", most=MAX_WIDTH)
-    vocabulary = read.integer("vocab_size", most=MAX_VOCABULARY)
-    key_value_heads = read.integer("num_key_value_heads", heads, divides=heads)
-    mode = read.get("attention_mode")
-    if mode not in (None, "gqa", "mha") or (mode == "mha" and key_value_heads != heads):
-        problem = f"is {brief(mode)} with {key_value_heads} heads of keys"
-        raise read.error(read.place("attention_mode"), problem)
-    width = read.integer("target_hidden_size", hidden, most=MAX_WIDTH)
-    if width != hidden and not read.packaging.other_width:
-        problem = f"must be {hidden}, not {width}"
-        raise read.error(read.place("target_hidden_size"), problem)
-    most = MAX_WIDTH // heads
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": read.integer("num_hidden_layers", most=MAX_LAYERS),
-        "intermediate_size": read.integer("intermediate_size", most=MAX_WIDTH),
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "head_dim": read.integer("head_dim", max(hidden // heads, 1), most=most),
-        "vocab_size": vocabulary,
-        "draft_vocab_size": _draft_vocabulary(read, vocabulary),
-        "target_hidden_size": width,
-        "block_size": read.integer("block_size", most=MAX_ROWS),
-        "mask_token_id": read.integer("mask_token_id", least=0, most=vocabulary - 1),
-        "num_target_layers": read.integer("num_target_layers", None, most=MAX_LAYERS),
-        "max_position_embeddings": read.integer("max_position_embeddings", 40960),
-    }
-
-
-def _draft_vocabulary(read: ConfigReader, vocabulary: int) -> int:
-    """How many tokens can be drafted."""
-    count: int = read.integer("draft_vocab_size", vocabulary)
-    if read.sources["draft_vocab_size"].startswith("default"):
-        return min(count, vocabulary)
-    if count > vocabulary or (count < vocabulary and not read.packaging.reduced):
-        raise read.error(read.place("draft_vocab_size"), f"must be {vocabulary}, not {count}")
-    return count
-
-
-def _heads(
-    read: ConfigReader, architecture: Architecture, resolved: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What comes after the backbone, and so the drafter's kind and packaging."""
-    kind, packaging = architecture.kind, architecture.packaging
-    rank = read.integer("markov_rank", None, least=0, most=MAX_WIDTH)
-    if rank is None and kind == DSPARK:
-        raise read.error("markov_rank", "is missing")
-    markov = Markov(rank, _markov_type(read)) if rank else None
-    if markov is not None and kind == DFLASH2:
-        raise read.error(read.place("markov_rank"), "and DFlash2's selector do not go together")
-    confidence = read.boolean("confidence", packaging.confidence and kind == DSPARK)
-    if kind != DFLASH2:
-        kind = DSPARK if markov is not None or (kind == DSPARK and confidence) else DFLASH
-    projector = read.get("projector_type")
-    if projector is not None and (
-        not isinstance(projector, str) or kind not in PROJECTORS.get(projector, ())
-    ):
-        problem = f"is {brief(projector)}, the other fields say {kind}"
-        raise read.error(read.place("projector_type"), problem)
-    if markov is not None and packaging.name == "zlab":
-        # DSpark under DFlash's label. There are both kinds, so the file has to say more.
-        packaging = replace(SPECFORGE, first_row={DSPARK: None})
-    read.packaging = packaging
-    kept: dict[str, Any] = {"kind": kind, "packaging": packaging.name, "markov": markov}
-    kept["confidence"] = confidence and kind == DSPARK
-    if kind == DFLASH2:
-        kept |= _selector(read, resolved)
-    return kept
-
-
-def _markov_type(read: ConfigReader) -> str:
-    kind = read.get("markov_head_type") or "vanilla"
-    if kind not in MARKOV_TYPES:
-        problem = f"must be one of {', '.join(MARKOV_TYPES)}"
-        raise read.error(read.place("markov_head_type"), problem)
-    return str(kind)
-
-
-def _selector(read: ConfigReader, resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of DFlash2's convolutions and of its candidate selector."""
-    hidden, vocabulary = resolved["hidden_size"], resolved["vocab_size"]
-    if resolved["draft_vocab_size"] != vocabulary:
-        raise read.error("draft_vocab_size", f"must be {vocabulary}, the selector's")
-    return {
-        "conv_kernel_size": read.integer("conv_kernel_size", most=64),
-        "conv_group_size": read.integer("conv_group_size", divides=hidden),
-        "selector_rank": read.integer("selector_rank", most=MAX_WIDTH),
-        "selector_top_k": read.integer("selector_top_k", most=vocabulary),
-        "selector_vocab_size": read.integer("selector_vocab_size", None, most=vocabulary),
-    }
-
-
-def _weights(read: ConfigReader) -> dict[str, Any]:
-    """What is done to embeddings and logits, and how the weights are stored."""
-    stored, unreadable = _quantization(read)
-    return {
-        "rms_norm_eps": read.number("rms_norm_eps", 1e-6),
-        "attention_bias": read.boolean("attention_bias", False),
-        "tie_word_embeddings": read.boolean("tie_word_embeddings", False),
-        "input_embedding_scale": read.number("input_embedding_scale", 1.0),
-        "output_multiplier": read.number("output_multiplier", 1.0),
-        "final_logit_softcapping": read.number("final_logit_softcapping"),
-        "logit_scale": read.number("logit_scale", 1.0),
-        "runtime_block_size": read.integer("runtime_block_size", None, most=MAX_ROWS),
-        "quantization": stored,
-        "unreadable": unreadable,
-    }
-
-
-def _quantization(read: ConfigReader) -> tuple[Mapping[str, Any] | None, str | None]:
+def _quantization(read: ConfigReader) -> dict[str, Any]:
     """How mlx-lm quantized the stored weights, and why they cannot be read if they cannot.
 
-    mlx-lm's converters write both spellings. ModelOpt's files name an algorithm of their own.
+    mlx-lm's converters write both spellings.
     """
-    both = [name for name in ("quantization", "quantization_config") if read.mapping(name)]
-    if not both:
-        return None, None
-    stored = read.mapping(both[0])
-    if "quant_algo" in stored and "quant_method" not in stored:
-        return None, f"{both[0]}.quant_algo {brief(stored['quant_algo'])} is not one of mlx-lm's"
-    sizes = [type(stored.get(size)) is int for size in ("bits", "group_size")]
-    if "quant_method" in stored or not all(sizes):
-        raise read.error(both[0], "is not one of mlx-lm's, with bits and group_size")
-    return stored, None
+    both = {name: read.get(name, OBJECT) for name in ("quantization", "quantization_config")}
+    name, stored = next(((name, stored) for name, stored in both.items() if stored), ("", None))
+    if stored is None:
+        return {}
+    sizes = all(type(stored.get(size)) is int for size in ("bits", "group_size"))
+    if sizes and "quant_method" not in stored:
+        return {"quantization": stored}
+    return {"unreadable": f"{name} {brief(stored)} is not one of mlx-lm's"}

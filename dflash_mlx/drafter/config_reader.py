@@ -1,4 +1,4 @@
-"""Typed look-ups in a drafter's config.json, in every place where a field may stand.
+"""Checked look-ups in a drafter's config.json, in every place where a field may stand.
 
 The reader remembers what it looked up. At the end, every other key has to be known as harmless;
 else it is an error that names the key.
@@ -6,25 +6,39 @@ else it is an error that names the key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 from ..errors import ConfigError
 from ..validation import MAX_INT32, brief, is_integer, is_positive
 from .packagings import COPIED, HARMLESS, NEUTRAL, PLACES, SPELLINGS, Packaging
 
-LARGEST, SMALLEST = 1e30, 1e-30  # of a number that a network computes with, also in f32
-REQUIRED: Final = object()
+REQUIRED: Final = object()  # as a default: the field must be there
 
 
-@dataclass(frozen=True)
-class ResolvedField:
-    """A field of a config, its value, and where the value was read or derived."""
+class Check(NamedTuple):
+    """What a value must be: a test, and its words for the error message."""
 
-    field: str
-    value: Any
-    source: str
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def whole(most: int = MAX_INT32, least: int = 1) -> Check:
+    """Whole numbers from `least` to `most`."""
+    words = f"a whole number from {least} to {most}"
+    return Check(lambda value: is_integer(value, least, most), words)
+
+
+def one_of(*names: str) -> Check:
+    """One of these texts."""
+    return Check(lambda value: value in names, f"one of {', '.join(names)}")
+
+
+ANY = Check(lambda value: True, "anything")
+BOOLEAN = Check(lambda value: isinstance(value, bool), "true or false")
+OBJECT = Check(lambda value: isinstance(value, Mapping), "an object")
+# Within what f32 and int64 hold.
+POSITIVE = Check(lambda value: is_positive(value) and 1e-15 < value < 1e15, "a positive number")
 
 
 class ConfigReader:
@@ -40,19 +54,23 @@ class ConfigReader:
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, packaging: Packaging) -> None:
-        self.raw, self.where, self.packaging = raw, where, packaging
+        self.where, self.packaging = where, packaging
         self.sources: dict[str, str] = {}
         self._asked = set(PLACES)
         self._places: list[tuple[str, Mapping[str, Any]]] = []
         for place in PLACES:
-            values = raw.get(place) if place else raw
-            if values is not None and not isinstance(values, Mapping):
-                raise self.error(place, f"must be an object, not {brief(values)}")
-            self._places.append((f"{place}." if place else "", values or {}))
+            values = self.check(place, raw.get(place) or {}, OBJECT) if place else raw
+            self._places.append((f"{place}." if place else "", values))
 
     def error(self, place: str, problem: str) -> ConfigError:
         """An error about a field; `place` is its name or, if it was read, its place."""
         return ConfigError(f"{self.where}: {place} {problem}.")
+
+    def check(self, place: str, value: Any, check: Check) -> Any:
+        """The value. Raises `ConfigError` unless the check holds."""
+        if not check.holds(value):
+            raise self.error(place, f"must be {check.words}, not {brief(value)}")
+        return value
 
     def found(self, *names: str) -> list[tuple[str, Any]]:
         """Every value under these names that is not null, with its place, the winner first."""
@@ -64,102 +82,49 @@ class ConfigReader:
             if values.get(name) is not None
         ]
 
-    def get(self, name: str) -> Any:
-        """The value of a field, or its default in this packaging; None if there is neither.
+    def get(self, name: str, check: Check = ANY, default: Any = None) -> Any:
+        """The value of a field, or its default in this packaging, or `default`.
 
-        Raises `ConfigError` if a field with several spellings contradicts itself.
+        Raises `ConfigError`, naming the field, if it is missing, fails its check or has several
+        spellings that differ.
         """
         values = self.found(*SPELLINGS.get(name, (name,)))
-        if not values:
-            default = self.packaging.defaults.get(name)
-            source = "default" if default is None else f"default of {self.packaging.name}"
-            self.sources.setdefault(name, source)
-            return default
-        (place, value), *others = values
-        for other, its in others if name in SPELLINGS else ():
-            if its != value or type(its) is not type(value):
-                raise self.error(other, f"contradicts {place}: {brief(its)} and {brief(value)}")
-        self.sources[name] = place
-        return value
+        if values:
+            (place, value), *others = values
+            self.sources[name] = place
+            for other, its in others if name in SPELLINGS else ():
+                if its != value:
+                    problem = f"contradicts {place}: {brief(its)} and {brief(value)}"
+                    raise self.error(other, problem)
+        else:
+            place, value = name, self.packaging.defaults.get(name)
+            ours = value is None
+            self.sources[name] = "default" if ours else f"default of {self.packaging.name}"
+        if value is None and default is REQUIRED:
+            raise self.error(name, "is missing")
+        return default if value is None else self.check(place, value, check)
 
     def place(self, name: str) -> str:
         """Where a field was read; its name if it was not."""
         source = self.sources.get(name, "default")
         return name if source.startswith("default") else source
 
-    def integer(
-        self,
-        name: str,
-        default: Any = REQUIRED,
-        least: int = 1,
-        most: int = MAX_INT32,
-        divides: int | None = None,
-    ) -> Any:
-        """A whole number from `least` to `most` that divides `divides`, or the default.
-
-        Raises `ConfigError`, naming the field.
-        """
-        value = self.get(name)
-        value = default if value is None else value
-        if value is REQUIRED:
-            raise self.error(name, "is missing")
-        if value is None:
-            return None
-        if not is_integer(value, least, most):
-            problem = f"must be a whole number from {least} to {most}, not {brief(value)}"
-            raise self.error(self.place(name), problem)
-        if divides is not None and divides % value:
-            raise self.error(self.place(name), f"must divide {divides}, {value} does not")
-        return int(value)
-
-    def number(self, name: str, default: Any = None) -> Any:
-        """A positive number that f32 holds, or the default."""
-        value = self.get(name)
-        return default if value is None else self.check_positive(self.place(name), value)
-
-    def boolean(self, name: str, default: Any = None) -> Any:
-        """A truth value, or the default."""
-        value = self.get(name)
-        return default if value is None else self.check_boolean(self.place(name), value)
-
-    def mapping(self, name: str) -> Mapping[str, Any]:
-        """An object, empty if absent."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.error(self.place(name), f"must be an object, not {brief(value)}")
-        return value or {}
-
-    def check_positive(self, place: str, value: Any) -> float:
-        """A value as a positive number that f32 holds. Raises `ConfigError`."""
-        if not is_positive(value) or not SMALLEST <= value <= LARGEST:
-            raise self.error(place, f"must be a positive number, not {brief(value)}")
-        return float(value)
-
-    def check_boolean(self, place: str, value: Any) -> bool:
-        """A value as a truth value. Raises `ConfigError`."""
-        if not isinstance(value, bool):
-            raise self.error(place, f"must be true or false, not {brief(value)}")
-        return value
-
-    def unused(self) -> list[ResolvedField]:
-        """The keys that were not looked up.
+    def unused(self) -> dict[str, Any]:
+        """The values that were not looked up, by their place.
 
         Raises `ConfigError` for one that may change the network.
         """
-        unused, harmless = [], HARMLESS | (COPIED if self.packaging.copied else frozenset())
+        unused, harmless = {}, HARMLESS | (COPIED if self.packaging.copied else frozenset())
         for prefix, values in self._places:
-            for name, value in values.items():
-                if name in self._asked:
+            for name in [key for key in values if key not in self._asked]:
+                place = prefix + name
+                value = unused[place] = values[name]
+                if value is None or name in harmless:
                     continue
-                if value is not None and name not in harmless:
-                    self._check_neutral(prefix + name, name, value)
-                unused.append(ResolvedField(prefix + name, value, "not used"))
+                if name not in NEUTRAL:
+                    raise self.error(place, "is not understood by this version")
+                # In some files a 0 or an empty text stands for "none".
+                neutral = NEUTRAL[name]
+                if value != neutral and (value or neutral not in (0, False)):
+                    raise self.error(place, f"must be {neutral!r}, not {brief(value)}")
         return unused
-
-    def _check_neutral(self, place: str, name: str, value: Any) -> None:
-        if name not in NEUTRAL:
-            raise self.error(place, "is not understood by this version")
-        # In some files a 0 or an empty text stands for "none".
-        if value != NEUTRAL[name] and (value or NEUTRAL[name] not in (0, False)):
-            problem = f"must be {NEUTRAL[name]!r}, not {brief(value)}: that is another network"
-            raise self.error(place, problem)

@@ -9,7 +9,7 @@ row here. `docs/drafters.md` names the sources.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
@@ -36,8 +36,6 @@ class Packaging:
         copied: the file is a copy of the target's config with the drafter's fields added, so the
             target's own fields (`COPIED`) mean nothing.
         confidence: without a key in the file, whether a DSpark drafter has a confidence head.
-        reduced: whether drafters may know only some of the target's tokens.
-        other_width: whether drafters may be wider or narrower than their target.
         tensors: beginnings of tensors' names -> our beginnings.
         unused_tensors: stored, and not needed.
     """
@@ -48,14 +46,12 @@ class Packaging:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     copied: bool = False
     confidence: bool = False
-    reduced: bool = True
-    other_width: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
     unused_tensors: frozenset[str] = frozenset()
 
 
-ZLAB = Packaging("zlab", {DFLASH: 1, DFLASH2: 1, DSPARK: None}, reduced=False)
-JETSPEC = Packaging("jetspec", {DFLASH: 1, DSPARK: None}, other_width=True)
+ZLAB = Packaging("zlab", {DFLASH: 1, DFLASH2: 1, DSPARK: None})
+JETSPEC = Packaging("jetspec", {DFLASH: 1, DSPARK: None})
 DEEPSPEC = Packaging("deepspec", {DFLASH: 0, DSPARK: 0}, causal="never", copied=True)
 SPECFORGE = Packaging(
     "specforge",
@@ -66,14 +62,12 @@ SPECFORGE = Packaging(
 SPECULATORS = Packaging(
     "speculators",
     {DFLASH: 1, DFLASH2: 1, DSPARK: None},
-    other_width=True,
     defaults={"draft_vocab_size": 32000, "sliding_window_non_causal": True},
     unused_tensors=frozenset({"t2d"}),
 )
 MUSE = Packaging(
     "muse",
     {DFLASH: 1},
-    reduced=False,
     causal="never",
     defaults={
         "block_size": 16,
@@ -89,33 +83,17 @@ MUSE = Packaging(
 )
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """The meaning of a name in `architectures`."""
-
-    packaging: Packaging
-    kind: str
-    rope_neox: bool = True  # unless a key says otherwise
-
-
+# A name in `architectures` -> its packaging and kind.
 ARCHITECTURES = {
-    "DFlashDraftModel": Architecture(ZLAB, DFLASH),
-    "DFlash2DraftModel": Architecture(ZLAB, DFLASH2),
-    "Qwen3DSparkModel": Architecture(DEEPSPEC, DSPARK),
-    "DSparkDraftModel": Architecture(SPECFORGE, DSPARK),
-    "Lfm2DSparkDraftModel": Architecture(SPECFORGE, DSPARK, rope_neox=False),
-    "MuseGlimmerAssistantModel": Architecture(MUSE, DFLASH),
-}
-OTHER_NETWORKS = {
-    "Gemma4DSparkModel": "Gemma 4's own layers (four norms, shared keys and values)",
-    "Qwen35DSparkModel": "gated attention, norms stored minus one and a partial rotation",
-    "DominoDraftModel": "a GRU head",
-    "DFlashLagunaForCausalLM": "gated attention",
+    "DFlashDraftModel": (ZLAB, DFLASH),
+    "DFlash2DraftModel": (ZLAB, DFLASH2),
+    "Qwen3DSparkModel": (DEEPSPEC, DSPARK),
+    "DSparkDraftModel": (SPECFORGE, DSPARK),
+    "Lfm2DSparkDraftModel": (replace(SPECFORGE, defaults={"rope_neox": False}), DSPARK),
+    "MuseGlimmerAssistantModel": (MUSE, DFLASH),
 }
 # `speculators_model_type` -> what it is; the architecture's name says no more there.
 SPECULATORS_KINDS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
-# `projector_type` -> the kinds it may go with.
-PROJECTORS = {"dflash": {DFLASH}, "dflash2": {DFLASH2}, "dspark": {DSPARK, DFLASH}}
 
 # Fields with several spellings, by our name. The spellings have to agree.
 SPELLINGS = {

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..drafter.config import DraftConfig
-from ..drafter.config_reader import ResolvedField
 from ..drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, PACKAGINGS, our_name
 from .checks import check_safetensors, read_header
 
 NETWORKS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+
+
+@dataclass(frozen=True)
+class ResolvedField:
+    """A field of a config, its value, and where the value was read or derived."""
+
+    field: str
+    value: Any
+    source: str
 
 
 def inspect_drafter(path: Path) -> list[ResolvedField]:
@@ -28,8 +36,13 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     source = "architectures" if "architectures" in config.sources else "default"
     source = config.sources.get("speculators_model_type", source)
     network = ResolvedField("network", NETWORKS[config.kind], source)
-    decisions = [network, *config.describe()]
-    return [*decisions, *(_parts(config, shapes) if shapes else []), *config.unused]
+    resolved = [
+        ResolvedField(name, getattr(config, name), config.sources.get(name, "default"))
+        for name in (item.name for item in fields(config))
+        if name not in ("sources", "unused")
+    ]
+    unused = [ResolvedField(place, value, "not used") for place, value in config.unused.items()]
+    return [network, *resolved, *(_parts(config, shapes) if shapes else []), *unused]
 
 
 def settle(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> DraftConfig:
