@@ -212,13 +212,22 @@ def test_fields_say_where_they_were_read():
 def test_from_file(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MINIMAL))
-    assert DraftConfig.from_file(path) == config()
-    assert DraftConfig.from_file(str(path)) == config()
+    assert DraftConfig.from_file(path) == DraftConfig.from_file(str(path)) == config()
 
 
-@pytest.mark.parametrize(
-    "content", [None, b"", b"{", b"\xff\xfe", b"[]", b"3"], ids=lambda content: str(content)
-)
+NO_CONFIGS = {
+    "missing": None,
+    "empty": b"",
+    "cut": b"{",
+    "no text": b"\xff\xfe",
+    "list": b"[]",
+    "nesting": b'{"block_size": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "digits": b'{"block_size": ' + b"9" * 10_000 + b"}",
+    "NaN": b'{"hidden_size": NaN}',
+}
+
+
+@pytest.mark.parametrize("content", NO_CONFIGS.values(), ids=NO_CONFIGS.keys())
 def test_files_that_are_no_config(content, tmp_path):
     path = tmp_path / "config.json"
     if content is not None:

@@ -164,7 +164,7 @@ class DraftConfig:
         resolved["target_layer_ids"] = read_taps(read)
         positions = resolved["max_position_embeddings"]
         resolved["rope_theta"], resolved["rope_scaling"] = read_rope(read, positions)
-        resolved["rope_amplitude"] = rope_amplitude(resolved, read.sources)
+        resolved["rope_amplitude"] = rope_amplitude(read, resolved)
         resolved |= _quantization(read)
         return cls(**resolved, sources=read.sources, unused=read.unused())
 

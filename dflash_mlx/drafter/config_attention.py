@@ -195,29 +195,18 @@ def _scaling(read: ConfigReader, place: str, values: dict[str, Any]) -> dict[str
     return kept
 
 
-def rope_amplitude(resolved: Mapping[str, Any], sources: dict[str, str]) -> float:
-    """The factor on rotated queries and keys, as Transformers computes it.
-
-    Args:
-        resolved: the fields of the config so far.
-        sources: gets the reason.
-    """
+def rope_amplitude(read: ConfigReader, resolved: Mapping[str, Any]) -> float:
+    """The factor on rotated queries and keys, as Transformers computes it."""
     scaling = resolved["rope_scaling"]
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
-    sources["rope_amplitude"] = sources["rope_scaling"]
+    read.sources["rope_amplitude"] = read.sources["rope_scaling"]
     if "attention_factor" in scaling:
         return float(scaling["attention_factor"])
-    if all(resolved[name] == value for name, value in KIMI_K25.items()) and all(
-        scaling.get(name) == value for name, value in KIMI_K25_YARN.items()
-    ):
-        sources["rope_amplitude"] = "as Kimi-K2.5-DFlash was trained"
+    weights = (1.0, 0.0)
+    if KIMI_K25.items() <= resolved.items() and KIMI_K25_YARN.items() <= scaling.items():
+        read.sources["rope_amplitude"] = "as Kimi-K2.5-DFlash was trained"
     elif "mscale" in scaling and "mscale_all_dim" in scaling:
-        both = (scaling["mscale"], scaling["mscale_all_dim"])
-        above, below = (_amplitude(scaling["factor"], weight) for weight in both)
-        return above / below
-    return _amplitude(scaling["factor"], 1.0)
-
-
-def _amplitude(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+        weights = (scaling["mscale"], scaling["mscale_all_dim"])
+    growth = 0.1 * math.log(max(scaling["factor"], 1))
+    return (weights[0] * growth + 1) / (weights[1] * growth + 1)

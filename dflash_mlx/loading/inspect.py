@@ -33,8 +33,8 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     shapes = {} if path.is_file() else _shapes(path, config)
     if shapes:
         config = settle(config, shapes)
-    source = "architectures" if "architectures" in config.sources else "default"
-    source = config.sources.get("speculators_model_type", source)
+    labels = ("speculators_model_type", "architectures")
+    source = next((label for label in labels if label in config.sources), "default")
     network = ResolvedField("network", NETWORKS[config.kind], source)
     resolved = [
         ResolvedField(name, getattr(config, name), config.sources.get(name, "default"))
