@@ -100,7 +100,7 @@ def test_a_text_that_is_left_in_the_middle_can_be_gone_on_with(family):
     ahead = target.start().can_pipeline
     events.close()
     assert kept.ids == [*PROMPT, *begun[: 40 if ahead else 39]]
-    assert kept.target.can_trim or not ahead
+    assert kept.target_session.can_trim or not ahead
     again = [*PROMPT, *begun[:39], begun[39] ^ 1, 7, 8]
     result = dm.generate(target, None, again, max_tokens=3, conversation=kept)
     assert result.stats.reused_tokens == len(again) - 3
