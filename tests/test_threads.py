@@ -139,10 +139,10 @@ def test_features_of_the_prompt_wait_for_the_first_token(elsewhere):
     kept = dm.Conversation(target, drafter)
     events = dm.stream_generate(target, drafter, prompt, max_tokens=12, conversation=kept)
     first = next(events)
-    assert kept.target.position == 100 and kept.drafter.position == 0
+    assert kept.target_session.position == 100 and kept.draft_session.position == 0
     rest = in_a_thread(lambda: tokens_of(events)) if elsewhere else tokens_of(events)
     assert first.tokens + rest == dm.generate(target, drafter, prompt, max_tokens=12).tokens
-    assert kept.drafter.position == kept.target.position == 111
+    assert kept.draft_session.position == kept.target_session.position == 111
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
