@@ -102,8 +102,10 @@ def _kernel_json(row: ShapeTiming) -> dict[str, Any]:
 
 def _milliseconds(pair: Pair, rows: int, kv_bits: int | None) -> float:
     """Of a step that verifies so many rows, its draft included."""
-    settings = {"block_size": rows, "kv_bits": kv_bits, "max_tokens": TOKENS}
-    stats = dflash_mlx.generate(pair.target, pair.drafter, PROMPT, **settings).stats
+    result = dflash_mlx.generate(
+        pair.target, pair.drafter, PROMPT, block_size=rows, kv_bits=kv_bits, max_tokens=TOKENS
+    )
+    stats = result.stats
     return MILLISECONDS * stats.decode_seconds / max(1, stats.rounds)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from inspect import Parameter, signature
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import mlx.core as mx
 
@@ -25,7 +25,8 @@ from .proposal import Proposal
 from .request import Request
 from .targets import Target
 
-Generate = TypeVar("Generate", bound=Callable[..., Any])
+Settings = ParamSpec("Settings")
+T = TypeVar("T")
 
 
 class ErrorCapture:
@@ -176,17 +177,27 @@ def _events(request: Request) -> Generator[Event, None, None]:
         request.close()
 
 
-def _listing_settings(function: Generate) -> Generate:
-    """Have `help` and `inspect.signature` list the settings in place of `**settings`."""
-    own = signature(function)
-    pair = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
-    settings = signature(GenerationSettings).parameters.values()
-    named = [setting.replace(kind=Parameter.KEYWORD_ONLY) for setting in settings]
-    vars(function)["__signature__"] = own.replace(parameters=[*pair, *named])
-    return function
+def _with_settings(
+    settings: Callable[Settings, GenerationSettings],
+) -> Callable[
+    [Callable[..., T]], Callable[Concatenate[Target, Drafter | None, Prompt, Settings], T]
+]:
+    """Have type checkers, `help` and `signature` see the settings in place of `**settings`."""
+
+    def decorate(
+        function: Callable[..., T],
+    ) -> Callable[Concatenate[Target, Drafter | None, Prompt, Settings], T]:
+        own = signature(function)
+        pair = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+        fields = signature(settings).parameters.values()
+        named = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in fields]
+        vars(function)["__signature__"] = own.replace(parameters=[*pair, *named])
+        return function
+
+    return decorate
 
 
-@_listing_settings
+@_with_settings(GenerationSettings)
 def stream_generate(
     target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any
 ) -> Generator[Event, None, None]:
@@ -218,7 +229,7 @@ def stream_generate(
     return _events(request)
 
 
-@_listing_settings
+@_with_settings(GenerationSettings)
 def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any) -> Result:
     """Generate to the end.
 

@@ -33,7 +33,7 @@ def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
     for start in range(0, 5000, CHUNK):
         stop = min(start + CHUNK, 5000)
         drafter.extend(context[:, start:stop], cache)
-        assert cache[0].size < WINDOW and cache[1].size == stop
+        assert cache[0].state[0].shape[2] < WINDOW and cache[1].offset == stop
     known = 5000
     for step, rows in zip((0, 1, 5, 34), (6, 3, 6, 6), strict=True):
         taps, known = context[:, known : known + step], known + step
