@@ -116,27 +116,21 @@ def _hub(hub: Hub) -> Check:
 
 
 def _chip() -> Check:
-    """The chip, and which kernels verify a block of rows on it; see `kernels.choose`."""
+    """The chip, and whose kernels verify a block of rows on it; see `kernels.choose`."""
     import mlx.core as mx
 
-    from dflash_mlx.kernels.choose import GENERATIONS, choices, read_timings, summary
+    from dflash_mlx.kernels.choose import GENERATIONS, summary
 
     name = str(mx.device_info().get("device_name", "unknown"))
-    here = f"{name}, {computer()['cores']} cores"
     if not mx.metal.is_available():
-        if sys.platform == "darwin":
-            return Check("chip", "warn", here, "Metal is not available: MLX decodes on the CPU.")
-        return Check("chip", "ok", f"{here}, decodes on the CPU")
+        return Check("chip", "ok", f"{name}, {computer()['cores']} cores; MLX decodes on the CPU")
     chip = find_chip(name)
-    measured = choices(read_timings())
-    won = sum(first is not None for first in measured.values())
-    timed = f"; ours won {won} of {len(measured)} shapes in 'tune'" if measured else ""
     if chip is None:
         advice = "Please report this chip with its results of 'dflash-mlx bench'."
-        return Check("chip", "warn", f"{here}: unknown, with MLX's own kernels{timed}", advice)
-    if chip.generation not in GENERATIONS:
-        return Check("chip", "ok", f"{here}; MLX's own kernels, which are faster on it{timed}")
-    return Check("chip", "ok", f"{here}; our kernels for {summary(chip)}{timed}")
+        return Check("chip", "warn", f"{name}: unknown, with MLX's own kernels", advice)
+    ours = chip.generation in GENERATIONS  # on others MLX's are faster
+    kernels = f"our kernels for {summary(chip)}" if ours else "MLX's own kernels"
+    return Check("chip", "ok", f"{name}; {kernels}")
 
 
 def _compiler() -> Check:
