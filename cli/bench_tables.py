@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich import progress
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +38,7 @@ def measure_pair(
         with_mlx_lm=pair.member is None,
     )
     about = {"model": pair.target.name, "title": pair.title, "block_size": pair.rows}
-    done = _with_bar(measured, len(prompts))
+    done = _with_bar(measured, prompts)
     return run_content({**about, **setup, "machine": machine(pair.blas)}, done)
 
 
@@ -58,7 +58,7 @@ def measure_server(
 ) -> dict[str, Any]:
     """Measure a server from outside. Returns the content of bench.json. Raises `ServerError`."""
     settings = (setup["repeats"], setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
-    done = _with_bar(server.measure_server(client, prompts, *settings), len(prompts))
+    done = _with_bar(server.measure_server(client, prompts, *settings), prompts)
     title = f"{client.model} · {client.url}"
     about = {"model": client.model, "title": title, "block_size": None}
     return run_content({**about, **setup, "machine": computer()}, done)
@@ -99,24 +99,13 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:,.0f} ms"
 
 
-def _with_bar(measured: Iterable[PromptRuns], prompts: int) -> list[PromptRuns]:
+def _with_bar(measured: Iterable[PromptRuns], prompts: list[BenchPrompt]) -> list[PromptRuns]:
     """Collect all results, with a progress bar if stderr is a terminal."""
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
     console = stderr()
     hidden = not console.is_terminal
-    done = []
-    with progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("warming up", total=prompts)
-        for one in measured:
-            done.append(one)
-            bar.update(task, description=one.prompt.category)
-            bar.advance(task, 0 if one.prompt.then else 1)
-    return done
+    turns = sum(1 + len(prompt.then) for prompt in prompts)
+    bar = track(measured, "measuring", turns, console=console, transient=True, disable=hidden)
+    return list(bar)
 
 
 def show(content: Mapping[str, Any]) -> None:
@@ -127,14 +116,7 @@ def show(content: Mapping[str, Any]) -> None:
     for category, figures in (content["protocol_figures"] or {}).items():
         note(f"{content['protocol']}, {category}: {_protocol_text(figures)}")
     overall = content["overall"]
-    note(
-        f"{content['title']}; medians of {counted(content['repeats'], 'run')} per prompt and method"
-    )
-    waits = (
-        f"{name} {1e3 * method['first_token_seconds']['median']:,.0f} ms"
-        for name, method in overall["methods"].items()
-    )
-    note("first token after " + ", ".join(waits))
+    note(f"{content['title']}; medians of {counted(content['repeats'], 'run')} per prompt")
     if (overall["exact"] or 0) < overall["with_answer"]:
         note("exact: the known answer, word for word; --max-tokens may cut answers short")
     peaks = [method["peak_bytes"] or 0 for method in overall["methods"].values()]
@@ -160,11 +142,9 @@ def _table(content: Mapping[str, Any]) -> Table:
     methods = [*(name for name in overall["methods"] if name not in drafting), *drafting]
     exact = overall["exact"] is not None
     compared = any(method["identical"] is not None for method in overall["methods"].values())
-    dense = len(drafting) > 1  # two drafting methods must fit into 80 columns
-    further = ("x", "accept") if dense else ("speedup", "acceptance")
-    titles = [title for name in methods for title in (name, *further * (name in drafting))]
+    titles = [t for name in methods for t in (name, *("x", "accept") * (name in drafting))]
     titles += ["identical"] * compared + ["exact"] * exact
-    table = make_table("category", *titles, padding=1 if dense else 2)
+    table = make_table("category", *titles, padding=1)  # 80 columns
     for row in (*content["categories"], overall):
         cells = [row["category"]]
         for name in methods:

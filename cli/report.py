@@ -8,14 +8,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dflash_mlx.bench.report import read_run, setup_differences
+from dflash_mlx.bench.report import read_run
 from dflash_mlx.bench.summary import PLAIN, drafting_methods
 
 from . import options
 from .output import NOTHING, make_table, note, print_json, stdout
 
 Runs = dict[str, dict[str, Any]]
-MACHINE = ("chip", "device", "blas", "system", "memory", "mlx", "mlx-lm", "dflash-mlx")
+SETUP = (
+    *("suite", "max_tokens", "temperature", "block_size"),
+    *("chip", "device", "blas", "system", "memory", "mlx", "mlx-lm", "dflash-mlx"),
+)
 
 
 def report(
@@ -25,11 +28,10 @@ def report(
     ],
     json: options.Json = False,
 ) -> None:
-    """Compare benchmark runs: speeds, speedups by category, and differences in setup."""
+    """Compare benchmark runs: speeds, speedups by category, and the setup of each."""
     runs = {str(folder): read_run(folder) for folder in folders}
-    different = setup_differences(runs)
     if json:
-        print_json({"runs": runs, "setup_differences": different})
+        print_json({"runs": runs})
         return
     stdout().print(_speeds(runs))
     overall = [run["overall"]["methods"] for run in runs.values()]
@@ -38,11 +40,9 @@ def report(
             stdout().print()
             stdout().print(_speedups(runs, method))
     for name, run in runs.items():
-        machine = run["machine"]
-        known = ", ".join(f"{key} {machine[key]}" for key in MACHINE if key in machine)
+        setup = run | run["machine"]
+        known = ", ".join(f"{key} {setup[key]}" for key in SETUP if key in setup)
         note(f"{name}: {run['title']}; {run['measured']}; {known}")
-    for line in different:
-        note(f"not comparable: {line}")
 
 
 def _speeds(runs: Runs) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,6 @@ from .summary import PromptRuns, differences, grouped, protocol_figures, summari
 
 FORMAT, VERSION = "dflash-mlx bench", 1
 JSON = "bench.json"
-COMPARED = ("model", "suite", "max_tokens", "temperature", "block_size")  # settings of a run
 
 
 def run_content(setup: Mapping[str, Any], measured: Sequence[PromptRuns]) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def run_content(setup: Mapping[str, Any], measured: Sequence[PromptRuns]) -> dic
         "measured": now,
         **setup,
         "protocol_figures": protocol_figures(measured) if setup.get("protocol") else None,
-        "overall": summarize("all", measured).as_json(),
-        "categories": [summarize(*group).as_json() for group in grouped(measured).items()],
+        "overall": asdict(summarize("all", measured)),
+        "categories": [asdict(summarize(*group)) for group in grouped(measured).items()],
         "differences": differences(measured),
         "prompts": [_prompt(one) for one in measured],
     }
@@ -96,21 +96,3 @@ def read_run(path: Path) -> dict[str, Any]:
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
         raise DataError(f"{file}: not a run of 'dflash-mlx bench --out', or of another version.")
     return content
-
-
-def setup_differences(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The settings in which runs differ, one line each: such runs are hardly comparable.
-
-    Args:
-        runs: contents of `bench.json`, by name.
-    """
-    settings = {name: {key: run.get(key) for key in COMPARED} for name, run in runs.items()}
-    for name, run in runs.items():
-        settings[name]["number of prompts"] = run["overall"]["prompts"]
-    found = []
-    for key in (*COMPARED, "number of prompts"):
-        values = {name: of[key] for name, of in settings.items()}
-        if len(set(map(str, values.values()))) > 1:
-            each = ", ".join(f"{name} {value}" for name, value in values.items())
-            found.append(f"{key.replace('_', ' ')} differs: {each}")
-    return found

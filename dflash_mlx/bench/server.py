@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from itertools import cycle, islice, pairwise
-from statistics import quantiles
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+
+import numpy as np
 
 from ..errors import ServerError
 from ..events import FinishReason, Result, Stats
@@ -26,14 +27,6 @@ from .summary import SERVER, PromptRuns
 TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine takes minutes
 END = "[DONE]"
 REQUESTS_PER_CLIENT = 2  # at least
-
-
-@dataclass(frozen=True)
-class TimedResult:
-    """An answer, and the seconds between its pieces of text."""
-
-    result: Result
-    gaps: list[float]
 
 
 @dataclass(frozen=True)
@@ -68,8 +61,8 @@ class ServerClient:
 
     def ask(
         self, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float, seed: int
-    ) -> TimedResult:
-        """Stream one answer. Its token ids are unknown.
+    ) -> tuple[Result, list[float]]:
+        """Stream one answer: the result without token ids, and the seconds between its pieces.
 
         Decoding time runs from the first piece of text to the last and counts all tokens but the
         first, like our own loop. Raises `ServerError`.
@@ -95,7 +88,7 @@ class ServerClient:
             stats.prefill_seconds = stats.first_token_seconds = times[0] - start
             stats.decode_seconds = times[-1] - times[0]
         gaps = [later - earlier for earlier, later in pairwise(times)]
-        return TimedResult(Result("".join(text), [], finish_reason, stats), gaps)
+        return Result("".join(text), [], finish_reason, stats), gaps
 
     def chunks(
         self, messages: Sequence[dict[str, str]], **settings: Any
@@ -127,7 +120,7 @@ def measure_server(
     for prompt in prompts:
         turn: BenchPrompt | None = prompt
         while turn is not None:
-            runs = [client.ask(turn.messages, *settings).result for _ in range(repeats)]
+            runs = [client.ask(turn.messages, *settings)[0] for _ in range(repeats)]
             yield PromptRuns(turn, {SERVER: runs})
             turn = turn.answered(runs[0].text)
 
@@ -147,14 +140,14 @@ def measure_concurrency(
     """
     count = max(len(prompts), REQUESTS_PER_CLIENT * clients)
 
-    def ask(prompt: BenchPrompt) -> TimedResult:
+    def ask(prompt: BenchPrompt) -> tuple[Result, list[float]]:
         return client.ask(prompt.messages, max_tokens, temperature, seed)
 
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
         answers = list(threads.map(ask, islice(cycle(prompts), count)))
     seconds = time.perf_counter() - start
-    stats = [answer.result.stats for answer in answers]
+    stats = [result.stats for result, _ in answers]
     tokens = sum(one.output_tokens for one in stats)
     waits = [one.first_token_seconds for one in stats if one.first_token_seconds]
     return {
@@ -164,20 +157,16 @@ def measure_concurrency(
         "tokens": tokens,
         "tokens_per_second": round(tokens / seconds, 1),
         "first_token_seconds": percentiles(waits),
-        "gap_seconds": percentiles([gap for answer in answers for gap in answer.gaps]),
+        "gap_seconds": percentiles([gap for _, gaps in answers for gap in gaps]),
     }
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Median, 95th percentile and maximum; only the median of one value, nothing of none."""
-    if len(values) < 2:
-        return {"median": round(values[0], 4)} if values else {}
-    percent = quantiles(values, n=100, method="inclusive")
-    return {
-        "median": round(percent[49], 4),
-        "p95": round(percent[94], 4),
-        "max": round(max(values), 4),
-    }
+    """Median and 95th percentile; nothing of no values."""
+    if not values:
+        return {}
+    middle, high = np.quantile(values, (0.5, 0.95)).round(4).tolist()
+    return {"median": middle, "p95": high}
 
 
 def text_of(delta: dict[str, Any]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
+
+import numpy as np
 
 from ..events import Result
 from .datasets import BenchPrompt
@@ -89,11 +91,7 @@ class Spread:
     def of(cls, values: Iterable[float]) -> Spread | None:
         """The spread of some values; None without any."""
         found = list(values)
-        if not found:
-            return None
-        if len(found) == 1:
-            return cls(found[0], found[0], found[0])
-        return cls(*quantiles(found, n=4, method="inclusive"))
+        return cls(*np.quantile(found, (0.25, 0.5, 0.75)).tolist()) if found else None
 
 
 @dataclass(frozen=True)
@@ -130,21 +128,6 @@ class CategorySummary:
     exact: int | None  # prompts answered with the known answer
     with_answer: int  # prompts that have a known answer
     methods: dict[str, MethodSummary]
-
-    def as_json(self) -> dict[str, Any]:
-        """The summary, and the main figures on its top level."""
-        plain, mlx_lm = self.methods.get(PLAIN), self.methods.get(MLX_LM)
-        drafted = self.methods.get(chain_method(self.methods) or "")
-        speedup = drafted.speedup if drafted else None
-        return asdict(self) | {
-            "acceptance_length": drafted.acceptance_length if drafted else None,
-            "speedup": speedup.median if speedup else None,
-            "identical": drafted.identical if drafted else None,
-            "identical_to_mlx_lm": mlx_lm.identical if mlx_lm else None,
-            "plain_tokens_per_second": plain.tokens_per_second.median if plain else None,
-            "drafted_tokens_per_second": drafted.tokens_per_second.median if drafted else None,
-            "mlx_lm_tokens_per_second": mlx_lm.tokens_per_second.median if mlx_lm else None,
-        }
 
 
 def summarize(category: str, measured: Sequence[PromptRuns]) -> CategorySummary:
