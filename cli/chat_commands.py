@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_mlx.errors import DataError, DFlashError, SettingsError
-from dflash_mlx.validation import read_json
+from dflash_mlx.validation import is_message, read_json
 
 from .output import counted, error_line, note, write_file
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .chat_models import Messages
 
 COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
+ROLES = ("system", "user", "assistant")
 NONE = "none"  # removes the system message
 SETTINGS: dict[str, type[int] | type[float]] = {
     "temperature": float,
@@ -75,8 +76,6 @@ def _retry(chat: Chat, _: str) -> None:
         return
     if chat.settings["seed"] is not None:
         chat.settings["seed"] = (chat.settings["seed"] + 1) % 2**32
-    if not chat.settings["temperature"]:
-        note("At temperature 0 the same question gets the same answer.")
     chat.answer(chat.messages[: chat.last_question + 1])
 
 
@@ -122,18 +121,10 @@ def _load(chat: Chat, name: str) -> None:
 def read_conversation(path: Path) -> Messages:
     """The messages of a file that /save wrote. Raises `DataError`."""
     messages: Any = read_json(path, DataError).get("messages")
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+    valid = isinstance(messages, list) and all(map(is_message, messages))
+    if not valid or any(message["role"] not in ROLES for message in messages):
         raise DataError(f"{path} is not a saved conversation: it has no list of messages.")
     return messages
-
-
-def _is_message(message: Any) -> bool:
-    """Whether it has a role and text."""
-    return (
-        isinstance(message, dict)
-        and message.get("role") in ("system", "user", "assistant")
-        and isinstance(message.get("content"), str)
-    )
 
 
 def _path(command: str, name: str) -> Path:

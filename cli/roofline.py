@@ -50,7 +50,10 @@ def roofline(
 ) -> None:
     """Predict how long steps of 1 to 16 rows take on a chip, and the best possible speedup."""
     where = _chip(chip)
-    tokens = acceptance if acceptance is not None else published_acceptance(model)
+    pair = pair_of(model)
+    published = pair.acceptance if pair else None
+    published = EMBEDDED_ACCEPTANCE if model == EMBEDDED else published
+    tokens = published if acceptance is None else acceptance
     if tokens is None:
         raise typer.BadParameter(
             f"no figure is published for {model}: measure it with 'dflash-mlx bench'",
@@ -107,14 +110,6 @@ def _chip(name: str | None) -> Chip:
         _ = dflash_mlx.Target  # raises `MissingDependencyError` without MLX
         import mlx.core as mx
     return chip_named(name or str(mx.device_info().get("device_name", "")))
-
-
-def published_acceptance(model: str) -> float | None:
-    """The published acceptance length of the model's drafter; None if there is none."""
-    if model == EMBEDDED:
-        return EMBEDDED_ACCEPTANCE
-    pair = pair_of(model)
-    return pair.acceptance if pair else None
 
 
 def _table(steps: list[StepPrediction]) -> Table:

@@ -47,10 +47,10 @@ def tune(
         return
     if kernels is not None:
         stdout().print(_kernel_table(kernels), "")
-    stdout().print(_cost_table(steps))
+    table = make_table("rows of a step", *(f"{rows}" for rows in steps))
+    table.add_row("milliseconds", *(f"{taken:#.3g}" for taken in steps.values()))
+    stdout().print(table)
     note(f"{pair.title}; decoding learns these figures by itself")
-    if kernels is None:
-        note("There is no Metal here: our kernels need it.")
 
 
 def _time_kernels(
@@ -107,10 +107,3 @@ def _milliseconds(pair: Pair, rows: int, kv_bits: int | None) -> float:
     )
     stats = result.stats
     return MILLISECONDS * stats.decode_seconds / max(1, stats.rounds)
-
-
-def _cost_table(steps: dict[int, float]) -> Table:
-    """A column for each number of rows."""
-    table = make_table("rows of a step", *(f"{rows}" for rows in steps))
-    table.add_row("milliseconds", *(f"{taken:#.3g}" for taken in steps.values()))
-    return table

@@ -128,6 +128,12 @@ def is_integer(value: Any, least: int = 1, most: float = MAX_INT32) -> bool:
     return integer and least <= int(value) <= most
 
 
+def is_message(value: Any) -> bool:
+    """Whether a value is a chat message: {"role": str, "content": str}."""
+    texts = [value.get("role"), value.get("content")] if isinstance(value, dict) else [None]
+    return all(isinstance(text, str) for text in texts)
+
+
 def is_finite(value: Any) -> bool:
     """Whether a value is a number that a float holds: neither NaN nor infinite nor too large."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from ..errors import DataError
-from ..validation import parse_json
+from ..validation import is_message, parse_json
 
 PROTOCOL_SEED, PROTOCOL_PROMPTS, PROTOCOL_MAX_TOKENS = 42, 128, 2048
 
@@ -118,18 +118,10 @@ def _parse(row: dict[str, Any], source: str) -> BenchPrompt:
     if ("prompt" in row) == ("messages" in row):
         raise DataError(f'{source}: an object with either "prompt" or "messages" is expected.')
     messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+    valid = isinstance(messages, list) and messages and all(map(is_message, messages))
+    if not valid or not all(message["content"].strip() for message in messages):
         raise DataError(f'{source}: messages need a "role" and a "content" that is not empty.')
     category, answer = row.get("category", "prompts"), row.get("answer")
     if not isinstance(category, str) or not isinstance(answer, str | None):
         raise DataError(f'{source}: "category" and "answer" must be text.')
     return BenchPrompt(category, tuple(messages), answer, source=source)
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        and bool(message["content"].strip())
-    )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..errors import DataError
-from ..validation import ErrorWrapper, parse_json
+from ..validation import ErrorWrapper, is_message, parse_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -126,13 +126,6 @@ def parse_record(line: str, where: str) -> str | Messages:
     raise DataError(
         f'{where}: expected {{"messages": [{{"role", "content"}}, ...]}}, {{"prompt", "answer"}} or'
         ' {"text"}, all strings.'
-    )
-
-
-def is_message(message: object) -> bool:
-    """Whether it is {"role": str, "content": str}."""
-    return isinstance(message, dict) and all(
-        isinstance(message.get(field), str) for field in ("role", "content")
     )
 
 

@@ -97,7 +97,11 @@ def train(
         raise OutputError.because(work, error) from error
     claim_folder(work, target, recipe)
     begin = time.monotonic()
-    turns = _turns(target, work, recipe, listen)
+    turns = []
+    if recipe.synthesize is not None:
+        shape = AnswerSettings(recipe.turn_tokens, recipe.rows, 2 * recipe.rows)
+        path = work / "turns.jsonl"
+        turns = write_turns(target, recipe.synthesize, path, shape, recipe.seed, listen)
     samples = collect_samples(target, work, recipe, turns, listen)
     held_out, training = split(samples, recipe)
     raw = _shape(target, recipe, samples, warm)
@@ -105,7 +109,11 @@ def train(
     settings = _settings(recipe, recipe.steps or _steps_of_epochs(recipe, training))
     needed = memory_needed(target, config, settings, [len(s.tokens) for s in samples])
     check_memory(needed, settings)
-    start = _start(target, config, recipe, warm)
+    start = new_drafter(config, recipe.seed)
+    if warm is not None:
+        start.update(warm[0].parameters())
+    elif recipe.warm_start == TARGET:
+        init_from_target(start, target)
     if recipe.hours is not None:
         steps = _steps_of_hours(target, config, settings, training, start, work, recipe, begin)
         settings = _settings(recipe, steps)
@@ -137,15 +145,6 @@ def train(
     except OSError as error:
         raise OutputError.because(out, error) from error
     return Trained(drafter, raw, plan)
-
-
-def _turns(target: Target, work: Path, recipe: Recipe, listen: Listener) -> list[str]:
-    """The user turns that the target writes, none if the recipe has data."""
-    if recipe.data is not None:
-        return []
-    settings = AnswerSettings(recipe.turn_tokens, recipe.rows, 2 * recipe.rows)
-    path = work / "turns.jsonl"
-    return write_turns(target, recipe.synthesize or 0, path, settings, recipe.seed, listen)
 
 
 def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> None:
@@ -190,21 +189,6 @@ def _shape(
             "bits": recipe.bits,
         }
     return raw
-
-
-def _start(
-    target: Target,
-    config: DraftConfig,
-    recipe: Recipe,
-    warm: WarmStart | None,
-) -> DFlash:
-    """The initial drafter."""
-    drafter = new_drafter(config, recipe.seed)
-    if warm is not None:
-        drafter.update(warm[0].parameters())
-    elif recipe.warm_start == TARGET:
-        init_from_target(drafter, target)
-    return drafter
 
 
 def _steps_of_epochs(recipe: Recipe, training: Sequence[Sample]) -> int:
