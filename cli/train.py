@@ -12,14 +12,13 @@ import typer
 import dflash_mlx
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.machine.blas import BlasInfo
 
 from . import options
 from .options import OUTPUT, flag, is_given, option, spelled
 from .output import note, waiting
 
 if TYPE_CHECKING:
-    from dflash_mlx import DFlash, Target
+    from dflash_mlx import DFlash
     from dflash_mlx.train.recipe import Recipe
 
 DATA, DRAFTER, TRAINING = "Data", "Drafter", "Training"  # what --help shows
@@ -127,21 +126,13 @@ def train(
     with waiting(f"Loading {model}"):
         target = dflash_mlx.load_target(model, target_bits, hub=hub)
         warm = None if warm_start in (None, FROM_TARGET) else _load_warm(str(warm_start), hub)
-    from .train_progress import JsonProgress, ProgressBar
-
-    progress = JsonProgress() if json else ProgressBar()
-    _run(target, out.expanduser(), recipe, warm, blas, progress)
-
-
-def _run(
-    target: Target, out: Path, recipe: Recipe, warm: Any, blas: BlasInfo, progress: Any
-) -> None:
-    """Train, measure the drafter on held-out prompts, and write its model card."""
     from dflash_mlx.train.run import train as train_drafter
 
     from .train_card import measure_held_out, write_card
+    from .train_progress import JsonProgress, ProgressBar
 
-    begin = time.monotonic()
+    out, begin = out.expanduser(), time.monotonic()
+    progress = JsonProgress() if json else ProgressBar()
     with progress:
         done = train_drafter(target, out, recipe, warm, progress)
     hours = (time.monotonic() - begin) / 3600
