@@ -70,7 +70,7 @@ class GenerationSettings(SamplingSettings):
             )
         if self.block_size is not None:
             check_integer("block_size", self.block_size)
-        check_type("policy", self.policy, DraftPolicy, "dm.Policy.of(target, drafter)")
+        check_type("policy", self.policy, DraftPolicy, "dm.DraftPolicy.of(target, drafter)")
         check_type("conversation", self.conversation, Conversation, "dm.Conversation(...)")
         check_type(
             "prefix", self.prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)"

@@ -44,7 +44,7 @@ def answer(model: str, max_tokens: int, plain: bool) -> dict[str, Any]:
             first = first or time.perf_counter() - started
     else:
         target, drafter = dm.load(model)
-        policy = dm.Policy.of(target, drafter)
+        policy = dm.DraftPolicy.of(target, drafter)
         settings = {"policy": policy, "max_tokens": max_tokens}
         for event in dm.stream_generate(target, drafter, prompt, **settings):
             first = first or time.perf_counter() - started

@@ -88,7 +88,7 @@ def print_calls() -> None:
     import dflash_mlx as dm
 
     target, drafter = dm.load("tiny")
-    policy = dm.Policy.of(target, drafter)
+    policy = dm.DraftPolicy.of(target, drafter)
     messages = [{"role": "user", "content": PROMPT}]
 
     def answer() -> dm.Result:
