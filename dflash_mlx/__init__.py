@@ -9,7 +9,7 @@
 Messages go through the target's chat template. Text is used as it is, for models without a template
 and for text to continue.
 
-A step drafts a whole block unless `policy=dm.DraftPolicy.of(target, drafter)` chooses the draft lengths.
+Each step drafts a whole block unless a policy, `dm.DraftPolicy.of(target, drafter)`, decides.
 
 The public names are imported on first use, so `import dflash_mlx` does not import MLX: the errors
 and `use_fast_blas` work without it, and a BLAS can be loaded before it.
