@@ -76,7 +76,7 @@ def test_what_is_no_draft_is_refused(proposal, message):
         generate(target(), Proposes(proposal), PROMPT)
 
 
-@pytest.mark.parametrize("session", [None, object()], ids=repr)
+@pytest.mark.parametrize("session", [None, object()], ids=["None", "an object"])
 def test_what_is_no_session_is_refused(session, monkeypatch):
     drafter = Proposes(Proposal)
     monkeypatch.setattr(drafter, "start", lambda target, sampler: session)
