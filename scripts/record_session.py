@@ -7,6 +7,7 @@ Draws the screen at the end of a real run. Needs pyte.
 
 import os
 import pty
+import re
 import shlex
 import sys
 from itertools import groupby
@@ -48,6 +49,8 @@ def lines_of(screen: pyte.Screen) -> list[Text]:
         line = Text()
         for (colour, bold), group in groupby(cells, key=lambda cell: (cell.fg, cell.bold)):
             name = NAMES.get(colour, colour.replace("bright", "bright_"))
+            if name and re.fullmatch("[0-9a-f]{6}", name):  # one of 256 colours
+                name = f"#{name}"
             line.append("".join(cell.data for cell in group), Style(color=name, bold=bold))
         line.rstrip()
         lines.append(line)
