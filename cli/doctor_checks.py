@@ -17,6 +17,7 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.chips import find_chip
 from dflash_mlx.machine.facts import (
+    DISTRIBUTION,
     GB,
     bytes_in,
     cache_folder,
@@ -77,7 +78,7 @@ def _python() -> Check:
 def _packages() -> Check:
     """Installed versions against the supported ones; nothing works without MLX and mlx-lm."""
     try:
-        wanted = [Requirement(line) for line in requires("dflash-mlx") or ()]
+        wanted = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:  # a source tree that was not installed
         wanted = [Requirement("mlx"), Requirement("mlx-lm")]
     wrong = []

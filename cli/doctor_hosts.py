@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+import dflash_mlx
 from dflash_mlx.cluster.hosts import Hosts, read_hosts
 from dflash_mlx.cluster.ranks import ClusterProcesses
 from dflash_mlx.cluster.supervisor_line import LOST
@@ -90,7 +91,8 @@ def measure(model: str, hub: Hub, context: typer.Context) -> None:
         import mlx.core as mx
 
         backends = [name for name in ("ring", "jaccl", "mpi") if mx.distributed.is_available(name)]
-        versions = {"Python": platform.python_version()} | {name: installed(name) for name in SAME}
+        versions = {"Python": platform.python_version(), SAME[0]: dflash_mlx.__version__}
+        versions |= {name: installed(name) or "unknown" for name in SAME[1:]}
         process.line.send(FOUND, json.dumps(versions | {"backends": backends}))
     try:
         width, layers = _shape(model, hub)

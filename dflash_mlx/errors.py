@@ -59,7 +59,7 @@ class MissingDependencyError(DFlashError):
 
 
 def how_to_install(extra: str) -> str:
-    """The command to run. The name on the package index belongs to another project."""
+    """The command to run."""
     return f'in a clone of dflash-mlx, run pip install -e ".[{extra}]"'
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import dflash_mlx
+from dflash_mlx.machine.facts import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -100,7 +101,7 @@ def test_every_package_is_marked():
 def test_tests_run_on_the_editable_install():
     assert Path(dflash_mlx.__file__).parent == ROOT / "dflash_mlx"
     # `python -m pytest` also finds what a build has left in this folder, which says nothing.
-    found = metadata.distributions(name="dflash-mlx")
+    found = metadata.distributions(name=DISTRIBUTION)
     direct = [url for one in found if (url := one.read_text("direct_url.json"))]
     assert direct and all(json.loads(url)["dir_info"]["editable"] for url in direct)
 
@@ -176,9 +177,9 @@ def test_the_extras_have_both_bounds():
         assert ">=" in requirement and ",<" in requirement, requirement
 
 
-# pip, pipx or uv with nothing but our name, which is another project's in the package index.
+# pip, pipx or uv with nothing but a name: one is another project's, ours is not published.
 BY_NAME = re.compile(
-    r"\b(?:pipx?3?|uv)\b[^\n]*\b(?:install|add|download|wheel)\b[^\n]*[\s\"']dflash[-_]mlx"
+    r"\b(?:pipx?3?|uv)\b[^\n]*\b(?:install|add|download|wheel)\b[^\n]*[\s\"']dflash[-_](?:mlx|lossless)"
     r"(?:\[[\w, ]*\])?(?!\s*@|[\w./\[-])",
     re.IGNORECASE,
 )
@@ -190,7 +191,7 @@ FOLDERS_OF_TEXT = ("cli", "dflash_mlx", "docs", "metal", "scripts", ".github")
     [
         ("pip install dflash-mlx", True),
         ('pip install -U "dflash-mlx[mlx]"', True),
-        ("uv pip install dflash_mlx", True),
+        ("uv pip install dflash_lossless", True),
         ("pipx install dflash-mlx, then", True),
         ('pip install "dflash-mlx[mlx] @ git+https://example.org/x"', False),
         ('in a clone of dflash-mlx, run pip install -e ".[mlx]"', False),
@@ -202,7 +203,7 @@ def test_what_counts_as_installing_by_name(line, wrong):
 
 
 def test_nobody_is_sent_to_the_package_index():
-    """The index has another project of this name: a clone or an address, never the name."""
+    """A clone or an address, never a name."""
     texts = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "CITATION.cff"]
     for folder in FOLDERS_OF_TEXT:
         kinds = {".md", ".py", ".sh", ".toml", ".yml"}

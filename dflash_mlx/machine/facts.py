@@ -12,6 +12,7 @@ from pathlib import Path
 from .blas import BlasInfo
 
 GB = 1e9
+DISTRIBUTION = "dflash-lossless"  # what pip calls this package
 
 
 def computer() -> dict[str, str]:
@@ -22,7 +23,7 @@ def computer() -> dict[str, str]:
         "memory": f"{memory_bytes() / GB:.0f} GB",
         "cores": str(_usable_cores()),
         "python": platform.python_version(),
-        "dflash-mlx": installed("dflash-mlx") or "unknown",
+        "dflash-mlx": installed(DISTRIBUTION) or "unknown",
     }
 
 
