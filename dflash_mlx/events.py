@@ -47,7 +47,7 @@ class Stats:
         )
 
     def count_step(self, drafted: int, accepted: int, emitted: int, tree: bool = False) -> None:
-        """Add one step: rows drafted and accepted, tokens emitted, whether the draft was a tree."""
+        """Add a step: its drafted and accepted rows, its new tokens, whether it drafted a tree."""
         self.rounds += 1
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted

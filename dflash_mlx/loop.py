@@ -1,8 +1,7 @@
 """The decoding loop: propose, verify, accept, commit, emit.
 
-Every step of decoding is these five, whatever drafts and whatever verifies, for one request or for
-many at once. Plain decoding is the same loop with a drafter that proposes nothing, so the baseline
-that we compare with is our own code.
+Every step of decoding is these five, whatever drafts and whatever verifies. Plain decoding is the
+same loop with a drafter that proposes nothing, so the baseline is our own code.
 
 The *anchor* is the last token of the text: chosen, but not yet in the target's cache. A step feeds
 it to the target together with the drafted tokens that follow it. The prefill reads the whole prompt
@@ -11,7 +10,7 @@ and chooses the first anchor, so no step is special.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from inspect import Parameter, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,7 +20,6 @@ from .drafter.protocol import Drafter
 from .events import Event, FinishReason, Result, Stats
 from .generation import GenerationSettings, make_request
 from .prompt import Prompt
-from .proposal import Proposal
 from .request import Request
 from .targets import Target
 
@@ -29,137 +27,32 @@ Settings = ParamSpec("Settings")
 T = TypeVar("T")
 
 
-class ErrorCapture:
-    """A context that captures an exception, so that one request's error does not end the batch.
+def step(request: Request) -> Event:
+    """Advance a request by one step, with one forward of the target and one wait for it.
 
-    Attributes:
-        error: the last exception raised inside, a BaseException too; None for none.
+    The engine's `SharedBatch.step` does the same for many requests with one forward for all.
     """
-
-    error: BaseException | None = None
-
-    def __enter__(self) -> ErrorCapture:
-        """The capture itself, whose `error` is known afterwards."""
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        """Keep an exception."""
-        self.error = error or self.error
-        return error is not None
-
-
-class BatchItem(ErrorCapture):
-    """One request's part in a step. `with item:` captures the errors of this request alone.
-
-    Attributes:
-        request: the request.
-        proposal: the rows that the target verifies for it.
-        event: the result; None if there is an error instead.
-    """
-
-    proposal: Proposal
-    event: Event | None = None
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-
-
-class Batch:
-    """How the requests of a step draft and verify. Here each does so alone; the engine shares."""
-
-    def propose(self, items: Sequence[BatchItem]) -> None:
-        """Set the items' proposals."""
-        for item in items:
-            with item:
-                item.proposal = item.request.propose()
-
-    def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
-        """Logits [N, V] after each row of a proposal and its taps [1, N, K*D], per item; lazy."""
-        return [item.request.target_session.verify(item.proposal) for item in items]
-
-    def can_pipeline(self, items: Sequence[BatchItem]) -> bool:
-        """Whether the next step of these may start before this one is read; see `start_next`."""
-        return True
-
-    def observe(self, items: Sequence[BatchItem]) -> None:
-        """Learn from the step's outcome."""
-
-
-def step(items: Sequence[BatchItem], batch: Batch) -> None:
-    """Advance these requests by one step, with one forward of the target and one wait for it.
-
-    An error in one request's own part becomes its `item.error`, and the others go on. An error in
-    a forward is raised here: then no cache of these requests can be trusted.
-
-    Args:
-        items: one new item per request; their events and errors are set.
-        batch: drafts and verifies for all of them.
-    """
-    new = []  # requests whose verify forward the last step did not start
-    for item in items:
-        with item:
-            if not item.request.prepare_step(shared=len(items) > 1):
-                new.append(item)
-    if new:
-        batch.propose(new)  # propose
-        _verify(new, batch)  # verify
-
-    running = _without_errors(items)
-    if running:
-        chosen, taps = zip(*[item.request.pending for item in running], strict=True)
-        choices = mx.concatenate(list(chosen))
-        if batch.can_pipeline(items) and all(item.request.can_start_next for item in running):
-            start_next(running, batch)
-        mx.eval(choices, *taps)  # the only wait
-        values: Any = choices.tolist()
-        for item, own in zip(running, chosen, strict=True):
-            with item:
-                if item.error is None:
-                    accepted = item.request.accept(values[: own.size])  # accept
-                    item.request.commit(accepted)  # commit
-                    item.event = item.request.emit(accepted)  # emit
-            values = values[own.size :]
-    batch.observe(new or items)
-
-
-def start_next(items: Sequence[BatchItem], batch: Batch) -> None:
-    """Start a plain step before the last one is read, as mlx-lm's loop does.
-
-    The anchor is still on its way on the device, which therefore never waits for the host.
-    """
-    _compute_pending(items)
-    for item in items:
-        with item:
-            item.proposal = item.request.next_anchor()
-    _verify(items, batch)
-    _compute_pending(_without_errors(items))
-
-
-def _verify(items: Sequence[BatchItem], batch: Batch) -> None:
-    """Verify the proposals in one forward, and choose the token after each row. Lazy."""
-    items = _without_errors(items)
-    if not items:
-        return
-    # The device computes the drafts while the host builds the target's forward.
-    drafts = [t for item in items if isinstance(t := item.proposal.tokens, mx.array)]
-    mx.async_eval(drafts)
-    for item, (logits, taps) in zip(items, batch.verify(items), strict=True):
-        with item:
-            item.request.choose(item.proposal, logits, taps)
-
-
-def _without_errors(items: Sequence[BatchItem]) -> list[BatchItem]:
-    return [item for item in items if item.error is None]
-
-
-def _compute_pending(items: Sequence[BatchItem]) -> None:
-    """Have the device compute what the requests' last forwards return."""
-    mx.async_eval([item.request.pending for item in items])
+    if not request.begin_step():  # else the last step has started this one
+        proposal = request.propose()  # propose
+        if isinstance(proposal.tokens, mx.array):
+            # The device computes the drafts while the host builds the target's forward.
+            mx.async_eval(proposal.tokens)
+        request.verify(proposal)  # verify
+    chosen, taps = request.pending
+    if request.can_start_next:
+        # The next anchor is still on its way on the device, which never waits for the host: as in
+        # mlx-lm's loop.
+        mx.async_eval(chosen, taps)
+        request.verify(request.next_anchor())
+        mx.async_eval(request.pending)
+    mx.eval(chosen, taps)  # the only wait
+    values: Any = chosen.tolist()
+    rows, tokens = request.accept(values)  # accept
+    return request.commit(rows, tokens)  # commit, and the event to emit
 
 
 def _events(request: Request) -> Generator[Event, None, None]:
     """The prefill and the steps of one request."""
-    batch = Batch()
     try:
         if request.finished:
             yield request.empty_event()
@@ -168,11 +61,7 @@ def _events(request: Request) -> Generator[Event, None, None]:
             if event is not None:
                 yield event
         while not request.finished:
-            item = BatchItem(request)
-            step([item], batch)
-            if item.event is None:
-                raise item.error or AssertionError("a step without event or error")
-            yield item.event
+            yield step(request)
     finally:
         request.close()
 

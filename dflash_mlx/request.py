@@ -1,6 +1,6 @@
-"""One request's state, and its own part in a step: everything but the target's verify forward.
+"""One request's state, and the parts of a step.
 
-The forward is in `loop.step`, which runs one for many requests.
+`loop.step` puts these parts together for one request, `engine.batch` for many.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from .accept import accept
-from .choices import chosen, read_choices
 from .conversation import Conversation
 from .drafter.protocol import DraftSession
 from .errors import ProposalError
 from .events import Event, Stats
-from .policy.planner import Candidate, Planner, StepOutcome, TreeCandidate
+from .policy.planner import Candidate, Planner, TreeCandidate
 from .proposal import Proposal
-from .sampling import Sampler
-from .stream import Piece, TextStream
+from .sampling import Sampler, check_choice, read_choices
+from .stream import TextStream
 from .targets import TargetSession
 from .targets.target import PREFILL_STEP
 
@@ -49,26 +48,6 @@ class PendingStep:
     extended: bool = False
 
 
-class StepResult(NamedTuple):
-    """What a step adds to a text.
-
-    Attributes:
-        rows: the kept rows of the proposal, from its root down.
-        path_tokens: the tokens of these rows; the first one is the last anchor.
-        tokens: the new tokens, the next anchor last.
-        drafted: rows that were verified beyond the anchor.
-        num_accepted: how many of them equal the target's choice, the end of the text aside.
-        piece: the new text.
-    """
-
-    rows: list[int]
-    path_tokens: list[int]
-    tokens: list[int]
-    drafted: int
-    num_accepted: int
-    piece: Piece
-
-
 class Request:
     """A validated request and its progress.
 
@@ -86,10 +65,12 @@ class Request:
         ended: whether another request may use the conversation.
         target_session: the target's session, from `resume` to `release_caches`.
         draft_session: the drafter's session.
+        anchor: the last token of the text, which is not in the caches yet; set by the prefill.
     """
 
     target_session: TargetSession
     draft_session: DraftSession
+    anchor: int
 
     def __init__(
         self,
@@ -107,7 +88,6 @@ class Request:
         self._sampler, self._planner, self._text = sampler, planner, text
         self._tokens = list(prompt)  # all of them, the anchor last once there is one
         self._branches = branches
-        self._anchor: int | None = None  # set by the prefill
         self._pending: deque[PendingStep] = deque()  # this step, and perhaps the next one
         self._clock, self._shared = 0.0, False  # when the step began; whether others share it
         self._limit = 1
@@ -117,12 +97,6 @@ class Request:
     def finished(self) -> bool:
         """Whether the text has ended."""
         return self._text.finish_reason is not None
-
-    @property
-    def anchor(self) -> int:
-        """The last token of the text, which is not in the caches yet. Needs a prefill."""
-        assert self._anchor is not None
-        return self._anchor
 
     @property
     def tokens(self) -> int:
@@ -147,7 +121,12 @@ class Request:
     @property
     def _to_cache(self) -> list[int]:
         """The tokens that the caches must hold before the next step."""
-        return self._tokens[: len(self._tokens) - (self._anchor is not None)]
+        return self._tokens[: len(self._tokens) - self._has_text]
+
+    @property
+    def _has_text(self) -> bool:
+        """Whether the text has begun, so that its last token is the anchor."""
+        return self.stats.output_tokens > 0
 
     def empty_event(self) -> Event:
         """The event of a request for no tokens, which needs no forward."""
@@ -162,7 +141,7 @@ class Request:
             self._conversation.target_session,
             self._conversation.draft_session,
         )
-        if self._anchor is None:
+        if not self._has_text:
             self.stats.reused_tokens = held
 
     def prefill(self, chunk: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[Event | None]:
@@ -178,7 +157,7 @@ class Request:
         for logits in self._conversation.prefill(self._to_cache, chunk):
             if logits is None:
                 yield None
-            elif self._anchor is None:
+            elif not self._has_text:
                 event = self._choose_first(logits)
         self._consistent = True
         if event is not None:
@@ -186,9 +165,8 @@ class Request:
 
     def _choose_first(self, logits: mx.array) -> Event:
         """Choose the first anchor from the logits [1, V] after the prompt. It is text already."""
-        last = Proposal([self._tokens[-1]])
-        _, choices = self._sampler.choose(last, logits)
-        self._anchor = chosen(choices[0])
+        choices: Any = self._sampler.decide(Proposal([self._tokens[-1]]), logits).tolist()
+        self.anchor = check_choice(choices[0])
         self._tokens += choices
         piece, stats = self._text.add(choices), self.stats
         self._sampler.commit(choices)
@@ -221,12 +199,12 @@ class Request:
         self._pending.clear()
         if self._consistent and self._conversation.flush_features():
             if pipelined is not None:
-                self._extend_plain(pipelined, self.anchor)
+                self._extend_plain(pipelined)
             self._conversation.store()
 
     # A step, in order
 
-    def prepare_step(self, shared: bool) -> bool:
+    def begin_step(self, shared: bool = False) -> bool:
         """Begin a step; whether the last one has started it, so that nothing is to be proposed.
 
         Args:
@@ -243,7 +221,7 @@ class Request:
         self._limit = min(self.stats.block_size, self._text.remaining)
         if not self._pending:
             return False
-        self._extend_plain(self._pending[0], self.anchor)
+        self._extend_plain(self._pending[0])
         return True
 
     def propose(self) -> Proposal:
@@ -256,6 +234,10 @@ class Request:
     def candidate(self) -> Candidate | TreeCandidate:
         """The rows that could be verified now, in a step that other requests share."""
         return self._planner.candidate(self.draft_session, self.anchor, self._limit)
+
+    def verify(self, proposal: Proposal) -> None:
+        """Run the target over a proposal, and choose the token after each row. Lazy."""
+        self.choose(proposal, *self.target_session.verify(proposal))
 
     def choose(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> None:
         """Choose the target's token after each row of a proposal. Lazy; see `pending`.
@@ -300,25 +282,28 @@ class Request:
         assert len(step.proposal) == 1, "only plain steps are pipelined"
         if not step.pipelined:
             self.target_session.commit([0])
-        self._extend_plain(step, self.anchor)
+        self._extend_plain(step)
         return Proposal(step.values[-1:])
 
-    def _extend_plain(self, step: PendingStep, anchor: int) -> None:
+    def _extend_plain(self, step: PendingStep) -> None:
         """Give the drafter the features of a plain step, once. The target has committed its row."""
         if not step.extended:
-            self._conversation.extend([anchor], step.taps, [0])
+            self._conversation.extend([self.anchor], step.taps, [0])
             step.extended = True
 
-    def accept(self, values: list[int]) -> StepResult:
+    def accept(self, values: list[int]) -> tuple[list[int], list[int]]:
         """Follow the target's choices through the proposal.
 
         Args:
             values: [M] of `pending`, read from the device.
 
+        Returns:
+            The proposal's kept rows from its root down, and the new tokens, the next anchor last.
+
         Raises `ProposalError` for a proposal that does not begin with the anchor, or that has a
         token outside the vocabulary.
         """
-        step, anchor = self._pending[0], self._anchor
+        step, anchor = self._pending[0], self.anchor
         tokens, choices = read_choices(step.proposal.tokens, values)
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
@@ -327,41 +312,32 @@ class Request:
             beyond = next(token for token in tokens if not 0 <= token < size)
             raise ProposalError(f"A proposal: the vocabulary of {size} has no token {beyond}.")
         rows, next_token = accept(tokens, step.proposal.parents, choices)
-        path = [tokens[row] for row in rows]
-        new = [*path[1:], chosen(next_token)]
-        piece = self._text.add(new)
+        return rows, [*(tokens[row] for row in rows[1:]), check_choice(next_token)]
+
+    def commit(self, rows: list[int], tokens: list[int]) -> Event:
+        """Keep the accepted rows in the caches, and add the new tokens to the text.
+
+        Args:
+            rows, tokens: from `accept`.
+        """
+        piece, step = self._text.add(tokens), self._pending[0]
         used = len(piece.tokens)  # what is right after the end of the text is not kept
-        return StepResult(rows[:used], path[:used], new, len(tokens) - 1, len(rows) - 1, piece)
-
-    def commit(self, accepted: StepResult) -> None:
-        """Keep the accepted rows in the caches, and add the new tokens to the text."""
-        step = self._pending[0]
         if not step.extended:
-            self.target_session.commit(accepted.rows)
-            self._conversation.extend(accepted.path_tokens, step.taps, accepted.rows)
-        self._sampler.commit(accepted.tokens)
-        self._tokens += accepted.tokens
-        self._anchor = accepted.tokens[-1]
-        self._consistent = True
+            self.target_session.commit(rows[:used])
+            path = [self.anchor, *tokens]
+            self._conversation.extend(path[:used], step.taps, rows[:used])
+        self._sampler.commit(tokens)
+        self._tokens += tokens
+        self.anchor, self._consistent = tokens[-1], True
+        self._pending.popleft()
 
-    def emit(self, accepted: StepResult) -> Event:
-        """Count the step, let the policy learn from it, and return its event."""
-        step, piece, stats = self._pending.popleft(), accepted.piece, self.stats
-        used, is_tree = len(piece.tokens), not step.proposal.is_chain
-        kept = min(accepted.num_accepted, used)
-        stats.count_step(accepted.drafted, kept, used, is_tree)
-        stats.peak_bytes = mx.get_peak_memory()
         seconds = time.perf_counter() - self._clock
-        stats.decode_seconds += seconds
+        drafted, kept = len(step.proposal) - 1, min(len(tokens) - 1, used)
+        self.stats.count_step(drafted, kept, used, tree=not step.proposal.is_chain)
+        self.stats.decode_seconds += seconds
+        self.stats.peak_bytes = mx.get_peak_memory()
         # A step that only starts or only ends a pipeline takes two forwards, or part of one.
         is_whole = step.pipelined == bool(self._pending)
-        self._planner.observe(
-            StepOutcome(
-                step.proposal,
-                accepted.num_accepted,
-                accepted.tokens,
-                seconds if is_whole else None,
-                self._shared,
-            )
-        )
-        return Event(piece.text, piece.tokens, kept, accepted.drafted, piece.finish_reason, stats)
+        timed = seconds if is_whole else None
+        self._planner.observe(step.proposal, tokens, timed, self._shared)
+        return Event(piece.text, piece.tokens, kept, drafted, piece.finish_reason, self.stats)

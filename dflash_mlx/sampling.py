@@ -20,7 +20,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from .choices import NO_CHOICE, Choices, read_choices
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .proposal import Proposal
@@ -31,6 +30,8 @@ from .validation import brief
 # Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a
 # tree's probabilities are the softmax.
 DraftScores = tuple[mx.array, float]
+
+NO_CHOICE = -1  # in place of a token, if the logits leave none
 
 
 class DraftSharpness:
@@ -108,11 +109,6 @@ class Sampler:
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
         self._noise: mx.array | None = None  # [R, V], from position `_noise_start` on
         self._noise_start = 0
-
-    def choose(self, proposal: Proposal, logits: mx.array) -> Choices:
-        """`decide`, and wait for the device."""
-        values: Any = self.decide(proposal, logits).tolist()
-        return read_choices(proposal.tokens, values)
 
     def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> mx.array:
         """Choose the target's token after each row of a proposal. Lazy, unless a processor is not.
@@ -264,3 +260,31 @@ class Sampler:
         noise = mx.concatenate(parts) if len(parts) > 1 else parts[0]
         self._noise, self._noise_start = noise, self._position
         return noise[:rows]
+
+
+def read_choices(
+    tokens: Sequence[int] | mx.array, values: list[int]
+) -> tuple[list[int], list[int]]:
+    """The proposal's tokens [N], and the target's choices [N] after them.
+
+    Args:
+        tokens: of the proposal, as given.
+        values: [M], what `Sampler.decide` returned, as a list.
+    """
+    if isinstance(tokens, mx.array):
+        return values[: len(tokens)], values[len(tokens) :]
+    return list(tokens), values
+
+
+def check_choice(token: int) -> int:
+    """The token that an accepted row has chosen.
+
+    Raises `SettingsError` if processors, penalties or a bias left no token to choose. After a
+    rejected draft that is no error, so only accepted rows are checked.
+    """
+    if token == NO_CHOICE:
+        raise SettingsError(
+            "No token can be chosen: logits_processors, penalties or logit_bias leave NaN, an "
+            "infinite number, or nothing but -inf in the logits."
+        )
+    return token

@@ -24,9 +24,8 @@ from mlx.utils import tree_flatten
 import dflash_mlx as dm
 from dflash_mlx.cluster.channel import OperationKind
 from dflash_mlx.cluster.cluster import Cluster
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.batch import BatchItem, SharedBatch
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.loop import BatchItem
 from dflash_mlx.targets import TargetSession, internals
 from dflash_mlx.targets.taps import EMBEDDING
 

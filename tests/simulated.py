@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.policy.draft_policy import DraftPolicy
-from dflash_mlx.policy.planner import AdaptivePlanner, StepOutcome
+from dflash_mlx.policy.planner import AdaptivePlanner
 from dflash_mlx.policy.step_costs import StepCosts
 from dflash_mlx.proposal import Proposal
 
@@ -64,7 +64,7 @@ def play(policy: DraftPolicy, machine: Machine, text: Sequence[int]) -> tuple[fl
         proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
         accepted = min(text[done], len(proposal) - 1)
         seconds = machine.seconds(len(proposal))
-        planner.observe(StepOutcome(proposal, accepted, [0] * (accepted + 1), seconds))
+        planner.observe(proposal, [0] * (accepted + 1), seconds, False)
         done, spent = done + accepted + 1, spent + machine.costs[len(proposal) - 1]
         rows.append(len(proposal))
     return spent, rows

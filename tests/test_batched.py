@@ -8,9 +8,8 @@ from oracle import Oracle
 
 import dflash_mlx as dm
 from dflash_mlx.accept import accept
-from dflash_mlx.choices import read_choices
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler
+from dflash_mlx.sampling import Sampler, read_choices
 from dflash_mlx.settings import SamplingSettings
 from dflash_mlx.targets import batched, batched_rows, deepseek_v41
 from dflash_mlx.targets.batched import BatchVerifier

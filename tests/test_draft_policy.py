@@ -18,7 +18,7 @@ from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.policy.budget import ALLOWANCE, CREDIT, Budget, expected_loss
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.estimates import AcceptanceEstimates
-from dflash_mlx.policy.planner import AdaptivePlanner, StepOutcome
+from dflash_mlx.policy.planner import AdaptivePlanner
 from dflash_mlx.policy.step_costs import FORGOTTEN, STALE, StepCosts
 from dflash_mlx.proposal import Proposal
 
@@ -77,7 +77,7 @@ def test_a_request_loses_no_more_than_its_budget(draft, turn):
     while done < len(text):
         proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
         accepted = min(text[done], len(proposal) - 1)
-        planner.observe(StepOutcome(proposal, accepted, [0] * (accepted + 1)))
+        planner.observe(proposal, [0] * (accepted + 1), None, False)
         done, spent = done + accepted + 1, spent + here.costs[len(proposal) - 1]
         lost = max(lost, spent - done)
     assert lost <= CREDIT + ALLOWANCE * len(text) + 1
@@ -216,7 +216,7 @@ def test_a_lookup_drafts_where_it_promises_more(rates, network, kind):
     )
     for _ in range(5):
         proposal = planner.propose(session, 7, LONGEST)
-        planner.observe(StepOutcome(proposal, len(proposal) - 1, [7] * len(proposal), 1e-3))
+        planner.observe(proposal, [7] * len(proposal), 1e-3, False)
     assert session.kinds == [kind] * 5
 
 
@@ -230,7 +230,7 @@ def test_plain_steps_are_pipelined_where_nothing_pays():
             assert len(planner.propose(quiet, 0, LONGEST)) == 1
         assert not planner.can_pipeline(finding, 0, LONGEST)
         pipelined += planner.can_pipeline(quiet, 0, LONGEST)
-        planner.observe(StepOutcome(Proposal([0]), 0, [0], 1e-3))
+        planner.observe(Proposal([0]), [0], 1e-3, False)
     assert pipelined > 75
 
 

@@ -10,11 +10,10 @@ import pytest
 from bigrams import BigramDrafter, BigramTarget, softmax
 
 import dflash_mlx as dm
-from dflash_mlx.choices import read_choices
 from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler
+from dflash_mlx.sampling import Sampler, read_choices
 from dflash_mlx.settings import SamplingSettings
 
 VOCABULARIES = [16, 200]
@@ -51,11 +50,16 @@ def processed(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
     return p / p.sum()
 
 
+def chosen(sampler, proposal, logits):
+    """The tokens of a proposal, and the target's after each row."""
+    return read_choices(proposal.tokens, sampler.decide(proposal, logits).tolist())
+
+
 def choices(settings, logits, rows=1, seed=0):
     """The choices at positions 0..rows-1 of a chain whose rows all have these logits [V]."""
     sampler = Sampler(SamplingSettings(seed=seed, **settings))
     table = mx.broadcast_to(mx.array(logits, mx.float32), (rows, len(logits)))
-    return sampler.choose(Proposal([0] * rows), table).choices
+    return chosen(sampler, Proposal([0] * rows), table)[1]
 
 
 FILTERS = [{}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.05}]
@@ -169,7 +173,7 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
         SamplingSettings(top_p=0.1, top_k=2, min_p=0.5),
     ):
         sampler = Sampler(settings)
-        assert sampler.choose(Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2])
+        assert chosen(sampler, Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2])
         assert sampler.seed is None and sampler.draft(logits).tolist() == [1, 0, 2]
 
 
@@ -187,7 +191,7 @@ def test_processors_see_the_history_of_each_path():
         return logits
 
     sampler = Sampler(SamplingSettings(logits_processors=[spy]), prompt=[7, 8])
-    sampler.choose(Proposal([8, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), mx.zeros((5, 10)))
+    chosen(sampler, Proposal([8, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), mx.zeros((5, 10)))
     assert seen == [[7, 8], [7, 8, 1], [7, 8, 2], [7, 8, 1, 3], [7, 8, 2, 4]]
     sampler.commit([1, 3, 9])
     del seen[:]
@@ -210,7 +214,7 @@ def test_penalties_and_bias_are_those_of_mlx_lm():
         return logits
 
     settings = SamplingSettings(logit_bias=bias, logits_processors=[spy], **penalties)
-    Sampler(settings, history).choose(Proposal([4]), logits)
+    chosen(Sampler(settings, history), Proposal([4]), logits)
     assert mx.array_equal(spied[0], expected)
 
 
@@ -220,11 +224,11 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
     for temperature in (0.0, 0.8):
         bias = {3: 1e5, 4: -1e5, 5: 1e4}
         settings = SamplingSettings(temperature=temperature, seed=1, logit_bias=bias)
-        assert Sampler(settings).choose(Proposal([1]), logits).choices == [3]
+        assert chosen(Sampler(settings), Proposal([1]), logits)[1] == [3]
         settings = SamplingSettings(
             temperature=temperature, seed=1, logit_bias=dict.fromkeys(range(11), -1e38)
         )
-        assert Sampler(settings).choose(Proposal([1]), logits).choices == [11]
+        assert chosen(Sampler(settings), Proposal([1]), logits)[1] == [11]
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2, "top_p": 0.9}], ids=str)
@@ -291,9 +295,9 @@ def test_the_smallest_temperatures_are_greedy(temperature):
     mx.random.seed(3)
     logits = 30 * mx.random.normal((50, 40))
     tokens = [0] * 50
-    greedy = Sampler(SamplingSettings()).choose(Proposal(tokens), logits)
-    cold = Sampler(SamplingSettings(temperature=temperature, seed=1)).choose(
-        Proposal(tokens), logits
+    greedy = chosen(Sampler(SamplingSettings()), Proposal(tokens), logits)
+    cold = chosen(
+        Sampler(SamplingSettings(temperature=temperature, seed=1)), Proposal(tokens), logits
     )
     assert cold == greedy
 
@@ -359,7 +363,7 @@ def test_decisions_of_many_requests_are_read_together():
             logits = mx.random.normal((5, 30), key=mx.random.key(9 + seed))
             yield sampler, (proposal, logits)
 
-    alone = [sampler.choose(*of) for sampler, of in requests()]
+    alone = [chosen(sampler, *of) for sampler, of in requests()]
     together = list(requests())
     decisions = [sampler.decide(*of) for sampler, of in together]
     assert all(decision.size == 2 * 5 for decision in decisions)

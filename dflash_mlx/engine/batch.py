@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from ..drafter.batch import propose_batch, propose_tree_batch
-from ..loop import Batch, BatchItem
+from ..events import Event
 from ..policy.planner import Candidate, TreeCandidate, checked
 from ..proposal import Proposal
+from ..request import Request
 from ..targets import Target
 from ..targets.batched import BatchVerifier
 from .allocation import RowAllocator
 
 
-class SharedBatch(Batch):
+class ErrorCapture:
+    """A context that captures an exception, so that one request's error does not end the batch.
+
+    Attributes:
+        error: the last exception raised inside, a BaseException too; None for none.
+    """
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> ErrorCapture:
+        """The capture itself, whose `error` is known afterwards."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        """Keep an exception."""
+        self.error = error or self.error
+        return error is not None
+
+
+class BatchItem(ErrorCapture):
+    """One request's part in a step. `with item:` captures the errors of this request alone.
+
+    Attributes:
+        request: the request.
+        proposal: the rows that the target verifies for it.
+        event: the result; None if there is an error instead.
+    """
+
+    proposal: Proposal
+    event: Event | None = None
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+
+class SharedBatch:
     """Drafts and verifies many requests of one target together.
 
     Args:
@@ -25,6 +62,63 @@ class SharedBatch(Batch):
 
     def __init__(self, target: Target, allocator: RowAllocator | None) -> None:
         self._batch_verifier, self._allocator = BatchVerifier(target), allocator
+
+    def step(self, items: Sequence[BatchItem]) -> None:
+        """Take the step of `loop.step` with many requests: one forward, and one wait.
+
+        An error in one request's own part becomes its `item.error`, and the others go on. An error
+        in a forward is raised here: then no cache of these requests can be trusted.
+
+        Args:
+            items: one new item per request; their events and errors are set.
+        """
+        new = []  # requests whose verify forward the last step did not start
+        for item in items:
+            with item:
+                if not item.request.begin_step(shared=len(items) > 1):
+                    new.append(item)
+        if new:
+            self.propose(new)
+            self._verify(new)
+        running = _without_errors(items)
+        if running:
+            chosen, taps = zip(*[item.request.pending for item in running], strict=True)
+            choices = mx.concatenate(list(chosen))
+            if self._can_pipeline(items) and all(item.request.can_start_next for item in running):
+                self._start_next(running)
+            mx.eval(choices, *taps)
+            values: Any = choices.tolist()
+            for item, own in zip(running, chosen, strict=True):
+                with item:
+                    if item.error is None:
+                        kept = item.request.accept(values[: own.size])
+                        item.event = item.request.commit(*kept)
+                values = values[own.size :]
+        if self._allocator is not None and len(new or items) > 1:
+            events = [(item.request, item.event) for item in new or items if item.event is not None]
+            pipelined = any(request.is_pipelined for request, _ in events)
+            tokens = [(request, len(event.tokens)) for request, event in events]
+            self._allocator.observe(tokens, pipelined)
+
+    def _start_next(self, items: Sequence[BatchItem]) -> None:
+        """Start a plain step of all before this one is read."""
+        mx.async_eval([item.request.pending for item in items])
+        for item in items:
+            with item:
+                item.proposal = item.request.next_anchor()
+        self._verify(items)
+        mx.async_eval([item.request.pending for item in _without_errors(items)])
+
+    def _verify(self, items: Sequence[BatchItem]) -> None:
+        """Verify the proposals, and choose the token after each row. Lazy."""
+        items = _without_errors(items)
+        if not items:
+            return
+        drafts = [t for item in items if isinstance(t := item.proposal.tokens, mx.array)]
+        mx.async_eval(drafts)
+        for item, (logits, taps) in zip(items, self.verify(items), strict=True):
+            with item:
+                item.request.choose(item.proposal, logits, taps)
 
     def propose(self, items: Sequence[BatchItem]) -> None:
         """Set the proposals: one request's own, or those that bring many the most tokens."""
@@ -75,27 +169,23 @@ class SharedBatch(Batch):
         return candidates
 
     def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
-        """One forward over the rows of all requests."""
+        """One forward: logits [N, V] after a proposal's rows, its taps [1, N, K*D], per item."""
         if len(items) == 1:
             return [items[0].request.target_session.verify(items[0].proposal)]
         sessions = [item.request.target_session for item in items]
         return self._batch_verifier.verify(sessions, [item.proposal for item in items])
 
-    def can_pipeline(self, items: Sequence[BatchItem]) -> bool:
-        """Whether more plain steps are decided for all of them."""
+    def _can_pipeline(self, items: Sequence[BatchItem]) -> bool:
+        """Whether the next step of these may start before this one is read."""
         if len(items) == 1:
             return True
         if self._allocator is None:
             return all(item.request.stats.block_size == 1 for item in items)
         return self._allocator.can_pipeline
 
-    def observe(self, items: Sequence[BatchItem]) -> None:
-        """Learn from a shared step."""
-        if self._allocator is not None and len(items) > 1:
-            events = [(item.request, item.event) for item in items if item.event is not None]
-            pipelined = any(request.is_pipelined for request, _ in events)
-            tokens = [(request, len(event.tokens)) for request, event in events]
-            self._allocator.observe(tokens, pipelined)
+
+def _without_errors(items: Sequence[BatchItem]) -> list[BatchItem]:
+    return [item for item in items if item.error is None]
 
 
 def _draft_chains(chains: Sequence[tuple[BatchItem, int]]) -> None:

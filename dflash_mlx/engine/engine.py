@@ -16,7 +16,6 @@ from typing import Any
 from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
 from ..generation import GenerationSettings, make_request
-from ..loop import Batch
 from ..policy.draft_policy import DraftPolicy
 from ..prefix.cache import PrefixCache
 from ..prompt import Prompt
@@ -66,7 +65,7 @@ class Engine(AbstractContextManager["Engine", None]):
         prefix: PrefixCache | None = None,
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
-        batch: Batch | None = None,
+        batch: SharedBatch | None = None,
     ) -> None:
         check_pair(target, drafter)
         GenerationSettings(policy=policy, prefix=prefix)  # checks their types

@@ -3,8 +3,8 @@
     waiting -> running: prefill, a chunk per step -> running: decode, one batch per step -> end
 
 A step drops cancelled requests, admits waiting ones that fit into memory, reads a chunk of a
-prompt, and decodes one token or more of every running text (`loop.step`). So a long prompt delays
-the other texts by one chunk at a time. Requests that come or go copy, pad or move no cache.
+prompt, and decodes one token or more of every running text (`SharedBatch.step`). So a long prompt
+delays the other texts by one chunk at a time. Requests that come or go copy, pad or move no cache.
 
 An error in one request's own part ends that request. After an error in a shared forward no cache of
 the batch can be trusted: each request then rebuilds its caches and has its next step alone, where
@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..events import Event
-from ..loop import Batch, BatchItem, ErrorCapture, step
 from ..request import Request
 from ..targets.target import LAST_STEP, PREFILL_STEP
+from .batch import BatchItem, ErrorCapture, SharedBatch
 from .job import Job
 from .memory import MemoryBudget
 
@@ -49,7 +49,9 @@ class BatchScheduler:
         stall: seconds for which reading prompts may delay the other texts in one step.
     """
 
-    def __init__(self, batch: Batch, memory: MemoryBudget, max_running: int, stall: float) -> None:
+    def __init__(
+        self, batch: SharedBatch, memory: MemoryBudget, max_running: int, stall: float
+    ) -> None:
         self._batch, self._memory = batch, memory
         self._max_running, self._stall = max_running, stall
         self._prefill_rate = 0.0  # tokens per second; 0 until measured
@@ -173,7 +175,7 @@ class BatchScheduler:
             return
         items = [BatchItem(slot.request) for slot in slots]
         with ErrorCapture() as captured:
-            step(items, self._batch)
+            self._batch.step(items)
         if captured.error is not None:
             self._recover(slots, captured.error)
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import exp
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..drafter.protocol import Drafter, DraftSession, drafts_trees
 from ..errors import ProposalError, SettingsError
@@ -28,24 +28,6 @@ PATIENCE = 2  # which double after so many decisions for a plain step
 PROBE_ROWS, PROBE_LOSS = 4, 1.0  # of a step that finds out whether drafting pays by now
 LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
 MOST_UNREAD = 24  # features that a draft may read first, and its time still counts
-
-
-class StepOutcome(NamedTuple):
-    """How a step went.
-
-    Attributes:
-        proposal: what the target verified.
-        accepted: drafted rows that it kept.
-        tokens: what it committed, its own last token included.
-        seconds: that the step took; None where that is not known.
-        shared: whether other requests were part of the step.
-    """
-
-    proposal: Proposal
-    accepted: int
-    tokens: Sequence[int]
-    seconds: float | None = None
-    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,8 +100,17 @@ class Planner:
             return Candidate(paths, partial(session.propose_lookup, anchor), required=True)
         return Candidate(paths, required=True)
 
-    def observe(self, step: StepOutcome) -> None:
-        """Take in how a step went."""
+    def observe(
+        self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool
+    ) -> None:
+        """Take in how a step went.
+
+        Args:
+            proposal: what the target verified.
+            tokens: the accepted drafts, and the token that the target chose after them.
+            seconds: that the step took; None where that is not known.
+            shared: whether other requests were part of the step.
+        """
 
     def _ready(self, tree: DraftTree) -> Candidate:
         self._tree: DraftTree | None = tree
@@ -186,25 +177,26 @@ class AdaptivePlanner(Planner):
             return TreeCandidate(network, MOST_ROWS, limit, self._ready)
         return Candidate(paths)
 
-    def observe(self, step: StepOutcome) -> None:
+    def observe(
+        self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool
+    ) -> None:
         """Learn how often drafts are right and what steps take, and book what it cost."""
-        rows, accepted = len(step.proposal), step.accepted
+        rows, accepted = len(proposal), len(tokens) - 1
         if rows == 1:
             self._estimates.fade()
             self._plain_left = max(0, self._plain_left - 1)
         elif self._kind == "chain":
             self._estimates.learn(rows - 1, accepted)
         elif self._tree is not None:
-            self._learn_from_tree(self._tree, step.tokens)
-        if step.shared:
+            self._learn_from_tree(self._tree, tokens)
+        if shared:
             return
         cost = self._costs.table(self._kind)[rows - 1]
-        seconds = step.seconds if self._unread <= MOST_UNREAD else None
-        self._costs.observe(self._kind, rows, seconds)
-        self._budget.record(cost, accepted + 1)
-        self._policy.count(rows > 1, accepted + 1, cost)
+        self._costs.observe(self._kind, rows, seconds if self._unread <= MOST_UNREAD else None)
+        self._budget.record(cost, len(tokens))
+        self._policy.count(rows > 1, len(tokens), cost)
         if self._tree is not None and self._trees is not None:
-            self._trees.observe(accepted + 1, cost)
+            self._trees.observe(len(tokens), cost)
 
     def _length(self, limit: int) -> int:
         """Rows of the best chain; 1 for a plain step."""
