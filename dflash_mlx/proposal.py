@@ -23,8 +23,7 @@ class Proposal:
     Attributes:
         tokens: [N] token ids, the anchor first: kept as a list, or as an integer array of MLX's
             that may still be lazy. An id outside the vocabulary is a `ProposalError` when the step
-            is read. Ids in an array are not checked before the target reads them, so use an argmax
-            of its logits.
+            is read.
         parents: each node's parent row, -1 for the root; parents come before their children. Left
             out, the tokens form a chain.
         log_probs: optional [N] log-probabilities that the drafter gave its tokens.
@@ -80,11 +79,11 @@ class Proposal:
     def array(self, vocab_size: int) -> mx.array:
         """The tokens [N] as an array.
 
-        In a list, ids outside the vocabulary are clipped, because a device reads beyond its arrays
-        without an error. `Request.accept` refuses the proposal later.
+        Ids outside the vocabulary are clipped, because a device reads beyond its arrays without an
+        error. `Request.accept` refuses the proposal later.
         """
         if isinstance(self.tokens, mx.array):
-            return self.tokens
+            return mx.minimum(self.tokens.astype(mx.uint32), vocab_size - 1)
         return mx.array([min(token, vocab_size - 1) for token in self.tokens])
 
 

@@ -68,8 +68,9 @@ def test_a_policy_of_no_length_is_refused(longest):
         (lambda anchor, width: Proposal(mx.array([anchor + 1])), "not its anchor"),
         (lambda anchor, width: Proposal([anchor] * (width + 1)), f"{DEFAULT_BLOCK_SIZE}"),
         (lambda anchor, width: [anchor], "must return a Proposal, not "),
+        (lambda anchor, width: None, "must return a Proposal, not None"),
     ],
-    ids=["another anchor", "another anchor, as an array", "too many rows", "a list"],
+    ids=["another anchor", "another anchor, as an array", "too many rows", "a list", "None"],
 )
 def test_what_is_no_draft_is_refused(proposal, message):
     with pytest.raises(ProposalError, match=message):
@@ -85,12 +86,20 @@ def test_what_is_no_session_is_refused(session, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("token", "made"),
-    [(VOCABULARY, list), (10**6, list), (2**30, list), (-1, mx.array)],
+    ("token", "made", "parents"),
+    [
+        (VOCABULARY, list, (-1, 0, 1)),
+        (2**30, list, (-1, 0, 1)),
+        (-1, mx.array, (-1, 0, 1)),
+        (2**30, mx.array, (-1, 0, 1)),
+        (10**6, mx.array, (-1, 0, 0)),
+    ],
 )
-def test_a_draft_that_no_vocabulary_has_is_refused(token, made):
+def test_a_draft_that_no_vocabulary_has_is_refused(token, made, parents):
     """It would have the target read beyond its embedding, and a penalty beyond the logits."""
-    drafter = Proposes(lambda anchor, width: Proposal(made([anchor, token][:width])))
+    drafter = Proposes(
+        lambda anchor, width: Proposal(made([anchor, token, token][:width]), parents[:width])
+    )
     for settings in ({}, {"repetition_penalty": 1.2}):
         with pytest.raises(ProposalError, match=f"of {VOCABULARY} has no token {token}"):
             generate(target(), drafter, PROMPT, **settings)

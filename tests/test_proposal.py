@@ -30,8 +30,9 @@ def test_any_whole_numbers_are_tokens(tokens):
     assert Proposal(tokens) == Proposal([7, 8, 9])
 
 
-def test_tokens_outside_of_the_vocabulary_do_not_reach_the_target():
-    assert Proposal([3, 5, 6, 2**31 - 1]).array(6).tolist() == [3, 5, 5, 5]
+@pytest.mark.parametrize("made", [list, mx.array])
+def test_tokens_outside_of_the_vocabulary_do_not_reach_the_target(made):
+    assert Proposal(made([3, 5, 6, 2**31 - 1])).array(6).tolist() == [3, 5, 5, 5]
 
 
 def test_an_array_of_tokens_is_not_waited_for():
