@@ -232,28 +232,24 @@ class Conversation:
                 self.target_session, self.draft_session, self.ids, checkpoint, self._salt
             )
 
-    def extend(
-        self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int] | None = None
-    ) -> None:
+    def extend(self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int]) -> None:
         """Give the drafter tokens that the target has just committed.
 
         Args:
             tokens: S token ids.
-            taps: their features [1, S, K*D], lazy or not; or a computed step's, [1, N, K*D].
-            kept: the tokens' rows in a step's features, rising; None if `taps` has no others.
+            taps: the features [1, N, K*D] of a forward, being computed.
+            kept: the rows of the S tokens in it, rising.
         """
         self.draft_session.read_tokens(tokens)
-        if kept is not None:
-            self.draft_session.extend_rows(taps, kept)
-        else:
-            mx.async_eval(taps)  # the drafter may use them in another thread
-            self.draft_session.extend(taps)
+        self.draft_session.extend_rows(taps, kept)
         self.ids += tokens
 
     def _extend_pending(self) -> None:
         pending, self._pending = self._pending, []
+        mx.async_eval([taps for taps, _ in pending])  # the drafter may use them in another thread
         for taps, target_checkpoint in pending:
-            self.extend(self._prompt[len(self.ids) :][: taps.shape[1]], taps)
+            rows = range(taps.shape[1])
+            self.extend(self._prompt[len(self.ids) :][: len(rows)], taps, rows)
             if target_checkpoint is not None:
                 self._add_checkpoint(target_checkpoint)
 

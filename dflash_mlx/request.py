@@ -18,7 +18,7 @@ from .conversation import Conversation
 from .drafter.protocol import DraftSession
 from .errors import ProposalError
 from .events import Event, Stats
-from .policy.planner import Candidate, Planner, TreeCandidate
+from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
 from .sampling import Sampler, check_choice, read_choices
 from .stream import TextStream
@@ -90,7 +90,7 @@ class Request:
         self._branches = branches
         self._pending: deque[PendingStep] = deque()  # this step, and perhaps the next one
         self._clock, self._shared = 0.0, False  # when the step began; whether others share it
-        self._limit = 1
+        self._width = 1
         self._consistent = False  # whether caches and text agree: between two steps
 
     @property
@@ -218,7 +218,7 @@ class Request:
                 pass
         self._clock, self._shared, self._consistent = clock, shared, False
         # The most rows of a path: if all are accepted, the target still adds its own token.
-        self._limit = min(self.stats.block_size, self._text.remaining)
+        self._width = min(self.stats.block_size, self._text.remaining)
         if not self._pending:
             return False
         self._extend_plain(self._pending[0])
@@ -229,11 +229,11 @@ class Request:
 
         Raises `ProposalError` if the drafter returns more rows than it was asked for.
         """
-        return self._planner.propose(self.draft_session, self.anchor, self._limit)
+        return self._planner.propose(self.draft_session, self.anchor, self._width)
 
-    def candidate(self) -> Candidate | TreeCandidate:
+    def candidate(self) -> DraftCandidate | TreeCandidate:
         """The rows that could be verified now, in a step that other requests share."""
-        return self._planner.candidate(self.draft_session, self.anchor, self._limit)
+        return self._planner.candidate(self.draft_session, self.anchor, self._width)
 
     def verify(self, proposal: Proposal) -> None:
         """Run the target over a proposal, and choose the token after each row. Lazy."""
@@ -269,7 +269,7 @@ class Request:
             self._sampler.can_pipeline and self.target_session.can_pipeline
         ):
             return False
-        return self._planner.can_pipeline(self.draft_session, self.anchor, self._limit)
+        return self._planner.can_pipeline(self.draft_session, self.anchor, self._width)
 
     @property
     def is_pipelined(self) -> bool:

@@ -71,7 +71,7 @@ def main() -> None:
     classes, first = _prompts(options)
     for messages in first:
         dm.generate(target, drafter, messages, policy=policy, max_tokens=options.max_tokens)
-    ways = [POLICY, *(length for length in LENGTHS if length <= policy.longest)]
+    ways = [POLICY, *(length for length in LENGTHS if length <= policy.block_size)]
     print("class         policy/best  best    over plain  slowest prompt")
     broken = []
     for name, prompts in classes.items():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafter.candidates import Candidates, log_softmax, read_candidates
+from dflash_mlx.drafter.candidates import CandidateTokens, log_softmax, read_candidates
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.drafter.tree import DraftTree
 from dflash_mlx.proposal import Proposal
@@ -81,7 +81,7 @@ class TreeBigrams(BigramDrafter, DraftSession):
         log_q = np.log([row := row @ self.probabilities for _ in range(width - 1)])
         scores, _ = self.sampler.draft_scores(mx.array(log_q.astype(np.float32)))
         tokens = mx.broadcast_to(mx.arange(len(row)), scores.shape)
-        candidates = Candidates(tokens, log_softmax(scores)[:, None])
+        candidates = CandidateTokens(tokens, log_softmax(scores)[:, None])
         return DraftTree(anchor, *read_candidates([candidates])[0], rows)
 
 

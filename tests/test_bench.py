@@ -219,13 +219,13 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     knew = []
 
     class Watched(DraftPolicy):
-        def sharpness(self, temperature):
-            knew.append(sum(self.estimates(0.0).paths))
-            return super().sharpness(temperature)
+        def learnt(self, temperature):
+            knew.append(sum(super().learnt(0.0)[0].path_probs))
+            return super().learnt(temperature)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
     policy = Watched(8, trees=of == "tree_settings")
-    unknown = sum(policy.estimates(0.0).paths)
+    unknown = sum(DraftPolicy(8).learnt(0.0)[0].path_probs)
     given = policy if of == "policy" else {"policy": policy}
     list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, **{of: given}))
     _warm_up, *first = knew[:4]

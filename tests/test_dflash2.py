@@ -20,7 +20,6 @@ from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
 from dflash_mlx.errors import SettingsError, WeightsError
 from dflash_mlx.loading.inspect import inspect_drafter
-from dflash_mlx.sampling import Sampler
 
 GOLDEN = Path(__file__).parent / "data" / "golden" / "dflash2"
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
@@ -91,8 +90,8 @@ def make_target(config, seed=9):
 
 def drafts(drafter, hidden, anchor, target):
     """The greedy chain from the hidden states [1, L, D] of its slots."""
-    slots = Slots(drafter.logits(hidden, target)[0], hidden[0], mx.array(anchor), Sampler())
-    return drafter.choose([(slots, drafter.draft_scores(slots))])[0].tolist()
+    scores = drafter.widen(drafter.logits(hidden, target)[0])
+    return drafter.choose([Slots(scores, 1.0, hidden[0], mx.array(anchor))])[0].tolist()
 
 
 def distance(a, b):

@@ -156,14 +156,14 @@ def test_a_machine_that_is_slower_for_all_steps_changes_nothing():
 
 def test_estimates_follow_what_was_right():
     estimates = AcceptanceEstimates(15)
-    assert len(estimates.paths) == 15
+    assert len(estimates.path_probs) == 15
     for _ in range(60):
         estimates.learn(15, 2)
-    assert estimates.paths[1] > 0.9 and estimates.paths[2] < 0.15
-    first = estimates.paths[0]
+    assert estimates.path_probs[1] > 0.9 and estimates.path_probs[2] < 0.15
+    first = estimates.path_probs[0]
     for _ in range(2000):
         estimates.fade()
-    assert estimates.paths[0] < first, "what was seen long ago counts less"
+    assert estimates.path_probs[0] < first, "what was seen long ago counts less"
 
 
 def test_the_expected_loss_is_a_mean():

@@ -121,7 +121,7 @@ def test_against_the_slow_reference(fields):
         assert distance(logits, base) < 1e-3
         tokens, expected_logits, _ = reference.markov_walk(raw, weights, drafting, base, anchor)
         given = hidden[0, config.first_row :]
-        walked = drafter.walk(drafter.widen(logits), 1.0, given, mx.array(anchor))
+        walked = drafter.choose([Slots(drafter.widen(logits), 1.0, given, mx.array(anchor))])[0]
         assert walked.tolist() == tokens
         previous = mx.array([anchor, *tokens[:-1]])
         assert distance(corrected(drafter, logits, given, previous), expected_logits) < 1e-3
@@ -136,8 +136,8 @@ def test_requests_are_walked_together_as_they_are_alone(kind):
     noise = mx.random.gumbel((5, VOCABULARY))
     temperatures = [0.4, 0.8, 2.0]
     scores = [drafter.widen(logits / t) + noise for t in temperatures]
-    walks = [(one, 1 / t, hidden, anchor) for one, t in zip(scores, temperatures, strict=True)]
-    together = drafter.walk_batch(walks)
+    pairs = zip(scores, temperatures, strict=True)
+    together = drafter.choose([Slots(one, 1 / t, hidden, anchor) for one, t in pairs])
     weights = {name: np.array(value) for name, value in tree_flatten(drafter.parameters())}
     config = dataclasses.asdict(drafter.config)
     for t, tokens in zip(temperatures, together, strict=True):
@@ -158,7 +158,9 @@ def test_the_confidence_heads_width_says_what_it_reads(parts, width):
 
 
 def slots_of(drafter, hidden, sampler=None):
-    return Slots(drafter.logits(hidden, None)[0], hidden[0], mx.array(7), sampler or Sampler())
+    logits = drafter.widen(drafter.logits(hidden, None)[0])
+    scores, weight = (sampler or Sampler()).draft_scores(logits)
+    return Slots(scores, weight, hidden[0], mx.array(7))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -172,7 +174,7 @@ def test_the_favourites_of_a_tree_are_the_walk(kind, drafted, temperature):
     assert tokens.shape == (4, 12) and log_probs.shape == (4, 1, 12)
     assert mx.all(mx.exp(log_probs).sum(axis=-1) < 1 + 1e-4)
     if temperature == 0:
-        walked = drafter.walk(drafter.widen(slots.logits), 1.0, slots.hidden, slots.anchor)
+        [walked] = drafter.choose([slots])
         best = log_probs[:, 0].argmax(axis=-1)
         assert mx.array_equal(mx.take_along_axis(tokens, best[:, None], axis=-1)[:, 0], walked)
 

@@ -21,7 +21,7 @@ from dflash_mlx.engine.allocation import FLOOR, LEAD, RowAllocator
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.policy.budget import CREDIT
 from dflash_mlx.policy.draft_policy import DraftPolicy
-from dflash_mlx.policy.planner import Candidate
+from dflash_mlx.policy.planner import DraftCandidate
 
 MANY = 32
 OF_NUMPY = ("array", "asarray", "ascontiguousarray")  # which read what they are given
@@ -131,11 +131,11 @@ class Asks:
 
 def test_the_likeliest_rows_are_taken_until_they_cost_more():
     allocator, requests = Allocator(0.2), [Asks(), Asks()]
-    sure, unsure = Candidate([0.99, 0.98, 0.97, 0.96]), Candidate([0.1, 0.01])
+    sure, unsure = DraftCandidate([0.99, 0.98, 0.97, 0.96]), DraftCandidate([0.1, 0.01])
     first, second = allocator.allocate(requests, [sure, unsure])
     assert first > 2 and second == 1
     assert allocator.allocate(requests, [unsure, unsure]) == [1, 1]
-    required = Candidate([1.0] * 7, required=True)
+    required = DraftCandidate([1.0] * 7, required=True)
     assert allocator.allocate(requests, [required, unsure])[0] == 8
 
 
@@ -143,7 +143,7 @@ def test_the_likeliest_rows_are_taken_until_they_cost_more():
 def test_no_request_is_left_far_behind(row):
     """One whose drafts are wrong, though they looked likely, beside one whose drafts are right."""
     allocator, requests = Allocator(row), [Asks(), Asks()]
-    likely, behind, least = Candidate([0.9**slot for slot in range(1, 16)]), LEAD, 0.0
+    likely, behind, least = DraftCandidate([0.9**slot for slot in range(1, 16)]), LEAD, 0.0
     for _ in range(200):
         rows = allocator.allocate(requests, [likely, likely])
         cost = allocator._cost
@@ -157,7 +157,7 @@ def test_costs_of_shared_steps_are_learnt():
     """Steps of two rows each take five plain ones here: the batch decodes plainly from then on."""
     now = [0.0]
     allocator, requests = RowAllocator(DraftPolicy(16), lambda: now[0]), [Asks(), Asks(), Asks()]
-    likely, rows = Candidate([0.9**slot for slot in range(1, 16)]), []
+    likely, rows = DraftCandidate([0.9**slot for slot in range(1, 16)]), []
     for _ in range(150):
         rows.append(sum(allocator.allocate(requests, [likely] * 3)))
         now[0] += 1.0 if rows[-1] == 3 else 2.0 + rows[-1]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
+from dflash_mlx.drafter.candidates import Slots
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.network import DFlash, NetworkSession
 from dflash_mlx.sampling import Sampler
@@ -85,10 +86,7 @@ def test_with_noise_the_walk_is_the_golden_one(golden):
         logits = drafter.logits(hidden, target)[0, first:]
         rows, anchor = hidden[0, first:], mx.array(case.anchor)
         scores = drafter.widen(logits / temperature + case.sampled_noise)
-        if hasattr(drafter, "walk"):
-            tokens = drafter.walk(scores, 1 / temperature, rows, anchor)
-        else:
-            tokens = scores.argmax(axis=-1)
+        [tokens] = drafter.choose([Slots(scores, 1 / temperature, rows, anchor)])
         assert tokens.tolist() == case.sampled_tokens.tolist()
         seen += 1
     # The first three folders, which are older, have no such cases.

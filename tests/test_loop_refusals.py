@@ -55,10 +55,10 @@ def test_a_policy_of_what_is_no_pair_is_refused():
         DraftPolicy.of("tiny", random_drafter())
 
 
-@pytest.mark.parametrize("longest", [0, -1, None, 1.5, True, "8", 1025, 10**400], ids=str)
-def test_a_policy_of_no_length_is_refused(longest):
-    with pytest.raises(SettingsError, match="^longest must be a whole number from 1 to"):
-        DraftPolicy.of(target(), random_drafter(), longest=longest)
+@pytest.mark.parametrize("size", [0, -1, None, 1.5, True, "8", 1025, 10**400], ids=str)
+def test_a_policy_of_no_length_is_refused(size):
+    with pytest.raises(SettingsError, match="^block_size must be a whole number from 1 to"):
+        DraftPolicy.of(target(), random_drafter(), block_size=size)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tinymodels import drafter_config, random_drafter, target
 
 from dflash_mlx.distributions import gumbel
-from dflash_mlx.drafter.candidates import Slots, read_candidates
+from dflash_mlx.drafter.candidates import read_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.tree import DraftTree, best_chain, best_first
@@ -176,8 +176,8 @@ def test_the_tree_of_a_selector_is_conditioned_on_the_path(temperature):
     drafter, started, _ = session(temperature, dflash2=True)
     tree = started.propose_tree(ANCHOR, 20, 6)
     hidden, log_q = block_log_q(drafter, temperature)
-    selector, sampler = drafter.candidate_selector, started._sampler
-    slots = Slots(drafter.logits(hidden[None], target())[0], hidden, mx.array(ANCHOR), sampler)
+    selector = drafter.candidate_selector
+    slots = started.score(drafter.logits(hidden[None], target())[0], hidden, ANCHOR)
     [(tokens, log_probs)] = read_candidates([drafter.candidates(slots, 20)])
     assert log_probs.shape == (5, 5, 5)
     for slot in range(5):

@@ -12,28 +12,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from ..proposal import Proposal
-from .candidates import Candidates, DraftInput, Slots, read_candidates
+from .candidates import DraftInput, Slots, read_candidates
 from .layers import Attention
-from .network import NetworkSession, chain
+from .network import DFlash, NetworkSession, chain
 from .protocol import DraftSession
 from .tree import DraftTree
 
-if TYPE_CHECKING:
-    from ..sampling import DraftScores
-
 Guard = AbstractContextManager[Any]
-
-
-class _Group(NamedTuple):
-    """Sessions of one network, and their indices among all."""
-
-    sessions: list[NetworkSession]
-    indices: list[int]
 
 
 def propose_batch(
@@ -56,18 +46,15 @@ def propose_batch(
     """
     guards = guards or [nullcontext()] * len(sessions)
     proposals: list[Proposal | None] = [None] * len(sessions)
-    alone, groups = _groups(sessions, widths)
-    for at in alone:
-        with guards[at]:
-            proposals[at] = sessions[at].propose(anchors[at], widths[at])
-    for group in groups:
-        network = group.sessions[0].drafter
-        ready: list[tuple[int, tuple[Slots, DraftScores]]] = []
-        for at, slots in zip(group.indices, _slots(group, anchors, widths), strict=True):
+    for group in _groups(sessions, widths):
+        if len(group) == 1:
+            [at] = group
             with guards[at]:
-                ready.append((at, (slots, network.draft_scores(slots))))
-        chosen = network.choose([request for _, request in ready]) if ready else []
-        for (at, _), drafts in zip(ready, chosen, strict=True):
+                proposals[at] = sessions[at].propose(anchors[at], widths[at])
+            continue
+        network, slots = _draft(group, sessions, anchors, widths, guards)
+        chosen = network.choose([*slots.values()]) if slots else []
+        for at, drafts in zip(slots, chosen, strict=True):
             proposals[at] = chain(anchors[at], drafts)
     return proposals
 
@@ -85,47 +72,44 @@ def propose_tree_batch(
     """
     guards = guards or [nullcontext()] * len(sessions)
     trees: list[DraftTree | None] = [None] * len(sessions)
-    alone, groups = _groups(sessions, widths)
-    for at in alone:
-        with guards[at]:
-            trees[at] = sessions[at].propose_tree(anchors[at], rows[at], widths[at])
-    for group in groups:
-        ready: list[tuple[int, Candidates]] = []
-        for at, slots in zip(group.indices, _slots(group, anchors, widths), strict=True):
+    for group in _groups(sessions, widths):
+        if len(group) == 1:
+            [at] = group
             with guards[at]:
-                ready.append((at, group.sessions[0].drafter.candidates(slots, rows[at] - 1)))
-        found = read_candidates([candidates for _, candidates in ready])
-        for (at, _), (tokens, log_probs) in zip(ready, found, strict=True):
+                trees[at] = sessions[at].propose_tree(anchors[at], rows[at], widths[at])
+            continue
+        network, slots = _draft(group, sessions, anchors, widths, guards)
+        found = read_candidates(
+            [network.candidates(one, rows[at] - 1) for at, one in slots.items()]
+        )
+        for at, (tokens, log_probs) in zip(slots, found, strict=True):
             trees[at] = DraftTree(anchors[at], tokens, log_probs, rows[at])
     return trees
 
 
-def _groups(
-    sessions: Sequence[DraftSession], widths: Sequence[int]
-) -> tuple[list[int], list[_Group]]:
-    """The indices of sessions that propose by themselves, and those that draft in one pass."""
-    alone: list[int] = []
-    groups: dict[tuple[int, int], _Group] = {}
+def _groups(sessions: Sequence[DraftSession], widths: Sequence[int]) -> list[list[int]]:
+    """The indices of sessions that can draft in one pass: those of one network and target."""
+    groups: dict[tuple[int, ...], list[int]] = {}
     for at, (session, width) in enumerate(zip(sessions, widths, strict=True)):
+        key: tuple[int, ...] = (at,)
         if isinstance(session, NetworkSession) and width > 1:
-            pair = id(session.drafter), id(session.target)
-            group = groups.setdefault(pair, _Group([], []))
-            group.sessions.append(session)
-            group.indices.append(at)
-        else:
-            alone.append(at)
-    alone += [group.indices[0] for group in groups.values() if len(group.indices) == 1]
-    return alone, [group for group in groups.values() if len(group.indices) > 1]
+            key = id(session.drafter), id(session.target)
+        groups.setdefault(key, []).append(at)
+    return list(groups.values())
 
 
-def _slots(group: _Group, anchors: Sequence[int], widths: Sequence[int]) -> list[Slots]:
-    """The slots of all blocks, after one pass of the network and of its head."""
-    network, target = group.sessions[0].drafter, group.sessions[0].target
-    inputs = [
-        session.draft_input(anchors[at], widths[at])
-        for session, at in zip(group.sessions, group.indices, strict=True)
-    ]
-    rows, first = _BatchRows(inputs), network.config.first_row
+def _draft(
+    group: Sequence[int],
+    sessions: Sequence[Any],
+    anchors: Sequence[int],
+    widths: Sequence[int],
+    guards: Sequence[Guard],
+) -> tuple[DFlash, dict[int, Slots]]:
+    """The network of a group, and the slots of its blocks by index, after one pass over all."""
+    network: DFlash = sessions[group[0]].drafter
+    target, first = sessions[group[0]].target, network.config.first_row
+    inputs = [sessions[at].draft_input(anchors[at], widths[at]) for at in group]
+    rows = _BatchRows(inputs)
     x = network.embed_block(mx.concatenate([one.block for one in inputs]), target, rows.places)
     waiting = [one.taps for one in inputs if one.taps.shape[1]]
     context = network.fuse(mx.concatenate(waiting, axis=1)) if waiting else None
@@ -135,8 +119,11 @@ def _slots(group: _Group, anchors: Sequence[int], widths: Sequence[int]) -> list
     hidden = network.norm(x)[:, mx.array([at for at, place in rows.each if place >= first])]
     cuts = list(accumulate(len(one.block) - first for one in inputs))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
-    each = zip(logits, mx.split(hidden[0], cuts), inputs, strict=True)
-    return [Slots(of, states, mx.array(one.anchor), one.sampler) for of, states, one in each]
+    slots = {}
+    for at, own, states in zip(group, logits, mx.split(hidden[0], cuts), strict=True):
+        with guards[at]:
+            slots[at] = sessions[at].score(own, states, anchors[at])
+    return network, slots
 
 
 class _BatchRows:

@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 
 if TYPE_CHECKING:
-    from ..sampling import Sampler
     from .context import ContextCache
 
 MOST_CANDIDATES = 32  # per slot; a tree of 64 rows hardly ever has more siblings
@@ -30,33 +29,31 @@ class DraftInput(NamedTuple):
         block: [B] token ids, the anchor and masks.
         taps: [1, S, K*D], features that enter the context first.
         cache: the context, of each layer.
-        sampler: the request's.
     """
 
     anchor: int
     block: mx.array
     taps: mx.array
     cache: list[ContextCache]
-    sampler: Sampler
 
 
 class Slots(NamedTuple):
     """The L slots of one request's block, before tokens are chosen for them.
 
     Attributes:
-        logits: [L, DV] of the tokens that can be drafted.
+        scores: [L, V], what tokens are chosen by, from `Sampler.draft_scores`.
+        weight: what one unit of logit counts in the scores.
         hidden: [L, D], the hidden states that gave the logits.
         anchor: the token before the first slot, an array without axes.
-        sampler: the request's.
     """
 
-    logits: mx.array
+    scores: mx.array
+    weight: float
     hidden: mx.array
     anchor: mx.array
-    sampler: Sampler
 
 
-class Candidates(NamedTuple):
+class CandidateTokens(NamedTuple):
     """The tokens that may stand in each of L slots, K each; read when a tree needs them.
 
     Attributes:
@@ -69,13 +66,20 @@ class Candidates(NamedTuple):
     log_probs: mx.array
 
 
-def read_candidates(candidates: Sequence[Candidates]) -> list[tuple[np.ndarray, np.ndarray]]:
+def read_candidates(candidates: Sequence[CandidateTokens]) -> list[tuple[np.ndarray, np.ndarray]]:
     """The tokens and log-probabilities of many requests; waits once for the device."""
     mx.eval(candidates)
     return [
         (np.array(tokens), np.maximum(np.array(log_probs, np.float64), NEVER))
         for tokens, log_probs in candidates
     ]
+
+
+def likeliest(scores: mx.array, count: int) -> CandidateTokens:
+    """The `count` most probable tokens of each slot, from scores [L, V]."""
+    log_probs = log_softmax(scores)
+    tokens = top_candidates(log_probs, min(count, MOST_CANDIDATES, log_probs.shape[-1]))
+    return CandidateTokens(tokens, mx.take_along_axis(log_probs, tokens, axis=-1)[:, None])
 
 
 def log_softmax(scores: mx.array) -> mx.array:

@@ -14,18 +14,14 @@ Parameter names are those of the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import Candidates, Slots, log_softmax, top_candidates
+from .candidates import CandidateTokens, Slots, log_softmax, top_candidates
 from .config import DraftConfig
 from .layers import DraftLayer, Sublayer
 from .network import DFlash
-
-if TYPE_CHECKING:
-    from ..sampling import DraftScores
 
 
 class DynamicConv(nn.Module):
@@ -145,26 +141,21 @@ class DFlash2(DFlash):
         super().__init__(config, parts)
         self.candidate_selector = CandidateSelector(config)
 
-    def draft_scores(self, slots: Slots) -> DraftScores:
-        """What the tokens of a request's slots are chosen by; the request's processors run."""
-        return slots.sampler.draft_scores(self.selectable(slots.logits))
-
-    def choose(self, requests: Sequence[tuple[Slots, DraftScores]]) -> list[mx.array]:
+    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
         """The selector's chain [L] of every request."""
-        walk = self.candidate_selector.walk
-        return [walk(*scores, slots.hidden, slots.anchor) for slots, scores in requests]
+        return [self.candidate_selector.walk(*slots) for slots in requests]
 
-    def selectable(self, logits: mx.array) -> mx.array:
-        """Logits [L, V], minus infinity beyond the selector's vocabulary."""
+    def widen(self, scores: mx.array) -> mx.array:
+        """Scores [L, V], minus infinity beyond the selector's vocabulary."""
         end = self.config.selector_vocab_size
         if end is None:
-            return logits
-        return mx.where(mx.arange(logits.shape[-1]) < end, logits, -mx.inf)
+            return scores
+        return mx.where(mx.arange(scores.shape[-1]) < end, scores, -mx.inf)
 
-    def candidates(self, slots: Slots, count: int) -> Candidates:
+    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
         """The selector's candidates, as many as it was trained for, after each one before them."""
-        (scores, weight), selector = self.draft_scores(slots), self.candidate_selector
-        tokens = top_candidates(scores, selector.top_k)
-        own = mx.take_along_axis(scores, tokens, axis=-1)[:, None]
+        selector = self.candidate_selector
+        tokens = top_candidates(slots.scores, selector.top_k)
+        own = mx.take_along_axis(slots.scores, tokens, axis=-1)[:, None]
         pairs = selector.pairs(slots.hidden, slots.anchor, tokens)
-        return Candidates(tokens, log_softmax(own + weight * pairs))
+        return CandidateTokens(tokens, log_softmax(own + slots.weight * pairs))

@@ -12,22 +12,15 @@ Parameter names are those of the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import MOST_CANDIDATES, Candidates, Slots, log_softmax, top_candidates
+from .candidates import CandidateTokens, Slots, likeliest
 from .config import DraftConfig, Markov
 from .dflash2 import DFlash2
 from .network import DFlash
 from .packagings import CONFIDENCE
-
-if TYPE_CHECKING:
-    from ..sampling import DraftScores
-
-# Scores [L, V], their weight, hidden states [L, D], the token before the chain.
-Walk = tuple[mx.array, float, mx.array, mx.array]
 
 CONFIDENCE_ALONE = "confidence head of hidden states alone"  # a part, as the constructor takes it
 
@@ -100,67 +93,50 @@ class DSpark(DFlash):
             width = config.hidden_size + (0 if CONFIDENCE_ALONE in parts else rank)
             self.confidence_head = {"proj": nn.Linear(width, 1)}
 
-    def choose(self, requests: Sequence[tuple[Slots, DraftScores]]) -> list[mx.array]:
-        """The tokens [L] of every request, each chosen with the one before it in its logits."""
+    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
+        """The tokens [L] of every request, each chosen with the one before it in its logits.
+
+        The requests advance together: each row reads the head's matrices, which are as large as the
+        vocabulary, once for all of them.
+        """
         if "markov_head" not in self:
             return super().choose(requests)
-        return self.walk_batch(
-            [(*scores, slots.hidden, slots.anchor) for slots, scores in requests]
-        )
-
-    def walk(self, scores: mx.array, weight: float, hidden: mx.array, anchor: mx.array) -> mx.array:
-        """Choose a chain of tokens [L] by scores [L, V], from hidden states [L, D].
-
-        The weight is what one unit of logit counts in the scores, which contain the noise of the
-        target's choices; `anchor` is the token before the chain.
-        """
-        return self.walk_batch([(scores, weight, hidden, anchor)])[0]
-
-    def walk_batch(self, walks: Sequence[Walk]) -> list[mx.array]:
-        """The chains of many requests, given the arguments of `walk` for each.
-
-        They advance together: each row reads the head's matrices, which are as large as the
-        vocabulary, once for all requests.
-        """
         ids, head, scale = self.token_ids(), self.markov_head, self.config.logit_scale
         # The longest first: those that still go on are the first ones.
-        order = sorted(range(len(walks)), key=lambda at: -len(walks[at][2]))
-        scores = [self.narrow(walks[at][0]).astype(mx.float32) for at in order]
-        weights = [scale * walks[at][1] for at in order]
-        hidden = [walks[at][2] for at in order]
-        previous = mx.stack([walks[at][3] for at in order])
-        state, path = head.first_state(len(walks)), []
-        for row in range(len(hidden[0])):
-            count = sum(row < len(states) for states in hidden)
-            rows = mx.stack([states[row] for states in hidden[:count]])
+        order = sorted(range(len(requests)), key=lambda at: -len(requests[at].hidden))
+        slots = [requests[at] for at in order]
+        scores = [self.narrow(one.scores).astype(mx.float32) for one in slots]
+        previous = mx.stack([one.anchor for one in slots])
+        state, path = head.first_state(len(slots)), []
+        for row in range(len(slots[0].hidden)):
+            count = sum(row < len(one.hidden) for one in slots)
+            rows = mx.stack([one.hidden[row] for one in slots[:count]])
             bias, state = head.step(rows, previous[:count], state[:count])
+            weights = [scale * one.weight for one in slots[:count]]
             chosen = [(scores[at][row] + weights[at] * bias[at]).argmax() for at in range(count)]
             previous = mx.stack(chosen)
             previous = previous if ids is None else ids[previous]
             path.append(previous)
         chains = {
-            at: mx.stack([row[place] for row in path[: len(hidden[place])]])
+            at: mx.stack([row[place] for row in path[: len(slots[place].hidden)]])
             for place, at in enumerate(order)
         }
-        return [chains[at] for at in range(len(walks))]
+        return [chains[at] for at in range(len(requests))]
 
-    def candidates(self, slots: Slots, count: int) -> Candidates:
+    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
         """The likeliest tokens of every slot, given the likeliest tokens before it."""
         if "markov_head" not in self:
             return super().candidates(slots, count)
-        ids, head = self.token_ids(), self.markov_head
-        scores, weight = self.draft_scores(slots)
-        scores, weight = self.narrow(scores), self.config.logit_scale * weight
+        ids, head, weight = self.token_ids(), self.markov_head, slots.weight
+        weight *= self.config.logit_scale
         state, previous, walked = head.first_state(1), slots.anchor[None], []
-        for own, hidden in zip(scores, slots.hidden, strict=True):
+        for own, hidden in zip(self.narrow(slots.scores), slots.hidden, strict=True):
             bias, state = head.step(hidden, previous, state)
             walked.append(own + weight * bias[0])
             best = walked[-1].argmax()
             previous = (best if ids is None else ids[best])[None]
-        log_probs = log_softmax(mx.stack(walked))
-        chosen = top_candidates(log_probs, min(count, MOST_CANDIDATES, log_probs.shape[-1]))
-        found = mx.take_along_axis(log_probs, chosen, axis=-1)[:, None]
-        return Candidates(chosen if ids is None else ids[chosen], found)
+        tokens, log_probs = likeliest(mx.stack(walked), count)
+        return CandidateTokens(tokens if ids is None else ids[tokens], log_probs)
 
 
 def network_for(config: DraftConfig) -> type[DFlash]:

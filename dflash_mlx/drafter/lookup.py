@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (2, 3, 4, 8, 16)  # of the indexed n-grams, shortest first: see `find`
 MOST = 32  # the longest match
-WIDEST = 16  # rows of a draft
+BLOCK_SIZE = 16  # the most rows of a draft
 PRIOR_RATES = (0.35, 0.6, 0.8, 0.9, 0.95)  # after matches of 2-3, 4-7, 8-15, 16-31, more tokens
 PRIOR_WEIGHT = 3.0  # of a prior rate, in drafts
 SLOTS = 3  # slots with a rate of their own; later ones share the last
@@ -139,8 +139,8 @@ class LookupRates:
             self._counts[at] = DECAY * tried + 1, DECAY * correct + (slot < right)
 
 
-class LookupSession(DraftSession):
-    """One request's lookups, and the drafts of a network beside them.
+class CombinedSession(DraftSession):
+    """Combines one request's lookups with the drafts of another session.
 
     Args:
         network: drafts if a lookup promises less; a `PlainSession` drafts nothing.
@@ -173,7 +173,7 @@ class LookupSession(DraftSession):
         """See `DraftSession`; empty if the text has no earlier match."""
         place, matched = self._index.find(anchor)
         self._found = place, matched, anchor
-        slots = min(width, WIDEST) - 1
+        slots = min(width, BLOCK_SIZE) - 1
         if not matched or slots < 1:
             return []
         begin = len(self._index.tokens) + 1  # behind the anchor
@@ -184,7 +184,7 @@ class LookupSession(DraftSession):
         """See `DraftSession`."""
         place, matched, of = self._found
         assert of == anchor, "call lookup_rates with this anchor first"
-        slots = min(width, WIDEST) - 1 if matched else 0
+        slots = min(width, BLOCK_SIZE) - 1 if matched else 0
         return Proposal([anchor, *self._index.follow(place, anchor, slots)])
 
     def propose(self, anchor: int, width: int) -> Proposal:
@@ -197,10 +197,6 @@ class LookupSession(DraftSession):
     def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
         """The network's tree."""
         return self._network.propose_tree(anchor, rows, width)
-
-    def extend(self, taps: mx.array) -> None:
-        """Add the features of newly committed tokens, for the network."""
-        self._network.extend(taps)
 
     def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
         """Add features of a verify step, for the network."""
@@ -260,11 +256,11 @@ class LookupDrafter:
 
     tap_layers = ()
     label = "lookup"
-    block_size = WIDEST
+    block_size = BLOCK_SIZE
 
-    def start(self, target: Target, sampler: Sampler) -> LookupSession:
+    def start(self, target: Target, sampler: Sampler) -> CombinedSession:
         """Begin one request."""
-        return LookupSession(PlainSession())
+        return CombinedSession(PlainSession())
 
 
 class CombinedDrafter:
@@ -290,9 +286,9 @@ class CombinedDrafter:
         """The network's."""
         return cache_bytes(self.network, tokens)
 
-    def start(self, target: Target, sampler: Sampler) -> LookupSession:
+    def start(self, target: Target, sampler: Sampler) -> CombinedSession:
         """Begin one request. Raises `IncompatibleDrafterError`."""
-        return LookupSession(start_session(self.network, target, sampler))
+        return CombinedSession(start_session(self.network, target, sampler))
 
 
 def _length_class(matched: int) -> int:

@@ -21,17 +21,15 @@ import mlx.nn as nn
 
 from ..errors import IncompatibleDrafterError
 from ..proposal import Proposal
-from ..sampling import DraftScores, Sampler
+from ..sampling import Sampler
 from ..targets.caches import Arrays, strip_prefix
 from ..targets.taps import gathered
 from .candidates import (
-    MOST_CANDIDATES,
-    Candidates,
+    CandidateTokens,
     DraftInput,
     Slots,
-    log_softmax,
+    likeliest,
     read_candidates,
-    top_candidates,
 )
 from .config import DraftConfig
 from .context import ContextCache, ContextCheckpoint
@@ -202,19 +200,13 @@ class DFlash(nn.Module):
         ids = self.token_ids()
         return scores if ids is None else scores[:, ids]
 
-    def draft_scores(self, slots: Slots) -> DraftScores:
-        """What the tokens of a request's slots are chosen by; the request's processors run."""
-        return slots.sampler.draft_scores(self.widen(slots.logits))
+    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
+        """The drafted tokens [L] of every request; nothing waits."""
+        return [slots.scores.argmax(axis=-1) for slots in requests]
 
-    def choose(self, requests: Sequence[tuple[Slots, DraftScores]]) -> list[mx.array]:
-        """The drafted tokens [L] of every request, given its `draft_scores`; nothing waits."""
-        return [scores.argmax(axis=-1) for _, (scores, _) in requests]
-
-    def candidates(self, slots: Slots, count: int) -> Candidates:
+    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
         """The likeliest `count` tokens of every slot; nothing waits."""
-        log_probs = log_softmax(self.draft_scores(slots)[0])
-        tokens = top_candidates(log_probs, min(count, MOST_CANDIDATES, log_probs.shape[-1]))
-        return Candidates(tokens, mx.take_along_axis(log_probs, tokens, axis=-1)[:, None])
+        return likeliest(slots.scores, count)
 
     def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
         """Begin one request over `target`; without a sampler it drafts greedily.
@@ -263,13 +255,8 @@ class NetworkSession(DraftSession):
         """Tokens whose features were added."""
         return self._cache[0].offset + self.pending_features
 
-    def extend(self, taps: mx.array) -> None:
-        """Add the features [1, S, K*D] of S newly committed tokens, in order."""
-        mx.async_eval(taps)
-        self.extend_rows(taps, range(taps.shape[1]))
-
     def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Add some rows of a verify step's features, which are computed.
+        """Add some rows of a forward's features, which are being computed.
 
         The next draft gathers them in its own graph.
         """
@@ -285,12 +272,11 @@ class NetworkSession(DraftSession):
         """Draft a chain of at most `width` rows; nothing waits for the device."""
         if width == 1:
             return Proposal([anchor])
-        slots = self._slots(anchor, width)
-        return chain(anchor, self.drafter.choose([(slots, self.drafter.draft_scores(slots))])[0])
+        return chain(anchor, self.drafter.choose([self._draft(anchor, width)])[0])
 
     def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
         """Draft a tree of at most `rows` rows from a block of `width` rows; this waits."""
-        candidates = self.drafter.candidates(self._slots(anchor, width), rows - 1)
+        candidates = self.drafter.candidates(self._draft(anchor, width), rows - 1)
         return DraftTree(anchor, *read_candidates([candidates])[0], rows)
 
     def draft_input(self, anchor: int, width: int) -> DraftInput:
@@ -301,15 +287,19 @@ class NetworkSession(DraftSession):
         config = self.drafter.config
         rows = min(width - 1, config.drafts) + config.first_row
         block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
-        return DraftInput(anchor, block, self._take_pending(), self._cache, self._sampler)
+        return DraftInput(anchor, block, self._take_pending(), self._cache)
 
-    def _slots(self, anchor: int, width: int) -> Slots:
+    def score(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
+        """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""
+        scores, weight = self._sampler.draft_scores(self.drafter.widen(logits))
+        return Slots(scores, weight, hidden, mx.array(anchor))
+
+    def _draft(self, anchor: int, width: int) -> Slots:
         """The slots of a block; an anchor's row that drafts nothing is none."""
         given, drafter = self.draft_input(anchor, width), self.drafter
         hidden = drafter(drafter.embed_block(given.block, self.target), given.taps, given.cache)
         hidden = hidden[:, drafter.config.first_row :]
-        logits = drafter.logits(hidden, self.target)
-        return Slots(logits[0], hidden[0], mx.array(anchor), self._sampler)
+        return self.score(drafter.logits(hidden, self.target)[0], hidden[0], anchor)
 
     def resume(self, sampler: Sampler) -> None:
         """Continue with another request over the same text, with its settings and seed."""

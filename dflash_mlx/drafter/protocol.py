@@ -86,10 +86,14 @@ class DraftSession:
 
     def extend(self, taps: mx.array) -> None:
         """Add the features [1, S, K*D] of S newly committed tokens; see `SupportsDrafting`."""
-        raise NotImplementedError
+        mx.async_eval(taps)  # the drafter may use them in another thread
+        self.extend_rows(taps, range(taps.shape[1]))
 
     def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Add the rows `kept`, in rising order, of the features [1, N, K*D] of a verify step."""
+        """Add the rows `kept`, in rising order, of the features [1, N, K*D] of a forward.
+
+        A session overrides this, or `extend`.
+        """
         taps = gathered(taps, kept)
         mx.async_eval(taps)  # the drafter may use them in another thread
         self.extend(taps)
@@ -167,10 +171,6 @@ class PlainSession(DraftSession):
     @property
     def network(self) -> None:
         """There is none."""
-
-    def extend(self, taps: mx.array) -> None:
-        """Count the tokens, [1, S, 0]."""
-        self.position += taps.shape[1]
 
     def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
         """Count the tokens."""

@@ -40,7 +40,7 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
     """The tree of at most `rows` nodes, root included, with the largest expected length.
 
     Args:
-        log_probs: [L, P, K] of the candidates; see `Candidates`.
+        log_probs: [L, P, K] of the candidates; see `CandidateTokens`.
         rows: 1 or more. The tree has fewer if all other paths are fainter than `FAINTEST`.
     """
     slots, befores, count = log_probs.shape
@@ -85,7 +85,7 @@ class DraftTree:
     Args:
         anchor: the token before the first slot.
         tokens: [L, K], the candidates of the slots.
-        log_probs: [L, P, K], theirs; see `Candidates`.
+        log_probs: [L, P, K], theirs; see `CandidateTokens`.
         rows: the most rows of the tree, the anchor included.
 
     Attributes:

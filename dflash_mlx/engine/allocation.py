@@ -15,7 +15,7 @@ import numpy as np
 
 from ..policy.budget import CREDIT, Budget
 from ..policy.draft_policy import DraftPolicy
-from ..policy.planner import GAIN, PROBE_LOSS, Candidate, plain_steps_after
+from ..policy.planner import GAIN, PROBE_LOSS, DraftCandidate, plain_steps_after
 from ..policy.step_costs import StepCosts
 from ..request import Request
 
@@ -49,7 +49,9 @@ class RowAllocator:
         """Whether more plain steps are decided."""
         return self._plain_left > 1
 
-    def allocate(self, requests: Sequence[Request], candidates: Sequence[Candidate]) -> list[int]:
+    def allocate(
+        self, requests: Sequence[Request], candidates: Sequence[DraftCandidate]
+    ) -> list[int]:
         """Rows of each request, the anchor included.
 
         Args:
@@ -58,12 +60,12 @@ class RowAllocator:
         """
         self._started = self._clock()
         count, costs = len(requests), self._costs_of(len(requests))
-        rows = [1 + len(one.paths) if one.required else 1 for one in candidates]
+        rows = [1 + len(one.path_probs) if one.required else 1 for one in candidates]
         required = sum(rows) - count
-        owners, paths = _ranked(candidates)
+        owners, probs = _ranked(candidates)
         chosen = 0
-        if len(paths) and self._plain_left == 0 and not costs.needs_plain_step:
-            chosen = self._best(requests, costs, owners, paths, required)
+        if len(probs) and self._plain_left == 0 and not costs.needs_plain_step:
+            chosen = self._best(requests, costs, owners, probs, required)
             self._in_vain = 0 if chosen + required else self._in_vain + 1
             self._plain_left = plain_steps_after(self._in_vain)
         for owner in owners[:chosen].tolist():
@@ -104,24 +106,24 @@ class RowAllocator:
         requests: Sequence[Request],
         costs: StepCosts,
         owners: np.ndarray,
-        paths: np.ndarray,
+        probs: np.ndarray,
         required: int,
     ) -> int:
         """How many of the ranked rows bring the most tokens per second."""
         count = len(requests)
-        cost = np.interp(1 + (required + np.arange(len(paths) + 1)) / count, *_curve(costs))
-        tokens = 1 + np.concatenate([[0.0], paths.cumsum()]) / count
-        most = np.minimum(self._budget.max_cost, self._max_fair_cost(requests, owners, paths))
+        cost = np.interp(1 + (required + np.arange(len(probs) + 1)) / count, *_curve(costs))
+        tokens = 1 + np.concatenate([[0.0], probs.cumsum()]) / count
+        most = np.minimum(self._budget.max_cost, self._max_fair_cost(requests, owners, probs))
         speed = np.where(cost <= most, tokens / cost, 0.0)
         best = int(speed.argmax())
         if tokens[best] * cost[0] > GAIN * tokens[0] * cost[best]:
             return best
-        probe = min(len(paths), count)
+        probe = min(len(probs), count)
         allowed = self._budget.free_cost - 1 + PROBE_LOSS, float(most[probe])
         return probe if self._policy.should_probe(float(cost[probe]), *allowed) else 0
 
     def _max_fair_cost(
-        self, requests: Sequence[Request], owners: np.ndarray, paths: np.ndarray
+        self, requests: Sequence[Request], owners: np.ndarray, probs: np.ndarray
     ) -> np.ndarray:
         """The cost [n + 1] of a step with 0 to n ranked rows that leaves no request behind.
 
@@ -129,8 +131,8 @@ class RowAllocator:
         may cost it more than its credit, should all its drafts be wrong.
         """
         leads = np.array([self._leads.get(request, LEAD) for request in requests])
-        brought = np.zeros((len(paths) + 1, len(requests)))
-        brought[np.arange(1, len(paths) + 1), owners] = paths
+        brought = np.zeros((len(probs) + 1, len(requests)))
+        brought[np.arange(1, len(probs) + 1), owners] = probs
         expected = 1 + brought.cumsum(axis=0)
         bearable = np.minimum(np.maximum(0, leads) + expected, 1 + leads + CREDIT)
         least: np.ndarray = bearable.min(axis=1) / FLOOR
@@ -140,17 +142,17 @@ class RowAllocator:
         """Costs of steps of about so many requests, by the rows of a request."""
         at = requests.bit_length()
         if at not in self._costs:
-            self._costs[at] = StepCosts(self._policy.longest, requests)
+            self._costs[at] = StepCosts(self._policy.block_size, requests)
         return self._costs[at]
 
 
-def _ranked(candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
+def _ranked(candidates: Sequence[DraftCandidate]) -> tuple[np.ndarray, np.ndarray]:
     """The rows that may be had, likeliest first: whose each is, and its path's probability."""
-    optional = [() if one.required else one.paths for one in candidates]
-    owners = np.repeat(np.arange(len(optional)), [len(paths) for paths in optional])
-    paths = np.array([path for each in optional for path in each])
-    order = np.argsort(-paths, kind="stable")  # a request's rows stay in their order
-    return owners[order], paths[order]
+    optional = [() if one.required else one.path_probs for one in candidates]
+    owners = np.repeat(np.arange(len(optional)), [len(probs) for probs in optional])
+    probs = np.array([one for each in optional for one in each])
+    order = np.argsort(-probs, kind="stable")  # a request's rows stay in their order
+    return owners[order], probs[order]
 
 
 def _curve(costs: StepCosts) -> tuple[np.ndarray, list[float]]:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..drafter.batch import propose_batch, propose_tree_batch
 from ..events import Event
-from ..policy.planner import Candidate, TreeCandidate, checked
+from ..policy.planner import DraftCandidate, TreeCandidate, checked
 from ..proposal import Proposal
 from ..request import Request
 from ..targets import Target
@@ -130,7 +130,7 @@ class SharedBatch:
         requests = [item.request for item, _ in candidates]
         each = [candidate for _, candidate in candidates]
         if self._allocator is None or not each:
-            rows = [1 + len(candidate.paths) for candidate in each]
+            rows = [1 + len(candidate.path_probs) for candidate in each]
         else:
             rows = self._allocator.allocate(requests, each)
         chains: list[tuple[BatchItem, int]] = []
@@ -144,9 +144,9 @@ class SharedBatch:
                     item.proposal = checked(candidate.propose(count), count)
         _draft_chains(chains)
 
-    def _candidates(self, items: Sequence[BatchItem]) -> list[tuple[BatchItem, Candidate]]:
+    def _candidates(self, items: Sequence[BatchItem]) -> list[tuple[BatchItem, DraftCandidate]]:
         """The rows that each request could have verified. Trees are drafted first, in one pass."""
-        candidates: list[tuple[BatchItem, Candidate]] = []
+        candidates: list[tuple[BatchItem, DraftCandidate]] = []
         trees: list[tuple[BatchItem, TreeCandidate]] = []
         for item in items:
             with item:
@@ -159,7 +159,7 @@ class SharedBatch:
             [candidate.session for _, candidate in trees],
             [item.request.anchor for item, _ in trees],
             [candidate.rows for _, candidate in trees],
-            [candidate.length for _, candidate in trees],
+            [candidate.width for _, candidate in trees],
             guards=[item for item, _ in trees],
         )
         for (item, of_tree), tree in zip(trees, drafted, strict=True):

@@ -78,7 +78,7 @@ class Engine(AbstractContextManager["Engine", None]):
         self._check(None)
         self._memory = MemoryBudget(target, drafter, memory, prefix)
         allocator = None
-        if policy is not None and drafter is not None and policy.longest > 1:
+        if policy is not None and drafter is not None and policy.block_size > 1:
             allocator = RowAllocator(policy)
         batch = batch or SharedBatch(target, allocator)
         self._scheduler = BatchScheduler(batch, self._memory, most_jobs, stall_ms / 1e3)

@@ -22,27 +22,14 @@ class Budget:
 
     Attributes:
         recent: gained (or lost) by drafting of late; losses fade.
+        max_cost: the highest cost that a step may have at all.
+        free_cost: the cost up to which a step needs no promise of success.
+        max_expected_loss: the loss that may be expected of a dearer step.
     """
 
     def __init__(self) -> None:
-        self._tokens = 0.0
-        self._balance = 0.0
-        self.recent = 0.0
-
-    @property
-    def max_cost(self) -> float:
-        """The highest cost that a step may have at all."""
-        return 1 + CREDIT + self._balance
-
-    @property
-    def free_cost(self) -> float:
-        """The cost up to which a step needs no promise of success."""
-        return 1 + CHEAP + min(0.0, self.recent)
-
-    @property
-    def max_expected_loss(self) -> float:
-        """The loss that may be expected of a dearer step."""
-        return min(MOST, FIRST + SHARE * self._tokens) + self.recent
+        self._tokens, self._balance, self.recent = 0.0, 0.0, 0.0
+        self.record(cost=0.0, tokens=0)
 
     def record(self, cost: float, tokens: int) -> None:
         """Book a step that cost so many plain steps and brought so many tokens."""
@@ -52,19 +39,22 @@ class Budget:
         if self.recent < 0:
             self.recent *= FADING**tokens
         self.recent = min(SAVINGS, self.recent + gain)
+        self.max_cost = 1 + CREDIT + self._balance
+        self.free_cost = 1 + CHEAP + min(0.0, self.recent)
+        self.max_expected_loss = min(MOST, FIRST + SHARE * self._tokens) + self.recent
 
 
-def expected_loss(paths: Sequence[float], cost: float) -> float:
+def expected_loss(path_probs: Sequence[float], cost: float) -> float:
     """Plain steps that a step is expected to lose: the mean of max(0, cost - tokens).
 
     Args:
-        paths: how likely each drafted row is accepted, falling.
+        path_probs: how likely each drafted row is accepted, falling.
         cost: of the step.
     """
     loss, tokens = cost - 1, 1
-    for path in paths:
+    for probability in path_probs:
         if tokens >= cost:
             break
-        loss -= path * min(1.0, cost - tokens)
+        loss -= probability * min(1.0, cost - tokens)
         tokens += 1
     return loss

@@ -7,13 +7,15 @@ budget bounds what a request can lose while the estimates are wrong.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from ..drafter.protocol import Drafter, block_size, check_pair, drafts_trees
+from ..drafter.protocol import Drafter, check_pair, drafts_trees
+from ..drafter.protocol import block_size as drafter_block_size
 from ..errors import SettingsError
 from ..sampling import DraftSharpness
 from ..validation import brief, check_integer
-from .estimates import AcceptanceEstimates, expected_tokens
+from .estimates import AcceptanceEstimates
 from .step_costs import StepCosts
 
 if TYPE_CHECKING:
@@ -32,31 +34,30 @@ class DraftPolicy:
     """Chooses draft lengths. Keep it: the next request starts with what this one learnt.
 
     Args:
-        longest: the most rows of a chain.
+        block_size: the most rows of a chain.
         trees: whether it drafts trees, too, where they are better.
 
     Attributes:
-        longest: as given.
+        block_size: as given.
         costs: of steps.
         trees: how trees did, compared with chains; None if there are none.
     """
 
-    def __init__(self, longest: int, trees: bool = False) -> None:
-        self.longest, self.costs = longest, StepCosts(longest)
+    def __init__(self, block_size: int, trees: bool = False) -> None:
+        self.block_size, self.costs = block_size, StepCosts(block_size)
         self.trees = TreeRecord() if trees else None
-        self._estimates: dict[float, AcceptanceEstimates] = {}
-        self._sharpness: dict[float, DraftSharpness] = {}
+        self._learnt: dict[float, tuple[AcceptanceEstimates, DraftSharpness]] = {}
         self._plain_tokens, self._pause = 0, FIRST_PAUSE
 
     @classmethod
     def of(
-        cls, target: Target, drafter: Drafter | None, longest: int = 16, trees: bool = False
+        cls, target: Target, drafter: Drafter | None, block_size: int = 16, trees: bool = False
     ) -> DraftPolicy:
         """The policy of a pair. It is ready at once: costs are learnt from real steps.
 
         Args:
             target, drafter: the pair, as `load` returns it.
-            longest: the most rows of a step; the drafter's block size limits it too.
+            block_size: the most rows of a step; the drafter's own limits it too.
             trees: whether to draft trees where they are better, if the pair can.
 
         Raises `SettingsError`, also without a drafter: plain decoding drafts nothing.
@@ -64,18 +65,16 @@ class DraftPolicy:
         check_pair(target, None)
         if not isinstance(drafter, Drafter) or isinstance(drafter, type):
             raise SettingsError(f"A policy is for a target and its drafter, not {brief(drafter)}.")
-        longest = check_integer("longest", longest, most=MOST_ROWS)
-        longest = min(longest, block_size(drafter) or MOST_ROWS)
-        return cls(longest, trees and target.supports_trees and drafts_trees(drafter))
+        asked = check_integer("block_size", block_size, most=MOST_ROWS)
+        most = min(asked, drafter_block_size(drafter) or MOST_ROWS)
+        return cls(most, trees and target.supports_trees and drafts_trees(drafter))
 
-    def estimates(self, temperature: float) -> AcceptanceEstimates:
-        """Acceptance estimates at about this temperature."""
-        new = AcceptanceEstimates(self.longest - 1)
-        return self._estimates.setdefault(_rounded(temperature), new)
-
-    def sharpness(self, temperature: float) -> DraftSharpness:
-        """How much the drafter's scores count at about this temperature."""
-        return self._sharpness.setdefault(_rounded(temperature), DraftSharpness())
+    def learnt(self, temperature: float) -> tuple[AcceptanceEstimates, DraftSharpness]:
+        """What earlier requests at about this temperature have taught."""
+        rounded = min(2.0, round(2 * temperature) / 2)
+        if rounded not in self._learnt:
+            self._learnt[rounded] = AcceptanceEstimates(self.block_size - 1), DraftSharpness()
+        return self._learnt[rounded]
 
     def should_probe(self, cost: float, cheap: float, most: float) -> bool:
         """Whether it is time to draft although it does not seem to pay.
@@ -98,14 +97,15 @@ class DraftPolicy:
 
     def describe(self) -> list[str]:
         """The costs and estimates that draft lengths follow from, a line each."""
-        costs, tokens = self.costs.table("chain"), expected_tokens(self.estimates(0.0).paths)
+        estimates, _ = self.learnt(0.0)
+        costs, tokens = self.costs.table("chain"), [*accumulate(estimates.path_probs, initial=1.0)]
         plain = self.costs.plain_seconds
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
         return [f"a plain step {timed}"] + [
             f"{rows} rows: {costs[rows - 1]:.2f} x plain, {tokens[rows - 1]:.2f} tokens: "
             f"{tokens[rows - 1] / costs[rows - 1]:.2f} x the speed"
             for rows in SHOWN
-            if rows <= self.longest
+            if rows <= self.block_size
         ]
 
 
@@ -126,10 +126,6 @@ class TreeRecord:
         self._trees += 1
         self._tokens = TREE_MEMORY * self._tokens + tokens
         self._cost = TREE_MEMORY * self._cost + cost
-
-
-def _rounded(temperature: float) -> float:
-    return min(2.0, round(2 * temperature) / 2)
 
 
 Policy = DraftPolicy  # its former name

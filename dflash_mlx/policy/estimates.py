@@ -21,13 +21,13 @@ class AcceptanceEstimates:
         slots: of the longest draft.
 
     Attributes:
-        paths: [slots], how likely each drafted row is accepted: the products of the rates.
+        path_probs: [slots], how likely each drafted row is accepted: the products of the rates.
     """
 
     def __init__(self, slots: int) -> None:
         self._tried = [0.0] * slots
         self._right = [0.0] * slots
-        self.paths: list[float] = []
+        self.path_probs: list[float] = []
         self._estimate()
 
     def learn(self, drafted: int, accepted: int) -> None:
@@ -51,14 +51,9 @@ class AcceptanceEstimates:
         for slot, (tried, right) in enumerate(zip(self._tried, self._right, strict=True)):
             rates.append((right + weight * prior) / (tried + weight))
             prior, weight = (rates[-1], NEIGHBOUR_WEIGHT) if slot else (LATER, PRIOR_WEIGHT)
-        self.paths = path_probabilities(rates)
+        self.path_probs = path_probabilities(rates)
 
 
 def path_probabilities(rates: Sequence[float]) -> list[float]:
     """How likely each row of a chain is accepted, given the rate of each slot."""
     return list(accumulate(rates, mul))
-
-
-def expected_tokens(paths: Sequence[float]) -> list[float]:
-    """What steps of 1, 2, ... rows are expected to commit, given how likely rows are accepted."""
-    return list(accumulate(paths, initial=1.0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import exp
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +17,7 @@ from ..sampling import DraftSharpness
 from ..validation import brief, is_integer
 from .budget import Budget, expected_loss
 from .draft_policy import DraftPolicy
-from .estimates import expected_tokens, path_probabilities
+from .estimates import path_probabilities
 from .step_costs import LENGTHS, MOST_ROWS
 
 if TYPE_CHECKING:
@@ -31,17 +33,17 @@ MOST_UNREAD = 24  # features that a draft may read first, and its time still cou
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DraftCandidate:
     """What a request could have verified in a step that it shares with other requests.
 
     Attributes:
-        paths: [n], falling: how likely each drafted row is accepted.
+        path_probs: [n], falling: how likely each drafted row is accepted.
         propose: makes the proposal of so many rows, the anchor included; None for a chain that is
             yet to be drafted by the request's network, together with those of others.
         required: whether all rows have to be verified, whatever they cost.
     """
 
-    paths: Sequence[float]
+    path_probs: Sequence[float]
     propose: Callable[[int], Proposal] | None = None
     required: bool = False
 
@@ -52,14 +54,14 @@ class TreeCandidate:
 
     Attributes:
         session: that drafts it.
-        rows, length: as `DraftSession.propose_tree` takes them.
+        rows, width: as `DraftSession.propose_tree` takes them.
         ready: makes a candidate of the tree.
     """
 
     session: DraftSession
     rows: int
-    length: int
-    ready: Callable[[DraftTree], Candidate]
+    width: int
+    ready: Callable[[DraftTree], DraftCandidate]
 
 
 class Planner:
@@ -67,38 +69,41 @@ class Planner:
 
     Args:
         tree_rows: of every tree, its root included; None drafts chains.
+        sharpness: of the drafter, for the request's sampler; None starts anew.
 
     Attributes:
-        sharpness: of the drafter, for the request's sampler.
+        sharpness: as given.
     """
 
-    def __init__(self, tree_rows: int | None = None) -> None:
-        self.sharpness, self._tree_rows = DraftSharpness(), tree_rows
+    def __init__(
+        self, tree_rows: int | None = None, sharpness: DraftSharpness | None = None
+    ) -> None:
+        self.sharpness, self._tree_rows = sharpness or DraftSharpness(), tree_rows
 
-    def propose(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
-        """The rows of the next step, paths of at most `limit` rows, the anchor first.
+    def propose(self, session: DraftSession, anchor: int, width: int) -> Proposal:
+        """The rows of the next step, the anchor first, in paths of at most `width` rows.
 
         Raises `ProposalError` when the drafter returns more rows than it was asked for.
         """
-        if self._tree_rows is None or limit == 1:
-            return checked(session.propose(anchor, limit), limit)
-        return session.propose_tree(anchor, self._tree_rows, limit).propose(self._tree_rows)
+        if self._tree_rows is None or width == 1:
+            return checked(session.propose(anchor, width), width)
+        return session.propose_tree(anchor, self._tree_rows, width).propose(self._tree_rows)
 
-    def can_pipeline(self, session: DraftSession, anchor: int, limit: int) -> bool:
+    def can_pipeline(self, session: DraftSession, anchor: int, width: int) -> bool:
         """Whether this step is plain, and the next one, too, whatever this one brings."""
-        return limit == 1
+        return width == 1
 
     def candidate(
-        self, session: DraftSession, anchor: int, limit: int
-    ) -> Candidate | TreeCandidate:
+        self, session: DraftSession, anchor: int, width: int
+    ) -> DraftCandidate | TreeCandidate:
         """What could be verified in a step that other requests share; else as `propose`."""
         network = session.network
-        if self._tree_rows is not None and network is not None and limit > 1:
-            return TreeCandidate(network, self._tree_rows, limit, self._ready)
-        paths, found = [1.0] * (limit - 1), session.lookup_rates(anchor, limit)
-        if network is None or sum(path_probabilities(found)) > len(paths) / 2:
-            return Candidate(paths, partial(session.propose_lookup, anchor), required=True)
-        return Candidate(paths, required=True)
+        if self._tree_rows is not None and network is not None and width > 1:
+            return TreeCandidate(network, self._tree_rows, width, self._ready)
+        probs, found = [1.0] * (width - 1), session.lookup_rates(anchor, width)
+        if network is None or sum(path_probabilities(found)) > len(probs) / 2:
+            return DraftCandidate(probs, partial(session.propose_lookup, anchor), required=True)
+        return DraftCandidate(probs, required=True)
 
     def observe(
         self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool
@@ -112,38 +117,36 @@ class Planner:
             shared: whether other requests were part of the step.
         """
 
-    def _ready(self, tree: DraftTree) -> Candidate:
+    def _ready(self, tree: DraftTree) -> DraftCandidate:
         self._tree: DraftTree | None = tree
-        return Candidate(_tree_paths(tree), tree.propose, required=self._tree_rows is not None)
+        return DraftCandidate(_tree_probs(tree), tree.propose, required=self._tree_rows is not None)
 
 
 class AdaptivePlanner(Planner):
     """Drafts as many rows as bring the most tokens per second, and none where none pay."""
 
     def __init__(self, policy: DraftPolicy, temperature: float = 0.0) -> None:
-        super().__init__()
-        self._tree = None
-        self._policy, self._costs, self._budget = policy, policy.costs, Budget()
-        self._estimates = policy.estimates(temperature)
-        self.sharpness = policy.sharpness(temperature)
-        self._trees = policy.trees
+        self._estimates, sharpness = policy.learnt(temperature)
+        super().__init__(sharpness=sharpness)
+        self._policy, self._costs, self._trees = policy, policy.costs, policy.trees
+        self._budget, self._tree = Budget(), None
         self._plain_left = 0  # plain steps that are decided, the current one included
         self._in_vain = 0  # decisions in a row that found nothing to draft
         self._kind, self._unread = "chain", 0
 
-    def propose(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
+    def propose(self, session: DraftSession, anchor: int, width: int) -> Proposal:
         """The chain, tree or lookup draft that promises the most tokens per second."""
         self._kind, self._tree, self._unread = "chain", None, 0
         if self._costs.needs_plain_step:
             return Proposal([anchor])
-        limit = min(limit, self._policy.longest)
+        width = min(width, self._policy.block_size)
         network, length = session.network, 1
         if self._plain_left == 0:
             if network is not None:
-                length = self._length(limit)
+                length = self._length(width)
             self._in_vain = 0 if length > 1 else self._in_vain + 1
             self._plain_left = plain_steps_after(self._in_vain)
-        if rates := session.lookup_rates(anchor, limit)[: limit - 1]:
+        if rates := session.lookup_rates(anchor, width)[: width - 1]:
             found, speed = path_probabilities(rates), max(GAIN, self._speed(length))
             rows, _ = self._best("lookup", found, range(2, len(found) + 2), speed)
             if rows > 1:
@@ -153,29 +156,29 @@ class AdaptivePlanner(Planner):
             return Proposal([anchor])
         self._unread = network.pending_features
         if self._trees is not None and self._trees.should_draft_tree(self._speed(length)):
-            return self._propose_tree(network, anchor, limit)
+            return self._propose_tree(network, anchor, width)
         return checked(network.propose(anchor, length), length)
 
-    def can_pipeline(self, session: DraftSession, anchor: int, limit: int) -> bool:
+    def can_pipeline(self, session: DraftSession, anchor: int, width: int) -> bool:
         """Whether more plain steps are decided, and the text does not repeat itself here."""
-        return self._plain_left > 1 and not session.lookup_rates(anchor, limit)
+        return self._plain_left > 1 and not session.lookup_rates(anchor, width)
 
     def candidate(
-        self, session: DraftSession, anchor: int, limit: int
-    ) -> Candidate | TreeCandidate:
+        self, session: DraftSession, anchor: int, width: int
+    ) -> DraftCandidate | TreeCandidate:
         """The draft of which more is expected."""
         self._kind, self._tree = "chain", None
         self._plain_left = 2  # whether steps are plain is for the batch to decide
-        limit = min(limit, self._policy.longest)
-        network, paths = session.network, self._estimates.paths[: limit - 1]
-        found = path_probabilities(session.lookup_rates(anchor, limit))
-        if network is None or sum(found) > sum(paths):
+        width = min(width, self._policy.block_size)
+        network, probs = session.network, self._estimates.path_probs[: width - 1]
+        found = path_probabilities(session.lookup_rates(anchor, width))
+        if network is None or sum(found) > sum(probs):
             self._kind = "lookup"
-            return Candidate(found, partial(session.propose_lookup, anchor))
-        if self._trees is not None and limit > 1:
+            return DraftCandidate(found, partial(session.propose_lookup, anchor))
+        if self._trees is not None and width > 1:
             self._kind = "tree"
-            return TreeCandidate(network, MOST_ROWS, limit, self._ready)
-        return Candidate(paths)
+            return TreeCandidate(network, MOST_ROWS, width, self._ready)
+        return DraftCandidate(probs)
 
     def observe(
         self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool
@@ -198,45 +201,44 @@ class AdaptivePlanner(Planner):
         if self._tree is not None and self._trees is not None:
             self._trees.observe(len(tokens), cost)
 
-    def _length(self, limit: int) -> int:
+    def _length(self, width: int) -> int:
         """Rows of the best chain; 1 for a plain step."""
-        rows = [*(rows for rows in LENGTHS if rows < limit), limit]
-        best, _ = self._best("chain", self._estimates.paths, rows)
-        if best == 1 < limit == self._policy.longest:
-            probe, budget = min(PROBE_ROWS, limit), self._budget
+        rows = [*LENGTHS[: bisect_left(LENGTHS, width)], width]
+        best, _ = self._best("chain", self._estimates.path_probs, rows)
+        if best == 1 < width == self._policy.block_size:
+            probe, budget = min(PROBE_ROWS, width), self._budget
             cost = self._costs.table("chain")[probe - 1]
             if self._policy.should_probe(cost, budget.free_cost + PROBE_LOSS - 1, budget.max_cost):
                 return probe
         return best
 
     def _best(
-        self, kind: str, paths: Sequence[float], rows: Sequence[int], speed: float = GAIN
+        self, kind: str, probs: Sequence[float], rows: Sequence[int], speed: float = GAIN
     ) -> tuple[int, float]:
         """The best of these numbers of rows, and its tokens per plain step's time.
 
         It is 1 if none is faster than `speed` and within the budget.
         """
-        costs, tokens, budget = self._costs.table(kind), expected_tokens(paths), self._budget
-        most, cheap, tolerance = budget.max_cost, budget.free_cost, budget.max_expected_loss
-        best = 1
+        costs, tokens = self._costs.table(kind), [*accumulate(probs, initial=1.0)]
+        best, budget = 1, self._budget
         for count in rows:
             cost = costs[count - 1]
-            if tokens[count - 1] <= speed * cost or cost > most:
+            if tokens[count - 1] <= speed * cost or cost > budget.max_cost:
                 continue
-            if cost <= cheap or expected_loss(paths, cost) <= tolerance:
+            if cost <= budget.free_cost or expected_loss(probs, cost) <= budget.max_expected_loss:
                 best, speed = count, tokens[count - 1] / cost
         return best, speed
 
     def _speed(self, length: int) -> float:
         """Tokens per plain step's time that are expected of a chain."""
-        tokens = 1 + sum(self._estimates.paths[: length - 1])
+        tokens = 1 + sum(self._estimates.path_probs[: length - 1])
         return tokens / self._costs.table("chain")[length - 1]
 
-    def _propose_tree(self, session: DraftSession, anchor: int, limit: int) -> Proposal:
+    def _propose_tree(self, session: DraftSession, anchor: int, width: int) -> Proposal:
         """The part of a tree that promises the most tokens per second."""
-        self._tree = session.propose_tree(anchor, MOST_ROWS, limit)
-        self._kind, paths = "tree", _tree_paths(self._tree)
-        best, _ = self._best("tree", paths, range(2, len(paths) + 2), speed=0.0)
+        self._tree = session.propose_tree(anchor, MOST_ROWS, width)
+        self._kind, probs = "tree", _tree_probs(self._tree)
+        best, _ = self._best("tree", probs, range(2, len(probs) + 2), speed=0.0)
         return self._tree.propose(max(2, best))
 
     def _learn_from_tree(self, tree: DraftTree, text: Any) -> None:
@@ -253,7 +255,7 @@ def plain_steps_after(in_vain: int) -> int:
     return min(MOST_PLAIN, 2 ** (in_vain // PATIENCE)) if in_vain else 0
 
 
-def _tree_paths(tree: DraftTree) -> list[float]:
+def _tree_probs(tree: DraftTree) -> list[float]:
     """How likely each drafted row of a tree is accepted."""
     return [exp(log_prob) for log_prob in tree.log_probs[1:]]
 
