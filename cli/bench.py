@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
 
+from dflash_mlx.bench import server
 from dflash_mlx.bench.datasets import (
     PROTOCOL_MAX_TOKENS,
     BenchPrompt,
@@ -16,18 +21,31 @@ from dflash_mlx.bench.datasets import (
     limit_per_category,
     read_prompts,
 )
-from dflash_mlx.bench.report import check_folder, write_run
+from dflash_mlx.bench.report import check_folder, describe_difference, run_content, write_run
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.bench.suites import SUITES, suite_prompts
+from dflash_mlx.bench.summary import PromptRuns, drafting_methods
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
+from dflash_mlx.machine.facts import busy, computer, machine
 
-from . import bench_tables as tables
 from . import options
 from .machines import Machines, cluster_member, runs_elsewhere
 from .options import DECODING, OFF, OUTPUT, is_given, option, tree_rows
-from .output import print_json
-from .pair import WHOLE_BLOCKS, open_pair
+from .output import (
+    DOUBTFUL,
+    NOTHING,
+    counted,
+    make_table,
+    note,
+    print_json,
+    rate,
+    stderr,
+    stdout,
+    times,
+    waiting,
+)
+from .pair import WHOLE_BLOCKS, Pair, open_pair
 
 PROMPTS = "What is measured"  # the group that --help shows
 EMBEDDED_SUITE = "embedded"
@@ -137,25 +155,26 @@ def bench(
         "seed": SEED if temperature else None,
         "tree_budget": budget,
         "protocol": protocol,
+        "busy": busy(),
     }
     if out is not None:  # hours of measuring must not end in a folder that cannot be written
         check_folder(out)
     if openai is not None:
         client = ServerClient.find(openai, None if names.model == EMBEDDED else names.model)
         if clients:
-            tables.measure_clients(client, chosen, clients, setup, json)
+            _measure_clients(client, chosen, clients, setup, json)
             return
-        content = tables.measure_server(client, chosen, setup)
+        content = _measure_server(client, chosen, setup)
     else:
         network = replace(names, draft=names.draft or known_drafter(names.model))
         # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
         steps = replace(WHOLE_BLOCKS, block_size=block_size)
         pair = open_pair(network, weights, steps, member=cluster_member(context))
-        content = tables.measure_pair(pair, chosen, setup)
+        content = _measure_pair(pair, chosen, setup)
     if json:
         print_json(content)
     else:
-        tables.show(content)
+        _show(content)
     if out is not None:
         write_run(out, content)
 
@@ -198,3 +217,159 @@ def _prompts(
             raise typer.BadParameter(f"{name} is not one of {known}", param_hint="--suite")
         chosen += found if limit is None else limit_per_category(found, limit)
     return chosen
+
+
+def _measure_pair(
+    pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Measure plain decoding, drafting and mlx-lm. Returns the content of bench.json."""
+    from dflash_mlx.bench.measure import measure_all
+
+    sampling = {key: setup[key] for key in ("temperature", "seed")} if setup["temperature"] else {}
+    measured = measure_all(
+        pair.target,
+        pair.drafter,
+        prompts,
+        setup["repeats"],
+        max_tokens=setup["max_tokens"],
+        block_size=pair.block_size,
+        sampling=sampling,
+        tree_settings=_tree_settings(pair, setup["tree_budget"]),
+        with_mlx_lm=pair.member is None,
+    )
+    about = {"model": pair.target.name, "title": pair.title, "block_size": pair.rows}
+    done = _with_bar(measured, prompts)
+    return run_content({**about, **setup, "machine": machine(pair.blas)}, done)
+
+
+def _tree_settings(pair: Pair, budget: int | str | None) -> dict[str, Any] | None:
+    from dflash_mlx import DraftPolicy
+
+    if budget is None:
+        return None
+    if isinstance(budget, int):
+        return {"tree_budget": budget}
+    assert pair.drafter is not None  # bench always drafts
+    return {"policy": DraftPolicy.of(pair.target, pair.drafter, trees=True)}
+
+
+def _measure_server(
+    client: server.ServerClient, prompts: list[BenchPrompt], setup: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Measure a server from outside. Returns the content of bench.json. Raises `ServerError`."""
+    settings = (setup["repeats"], setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
+    done = _with_bar(server.measure_server(client, prompts, *settings), prompts)
+    title = f"{client.model} · {client.url}"
+    about = {"model": client.model, "title": title, "block_size": None}
+    return run_content({**about, **setup, "machine": computer()}, done)
+
+
+def _measure_clients(
+    client: server.ServerClient,
+    prompts: Sequence[BenchPrompt],
+    counts: Sequence[int],
+    setup: Mapping[str, Any],
+    json: bool,
+) -> None:
+    """Measure a server with each number of clients, and show a row for each.
+
+    Raises `ServerError`.
+    """
+    settings = (setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
+    with waiting("Warming up"):
+        client.ask(prompts[0].messages, min(8, settings[0]), *settings[1:])
+    rows = []
+    for count in counts:
+        with waiting(f"{count} at once"):
+            rows.append(server.measure_concurrency(client, prompts, count, *settings))
+    if json:
+        about = {"model": client.model, "url": client.url, **setup, "machine": computer()}
+        print_json({**about, "concurrency": rows})
+        return
+    table = make_table("clients", "tok/s", "first token", "p95", "gap", "p95 ")
+    for row in rows:
+        waits = (row["first_token_seconds"], row["gap_seconds"])
+        cells = [_milliseconds(wait.get(key)) for wait in waits for key in ("median", "p95")]
+        table.add_row(str(row["clients"]), rate(row["tokens_per_second"]), *cells)
+    stdout().print(table)
+    note(f"{client.model} · {client.url}; tokens per second of all clients, median waits and p95")
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{1e3 * seconds:,.0f} ms"
+
+
+def _with_bar(measured: Iterable[PromptRuns], prompts: list[BenchPrompt]) -> list[PromptRuns]:
+    """Collect all results, with a progress bar if stderr is a terminal."""
+    console = stderr()
+    hidden = not console.is_terminal
+    turns = sum(1 + len(prompt.then) for prompt in prompts)
+    bar = track(measured, "measuring", turns, console=console, transient=True, disable=hidden)
+    return list(bar)
+
+
+def _show(content: Mapping[str, Any]) -> None:
+    """Print the table of a run to stdout, and its notes to stderr."""
+    stdout().print(_table(content))
+    for one in content["differences"]:
+        stdout().print(Text(describe_difference(one), style="red"))
+    for category, figures in (content["protocol_figures"] or {}).items():
+        note(f"{content['protocol']}, {category}: {_protocol_text(figures)}")
+    overall = content["overall"]
+    rows = (*content["categories"], overall)
+    runs = counted(content["repeats"], "run")
+    note(f"{content['title']}; medians of {runs} per prompt, below them the quartiles of all")
+    if any("?" in cell for row in rows for cell in _figures(row, overall["methods"], "median")):
+        note(DOUBTFUL)
+    if content.get("busy"):
+        note(content["busy"])
+    if (overall["exact"] or 0) < overall["with_answer"]:
+        note("exact: the known answer, word for word; --max-tokens may cut answers short")
+    peaks = [method["peak_bytes"] or 0 for method in overall["methods"].values()]
+    if any(peaks):
+        note(f"peak memory {max(peaks) / 1e6:,.0f} MB")
+    note(", ".join(f"{name} {value}" for name, value in content["machine"].items()))
+
+
+def _protocol_text(figures: Mapping[str, Any]) -> str:
+    parts = {
+        "{:.2f}x plain": figures["speedup"],
+        "{:.2f}x mlx-lm": figures["over_mlx_lm"],
+        "acceptance length {:.2f}": figures["acceptance_length"],
+    }
+    known = [text.format(value) for text, value in parts.items() if value is not None]
+    return f"{', '.join(known)} ({figures['answers']} answers)"
+
+
+def _table(content: Mapping[str, Any]) -> Table:
+    """Tokens per second of each method; beside it speedup and acceptance length of drafting."""
+    overall = content["overall"]
+    drafting = drafting_methods(overall["methods"])
+    methods = [*(name for name in overall["methods"] if name not in drafting), *drafting]
+    exact = overall["exact"] is not None
+    compared = any(method["identical"] is not None for method in overall["methods"].values())
+    titles = [t for name in methods for t in (name, *("x", "accept") * (name in drafting))]
+    titles += ["identical"] * compared + ["exact"] * exact
+    table = make_table("category", *titles, padding=1)  # 80 columns
+    for row in (*content["categories"], overall):
+        cells = [row["category"], *_figures(row, methods, "median")]
+        if compared:
+            identical = min(row["methods"][name]["identical"] for name in drafting)
+            cells.append(f"{identical}/{row['prompts']}")
+        if exact:
+            cells.append(f"{row['exact']}/{row['with_answer']}" if row["with_answer"] else NOTHING)
+        table.add_row(*cells, style="bold" if row is overall else "")
+    for title, quartile in (("25%", "low"), ("75%", "high")):
+        table.add_row(title, *_figures(overall, methods, quartile), style="dim")
+    return table
+
+
+def _figures(row: Mapping[str, Any], methods: Sequence[str], which: str) -> Iterator[str]:
+    """The cells of a row's methods: medians, or quartiles of all runs ("low", "high")."""
+    for name in methods:
+        method = row["methods"][name]
+        yield rate(method["tokens_per_second"][which])
+        if name in drafting_methods([name]):
+            acceptance = method["acceptance_length"] or 0
+            yield times(method["speedup"][which], acceptance)
+            yield f"{acceptance:.2f}" if which == "median" else ""

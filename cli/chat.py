@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.registry import EMBEDDED
+from dflash_mlx.validation import UTF8
 
 from . import options
 from .chat_commands import read_conversation, run_command
@@ -85,7 +86,7 @@ def _run(chat: Chat) -> None:
 def _read_piped() -> str | None:
     """The next line of stdin; None at its end."""
     try:
-        line = sys.stdin.buffer.readline().decode()
+        line = sys.stdin.buffer.readline().decode(UTF8)
     except UnicodeError as error:
         raise PromptError("The input is not UTF-8 text.") from error
     return line.rstrip("\n") if line else None

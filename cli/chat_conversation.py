@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.errors import DFlashError, PromptError
 
-from .chat_writer import Writer
-from .output import MIN_STEPS, counted, error_line, note, waiting
+from .output import MIN_STEPS, counted, error_line, note, rate, times, waiting
 from .pair import explain
 
 if TYPE_CHECKING:
     from .chat_models import ChatModel, Messages, Piece
+
+DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+# A model's answer must not control the terminal.
+CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd")
+CONTROL |= {ord("\n"): "\n", ord("\t"): "    ", ord("\r"): ""}
 
 
 class Chat:
@@ -104,9 +108,9 @@ class Chat:
         stats, pair = piece.stats, self.model.pair
         parts = [counted(stats.output_tokens, "token")]
         if stats.decode_seconds:
-            parts.append(f"{stats.tokens_per_second:,.0f} tok/s")
+            parts.append(f"{rate(stats.tokens_per_second)} tok/s")
         if pair and stats.rounds >= MIN_STEPS and (plain := pair.plain_speed(stats)):
-            parts.append(f"~{stats.tokens_per_second / plain:.1f}x plain")
+            parts.append(f"~{times(stats.tokens_per_second / plain, None)} plain")
         if pair and pair.drafter is not None and stats.rounds:
             parts.append(f"{stats.acceptance_length:.1f} tokens per step")
         if stopped:
@@ -169,3 +173,29 @@ def _ctrl_c_stops(interactive: bool) -> Iterator[Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Writer:
+    """Writes an answer as it comes; in a pipe the text as it is."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._last = "\n"
+
+    def write(self, parts: list[tuple[str, bool]]) -> None:
+        """Write pieces of text, each with whether it is reasoning."""
+        for text, dim in parts:
+            if not text:
+                continue
+            self._last = text[-1]
+            if self._terminal:
+                text = text.translate(CONTROL)
+                text = f"{DIM}{text}{NORMAL}" if dim else text
+            sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """End the line."""
+        if self._last != "\n":
+            sys.stdout.write("\n")
+        sys.stdout.flush()

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.requirements import Requirement
 from rich.table import Column, Table
 from rich.text import Text
 
 import dflash_mlx
+from dflash_mlx.errors import DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED
+from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.machine.chips import find_chip
+from dflash_mlx.machine.facts import (
+    DISTRIBUTION,
+    GB,
+    busy,
+    bytes_in,
+    cache_folder,
+    computer,
+    installed,
+    nearest_there,
+)
 
 from . import doctor_hosts, options
-from .doctor_checks import Check, check_machine, check_model
+from .doctor_hosts import Check
 from .machines import rank
-from .output import print_json, stdout, waiting
+from .output import print_json, sized, stdout, waiting
 
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
+INSTALL = f"{how_to_install('mlx').capitalize()}."
+REQUIRED = ("mlx", "mlx-lm")  # nothing works without these packages
+LITTLE_DISK = 10  # GB below which most models do not fit
+TOKENS = 16
 
 HostsFile = Annotated[
     Path | None,
@@ -80,3 +102,131 @@ def _report(checks: Sequence[Check], json: bool, link: dict[str, Any] | None) ->
         stdout().print(table)
     if failed:
         raise typer.Exit(1)
+
+
+def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
+    """All checks of this machine; those that need MLX only where it is installed."""
+    checks = [_python(), _packages(), _disk(hub), _hub(hub)]
+    if all(check.status != "fail" for check in checks):
+        checks += [_chip(), _load(), _blas(blas), _pair()]
+        if sys.platform == "linux":
+            checks.insert(-3, _compiler())
+    return checks
+
+
+def check_model(name: str, hub: Hub) -> Check:
+    """Load a target and look for weights that are NaN or infinite."""
+    from dflash_mlx.loading.checkpoint import damaged_weights
+
+    try:
+        damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)
+    except DFlashError as error:
+        return Check("model", "fail", str(error), "Or try another: see 'dflash-mlx models'.")
+    if damaged:
+        detail = f"{name}: NaN or infinite weights in {damaged[0]}, {len(damaged)} tensors in all"
+        return Check("model", "fail", detail, "Download it again.")
+    return Check("model", "ok", f"{name}: loads, all weights are finite")
+
+
+def _python() -> Check:
+    system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform == "darwin" and platform.machine() != "arm64":
+        return Check("Python", "fail", system, "MLX needs Apple silicon and a native Python.")
+    return Check("Python", "ok", system)
+
+
+def _packages() -> Check:
+    """Installed versions against the supported ones; nothing works without MLX and mlx-lm."""
+    try:
+        wanted = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
+    except PackageNotFoundError:  # a source tree that was not installed
+        wanted = [Requirement("mlx"), Requirement("mlx-lm")]
+    wrong = []
+    for needed in wanted:
+        if needed.marker is not None and not needed.marker.evaluate({"extra": "mlx"}):
+            continue
+        found = installed(needed.name)
+        if found is None and needed.name in REQUIRED:
+            return Check("packages", "fail", f"{needed.name} is not installed", INSTALL)
+        if found is None or not needed.specifier.contains(found, prereleases=True):
+            wrong.append(f"{needed.name} {found or 'not installed'}, needs {needed.specifier}")
+    if wrong:
+        return Check("packages", "warn", "; ".join(wrong), INSTALL)
+    versions = ", ".join(f"{name} {installed(name)}" for name in REQUIRED)
+    return Check("packages", "ok", f"{versions}; all versions are supported")
+
+
+def _disk(hub: Hub) -> Check:
+    """The room for downloads, and what this program keeps itself."""
+    existing, cache = nearest_there(hub.folder), cache_folder("")
+    free = shutil.disk_usage(existing).free / GB
+    detail = f"{free:.0f} GB free in {hub.folder}; {sized(bytes_in(cache))} cached in {cache}"
+    if free < LITTLE_DISK:
+        return Check("disk", "warn", detail, "A model needs several GB: free some of the disk.")
+    return Check("disk", "ok", detail)
+
+
+def _hub(hub: Hub) -> Check:
+    if hub.offline:
+        return Check("hub", "ok", "not asked: --offline")
+    try:
+        seconds = hub.ping()
+    except DFlashError as error:
+        return Check("hub", "warn", str(error), "--offline uses what is downloaded.")
+    return Check("hub", "ok", f"{hub.url} answers in {seconds:.1f} s")
+
+
+def _chip() -> Check:
+    """The chip, and whose kernels verify a block of rows on it; see `kernels.choose`."""
+    import mlx.core as mx
+
+    from dflash_mlx.kernels.choose import GENERATIONS, summary
+
+    name = str(mx.device_info().get("device_name", "unknown"))
+    if not mx.metal.is_available():
+        return Check("chip", "ok", f"{name}, {computer()['cores']} cores; MLX decodes on the CPU")
+    chip = find_chip(name)
+    if chip is None:
+        advice = "Please report this chip with its results of 'dflash-mlx bench'."
+        return Check("chip", "warn", f"{name}: unknown, with MLX's own kernels", advice)
+    ours = chip.generation in GENERATIONS  # on others MLX's are faster
+    kernels = f"our kernels for {summary(chip)}" if ours else "MLX's own kernels"
+    return Check("chip", "ok", f"{name}; {kernels}")
+
+
+def _load() -> Check:
+    """Other programs make drafting look slow, or fast."""
+    if warning := busy():
+        return Check("load", "warn", warning, "Close other programs before you measure.")
+    return Check("load", "ok", "other programs leave this machine free")
+
+
+def _compiler() -> Check:
+    """On Linux MLX compiles fused operations with g++ on first use."""
+    path = shutil.which("g++")
+    if path is None:
+        return Check("g++", "warn", "not found", "MLX cannot fuse operations: install g++.")
+    return Check("g++", "ok", path)
+
+
+def _blas(blas: BlasInfo) -> Check:
+    detail = f"{blas.name}: {blas.reason}"
+    if blas.name == "stock" and sys.platform == "linux":
+        advice = "Drafting gains little on it: install libopenblas0 (or gcc, to use numpy's)."
+        return Check("BLAS", "warn", detail, advice)
+    return Check("BLAS", "ok", detail)
+
+
+def _pair() -> Check:
+    """The embedded pair writes a few tokens, plainly and drafted."""
+    name, prompt = "embedded pair", [{"role": "user", "content": "Count from 1 to 9."}]
+    try:
+        target, drafter = dflash_mlx.load("tiny")
+        plain = dflash_mlx.generate(target, None, prompt, max_tokens=TOKENS)
+        drafted = dflash_mlx.generate(target, drafter, prompt, max_tokens=TOKENS)
+    except DFlashError as error:
+        return Check(name, "fail", str(error), "Install dflash-mlx again.")
+    if plain.tokens != drafted.tokens:
+        return Check(name, "fail", "drafted text differs from plain text", "Please report this.")
+    rate = drafted.stats.acceptance_length
+    return Check(name, "ok", f"{len(plain.tokens)} tokens identical to plain, {rate:.1f} per step")

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -26,7 +26,6 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.facts import installed
 from dflash_mlx.validation import brief, is_integer, text_config
 
-from .doctor_checks import Check
 from .machines import Machines, Member, RankProcess
 from .output import counted, note, waiting
 from .roofline import target_folder
@@ -40,6 +39,16 @@ LOOK_SECONDS = 0.25
 SUMS_PER_LAYER = 2  # mlx-lm's sharding sums after attention and after the MLP
 SAME = ("dflash-mlx", "mlx", "mlx-lm")  # versions that all machines must have
 LINK_ADVICE = 'Check ips, firewall and backend: "ring" works where RDMA (jaccl) does not.'
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    advice: str = ""
 
 
 @dataclass

@@ -8,20 +8,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
+from rich.text import Text
 
 import dflash_mlx
 from dflash_mlx.errors import PromptError, SettingsError
 
 from . import options
 from .generate_prompt import STDIN, Files, Prompt, System, as_messages, read_prompt, read_schema
-from .generate_summary import as_json, event_as_json, stats_as_json, stats_as_lines, summary
 from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
 from .options import DECODING, OUTPUT
-from .output import as_text, check_writable, note, panel, print_json, stderr, waiting, write_file
-from .pair import explain, open_pair
+from .output import (
+    DOUBTFUL,
+    MIN_STEPS,
+    as_text,
+    check_writable,
+    counted,
+    note,
+    panel,
+    print_json,
+    speeds,
+    stderr,
+    times,
+    waiting,
+    write_file,
+)
+from .pair import Pair, explain, open_pair, steps_by_rows
 
 if TYPE_CHECKING:
-    from dflash_mlx import Result, Target
+    from dflash_mlx import Event, Result, Stats, Target
     from dflash_mlx.bench.measure import Comparison
 
 # A short answer takes a tenth of a second, which is too short to time once.
@@ -32,8 +47,8 @@ Raw = Annotated[
     options.flag("--no-chat-template", DECODING, "Continue the prompt as plain text."),
 ]
 JsonSchema = Annotated[
-    Path | None,
-    options.option(DECODING, "FILE", "Answer with JSON that fits the schema in FILE."),
+    str | None,
+    options.option(DECODING, "SCHEMA", "Answer with JSON that fits this schema (JSON or a file)."),
 ]
 Compare = Annotated[
     bool,
@@ -120,16 +135,15 @@ def generate(
         with waiting("Decoding plainly, to compare"):
             _compare(untaught)
     if json or json_lines:
-        content = as_json(pair, comparison, result)
-        content |= {"stats": stats_as_json(result.stats)} if stats else {}
+        content = _as_json(pair, comparison, result)
         lines = [*lines, {"event": "end"} | content] if json_lines else [content]
         if output is None:
             print_json(lines[-1])
         else:
             write_file(output, "".join(f"{as_text(line)}\n" for line in lines))
     else:
-        stderr().print(panel(pair.title, summary(pair, comparison, result)))
-        for line in stats_as_lines(result.stats) if stats else ():
+        stderr().print(panel(pair.title, _summary(pair, comparison, result)))
+        for line in _stats_as_lines(result.stats) if stats else ():
             note(line)
     if verbose:
         explain(pair, result.stats)
@@ -168,7 +182,7 @@ def _stream(comparison: Comparison, shown: str) -> tuple[Result, list[dict[str, 
     ):
         text += event.text
         tokens += event.tokens
-        lines.append(event_as_json(len(lines), event))
+        lines.append(_event_as_json(len(lines), event))
         if shown == "text":
             print(event.text, end="", flush=True)
         elif shown == "json":
@@ -186,3 +200,90 @@ def _compare(untaught: Comparison) -> None:
     untaught.run_plain()
     while len(untaught.plain) < MAX_COMPARED and time.perf_counter() - start < COMPARE_SECONDS:
         untaught.untaught().run_pair()
+
+
+def _summary(pair: Pair, runs: Comparison, result: Result) -> Group:
+    """The content of the panel; a figure behind a ~ is estimated, not measured."""
+    stats, name = result.stats, pair.drafts
+    rows = [(name, stats.tokens_per_second, "")]
+    if runs.plain:
+        speedup = times(runs.speedup, stats.acceptance_length)
+        rows = [("plain", runs.plain_speed, ""), (name, runs.drafted_speed, speedup)]
+    elif pair.drafter is not None and stats.rounds >= MIN_STEPS:
+        if plain := pair.plain_speed(stats):
+            speedup = f"~{times(stats.tokens_per_second / plain, None)}"
+            rows = [("~plain", plain, ""), (name, stats.tokens_per_second, speedup)]
+    counts = counted(stats.output_tokens, "token")
+    if pair.drafter is not None and stats.rounds:
+        steps = counted(stats.rounds, "step")
+        counts += f": 1 from the prompt, then {stats.acceptance_length:.1f} per step in {steps}"
+    lines = [Text(counts)]
+    if rows[-1][-1].endswith("?"):
+        lines.append(Text(DOUBTFUL, style="yellow"))
+    if result.finish_reason == "length":
+        lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")
+    if runs.plain:
+        found = runs.first_difference
+        verdict = ("yes", "bold green")
+        if found is not None:
+            verdict = (f"no, from token {found + 1} on", "bold red")
+        lines.append(Text.assemble("identical to plain decoding: ", verdict))
+    return Group(*([speeds(rows)] if stats.rounds else []), *lines)
+
+
+def _as_json(pair: Pair, runs: Comparison, result: Result) -> dict[str, Any]:
+    """The object of `--json`, and the last line of `--json-lines`."""
+    stats = result.stats
+    content = {
+        "model": pair.target.name,
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "output_tokens": stats.output_tokens,
+        "rounds": stats.rounds,
+        "block_size": stats.block_size,
+        "widths": dict(sorted(stats.widths.items())),
+        "trees": dict(sorted(stats.trees.items())),
+        "seed": stats.seed,
+        "tokens_per_round": stats.acceptance_length,
+        "tokens_per_second": runs.drafted_speed,
+        "blas": pair.blas.name,
+    }
+    compared = runs.plain or None  # the four are null without --compare
+    return content | {
+        "plain_tokens_per_second": compared and runs.plain_speed,
+        "speedup": compared and runs.speedup,
+        "identical": compared and runs.first_difference is None,
+        "first_difference": compared and runs.first_difference,
+        "stats": _stats_as_json(stats),
+    }
+
+
+def _event_as_json(number: int, event: Event) -> dict[str, Any]:
+    """A line of `--json-lines`: what the prefill (number 0) or one step added."""
+    return {
+        "event": "round" if number else "first",
+        "text": event.text,
+        "tokens": event.tokens,
+        "drafted": event.drafted,
+        "accepted": event.accepted,
+    }
+
+
+def _stats_as_json(stats: Stats) -> dict[str, Any]:
+    """All counters."""
+    names = (
+        "prompt_tokens reused_tokens output_tokens rounds drafted_tokens accepted_tokens "
+        "acceptance_length acceptance_rate widths trees prefill_seconds decode_seconds "
+        "first_token_seconds peak_bytes"
+    )
+    return {name: getattr(stats, name) for name in names.split()}
+
+
+def _stats_as_lines(stats: Stats) -> list[str]:
+    """The same counters for people, one in each line."""
+    counters = _stats_as_json(stats) | {"peak_bytes": f"{stats.peak_bytes:,}"}
+    counters |= {"widths": steps_by_rows(stats.widths), "trees": steps_by_rows(stats.trees)}
+    shown = {n: f"{v:.3f}" if isinstance(v, float) else f"{v}" for n, v in counters.items()}
+    return [f"{name.replace('_', ' '):20}{value}" for name, value in shown.items()]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_mlx.errors import DataError, PromptError
-from dflash_mlx.validation import read_json
+from dflash_mlx.validation import UTF8, parse_json, read_json
 
 from .options import DECODING, option
 from .output import counted, note
@@ -75,7 +75,7 @@ def _content(file: Path) -> bytes:
 def _decoded(content: bytes, name: str) -> str:
     """The text without its last newline, as in a shell's $(...). Raises `PromptError`."""
     try:
-        text = content.decode()
+        text = content.decode(UTF8)
     except UnicodeError as error:
         raise PromptError(f"{name} is not UTF-8 text.") from error
     return check_text(text, name).removesuffix("\n").removesuffix("\r")
@@ -100,6 +100,8 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
     return messages
 
 
-def read_schema(file: Path | None) -> dict[str, Any] | None:
-    """The JSON schema in a file. Raises `DataError` for a file that has none."""
-    return None if file is None else read_json(file, DataError)
+def read_schema(given: str | None) -> Any:
+    """The JSON schema in a file, or given itself. Raises `DataError` for one that is none."""
+    if given is None or not given.lstrip().startswith("{"):
+        return given and read_json(given, DataError)
+    return parse_json(given, "--json-schema", DataError)

@@ -23,6 +23,8 @@ BAR_WIDTH = 28
 BESIDE_BAR = 32  # columns of the other cells and the frame
 NOTHING = "-"  # an empty cell
 MIN_STEPS = 3  # the speed of fewer steps says little
+NOISE = 1.05  # of a measured speedup
+DOUBTFUL = "?: a speedup above the tokens of a step: other programs disturbed the timing"
 
 
 def stderr() -> Console:
@@ -69,6 +71,17 @@ def sized(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
+def rate(speed: float) -> str:
+    """Tokens per second, with a decimal below 10; "-" where nothing could be measured."""
+    return f"{speed:,.{1 if speed < 9.95 else 0}f}" if speed else NOTHING
+
+
+def times(speedup: float, acceptance: float | None) -> str:
+    """A speedup. A "?" marks one above the tokens of a step, which no step can bring."""
+    mark = "?" * (acceptance is not None and speedup > NOISE * acceptance)
+    return f"{speedup:.2f}x{mark}" if speedup >= 0.01 else "<0.01x"
+
+
 def print_json(content: dict[str, Any]) -> None:
     """Print the one JSON object of `--json`."""
     print(as_text(content), flush=True)
@@ -103,7 +116,7 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
     table = Table.grid("", Column(width=width), figure, remarks, padding=(0, 1))
     for name, speed, remark in rows:
         bar = ProgressBar(fastest, speed, width, complete_style="blue", finished_style="green")
-        table.add_row(name, bar, f"{speed:,.0f} tok/s", remark)
+        table.add_row(name, bar, f"{rate(speed)} tok/s", remark)
     return table
 
 

@@ -12,7 +12,7 @@ from dflash_mlx.bench.report import read_run
 from dflash_mlx.bench.summary import PLAIN, drafting_methods
 
 from . import options
-from .output import NOTHING, make_table, note, print_json, stdout
+from .output import NOTHING, make_table, note, print_json, rate, stdout, times
 
 Runs = dict[str, dict[str, Any]]
 SETUP = (
@@ -57,9 +57,9 @@ def _speeds(runs: Runs) -> Table:
             table.add_row(
                 name,
                 method,
-                f"{speed['median']:,.0f}",
-                f"{speed['low']:,.0f}-{speed['high']:,.0f}",
-                f"{speedup['median']:.2f}x" if speedup else NOTHING,
+                rate(speed["median"]),
+                f"{rate(speed['low'])}-{rate(speed['high'])}",
+                times(speedup["median"], acceptance) if speedup else NOTHING,
                 f"{acceptance:.2f}" if acceptance else NOTHING,
                 f"{1e3 * figures['first_token_seconds']['median']:,.0f} ms",
                 NOTHING if identical is None else f"{identical}/{run['overall']['prompts']}",

@@ -128,8 +128,7 @@ def train(
         warm = None if warm_start in (None, FROM_TARGET) else _load_warm(str(warm_start), hub)
     from dflash_mlx.train.run import train as train_drafter
 
-    from .train_card import measure_held_out, write_card
-    from .train_progress import JsonProgress, ProgressBar
+    from .train_report import JsonProgress, ProgressBar, measure_held_out, write_card
 
     out, begin = out.expanduser(), time.monotonic()
     progress = JsonProgress() if json else ProgressBar()

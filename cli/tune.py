@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 
 import dflash_mlx
+from dflash_mlx.machine.facts import busy
 
 from . import options
 from .output import NOTHING, make_table, note, print_json, stdout, waiting
@@ -35,6 +36,7 @@ def tune(
     json: options.Json = False,
 ) -> None:
     """On Metal, choose the faster kernels; anywhere, show what the steps of a model take."""
+    warning = busy()
     # Only on macOS, because elsewhere there is no Metal, and the BLAS has to come before MLX.
     kernels = _time_kernels(names, weights, again) if sys.platform == "darwin" else None
     pair = open_pair(names, weights)  # with the kernels that have just won
@@ -51,6 +53,8 @@ def tune(
     table.add_row("milliseconds", *(f"{taken:#.3g}" for taken in steps.values()))
     stdout().print(table)
     note(f"{pair.title}; decoding learns these figures by itself")
+    if warning:
+        note(warning)
 
 
 def _time_kernels(

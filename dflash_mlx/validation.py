@@ -25,6 +25,7 @@ from jinja2 import TemplateError
 from .errors import ConfigError, DFlashError, SettingsError
 
 MAX_JSON_BYTES = 2**26  # twice the largest published tokenizer.json
+UTF8 = "utf-8-sig"  # UTF-8, without the byte order mark that Windows and spreadsheets write
 MAX_INT32 = 2**31 - 1  # MLX's index type, and more than any size in a model
 MAX_BYTES = 2**63 - 1  # the largest file or memory size
 _MAX_REPR = 60  # characters of a value in a message
@@ -101,7 +102,7 @@ def parse_json(
 ) -> Any:
     """The value of a JSON text; `path` is for the message. Raises `kind`."""
     try:
-        return json.loads(content if isinstance(content, str) else content.decode())
+        return json.loads(content if isinstance(content, str) else content.decode(UTF8))
     except RecursionError as error:
         raise kind(f"{path}: not valid JSON (nested too deeply).") from error
     except ValueError as error:  # includes a wrong encoding

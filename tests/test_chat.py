@@ -11,9 +11,8 @@ from program import run
 
 from dflash_mlx.cli import options
 from dflash_mlx.cli.chat_commands import run_command
-from dflash_mlx.cli.chat_conversation import Chat
+from dflash_mlx.cli.chat_conversation import DIM, NORMAL, Chat, Writer
 from dflash_mlx.cli.chat_models import LocalModel, ReasoningSplitter
-from dflash_mlx.cli.chat_writer import DIM, NORMAL, Writer
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import WeightsError
 from dflash_mlx.loop import generate, stream_generate

@@ -14,12 +14,12 @@ from program import HERE, start
 from typer.testing import CliRunner
 
 import dflash_mlx
-from dflash_mlx.cli import doctor, doctor_checks
+from dflash_mlx.cli import doctor
 from dflash_mlx.cli.app import app
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.blas import BlasInfo
 
-NAMES = "Python packages disk hub chip g++ BLAS".split()
+NAMES = "Python packages disk hub chip g++ load BLAS".split()
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -28,9 +28,7 @@ def checks(monkeypatch):
     """Run the command in this process: its exit code, and its checks by name."""
     blas = BlasInfo("openblas", None, "made up")
     monkeypatch.setattr(dflash_mlx, "use_fast_blas", lambda stock: blas)
-    monkeypatch.setattr(
-        doctor_checks, "_pair", lambda: doctor_checks.Check("embedded pair", "ok", "")
-    )
+    monkeypatch.setattr(doctor, "_pair", lambda: doctor.Check("embedded pair", "ok", ""))
 
     def look(*options: str):
         done = CliRunner().invoke(app, ["doctor", "--json", *options], prog_name="dflash-mlx")
@@ -56,7 +54,7 @@ def test_what_is_checked():
 
 def test_without_mlx():
     code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
-    code += "from dflash_mlx.cli import doctor_checks; doctor_checks.installed = lambda name: None;"
+    code += "from dflash_mlx.cli import doctor; doctor.installed = lambda name: None;"
     code += "from dflash_mlx.cli.app import app; app(['doctor', '--offline'])"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
@@ -73,8 +71,8 @@ def test_without_mlx():
     ],
 )
 def test_packages(versions, name, status, checks, monkeypatch):
-    found = doctor_checks.installed
-    monkeypatch.setattr(doctor_checks, "installed", lambda name: versions.get(name, found(name)))
+    found = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, found(name)))
     code, said = checks("--offline")
     assert said[name]["status"] == status and code == (status == "fail")
     assert ("chip" in said) == (status != "fail")

@@ -65,6 +65,7 @@ def answer_to(loaded: Pair, text: str = QUESTION) -> str:
         ([QUESTION], " \n", QUESTION),
         (["-"], "the notes\r\n", "the notes"),
         (["-f", "FILE"], "", "of a file"),
+        (["-"], "\ufeffthe notes", "the notes"),
         ([], "\nthe notes\n\n", "\nthe notes\n"),
     ],
 )
@@ -72,7 +73,7 @@ def test_the_prompt_is_the_argument_the_files_and_what_is_piped_in(
     arguments, stdin, wanted, loaded, tmp_path
 ):
     file = tmp_path / "file.txt"
-    file.write_text("of a file\n")
+    file.write_text("\ufeffof a file\n", "utf-8")  # with a byte order mark, as on Windows
     given = [str(file) if one == "FILE" else one for one in arguments]
     done = invoke(*given, "-n", "12", stdin=stdin)
     assert done.exit_code == 0, done.stderr
@@ -126,7 +127,7 @@ def scripted(monkeypatch) -> dict[str, object]:
 
 def test_the_counters(scripted):
     asked = (QUESTION, "-n", "13")
-    done = invoke(*asked, "--json", "--stats")
+    done = invoke(*asked, "--json")
     counted = json.loads(done.stdout)["stats"]
     assert not done.stderr and {name: counted.pop(name) for name in scripted} == scripted
     assert [*counted] == ["prefill_seconds", "decode_seconds", "first_token_seconds", "peak_bytes"]
@@ -137,7 +138,7 @@ def test_the_counters(scripted):
 
 
 def test_json_lines(loaded, tmp_path):
-    done = invoke(*ASKED, "--json-lines", "--stats")
+    done = invoke(*ASKED, "--json-lines")
     *lines, end = map(json.loads, done.stdout.splitlines())
     names = ["first", *["round"] * end["stats"]["rounds"], "end"]
     assert not done.stderr and [one["event"] for one in (*lines, end)] == names

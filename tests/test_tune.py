@@ -1,12 +1,15 @@
-"""`dflash-mlx tune`: kernels on Metal, and what steps take."""
+"""`dflash-mlx tune`; and figures that must not be shown without a word, in it and elsewhere."""
 
 import json
+import os
 
 import mlx.core as mx
+import pytest
 from program import run
 from rich.console import Console
 
 from dflash_mlx.bench.kernels import ShapeTiming
+from dflash_mlx.cli.output import rate, times
 from dflash_mlx.cli.tune import _kernel_json, _kernel_table
 from dflash_mlx.kernels.choose import Timing
 
@@ -23,6 +26,29 @@ def test_steps_of_each_length_are_timed(pair, tmp_path, monkeypatch):
     assert [*content["milliseconds"]] == ["1", "2", "4", "8", "12", "16"]
     assert all(taken > 0 for taken in content["milliseconds"].values())
     assert (content["kernels"] is None) == (not mx.metal.is_available())
+
+
+@pytest.mark.parametrize("load, told", [(0.1, 0), (99.0, 1)])
+@pytest.mark.parametrize(
+    "command", ["tune", "bench --limit 1 --repeats 1 -n 4", "doctor --offline"]
+)
+def test_a_busy_machine_is_told(command, load, told, pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    options = [] if command.startswith("doctor") else pair
+    done = run(*command.split(), *options)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("machine is busy (load 99.0") == told
+
+
+def test_a_speedup_that_cannot_be_is_marked():
+    assert [times(*one) for one in ((21.3, 14.0), (13.9, 14.0), (1.36, 1.1), (0.86, 1.0))] == [
+        "21.30x?", "13.90x", "1.36x?", "0.86x",
+    ]  # fmt: skip
+    assert times(0.001, None) == "<0.01x"
+    assert [rate(speed) for speed in (0.0, 1.14, 2.06, 9.97, 1234.5)] == [
+        "-", "1.1", "2.1", "10", "1,234",
+    ]  # fmt: skip
 
 
 def test_the_table_of_timings(capsys):

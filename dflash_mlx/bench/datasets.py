@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from ..errors import DataError
-from ..validation import is_message, parse_json
+from ..validation import UTF8, is_message, parse_json
 
 PROTOCOL_SEED, PROTOCOL_PROMPTS, PROTOCOL_MAX_TOKENS = 42, 128, 2048
 
@@ -76,7 +76,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
     Raises `DataError`.
     """
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with path.open(encoding=UTF8, newline="\n") as file:
             yield from ((n, line) for n, line in enumerate(file, start=1) if line.strip())
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error

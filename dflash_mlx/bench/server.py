@@ -26,6 +26,7 @@ from .summary import SERVER, PromptRuns
 
 TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine takes minutes
 END = "[DONE]"
+LEAST_SECONDS = 0.05  # from the first piece to the last; less is how fast one read is cut up
 REQUESTS_PER_CLIENT = 2  # at least
 
 
@@ -65,7 +66,7 @@ class ServerClient:
         """Stream one answer: the result without token ids, and the seconds between its pieces.
 
         Decoding time runs from the first piece of text to the last and counts all tokens but the
-        first, like our own loop. Raises `ServerError`.
+        first, like our own loop. Below `LEAST_SECONDS` it is 0, not measured. Raises `ServerError`.
         """
         settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
         if temperature:  # mlx-lm's server does not batch requests that have a seed
@@ -86,7 +87,8 @@ class ServerClient:
         stats.output_tokens = stats.output_tokens or len(text)
         if times:
             stats.prefill_seconds = stats.first_token_seconds = times[0] - start
-            stats.decode_seconds = times[-1] - times[0]
+            decoding = times[-1] - times[0]
+            stats.decode_seconds = decoding if decoding >= LEAST_SECONDS else 0.0
         gaps = [later - earlier for earlier, later in pairwise(times)]
         return Result("".join(text), [], finish_reason, stats), gaps
 

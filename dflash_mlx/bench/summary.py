@@ -99,7 +99,7 @@ class MethodSummary:
     """The figures of one decoding method over all runs of some prompts.
 
     Attributes:
-        tokens_per_second: decoding speed, without the prefill.
+        tokens_per_second: decoding speed, without the prefill; 0 where no run could be timed.
         first_token_seconds: time to the first token, with the prefill.
         speedup: over the plain run of the same turn; None where there is no plain run.
         acceptance_length: output tokens per verify forward, over all steps together.
@@ -150,7 +150,8 @@ def _summarize_method(name: str, measured: Sequence[PromptRuns]) -> MethodSummar
     first_runs = [one.runs[name][0].stats for one in measured]
     compared = [one.differences[name] for one in measured if name in one.differences]
     steps = sum(stats.rounds for stats in first_runs)
-    speeds = Spread.of(stats.tokens_per_second for stats in runs)
+    timed = [stats.tokens_per_second for stats in runs if stats.decode_seconds]
+    speeds = Spread.of(timed or [0.0])
     waits = Spread.of(stats.first_token_seconds for stats in runs)
     assert speeds and waits  # every method has run
     return MethodSummary(

@@ -12,6 +12,7 @@ from pathlib import Path
 from .blas import BlasInfo
 
 GB = 1e9
+BUSY = 0.75  # processes per core that run or want to, over the last minute
 DISTRIBUTION = "dflash-lossless"  # what pip calls this package
 
 
@@ -40,6 +41,14 @@ def machine(blas: BlasInfo) -> dict[str, str]:
         **computer(),
         **{name: installed(name) or "unknown" for name in libraries},
     }
+
+
+def busy() -> str:
+    """A warning if programs keep most of this machine's cores busy; empty if they do not."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < BUSY * cores:
+        return ""
+    return f"The machine is busy (load {load:.1f} on {cores} cores): timings will be wrong."
 
 
 def memory_bytes() -> int:

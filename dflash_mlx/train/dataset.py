@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..errors import DataError
-from ..validation import ErrorWrapper, is_message, parse_json
+from ..validation import UTF8, ErrorWrapper, is_message, parse_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -91,7 +91,7 @@ def encode_record(tokenizer: TokenizerWrapper, source: str, record: str | Messag
 def read_records(path: Path) -> Iterator[tuple[str, str | Messages]]:
     """Yield ("file:line", text or messages) for each record of a file. Raises `DataError`."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text ({error}).") from error
     if path.suffix == ".txt":
