@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
@@ -74,10 +75,14 @@ class GrammarTokens:
     def matcher(self, grammar: str, what: str) -> Any:
         """A matcher for one text. Raises `SettingsError`, which calls the grammar `what`."""
         problem = self._matchers.validate_grammar(grammar, self._tokenizer)
+        matcher = self._matchers(self._tokenizer, grammar)
+        if not problem:
+            matcher.compute_logit_bias()
+            problem = "no text fits it" if matcher.is_error() else ""
         if problem:
             # All lines: for a regular expression the last one has the reason.
             raise SettingsError(f"{what} cannot be used: {' '.join(problem.split())}")
-        return self._matchers(self._tokenizer, grammar)
+        return matcher
 
 
 class Grammar:
@@ -96,7 +101,8 @@ class Grammar:
 
     def __init__(self, tokens: GrammarTokens, grammar: str, what: str = "The grammar") -> None:
         self._eos_ids = tokens.eos_ids
-        self._matcher = tokens.matcher(grammar, what)
+        self._new_matcher = partial(tokens.matcher, grammar, what)
+        self._matcher = self._new_matcher()
         self._prompt: int | None = None
         self._read: list[int] = []  # the tokens in the matcher
 
@@ -108,11 +114,20 @@ class Grammar:
         allowed = self.allowed(answer)
         return logits if allowed is None else mx.where(mx.array(allowed), logits, -mx.inf)
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the grammar does not hold of its schema, if that is lenient."""
+        return list(self._matcher.get_grammar_warnings())
+
     def allowed(self, answer: Sequence[int]) -> np.ndarray | None:
         """See `Rule`; None also after a draft that does not fit: its row will be rejected."""
         if not self._move_to(answer):
             return None
-        return np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
+        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
+        if self._matcher.is_error():  # a dead end, which llguidance would call the end of the text
+            self._matcher, self._read = self._new_matcher(), []
+            return np.zeros_like(allowed)
+        return allowed
 
     def follows(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
         """See `Rule`; anything may follow the end of the text."""

@@ -95,7 +95,8 @@ def fields() -> str:
         "",
         "Fields that are not listed are ignored, misspelt ones too. Empty strings in `stop` and "
         "`stop_sequences`",
-        "are dropped. Of `seed` the last 32 bits count.",
+        "are dropped. Of `seed` the last 32 bits count. `guided_json` is read as `json_schema`,",
+        "`repeat_penalty` as `repetition_penalty`.",
         "",
     ]
     for body in BODIES:

@@ -19,10 +19,11 @@ from . import chat, completions, messages, responses
 from .auth import Auth
 from .body import read_body
 from .errors import RequestError
-from .handler import RequestHandler
+from .handler import RequestHandler, ResponseStream
 from .metrics import CONTENT_TYPE
 from .middleware import with_middleware
-from .sse import COMMENT, EventStream, unless_disconnected
+from .request import GenerationRequest
+from .sse import EventStream, unless_disconnected
 
 STALLED_SECONDS: Final = 30.0  # without a decode step, until /health answers 503
 
@@ -45,38 +46,45 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         body = await read_body(request, chat.ChatBody)
-        (stream,) = await self._handler.start([body.generation_request()], request.state.salt)
+        (stream,) = await self._start(request, body.generation_request())
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
-            return EventStream(chat.stream_frames(stream, usage), COMMENT, stream.close)
+            response = chat.ChatStream(stream, usage)
+            return EventStream(response.frames(), response.ping, stream.close)
         return await _complete(request, chat.complete(stream), stream.close)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's completions."""
         body = await read_body(request, completions.CompletionsBody)
-        streams = await self._handler.start(body.generation_requests(), request.state.salt)
+        streams = await self._start(request, *body.generation_requests())
         response = completions.CompletionsResponse(body, streams)
         if body.stream:
-            return EventStream(response.stream_frames(), COMMENT, response.close)
+            return EventStream(response.stream_frames(), response.ping, response.close)
         return await _complete(request, response.complete(), response.close)
 
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses."""
         body = await read_body(request, responses.ResponsesBody)
-        (stream,) = await self._handler.start([body.generation_request()], request.state.salt)
+        (stream,) = await self._start(request, body.generation_request())
         response = responses.ResponsesResponse(body, stream)
         if body.stream:
-            return EventStream(response.stream_frames(), COMMENT, stream.close)
+            return EventStream(response.stream_frames(), response.ping, stream.close)
         return await _complete(request, response.complete(), stream.close)
 
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         body = await read_body(request, messages.MessagesBody)
-        (stream,) = await self._handler.start([body.generation_request()], request.state.salt)
+        (stream,) = await self._start(request, body.generation_request())
         if body.stream:
             frames = messages.stream_frames(stream, request.state.request_id)
-            return EventStream(frames, messages.PING, stream.close)
+            return EventStream(frames, lambda: messages.PING, stream.close)
         return await _complete(request, messages.complete(stream), stream.close)
+
+    async def _start(self, request: Request, *wanted: GenerationRequest) -> list[ResponseStream]:
+        """Start to answer. A header of the response will name what is ignored."""
+        streams = await self._handler.start(wanted, request.state.salt)
+        request.state.ignored = streams[0].ignored
+        return streams
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a prompt's tokens."""

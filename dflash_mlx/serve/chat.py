@@ -13,12 +13,16 @@ from .handler import Finish, ResponseStream, StepOutput
 from .logprobs import TokenLogprob
 from .openai_common import (
     MAX_TOP_LOGPROBS,
+    ChoiceName,
     ContentPart,
     Effort,
     Function,
-    ResponseFormat,
+    MaxTokens,
+    ReasoningOptions,
     SamplingBody,
     StreamOptions,
+    Thinking,
+    check_newest,
     drafting,
     format_logprob,
     read_content,
@@ -28,7 +32,7 @@ from .openai_common import (
     usage,
 )
 from .parts import Reasoning, Text
-from .request import GenerationRequest, ToolChoice
+from .request import GenerationRequest, ToolChoice, without_none
 from .sse import DONE, Frames, frame
 from .tools import ToolCall
 
@@ -92,33 +96,32 @@ class ChatBody(SamplingBody):
     """POST /v1/chat/completions"""
 
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: ListOf[ChatFunction] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChatFunction | ChatAllowedChoice | None = (
-        None
-    )
+    tool_choice: ChoiceName | ChatFunction | ChatAllowedChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     audio: None = None
     function_call: None = None
     functions: None = None
     modalities: ListOf[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
     web_search_options: None = None
 
     def generation_request(self) -> GenerationRequest:
         """The internal request. Raises `RequestError`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
-        form = self.response_format
-        if form is not None and form.type == "json_schema" and form.json_schema is None:
-            raise RequestError("json_schema is missing.", param="response_format.json_schema")
+        newest = self.messages[-1]
+        if newest.role == "user" and [one.role for one in self.messages[-2:-1]] != ["tool"]:
+            check_newest(newest.content)
         limit = self.max_completion_tokens
         choice, allowed = self._tool_choice()
         return GenerationRequest(
@@ -130,12 +133,20 @@ class ChatBody(SamplingBody):
             allowed,
             parallel_calls=self.parallel_tool_calls is not False
             and not isinstance(self.tool_choice, ChatFunction),
-            schema=form.answer_schema() if form else None,
+            schema=self.answer_schema(),
             n=self.n or 1,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            template_settings=thinking_settings(self.reasoning_effort)
-            | (self.chat_template_kwargs or {}),
+            template_settings=self._thinking() | (self.chat_template_kwargs or {}),
         )
+
+    def _thinking(self) -> dict[str, Any]:
+        """The chat template's variables for thinking."""
+        settings = without_none(enable_thinking=self.enable_thinking)
+        if self.thinking is not None:
+            settings["enable_thinking"] = self.thinking.type != "disabled"
+        if self.reasoning is not None:
+            settings |= self.reasoning.template_settings()
+        return settings | thinking_settings(self.reasoning_effort)
 
     def _tool_choice(self) -> tuple[ToolChoice, frozenset[str] | None]:
         choice = self.tool_choice
@@ -144,7 +155,7 @@ class ChatBody(SamplingBody):
         if isinstance(choice, ChatAllowedChoice):
             allowed = choice.allowed_tools
             return allowed.mode, frozenset(tool.function.name for tool in allowed.tools)
-        return choice or "auto", None
+        return "required" if choice == "any" else choice or "auto", None
 
 
 class ChatChoice:
@@ -199,42 +210,57 @@ async def complete(stream: ResponseStream) -> dict[str, Any]:
     }
 
 
-async def stream_frames(stream: ResponseStream, include_usage: bool) -> Frames:
-    """The response as a stream, one item per decode step; an error is its last frame."""
-    head = _head(stream, "chat.completion.chunk")
-    chunk_head = head | {"usage": None} if include_usage else head
+class ChatStream:
+    """The response as a stream.
 
-    def chunk(index: int, delta: dict[str, Any], extra: Any = None, **choice: Any) -> bytes:
+    Args:
+        stream: the answers.
+        include_usage: whether the last chunk has the usage.
+    """
+
+    def __init__(self, stream: ResponseStream, include_usage: bool) -> None:
+        self._stream, self._include_usage = stream, include_usage
+        self._head = _head(stream, "chat.completion.chunk")
+        self._finishes: list[Finish] = []
+
+    async def frames(self) -> Frames:
+        """One item per decode step; an error is the last frame."""
+        calls = [0] * self._stream.request.n  # so far, of each answer
+        start = {"role": "assistant", "content": ""}
+        yield b"".join(self._chunk(index, start) for index in range(self._stream.request.n))
+        try:
+            async for step in self._stream.steps():
+                frames = []
+                deltas = _deltas(step, calls)
+                if deltas or step.logprobs:
+                    delta, *others = deltas or [{}]
+                    extra = {"x_dflash": step_drafting(step)}
+                    logprobs = _format_logprobs(step.logprobs)
+                    frames.append(self._chunk(step.choice, delta, extra, logprobs=logprobs))
+                    frames += [self._chunk(step.choice, delta) for delta in others]
+                if step.finish is not None:
+                    self._finishes.append(step.finish)
+                    frames.append(self._chunk(step.choice, {}, finish_reason=step.finish.reason))
+                if frames:
+                    yield b"".join(frames)
+        except RequestError as error:
+            yield frame(error.openai())
+            return
+        if self._include_usage:
+            total = usage(self._stream.prompt_tokens, self._finishes)
+            last = {"choices": [], "usage": total, "x_dflash": drafting(self._finishes)}
+            yield frame(self._head | last) + DONE
+        else:
+            yield DONE
+
+    def ping(self) -> bytes:
+        """A chunk without a delta, of the answer that is not finished."""
+        return self._chunk(len(self._finishes), {})
+
+    def _chunk(self, index: int, delta: dict[str, Any], extra: Any = None, **choice: Any) -> bytes:
         fields = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return frame({**chunk_head, "choices": [fields | choice], **(extra or {})})
-
-    finishes: list[Finish] = []
-    calls = [0] * stream.request.n  # so far, of each answer
-    start = {"role": "assistant", "content": ""}
-    yield b"".join(chunk(index, start) for index in range(stream.request.n))
-    try:
-        async for step in stream.steps():
-            frames = []
-            deltas = _deltas(step, calls)
-            if deltas or step.logprobs:
-                delta, *others = deltas or [{}]
-                extra = {"x_dflash": step_drafting(step)}
-                logprobs = _format_logprobs(step.logprobs)
-                frames.append(chunk(step.choice, delta, extra, logprobs=logprobs))
-                frames += [chunk(step.choice, delta) for delta in others]
-            if step.finish is not None:
-                finishes.append(step.finish)
-                frames.append(chunk(step.choice, {}, finish_reason=step.finish.reason))
-            if frames:
-                yield b"".join(frames)
-    except RequestError as error:
-        yield frame(error.openai())
-        return
-    if include_usage:
-        total = usage(stream.prompt_tokens, finishes)
-        yield frame(head | {"choices": [], "usage": total, "x_dflash": drafting(finishes)}) + DONE
-    else:
-        yield DONE
+        content = self._head | {"choices": [fields | choice]} | (extra or {})
+        return frame({"usage": None} | content if self._include_usage else content)
 
 
 def _deltas(step: StepOutput, calls: list[int]) -> list[dict[str, Any]]:

@@ -12,7 +12,14 @@ from .body import ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
 from .logprobs import TokenLogprob
-from .openai_common import SamplingBody, StreamOptions, drafting, step_drafting, usage
+from .openai_common import (
+    MaxTokens,
+    SamplingBody,
+    StreamOptions,
+    drafting,
+    step_drafting,
+    usage,
+)
 from .parts import Text
 from .request import GenerationRequest
 from .sse import DONE, Frames, frame
@@ -29,13 +36,12 @@ class CompletionsBody(SamplingBody):
     """POST /v1/completions"""
 
     prompt: str | Texts | TokenIds | TokenIdLists
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: MaxTokens | None = None
     echo: Literal[False] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
-    response_format: None = None
     tools: None = None
 
     def generation_requests(self) -> list[GenerationRequest]:
@@ -49,6 +55,7 @@ class CompletionsBody(SamplingBody):
                 self.model,
                 prompt,
                 self.settings(limit),
+                schema=self.answer_schema(),
                 n=self.n or 1,
                 top_logprobs=self.logprobs,
                 prompt_field="prompt",
@@ -70,6 +77,12 @@ class CompletionsResponse:
         self._n = body.n or 1
         self._offsets = [0] * len(streams) * self._n  # of the next token's text
         self._finishes: list[Finish] = []
+        self._head = {
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model,
+        }
 
     def close(self) -> None:
         """Cancel what is not finished."""
@@ -87,11 +100,11 @@ class CompletionsResponse:
             _choice(index, text, self._logprobs(index, tokens[index]), self._finishes[index])
             for index, text in enumerate(texts)
         ]
-        return {**self._head(), "choices": choices, **self._totals()}
+        return {**self._head, "choices": choices, **self._totals()}
 
     async def stream_frames(self) -> Frames:
         """The response as a stream; an error is its last frame."""
-        head, options = self._head(), self._body.stream_options
+        head, options = self._head, self._body.stream_options
         include_usage = bool(options and options.include_usage)
         chunk_head = head | {"usage": None} if include_usage else head
         try:
@@ -106,20 +119,16 @@ class CompletionsResponse:
             yield frame(head | {"choices": [], **self._totals()})
         yield DONE
 
+    def ping(self) -> bytes:
+        """A chunk without text, of the answer that is not finished."""
+        return frame(self._head | {"choices": [_choice(len(self._finishes), "", None, None)]})
+
     async def _steps(self) -> AsyncIterator[tuple[int, StepOutput]]:
         for place, stream in enumerate(self._streams):
             async for step in stream.steps():
                 if step.finish is not None:
                     self._finishes.append(step.finish)
                 yield place * self._n + step.choice, step
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._body.model,
-        }
 
     def _totals(self) -> dict[str, Any]:
         prompt_tokens = sum(stream.prompt_tokens for stream in self._streams)

@@ -2,7 +2,7 @@
 
 They are written in llguidance's dialect of Lark, for each call syntax with simple rules. If the
 model may reason or write text first, the grammar starts after the marker. JSON has the whitespace
-of `structured.laid_out`.
+of `structured.SPACES`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ..structured import Grammar, GrammarTokens, laid_out
+from ..structured import SPACES, Grammar, GrammarTokens
 from .errors import RequestError
 from .request import GenerationRequest, Tool
 from .tools import ToolSyntax
@@ -113,8 +113,8 @@ class _Literals:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """The right side of a rule for a JSON schema."""
-    return f"%json {json.dumps(laid_out(schema))}"
+    """The right side of a rule for a JSON schema. What no grammar can hold of it is left out."""
+    return f"%json {json.dumps({'x-guidance': SPACES | {'lenient': True}, **schema})}"
 
 
 def _json_call(number: int, tool: Tool, literals: _Literals) -> str:

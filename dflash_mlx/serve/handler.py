@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -86,6 +87,7 @@ class ResponseStream:
     Attributes:
         request: the request.
         prompt_tokens: the length of its prompt.
+        ignored: what the request asks for and does not get.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class ResponseStream:
         request: GenerationRequest,
         prompt_tokens: int,
         choices: Sequence[Choice],
+        ignored: Sequence[str],
     ) -> None:
+        self.ignored = ignored
         self.request, self.prompt_tokens = request, prompt_tokens
         self._handler, self._choices, self._open = handler, choices, True
         self._start = time.monotonic()
@@ -252,12 +256,14 @@ class RequestHandler:
         self._reserve(count)
         if not (self.busy or self._engine.busy):
             self._busy_since = time.monotonic()
-        loop = asyncio.get_running_loop()
+        loop, streams = asyncio.get_running_loop(), list[ResponseStream]()
         try:
             streams = await loop.run_in_executor(self._workers, self._start, requests, salt)
         except DFlashError as error:
-            self._release(count)
             raise self.request_error(error) from error
+        finally:
+            if not streams:
+                self._release(count)
         self._streams.update(streams)
         if self._aborted:
             self.abort()
@@ -306,16 +312,15 @@ class RequestHandler:
     # These run in a worker thread.
 
     def _start(self, requests: Sequence[GenerationRequest], salt: str) -> list[ResponseStream]:
-        jobs: list[Job] = []
-        try:
-            return [self._start_one(request, salt, jobs) for request in requests]
-        except DFlashError:
-            for job in jobs:
-                job.cancel()
-            raise
+        with ExitStack() as unless_all:
+            streams = [self._start_one(request, salt, unless_all) for request in requests]
+            unless_all.pop_all()
+        return streams
 
-    def _start_one(self, request: GenerationRequest, salt: str, jobs: list[Job]) -> ResponseStream:
-        """Submit a request's jobs, and add them to `jobs`."""
+    def _start_one(
+        self, request: GenerationRequest, salt: str, unless_all: ExitStack
+    ) -> ResponseStream:
+        """Submit a request's jobs. `unless_all` cancels them if another one fails."""
         prompt = encode(self.target, self.syntax, request)
         grammars = self._grammars.make(self.syntax, request, prompt.starts_in_reasoning)
         settings = self._defaults | dict(request.settings)
@@ -333,10 +338,12 @@ class RequestHandler:
             processors = [one for one in (recorder, grammar) if one is not None]
             if processors:
                 settings["logits_processors"] = processors
-            jobs.append(self._engine.submit(prompt.ids, **settings))
+            job = self._engine.submit(prompt.ids, **settings)
+            unless_all.callback(job.cancel)
             parser = self._parser(request, prompt.starts_in_reasoning)
-            choices.append(Choice(jobs[-1], parser, recorder))
-        return ResponseStream(self, request, len(prompt.ids), choices)
+            choices.append(Choice(job, parser, recorder))
+        ignored = [*request.ignored, *(grammars[0].warnings if grammars[0] else ())]
+        return ResponseStream(self, request, len(prompt.ids), choices, ignored)
 
     def _parser(
         self, request: GenerationRequest, starts_in_reasoning: bool

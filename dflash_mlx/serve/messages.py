@@ -10,9 +10,16 @@ from pydantic_core import from_json
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream
-from .openai_common import drafting, thinking_settings
+from .openai_common import Thinking, drafting, thinking_settings
 from .parts import Part, Reasoning, Text
-from .request import GenerationRequest, Tool, ToolChoice, without_none
+from .request import (
+    GenerationRequest,
+    Tool,
+    ToolChoice,
+    instead_of,
+    refuse_media,
+    without_none,
+)
 from .sse import Frames, frame
 from .tools import ToolCall
 
@@ -22,12 +29,20 @@ BILLING_HEADER: Final = "x-anthropic-billing-header:"
 MAX_STOPS: Final = 16
 PING: Final = frame({"type": "ping"}, "ping")
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_READ: Final = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
     "auto": "auto",
     "any": "required",
     "tool": "required",
     "none": "none",
 }
+
+
+class Source(Body):
+    """What a document holds."""
+
+    type: str = ""
+    data: str = ""
 
 
 class ContentBlock(Body):
@@ -42,12 +57,19 @@ class ContentBlock(Body):
     tool_use_id: str | None = None
     content: str | ListOf[ContentBlock] | None = None
     is_error: bool | None = None
+    source: Source | None = None
+
+    @property
+    def media(self) -> str | None:
+        """The kind of an image, a PDF or another block that is not read; None for others."""
+        plain = self.type == "document" and self.source is not None and self.source.type == "text"
+        return None if plain or self.type in _READ else self.type[:40]
 
     def read_text(self) -> str:
-        """The text. Raises `RequestError` for images, documents and others without one."""
-        if self.type != "text":
-            raise RequestError(f"Content of type {self.type[:40]!r} is not supported: send text.")
-        return self.text or ""
+        """The text, or a line in place of what is not text."""
+        if self.source is not None and not self.media:
+            return self.source.data
+        return instead_of(self.media) if self.media else self.text or ""
 
     def template_call(self) -> dict[str, Any]:
         """A `tool_use` block as chat templates take it."""
@@ -111,12 +133,6 @@ class AnthropicToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
-    """Whether the model reasons before it answers."""
-
-    type: Literal["enabled", "adaptive", "disabled"] = "disabled"
-
-
 class OutputFormat(Body):
     """The format of the answer."""
 
@@ -141,6 +157,7 @@ class CountBody(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def generation_request(self) -> GenerationRequest:
@@ -153,6 +170,11 @@ class CountBody(Body):
                 raise RequestError("name is missing.", param="tool_choice.name")
             allowed = frozenset({choice.name})
         thinks = (self.thinking or Thinking()).type != "disabled"
+        form = self.output_format or output.format
+        newest = self.messages[-1]
+        if newest.role == "user" and isinstance(newest.content, list):
+            if all(block.type != "tool_result" for block in newest.content):
+                refuse_media(block.media for block in newest.content if block.media)
         messages = self._system_messages()
         for message in self.messages:
             messages += message.for_template()
@@ -168,7 +190,7 @@ class CountBody(Body):
             _TOOL_CHOICES[choice.type],
             allowed,
             parallel_calls=not choice.disable_parallel_tool_use,
-            schema=output.format.schema_ if output.format else None,
+            schema=form.schema_ if form else None,
             template_settings=thinking_settings(output.effort) | {"enable_thinking": thinks},
             continues_message=last["role"] == "assistant"
             and bool(last["content"])

@@ -24,6 +24,7 @@ NOT_FOUND: Final = (
     "There is nothing at this path. OpenAI's API is at /v1/chat/completions, /v1/completions, "
     "/v1/responses and /v1/models, Anthropic's at /v1/messages."
 )
+IGNORED: Final = b"x-dflash-ignored"  # what a request asks for and does not get
 CLIENT_CLOSED: Final = 499  # nginx's status; only the log shows it
 
 log = logging.getLogger("dflash_mlx.serve")
@@ -58,6 +59,8 @@ class RequestMiddleware:
                 status = message["status"]
                 value = request_id.encode()
                 extra = [(b"request-id", value), (b"x-request-id", value)]
+                if ignored := getattr(request.state, "ignored", None):
+                    extra.append((IGNORED, "; ".join(ignored).encode("unicode_escape")[:1000]))
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field, Json
 from pydantic_core import from_json
 
 from .body import Body, ListOf
 from .errors import RequestError
-from .request import Tool, without_none
+from .request import Tool, instead_of, refuse_media, without_none
 
 if TYPE_CHECKING:
     from .handler import Finish, StepOutput
@@ -21,6 +21,60 @@ SEEDS: Final = 2**32
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+MaxTokens = Annotated[int, Field(ge=-1)]  # -1, as llama.cpp and LM Studio have it, is the default
+Schema = dict[str, Any] | Json[dict[str, Any]]
+ChoiceName = Literal["none", "auto", "required", "any"]  # "any", as Mistral calls "required"
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+
+
+class ResponseFormat(Body):
+    """The format of the answer. Chat completions have the schema in `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "json_schema"
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    json_schema: ResponseFormat | None = None
+
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for free text."""
+        if self.type == "text":
+            return None
+        default = {"type": "object"} if self.type == "json_object" else {}
+        return (self.json_schema or self).schema_ or default
+
+
+class StructuredOutputs(Body):
+    """The format of the answer, as vLLM takes it."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    choice: None = None
+    grammar: None = None
+    regex: None = None
+    structural_tag: None = None
+
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for free text."""
+        return self.json_ or ({"type": "object"} if self.json_object else None)
+
+
+class Thinking(Body):
+    """Whether the model reasons before it answers."""
+
+    type: Literal["enabled", "adaptive", "disabled"] = "disabled"
+
+
+class ReasoningOptions(Body):
+    """How much the model reasons."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: None = None
+
+    def template_settings(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        enabled = {} if self.enabled is None else {"enable_thinking": self.enabled}
+        return enabled | thinking_settings(self.effort)
 
 
 class SamplingBody(Body):
@@ -36,19 +90,58 @@ class SamplingBody(Body):
     stop: str | Annotated[ListOf[str], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[
+        float | None,
+        Field(gt=0, le=10, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")),
+    ] = None
     logit_bias: (
         Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
         | None
     ) = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     draft: bool | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: Annotated[
+        Schema | None, Field(validation_alias=AliasChoices("json_schema", "guided_json"))
+    ] = None
+    structured_outputs: StructuredOutputs | None = None
+    # Fields of vLLM and llama.cpp that would change the answer.
+    allowed_token_ids: Nothing = None
+    bad_words: Nothing = None
+    dry_multiplier: Literal[0] | None = None
+    grammar: Literal[""] | None = None
+    guided_choice: None = None
+    guided_grammar: None = None
+    guided_regex: None = None
+    ignore_eos: Literal[False] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    min_tokens: Literal[0] | None = None
+    mirostat: Literal[0] | None = None
+    stop_token_ids: Nothing = None
+    typical_p: Literal[1] | None = None
+    use_beam_search: Literal[False] | None = None
+    xtc_probability: Literal[0] | None = None
+
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for free text. Raises `RequestError`."""
+        form, structured = self.response_format, self.structured_outputs
+        if form and form.type == "json_schema" and not (form.json_schema or form.schema_):
+            raise RequestError("json_schema is missing.", param="response_format.json_schema")
+        schemas = [
+            form.answer_schema() if form else None,
+            self.json_schema,
+            structured.answer_schema() if structured else None,
+        ]
+        given = [schema for schema in schemas if schema is not None]
+        if len(given) > 1:
+            raise RequestError("The request has two schemas of its answer.")
+        return given[0] if given else None
 
     def settings(self, max_tokens: int | None) -> dict[str, Any]:
         """The engine's settings that the request names."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return without_none(
-            max_tokens=max_tokens,
+            max_tokens=None if max_tokens == -1 else max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=None if self.top_k is None else max(0, self.top_k),
@@ -70,19 +163,22 @@ class StreamOptions(Body):
 
 
 class ContentPart(Body):
-    """A part of a message; only text is supported."""
+    """A part of a message; only text is read."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
 
+    @property
+    def media(self) -> str | None:
+        """The kind of an image, audio or a file; None for text."""
+        if self.type in ("text", "input_text", "output_text", "refusal"):
+            return None
+        return self.type.removeprefix("input_").removesuffix("_url")[:40]
+
     def read(self) -> str:
-        """The text. Raises `RequestError` for images, audio and files."""
-        if self.type == "refusal":
-            return self.refusal or ""
-        if self.type not in ("text", "input_text", "output_text"):
-            raise RequestError(f"Content of type {self.type[:40]!r} is not supported: send text.")
-        return self.text or ""
+        """The text, or a line in place of an image, audio or a file."""
+        return instead_of(self.media) if self.media else self.text or self.refusal or ""
 
 
 class Function(Body):
@@ -103,33 +199,22 @@ class Function(Body):
         return Tool(name, self.description or "", parameters, bool(self.strict))
 
 
-class ResponseFormat(Body):
-    """The format of the answer. Chat completions have the schema in `json_schema`."""
-
-    type: Literal["text", "json_object", "json_schema"] = "json_schema"
-    name: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    json_schema: ResponseFormat | None = None
-
-    def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None for free text."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return {"type": "object"}
-        return (self.json_schema or self).schema_ or {}
-
-
 def flat_name(namespace: str | None, name: str) -> str:
     """The name that the model reads for a function of a namespace."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def read_content(content: str | list[ContentPart] | None, separator: str) -> str:
-    """The text of a message's content. Raises `RequestError`."""
+    """The text of a message's content."""
     if isinstance(content, list):
         return separator.join(part.read() for part in content)
     return content or ""
+
+
+def check_newest(content: str | list[ContentPart] | None) -> None:
+    """Check the newest message, if it is a user's own. Raises `RequestError` for an image."""
+    if isinstance(content, list):
+        refuse_media(part.media for part in content if part.media)
 
 
 def template_call(id: str, name: str, arguments: str) -> dict[str, Any]:

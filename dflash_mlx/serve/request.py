@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,6 +54,7 @@ class GenerationRequest:
         template_settings: variables of the chat template, such as `enable_thinking`.
         continues_message: whether the answer continues the last message, the assistant's.
         prompt_field: the field of the request that holds the prompt.
+        ignored: what the request asks for and does not get; a response header names it.
     """
 
     model: str
@@ -69,6 +70,7 @@ class GenerationRequest:
     template_settings: Mapping[str, Any] = field(default_factory=dict)
     continues_message: bool = False
     prompt_field: str = "messages"
+    ignored: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         names = {tool.name for tool in self.tools}
@@ -78,10 +80,6 @@ class GenerationRequest:
             raise RequestError(f"tools has no tool {missing[0]!r}.", param="tool_choice")
         if self.tool_choice == "required" and not self.tools:
             raise RequestError("A call is required, but tools is empty.", param="tool_choice")
-        if self.tool_choice == "required" and self.schema is not None:
-            raise RequestError(
-                "A required call cannot be combined with a response format.", param="tool_choice"
-            )
 
     @property
     def continues_text(self) -> bool:
@@ -95,6 +93,21 @@ class GenerationRequest:
             return []
         allowed = self.allowed_tools
         return [tool for tool in self.tools if allowed is None or tool.name in allowed]
+
+
+def instead_of(media: str) -> str:
+    """The line that a text model reads in place of an image, a file or audio."""
+    return f"[{media}: this model reads text only]"
+
+
+def refuse_media(media: Iterable[str]) -> None:
+    """Raise `RequestError` if the newest user message brings any of these content types.
+
+    Earlier ones, and those that tools return, become a line: an agent could never go on otherwise.
+    """
+    for kind in media:
+        message = f"Content of type {kind!r} is not supported: this model reads text only."
+        raise RequestError(message)
 
 
 def without_none(**settings: Any) -> dict[str, Any]:

@@ -18,17 +18,19 @@ from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
 from .openai_common import (
     MAX_TOP_LOGPROBS,
+    ChoiceName,
     ContentPart,
-    Effort,
     Function,
+    MaxTokens,
+    ReasoningOptions,
     ResponseFormat,
+    check_newest,
     drafting,
     flat_name,
     format_logprob,
     read_content,
     responses_usage,
     template_call,
-    thinking_settings,
 )
 from .parts import Reasoning, Text
 from .request import GenerationRequest, Tool, ToolChoice, without_none
@@ -58,13 +60,6 @@ class TextOptions(Body):
     """How the answer is written."""
 
     format: ResponseFormat | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class ReasoningOptions(Body):
-    """How much the model reasons."""
-
-    effort: Effort | None = None
 
 
 class ResponsesTool(Function):
@@ -92,16 +87,14 @@ class ResponsesBody(Body):
     input: str | ListOf[InputItem]
     instructions: str | None = None
     stream: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     draft: bool | None = None
     include: ListOf[str] | None = None
     tools: ListOf[ResponsesTool] | None = None
-    tool_choice: (
-        Literal["none", "auto", "required"] | ResponsesAllowedChoice | ResponsesTool | None
-    ) = None
+    tool_choice: ChoiceName | ResponsesAllowedChoice | ResponsesTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -111,18 +104,22 @@ class ResponsesBody(Body):
     max_tool_calls: None = None
     previous_response_id: None = None
     prompt: None = None
-    truncation: Literal["disabled"] | None = None
+    # Fields of chat completions that would change the answer.
+    max_tokens: None = None
+    response_format: None = None
+    seed: None = None
+    stop: None = None
 
     def generation_request(self) -> GenerationRequest:
         """The internal request. Raises `RequestError`."""
         choice, allowed = self._tool_choice()
         form = self.text.format if self.text else None
-        effort = self.reasoning.effort if self.reasoning else None
+        self._check_newest()
         return GenerationRequest(
             self.model,
             self._messages(),
             without_none(
-                max_tokens=self.max_output_tokens,
+                max_tokens=None if self.max_output_tokens == -1 else self.max_output_tokens,
                 temperature=self.temperature,
                 top_p=self.top_p,
                 block_size=1 if self.draft is False else None,
@@ -134,9 +131,20 @@ class ResponsesBody(Body):
             and not isinstance(self.tool_choice, ResponsesTool),
             schema=form.answer_schema() if form else None,
             top_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            template_settings=thinking_settings(effort),
+            template_settings=self.reasoning.template_settings() if self.reasoning else {},
             prompt_field="input",
+            ignored=[
+                f"tool {tool.type[:40]}"
+                for tool in self.tools or ()
+                if tool.type not in ("function", "namespace")
+            ],
         )
+
+    def _check_newest(self) -> None:
+        """Check the newest item. Raises `RequestError` for an image."""
+        items = [InputItem()] if isinstance(self.input, str) else self.input[-2:]
+        if items and items[-1].role == "user" and not items[0].type.endswith("_output"):
+            check_newest(items[-1].content)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -163,7 +171,7 @@ class ResponsesBody(Body):
             return "required", frozenset({choice.name})
         if isinstance(choice, ResponsesAllowedChoice):
             return choice.mode, frozenset(tool.name for tool in choice.tools)
-        return choice or "auto", None
+        return "required" if choice == "any" else choice or "auto", None
 
     def _messages(self) -> list[dict[str, Any]]:
         items = self.input
@@ -236,6 +244,7 @@ class ResponsesResponse:
         self._is_open = False  # whether the last item may grow
         self._logprobs: list[dict[str, Any]] = []  # for the next text
         self._finish: Finish | None = None
+        self._number = -1  # of the stream's last event
         self._names = {tool.name: (space, name) for space, name, tool in body.functions}
 
     async def complete(self) -> dict[str, Any]:
@@ -247,27 +256,28 @@ class ResponsesResponse:
 
     async def stream_frames(self) -> Frames:
         """The response as a stream, one item per decode step; an error is its last frame."""
-        number = -1
-
-        def numbered(kind: str, fields: dict[str, Any]) -> bytes:
-            nonlocal number
-            number += 1
-            return frame({"type": kind, **fields, "sequence_number": number}, kind)
-
-        for kind in ("response.created", "response.in_progress"):
-            yield numbered(kind, {"response": self._response()})
+        yield self._frame("response.created", response=self._response()) + self.ping()
         try:
             async for step in self._stream.steps():
-                if events := [numbered(event.pop("type"), event) for event in self._add_step(step)]:
-                    yield b"".join(events)
+                if frames := [self._frame(**event) for event in self._add_step(step)]:
+                    yield b"".join(frames)
         except RequestError as error:
             code = "rate_limit_exceeded" if error.status == 429 else "server_error"
             details = {"code": code, "message": str(error)}
             response = self._response() | {"status": "failed", "error": details}
-            yield numbered("response.failed", {"response": response})
+            yield self._frame("response.failed", response=response)
             return
         response = self._response()
-        yield numbered(f"response.{response['status']}", {"response": response})
+        yield self._frame(f"response.{response['status']}", response=response)
+
+    def ping(self) -> bytes:
+        """The event that the response goes on."""
+        return self._frame("response.in_progress", response=self._response())
+
+    def _frame(self, type: str, **fields: Any) -> bytes:
+        """The next event of the stream."""
+        self._number += 1
+        return frame({"type": type, **fields, "sequence_number": self._number}, type)
 
     def _add_step(self, step: StepOutput) -> Events:
         self._logprobs += [format_logprob(token) for token in step.logprobs or ()]

@@ -12,12 +12,14 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ServerError
 from .auth import Auth
@@ -33,6 +35,28 @@ MAX_HEADER_BYTES: Final = 2**16
 GRACE_SECONDS: Final = 5  # for interrupted answers to send their last event
 POLL_SECONDS: Final = 0.05
 LOADING: Final = "The model is still loading: try again in a moment."
+
+
+class Protocol(H11Protocol):
+    """uvicorn's protocol, which also closes a connection whose request does not come.
+
+    A request's head may take as long as an idle connection stays open between two requests.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock."""
+        super().connection_made(transport)
+        handler = self.timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)
+
+    def data_received(self, data: bytes) -> None:
+        """Stop the clock when the head is complete, and not when a part of it comes."""
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self.timeout_keep_alive_task = timer
+        elif timer is not None:
+            timer.cancel()
 
 
 class APIServer(uvicorn.Server):
@@ -51,7 +75,7 @@ class APIServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._call_app,
-                http="h11",
+                http=Protocol,
                 ws="none",
                 lifespan="off",
                 interface="asgi3",

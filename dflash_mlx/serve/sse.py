@@ -13,7 +13,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 PING_SECONDS: Final = 5.0
-COMMENT: Final = b": ping\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 
 Frames = AsyncGenerator[bytes, None]
@@ -27,20 +26,21 @@ def frame(content: Any, event: str | None = None) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """A stream of frames, with a ping after `seconds` of silence.
+    """A stream of frames, with a ping after `PING_SECONDS` of silence.
 
     Args:
         frames: each item is sent in one piece.
-        ping: the frame that keeps a silent connection open.
+        ping: makes the frame that keeps a silent connection open. It is an event that changes
+            nothing: to some clients, comments are silence.
         close: called at the end, even if the stream never began.
     """
 
     def __init__(
-        self, frames: Frames, ping: bytes, close: Callable[[], None], seconds: float = PING_SECONDS
+        self, frames: Frames, ping: Callable[[], bytes], close: Callable[[], None]
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
-        self._frames, self._ping, self._close, self._seconds = frames, ping, close, seconds
+        self._frames, self._ping, self._close = frames, ping, close
         self._silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,9 +67,9 @@ class EventStream(StreamingResponse):
 
     async def _send_pings(self, send: Send) -> None:
         while True:
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(PING_SECONDS)
             if self._silent:
-                await send({"type": "http.response.body", "body": self._ping, "more_body": True})
+                await send({"type": "http.response.body", "body": self._ping(), "more_body": True})
             self._silent = True
 
 

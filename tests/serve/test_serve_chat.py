@@ -225,3 +225,17 @@ def test_more_answers_than_the_capacity_are_400(target):
             assert never.status_code == 400 and "not 3" in never.json()["error"]["message"]
         assert server.post(PATH, json=ask(n=2)).status_code == 200
         assert server.post(PATH, json=ask(n=2)).status_code == 200  # the slots came back
+
+
+def test_an_unforeseen_error_frees_the_slots(target):
+    class Breaks(FakeEngine):
+        def submit(self, prompt, **settings):
+            if self.submitted:
+                raise KeyError("bug")
+            return super().submit(prompt, **settings)
+
+    engine = Breaks(target)
+    with client(engine, capacity=2) as server:
+        assert server.post(PATH, json=ask(n=2)).status_code == 500
+        assert engine.jobs[0].cancelled
+        assert "dflash_open_answers 0.0" in server.get("/metrics").text

@@ -88,7 +88,8 @@ def test_one_refused_prompt_cancels_the_others(target):
         {"prompt": [[65]] * 33},
         {"logprobs": 6},
         {"echo": True},
-        {"response_format": {"type": "json_object"}},
+        {"guided_regex": "a+"},
+        {"min_tokens": 3},
     ],
 )
 def test_unsupported_fields_are_refused(target, wrong):

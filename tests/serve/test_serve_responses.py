@@ -117,7 +117,7 @@ def test_codex(target):
     [
         {"previous_response_id": "r"},
         {"background": True},
-        {"truncation": "auto"},
+        {"response_format": {"type": "json_object"}},
         {"input": [{"type": "item_reference", "id": "x"}]},
         {"input": []},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

@@ -92,6 +92,25 @@ def test_more_connections_than_the_limit_get_503(target, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("sent", [b"", HEALTH[:-2], HEALTH + HEALTH[:9]])
+def test_a_connection_whose_request_does_not_come_is_closed(target, sent):
+    async def run():
+        async with running(FakeEngine(target)) as server:
+            server.config.timeout_keep_alive = 0.01
+            reader, writer = await connect(server, sent)
+            async with asyncio.timeout(20):
+                assert (await reader.read()).count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\n")
+            writer.close()
+            server.config.timeout_keep_alive = 60
+            _, writer = await connect(server, post()[:-1])
+            await until(lambda: server.server_state.tasks)
+            (connection,) = server.server_state.connections
+            assert connection.timeout_keep_alive_task is None  # the body has its own time
+            writer.close()
+
+    asyncio.run(run())
+
+
 def test_headers_are_bounded(target):
     async def run():
         async with running(FakeEngine(target)) as server:

@@ -4,9 +4,9 @@ import asyncio
 
 from serving import FakeEngine, frames, make_handler, make_target
 
-from dflash_mlx.serve import chat, messages
+from dflash_mlx.serve import chat, messages, sse
 from dflash_mlx.serve.request import GenerationRequest
-from dflash_mlx.serve.sse import COMMENT, EventStream
+from dflash_mlx.serve.sse import EventStream
 
 
 async def sent(stream):
@@ -30,9 +30,9 @@ def test_a_step_is_one_piece():
     async def ask(make_frames):
         handler = make_handler(FakeEngine(make_target(), steps))
         (stream,) = await handler.start([GenerationRequest("m", "Hi")])
-        return await sent(EventStream(make_frames(stream), COMMENT, stream.close))
+        return await sent(EventStream(make_frames(stream), lambda: b"", stream.close))
 
-    pieces = asyncio.run(ask(lambda stream: chat.stream_frames(stream, True)))
+    pieces = asyncio.run(ask(lambda stream: chat.ChatStream(stream, True).frames()))
     assert len(pieces) == len(steps) + 3  # the role, the usage with the end, and nothing
     chunks = frames(b"".join(pieces).decode())
     text = "".join(one["choices"][0]["delta"].get("content", "") for one in chunks[:-1])
@@ -42,7 +42,8 @@ def test_a_step_is_one_piece():
     assert len(pieces) == len(steps) + 2
 
 
-def test_a_silent_stream_pings():
+def test_a_silent_stream_pings(monkeypatch):
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.001)
     left = []
 
     async def told():
@@ -53,10 +54,10 @@ def test_a_silent_stream_pings():
             await ping.wait()
             yield b"two"
 
-        stream = EventStream(silent(), COMMENT, lambda: left.append(True), seconds=0.001)
+        stream = EventStream(silent(), lambda: b"ping", lambda: left.append(True))
         asyncio.get_running_loop().call_later(0.1, ping.set)
         return await sent(stream)
 
     pieces = asyncio.run(told())
     assert pieces[0] == b"one" and pieces[-2:] == [b"two", b""] and left
-    assert set(pieces[1:-2]) == {COMMENT}
+    assert set(pieces[1:-2]) == {b"ping"}
