@@ -60,6 +60,7 @@ class RecurrentRollback:
         self.kernels: Kernels | None = None
 
         def call(mixer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            """The mixer's forward, x [1, S, D] -> [1, S, D], which records what enters it."""
             mixed, z, b, a = project(mixer, x)
             inputs = mx.concatenate([held_inputs(mixer, cache, x.dtype), mixed], axis=1)
             convolved = self._convolve(inputs)
@@ -133,6 +134,7 @@ def batched_recurrence(index: int) -> Callable[..., mx.array]:
     """The call of a layer's Gated DeltaNet over many requests: x [1, R, D] -> [1, R, D]."""
 
     def call(mixer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """The mixer's forward over all requests' rows, recorded for each request."""
         caches: BatchedCache = cache
         batch = caches.rows
         mixed, z, b, a = project(mixer, x)

@@ -143,6 +143,7 @@ def draft_loss(
     def loss(
         parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array
     ) -> tuple[mx.array, mx.array]:
+        """The loss and tau of a batch, both scalars."""
         drafter.update(parameters)
         (n, a), block = anchors.shape, config.block_size
         found = features(target, ids, config.target_layer_ids)
