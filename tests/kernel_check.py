@@ -51,6 +51,25 @@ def within_rounding(y: mx.array, truth: np.ndarray, magnitude: np.ndarray, sums:
     return bool((np.abs(float64(y) - truth) <= allowed).all())
 
 
+def product(x: mx.array, w: Weights, up: Weights | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """x w^T in float64, silu(x w^T) x up^T with `up`; and the magnitude for `within_rounding`."""
+    rows, weights = float64(x), float64(w)
+    if isinstance(w, AffineWeights):  # a code times scale, and a bias, may be larger than their sum
+        scales, biases = (np.abs(float64(a)).repeat(w.group_size, -1) for a in (w.scales, w.biases))
+        size = scales * (2**w.bits) + biases
+    else:
+        size = np.abs(weights)
+    truth, magnitude = rows @ weights.T, np.abs(rows) @ size.T
+    if up is None:
+        return truth, magnitude
+    other, of_other = product(x, up)
+    with np.errstate(over="ignore"):
+        unit = truth / (1 + np.exp(-truth))
+    # An error of the gate grows by at most 1.1 in the unit; exp and the quotient err, too.
+    of_unit = 1.1 * magnitude + 4 * np.abs(unit)
+    return unit * other, np.abs(unit) * of_other + of_unit * np.abs(other)
+
+
 def same_bits(a: mx.array, b: mx.array) -> bool:
     """Equal in every bit: unlike ==, this tells 0 from -0 and finds a NaN equal to itself."""
     words = {2: mx.uint16, 4: mx.uint32}[a.dtype.size]

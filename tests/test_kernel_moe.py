@@ -1,21 +1,24 @@
-"""verify_matmul_moe: its float32 reference, the same bits for a row in every call, its work."""
+"""verify_matmul_moe: one rounding of float64, the same bits for a row in every call, crowds."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from kernel_check import (
     DTYPES,
     TOLERANCES,
     kernel_factory,
     on_gpu_or_emulator,
+    product,
     random_weights,
     relative_error,
     same_bits,
+    within_rounding,
 )
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.verify_matmul import verify_matmul_reference
+from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
-from dflash_mlx.kernels.weights import AffineWeights
+from dflash_mlx.kernels.weights import AffineWeights, Weights
 
 pytestmark = on_gpu_or_emulator
 
@@ -25,23 +28,45 @@ def moe() -> VerifyMatmulMoe:
     return VerifyMatmulMoe(kernel_factory())
 
 
+def expert(w: Weights, index: int) -> Weights:
+    """The weights of one expert."""
+    if isinstance(w, mx.array):
+        return w[index]
+    return AffineWeights(w.words[index], w.scales[index], w.biases[index], w.bits, w.group_size)
+
+
 def routes(tokens: int, chosen: int, experts: int) -> mx.array:
-    """Each token's experts, all different: [tokens, chosen]."""
-    return mx.argsort(mx.random.normal((tokens, experts)), axis=-1)[:, :chosen].astype(mx.uint32)
+    """Each token's experts, all different, the last one among them."""
+    order = mx.argsort(mx.random.normal((tokens, experts)), axis=-1)[:, :chosen]
+    order[0, -1] = experts - 1
+    return order.astype(mx.uint32)
 
 
-def check(moe, x, w, experts, up=None):
-    """The kernel's result, after comparing it with the reference."""
-    y = moe(x, w, experts, up)
-    truth = verify_matmul_moe_reference(x.astype(mx.float32), w, experts, up)
-    assert y.shape == truth.shape == (*experts.shape, w.shape[1])
-    assert relative_error(y, truth) <= TOLERANCES[y.dtype]
+def check(moe, x, w, experts, up=None) -> mx.array:
+    """The kernel's result, each pair held to one rounding, and the reference to float32."""
+    y, reference = (
+        moe(x, w, experts, up),
+        verify_matmul_moe_reference(x.astype(mx.float32), w, experts, up),
+    )
+    assert y.dtype == mx.result_type(x, getattr(w, "scales", w))
+    assert y.shape == reference.shape == (*experts.shape, w.shape[-2])
+    rows = (
+        x
+        if x.ndim > experts.ndim
+        else mx.broadcast_to(x[..., None, :], (*experts.shape, x.shape[-1]))
+    )
+    truth, magnitude = np.zeros(y.shape), np.zeros(y.shape)
+    for at in np.ndindex(experts.shape):
+        index = experts[at].item()
+        parts = [expert(m, index) for m in (w, up) if m is not None]
+        truth[at], magnitude[at] = product(rows[at], *parts)
+    assert within_rounding(y, truth, magnitude), (x.shape, w.shape, y.dtype)
+    assert relative_error(reference, mx.array(truth, mx.float32)) <= TOLERANCES[mx.float32]
     return y
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16])
 @pytest.mark.parametrize("bits,group", [(None, 0), (4, 32), (4, 64), (4, 128), (8, 32), (8, 64)])
-def test_one_row_per_token(moe, dtype, bits, group):
+def test_one_row_per_token(moe, bits, group):
     mx.random.seed(group)
     for tokens, chosen, experts, columns in (
         (1, 1, 2, 9),
@@ -49,19 +74,9 @@ def test_one_row_per_token(moe, dtype, bits, group):
         (5, 3, 16, 64),
         (16, 8, 8, 40),
     ):
-        w = random_weights((experts, columns, 128), dtype, bits, group)
-        check(
-            moe, mx.random.normal((tokens, 128)).astype(dtype), w, routes(tokens, chosen, experts)
-        )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [None, 4, 8])
-def test_gate_and_up(moe, dtype, bits):
-    mx.random.seed(1)
-    shape, experts = (6, 40, 192), routes(13, 2, 6)
-    gate, up = random_weights(shape, dtype, bits), random_weights(shape, dtype, bits)
-    check(moe, mx.random.normal((13, 192)).astype(dtype), gate, experts, up)
+        w = random_weights((experts, columns, 128), mx.bfloat16, bits, group)
+        x = mx.random.normal((tokens, 128)).astype(mx.bfloat16)
+        check(moe, x, w, routes(tokens, chosen, experts))
 
 
 def test_one_row_per_token_and_expert(moe):
@@ -74,26 +89,39 @@ def test_one_row_per_token_and_expert(moe):
     assert same_bits(moe(x, w, experts, order=mx.argsort(experts.reshape(-1))), y)
 
 
-def test_more_rows_than_a_tile_for_one_expert(moe):
-    mx.random.seed(3)
-    w = random_weights((2, 24, 64), mx.float32, 4, 32)
-    experts = (mx.arange(40) >= 37).astype(mx.int32)[:, None]  # 37 rows and 3
-    check(moe, mx.random.normal((40, 64)), w, experts)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits,group", [(None, 0), (4, 64), (8, 32)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_rounding(moe, dtype, bits, group, gated):
+    mx.random.seed(group)
+    w, up = (random_weights((5, 40, 256), dtype, bits, group) for _ in range(2))
+    x = mx.random.normal((6, 256)).astype(dtype)
+    check(moe, x, w, routes(6, 2, 5), up if gated else None)
 
 
-def test_the_reference_is_the_dense_one_of_each_expert():
-    mx.random.seed(4)
-    gate, up = (random_weights((4, 24, 64), mx.float32, 4, 32) for _ in range(2))
-    x, experts = mx.random.normal((5, 64)), routes(5, 2, 4)
-    y = verify_matmul_moe_reference(x, gate, experts, up)
-    for token in range(5):
-        for place, expert in enumerate(experts[token].tolist()):
-            one, other = (
-                AffineWeights(w.words[expert], w.scales[expert], w.biases[expert], 4, 32)
-                for w in (gate, up)
-            )
-            truth = verify_matmul_reference(x[token], one, other)
-            assert mx.allclose(y[token, place], truth, atol=1e-5).item()
+@pytest.mark.parametrize("crowd", [8, 9, 16, 17, 33, 64])
+def test_crowds_of_every_size(moe, crowd):
+    """So many rows for one expert between others: at the ends of half tiles, tiles and several."""
+    mx.random.seed(crowd)
+    w = random_weights((3, 20, 64), mx.float32, 4, 32)
+    experts = mx.array([0] * 3 + [1] * crowd + [2] * 2)[:, None]
+    shuffled = mx.argsort(mx.random.normal((crowd + 5,)))
+    check(moe, mx.random.normal((crowd + 5, 64)), w, experts[shuffled])
+
+
+def test_a_row_has_the_same_bits_among_64():
+    """And those of the dense product, whose sums are in the same order where K is not split."""
+    mx.random.seed(2)
+    factory = kernel_factory()
+    moe, dense = VerifyMatmulMoe(factory), VerifyMatmul(factory)
+    w = random_weights((3, 24, 128), mx.bfloat16, 4, 32)
+    x, experts = mx.random.normal((64, 128)).astype(mx.bfloat16), routes(64, 2, 3)
+    y = moe(x, w, experts)
+    for row in (0, 7, 33, 63):
+        assert same_bits(moe(x[row : row + 1], w, experts[row : row + 1]), y[row : row + 1])
+        for place in range(2):
+            alone = dense(x[row : row + 1], expert(w, experts[row, place].item()))
+            assert same_bits(alone[0], y[row, place])
 
 
 @pytest.mark.parametrize("dtype,bits,gate_up", [(mx.bfloat16, 4, True), (mx.float16, 8, False)])

@@ -1,5 +1,7 @@
 """verify_qkv: a few products in one launch, against the product of each."""
 
+import itertools
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -8,9 +10,11 @@ from kernel_check import (
     TOLERANCES,
     kernel_factory,
     on_gpu_or_emulator,
+    product,
     random_weights,
     relative_error,
     same_bits,
+    within_rounding,
 )
 
 from dflash_mlx.errors import KernelError
@@ -28,6 +32,7 @@ SHAPES = [
     ((33, 64), 64),
     ((96, 40, 2, 2), 1024),
 ]
+KINDS = [(at, *kind) for at, kind in enumerate(itertools.product(DTYPES, (None, 4, 8)))]
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +40,19 @@ def beside() -> VerifyQkv:
     return VerifyQkv(kernel_factory())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [None, 4, 8])
-def test_each_product_is_its_reference(beside, dtype, bits):
+@pytest.mark.parametrize(("at", "dtype", "bits"), KINDS)
+def test_each_product_is_rounded_once(beside, at, dtype, bits):
+    """In two shapes, so that every dtype meets every shape; and the reference is the product."""
     mx.random.seed(1)
-    for rows, (columns, depth) in zip((16, 5, 37, 8, 9), SHAPES, strict=True):
+    for rows, (columns, depth) in ((16, SHAPES[at % 5]), (37, SHAPES[(at + 2) % 5])):
         weights = [random_weights((n, depth), dtype, bits) for n in columns]
         x = mx.random.normal((1, rows, depth)).astype(dtype)
-        truths = verify_qkv_reference(x.astype(mx.float32), weights)
-        for y, truth, n in zip(beside(x, weights), truths, columns, strict=True):
-            assert y.shape == truth.shape == (1, rows, n) and y.dtype == dtype
-            assert relative_error(y, truth) <= TOLERANCES[dtype]
+        references = verify_qkv_reference(x.astype(mx.float32), weights)
+        for y, reference, w in zip(beside(x, weights), references, weights, strict=True):
+            truth, magnitude = product(x, w)
+            assert y.shape == truth.shape and y.dtype == dtype
+            assert within_rounding(y, truth, magnitude)
+            assert relative_error(reference, mx.array(truth, mx.float32)) <= TOLERANCES[mx.float32]
 
 
 @pytest.mark.parametrize("columns,depth", SHAPES)
@@ -67,9 +74,9 @@ def test_what_does_not_fit_is_refused(beside):
         ([w, w, other], "different kinds"),
         ([w, w, random_weights((16, 64), mx.float32, 4)], "the weights have 64"),
     ]:
-        for product in (beside, verify_qkv_reference):
+        for multiply in (beside, verify_qkv_reference):
             with pytest.raises(KernelError, match=words):
-                product(x, weights)
+                multiply(x, weights)
 
 
 def test_the_first_layer_that_is_asked_multiplies_for_all():
