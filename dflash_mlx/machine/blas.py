@@ -74,8 +74,7 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
         return BlasInfo("accelerate", None, "MLX uses Apple's Accelerate on macOS")
     if sys.platform != "linux":
         return BlasInfo("stock", None, f"no other BLAS is known for {sys.platform}")
-    everywhere = ctypes.CDLL(None)
-    if hasattr(everywhere, "cblas_sgemm"):
+    if has_fast_blas():
         return BlasInfo("preloaded", None, "a cblas_sgemm was loaded globally before this call")
     if stock:
         return BlasInfo("stock", None, "chosen by the caller")
@@ -88,6 +87,11 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
     if system is not None:
         return _use_system(system, threads, flush_denormals)
     return _use_numpy(threads, flush_denormals)
+
+
+def has_fast_blas() -> bool:
+    """Whether matrix products on this CPU cost far less per row than one row alone."""
+    return sys.platform != "linux" or hasattr(ctypes.CDLL(None), "cblas_sgemm")
 
 
 class _NoShim(Exception):

@@ -1,8 +1,8 @@
 """What a step costs, in plain steps: a typical curve of the device, corrected by real steps.
 
 Nothing is measured before decoding, so nothing delays the first token, and a busy moment at the
-start leaves nothing behind. Real steps are compared with plain ones that ran shortly before them,
-and old comparisons are forgotten.
+start leaves nothing behind. Real steps are compared with plain ones that ran shortly before or
+after them, and old comparisons are forgotten.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from math import exp, log, log2
 
 import mlx.core as mx
 
+from ..machine.blas import has_fast_blas
+
 MOST_ROWS = 64  # of a tree
-# Cost of each further row, and of a draft, before any step has run: on a GPU, and on a CPU.
-GPU, CPU = (0.015, 0.1), (0.08, 0.3)
+# Cost of each further row, and of a draft, before any step has run.
+GPU, CPU, SLOW_CPU = (0.015, 0.1), (0.08, 0.3), (0.6, 0.5)
 LENGTHS = (2, 3, 4, 5, 6, 7, 8, 12, 16)  # numbers of rows that a chain may have, besides the most
 RECENT = 9  # comparisons that are kept for each number of rows,
 FORGOTTEN = 512  # for so many steps
 PRIOR_WEIGHT = 1.0  # comparisons that the typical curve counts for
 PER_OCTAVE = 0.5  # weight of what is known about half or twice as many rows
 LARGEST_RATIO = 4.0  # of a comparison, either way
-FRESH = 8  # drafted steps behind a plain one that are compared with it
-FEW, STALE = 12, 64  # drafted steps after which a plain one runs to be timed: at first, and later
+FRESH = 8  # drafted steps before or after a plain one that are compared with it
+# Drafted steps after which a plain one runs to be timed: the first, the next ones, and later.
+FIRST, FEW, STALE = 3, 12, 64
 PLAIN_SAMPLES = 3
 
 
@@ -36,7 +39,8 @@ class StepCosts:
 
     def __init__(self, longest: int, requests: int = 1) -> None:
         self.longest = longest
-        row, draft = CPU if mx.default_device() == mx.cpu else GPU
+        cpu = CPU if has_fast_blas() else SLOW_CPU
+        row, draft = cpu if mx.default_device() == mx.cpu else GPU
         row *= requests / (1 + row * (requests - 1))
         self._kinds = {
             "chain": CostCurve(longest, row, draft),
@@ -44,6 +48,7 @@ class StepCosts:
             "tree": CostCurve(max(MOST_ROWS, longest), row, draft),
         }
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
+        self._waiting: deque[tuple[str, int, float]] = deque(maxlen=FRESH)  # for a plain step
         self._steps = self._since_plain = 0
 
     def table(self, kind: str) -> list[float]:
@@ -58,7 +63,9 @@ class StepCosts:
     @property
     def needs_plain_step(self) -> bool:
         """Whether the next step should be plain, for too little is known of what one takes."""
-        return self._since_plain >= (STALE if len(self._plain) == PLAIN_SAMPLES else FEW)
+        samples = len(self._plain)
+        most = FIRST if samples == 0 else FEW if samples < PLAIN_SAMPLES else STALE
+        return self._since_plain >= most
 
     def observe(self, kind: str, rows: int, seconds: float | None) -> None:
         """Take in how long a step of so many rows took; None where that is not known."""
@@ -69,9 +76,13 @@ class StepCosts:
         if rows == 1:
             self._plain.append(seconds)
             self._since_plain = 0
-        elif self._plain and self._since_plain <= FRESH:
-            cost = seconds / _low_median([*self._plain])
-            self._kinds[kind].observe(rows, cost, self._steps)
+        else:
+            self._waiting.append((kind, rows, seconds))
+        if self._plain and self._since_plain <= FRESH:
+            for kind, rows, seconds in self._waiting:
+                cost = seconds / _low_median([*self._plain])
+                self._kinds[kind].observe(rows, cost, self._steps)
+            self._waiting.clear()
 
 
 class CostCurve:
