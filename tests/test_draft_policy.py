@@ -136,6 +136,15 @@ def test_a_length_that_always_runs_is_compared_with_plain_steps():
     assert costs.table("chain")[15] == pytest.approx(4.0, rel=0.15)
 
 
+def test_dear_rows_are_found_out_in_the_first_steps():
+    """The first plain step comes early, and the drafted steps before it are compared with it."""
+    costs = StepCosts(LONGEST)
+    for _ in range(4):
+        rows = 1 if costs.needs_plain_step else 16
+        costs.observe("chain", rows, 1.0 if rows == 1 else 8.0)
+    assert costs.table("chain")[15] > 5
+
+
 def test_old_comparisons_are_forgotten():
     costs = StepCosts(LONGEST)
     typical = costs.table("chain")
@@ -218,6 +227,23 @@ def test_a_lookup_drafts_where_it_promises_more(rates, network, kind):
         proposal = planner.propose(session, 7, LONGEST)
         planner.observe(proposal, [7] * len(proposal), 1e-3, False)
     assert session.kinds == [kind] * 5
+
+
+def test_a_lookup_does_not_put_off_the_next_try_of_the_network():
+    def tries(every):
+        session, planner = (
+            Finds([]),
+            AdaptivePlanner(policy_with_costs(LONGEST, 0.6, draft=0.5)),
+        )
+        for step in range(1200):
+            session.rates = [0.9] if step % every == 0 else []
+            drafts = len(session.kinds)
+            proposal = planner.propose(session, 7, LONGEST)
+            right = session.kinds[drafts:] == ["lookup"]
+            planner.observe(proposal, [7] * (1 + right), 1e-3, False)
+        return session.kinds.count("network")
+
+    assert tries(every=3) >= tries(every=1201) > 1
 
 
 def test_plain_steps_are_pipelined_where_nothing_pays():

@@ -197,7 +197,7 @@ class AdaptivePlanner(Planner):
         cost = self._costs.table(self._kind)[rows - 1]
         self._costs.observe(self._kind, rows, seconds if self._unread <= MOST_UNREAD else None)
         self._budget.record(cost, len(tokens))
-        self._policy.count(rows > 1, len(tokens), cost)
+        self._policy.count(rows > 1 and self._kind != "lookup", len(tokens), cost)
         if self._tree is not None and self._trees is not None:
             self._trees.observe(len(tokens), cost)
 

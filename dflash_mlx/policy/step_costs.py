@@ -16,7 +16,7 @@ from ..machine.blas import has_fast_blas
 
 MOST_ROWS = 64  # of a tree
 # Cost of each further row, and of a draft, before any step has run.
-GPU, CPU, SLOW_CPU = (0.015, 0.1), (0.08, 0.3), (0.6, 0.5)
+GPU, CPU, SLOW_CPU = (0.015, 0.1), (0.08, 0.3), (0.4, 0.5)
 LENGTHS = (2, 3, 4, 5, 6, 7, 8, 12, 16)  # numbers of rows that a chain may have, besides the most
 RECENT = 9  # comparisons that are kept for each number of rows,
 FORGOTTEN = 512  # for so many steps
