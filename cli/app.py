@@ -24,21 +24,25 @@ from .output import error_line
 
 FAILED, USAGE = 1, 2
 WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
-COMMANDS = {  # name -> the module beside this one and the function in it
-    "generate": "generate.generate",
-    "chat": "chat.chat",
-    "serve": "serve.serve",
-    "launch": "launch.launch",
-    "bench": "bench.bench",
-    "tune": "tune.tune",
-    "report": "report.report",
-    "roofline": "roofline.roofline",
-    "train": "train.train",
-    "models": "models.models",
-    "pull": "models.pull",
-    "list": "models.list_",
-    "rm": "models.rm",
-    "doctor": "doctor.doctor",
+COMMANDS = {  # name -> the module beside this one with its function, and two examples
+    "generate": ("generate.generate", "'What is 47 plus 38?' --compare", "Summarize -f notes.txt"),
+    "chat": ("chat.chat", "--model MODEL", "--server http://127.0.0.1:8000"),
+    "serve": ("serve.serve", "--model MODEL", "--model MODEL --host 0.0.0.0 --api-key KEY"),
+    "launch": ("launch.launch", "claude --model CODER", "codex --model CODER -- exec 'Say hi'"),
+    "bench": ("bench.bench", "--limit 1", "--model MODEL --suite gsm8k --out results/gsm8k"),
+    "tune": ("tune.tune", "", "--model MODEL"),
+    "report": ("report.report", "results/gsm8k", "results/my-mac results/another-mac"),
+    "roofline": ("roofline.roofline", "--chip M1", "--model Qwen/Qwen3-8B --chip 'M4 Max'"),
+    "train": (
+        "train.train",
+        "--synthesize 64 --steps 20 --out my-drafter",
+        "--model MODEL --synthesize 2000 --hours 8 --out my-drafter",
+    ),
+    "models": ("models.models", "", "Qwen3-8B"),
+    "pull": ("models.pull", "MODEL", "MODEL --no-draft"),
+    "list": ("models.list_", "", "--json"),
+    "rm": ("models.rm", "MODEL", "z-lab/Qwen3-4B-DFlash-b16"),
+    "doctor": ("doctor.doctor", "", "--model MODEL"),
 }
 
 
@@ -46,7 +50,7 @@ class Commands(Mapping[str, Any]):
     """The commands by name. Each is imported on first use, so that `generate` starts quickly."""
 
     def __getitem__(self, name: str) -> Any:
-        return _load_command(name, *COMMANDS[name].split("."))
+        return _load_command(name, *COMMANDS[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -67,11 +71,16 @@ class Command(TyperCommand):
 
 
 @cache
-def _load_command(name: str, module: str, function: str) -> Any:
-    """The command that Typer makes of a function."""
+def _load_command(name: str, place: str, *examples: str) -> Any:
+    """The command that Typer makes of a function; the examples stand below its help."""
+    from .options import CODER, SMALL
+
+    module, function = place.split(".")
     single = typer.Typer(add_completion=False)
     made = expand_groups(vars(import_module(f".{module}", __package__))[function])
-    single.command(name, cls=Command)(made)
+    lines = [f"dflash-mlx {name} {example}".rstrip() for example in examples]
+    text = "\n\n".join(("Examples:", *lines)).replace("MODEL", SMALL).replace("CODER", CODER)
+    single.command(name, cls=Command, epilog=text)(made)
     return get_command(single)
 
 

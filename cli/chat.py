@@ -17,13 +17,17 @@ from .chat_commands import read_conversation, run_command
 from .chat_conversation import Chat
 from .chat_models import ChatModel, LocalModel, ServedModel
 from .generate_prompt import System, check_text
-from .options import DECODING, MODEL, option
+from .options import DECODING, MODEL, SMALL, option
 from .output import counted, note
 from .pair import open_pair
 
 if TYPE_CHECKING:
     from .chat_input import LineReader
 
+TOY = (
+    "tiny is a toy to try things on: sums, counting, short stories. A real model of 2.3 GB: "
+    f"dflash-mlx chat --model {SMALL}"
+)
 HINT = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
 
 Resume = Annotated[
@@ -61,6 +65,8 @@ def chat(
     else:
         pair = open_pair(names, weights, steps, no_draft)
         model = LocalModel(pair)
+        if names.model == EMBEDDED:
+            note(TOY)
     conversation = Chat(model, settings, messages, verbose)
     if system is not None:
         conversation.set_system(system)

@@ -107,7 +107,9 @@ def _set(chat: Chat, text: str) -> None:
 def _save(chat: Chat, name: str) -> None:
     path = _path("/save", name)
     if path.is_file():
-        read_conversation(path)  # a file of another kind is not replaced
+        saved = read_conversation(path)
+        if saved != chat.messages[: len(saved)]:
+            raise SettingsError(f"{name} holds another conversation: choose another name.")
     content = {"model": chat.model.name, "messages": chat.messages}
     write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
     note(f"Saved in {name}.")

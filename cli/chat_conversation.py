@@ -109,8 +109,9 @@ class Chat:
         parts = [counted(stats.output_tokens, "token")]
         if stats.decode_seconds:
             parts.append(f"{rate(stats.tokens_per_second)} tok/s")
-        if pair and stats.rounds >= MIN_STEPS and (plain := pair.plain_speed(stats)):
-            parts.append(f"~{times(stats.tokens_per_second / plain, None)} plain")
+        if pair and stats.rounds >= MIN_STEPS and (plain := pair.plain_speed()):
+            speedup = times(stats.tokens_per_second / plain, stats.acceptance_length)
+            parts.append(f"~{speedup} plain")
         if pair and pair.drafter is not None and stats.rounds:
             parts.append(f"{stats.acceptance_length:.1f} tokens per step")
         if stopped:

@@ -210,8 +210,8 @@ def _summary(pair: Pair, runs: Comparison, result: Result) -> Group:
         speedup = times(runs.speedup, stats.acceptance_length)
         rows = [("plain", runs.plain_speed, ""), (name, runs.drafted_speed, speedup)]
     elif pair.drafter is not None and stats.rounds >= MIN_STEPS:
-        if plain := pair.plain_speed(stats):
-            speedup = f"~{times(stats.tokens_per_second / plain, None)}"
+        if plain := pair.plain_speed():
+            speedup = f"~{times(stats.tokens_per_second / plain, stats.acceptance_length)}"
             rows = [("~plain", plain, ""), (name, stats.tokens_per_second, speedup)]
     counts = counted(stats.output_tokens, "token")
     if pair.drafter is not None and stats.rounds:

@@ -23,17 +23,19 @@ from urllib.request import Request, urlopen
 
 import typer
 
-from dflash_mlx.errors import ServerError
+from dflash_mlx.errors import ServerError, SettingsError
 from dflash_mlx.loading.registry import EMBEDDED
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
+from .options import CODER
 from .output import note, waiting
 from .serve import SERVER, Port
 
 TIMEOUT: Final = 5.0  # seconds for a server on this machine to answer
 PAUSE: Final = 0.2  # seconds between two questions
 LOADING: Final = 503  # the status until the model is loaded
+LEAST_CONTEXT: Final = 20_000  # tokens that Claude Code alone says at the start
 KEY: Final = "dflash-mlx"  # agents want one, and a server without keys takes any
 
 
@@ -73,7 +75,12 @@ def launch(
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with signals_to(_end), _server(url, port, api_key, names) as model:
+    with signals_to(_end), _server(url, port, api_key, names) as (model, context):
+        if context < LEAST_CONTEXT:
+            raise SettingsError(
+                f"{model} has a context of {context:,} tokens, and agents begin with "
+                f"{LEAST_CONTEXT:,}: choose another --model, such as {CODER}."
+            )
         if names.model not in (EMBEDDED, model):
             note(f"{url} already serves {model}, not {names.model}: another --port starts anew.")
         command, environment = agent_command(agent, program, url, model, api_key)
@@ -120,13 +127,13 @@ def agent_command(
 
 
 @contextmanager
-def _server(url: str, port: int, key: str, names: options.Names) -> Iterator[str]:
-    """The model of the server that runs at this address, or of one that ends with the agent."""
+def _server(url: str, port: int, key: str, names: options.Names) -> Iterator[tuple[str, int]]:
+    """Model and context of the server at this address, or of one that ends with the agent."""
     with waiting(f"Waiting for the server at {url}"):
-        while (model := _model(url, key)) == "":
+        while (served := _served(url, key)) == LOADING:
             time.sleep(PAUSE)
-    if model is not None:
-        yield model
+    if isinstance(served, tuple):
+        yield served
         return
     command = [sys.executable, "-m", "dflash_mlx", "serve", "--port", str(port)]
     command += ["--model", names.model, *(["--draft", names.draft] if names.draft else [])]
@@ -135,29 +142,33 @@ def _server(url: str, port: int, key: str, names: options.Names) -> Iterator[str
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             with waiting(f"Starting a server for {names.model}"):
-                while not (model := _model(url, key)):
+                while not isinstance(served := _served(url, key), tuple):
                     if server.poll() is not None:
                         log.seek(0)
                         told = log.read().decode(errors="replace").strip().splitlines()
                         last = told[-1].removeprefix("error: ") if told else "The server ended."
                         raise ServerError(last)
                     time.sleep(PAUSE)
-            yield model
+            yield served
         finally:
             server.terminate()
             server.wait()
 
 
-def _model(url: str, key: str) -> str | None:
-    """The model of a server: empty while it loads, None without a server. Raises `ServerError`."""
+def _served(url: str, key: str) -> tuple[str, int] | int | None:
+    """A server's model and context length, `LOADING` while it loads, or None without a server.
+
+    A server that does not tell its context length is trusted. Raises `ServerError`.
+    """
     try:
         asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
         with urlopen(asked, timeout=TIMEOUT) as response:
-            return str(json.load(response)["data"][0]["id"])
+            model = json.load(response)["data"][0]
+            return str(model["id"]), int(model.get("context_length") or LEAST_CONTEXT)
     except HTTPError as error:
         with error:
             if error.code == LOADING:
-                return ""
+                return LOADING
             advice = "give the server's --api-key, or another --port"
             raise ServerError(f"{url} answers {error.code}: {advice}.") from error
     except (ValueError, LookupError, TypeError) as error:

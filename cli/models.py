@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.checks import WHETHER, YES, fits, looks_quantized
+from dflash_mlx.loading.checks import NO, WHETHER, YES, fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.registry import (
@@ -23,18 +24,21 @@ from dflash_mlx.loading.registry import (
     gguf_file,
     known_drafter,
     pairs,
+    suggestion,
 )
+from dflash_mlx.machine.facts import GB, cache_folder
 
 from . import options
 from .output import NOTHING, make_table, note, print_json, sized, stdout
 from .pair import announce, on_hub
 
 WIDTHS = (16, 8, 4)  # bits per weight
-GB = 1e9
-
+FAMILY = re.compile(r"[a-z]*[\d.]*")
 
 REPOSITORY = "A Hugging Face repository (owner/name)."
 Name = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=options.targets_beginning)]
+Part = Annotated[str, typer.Argument(metavar="NAME", help="Show these models and their drafters.")]
+All = Annotated[bool, options.flag("--all", options.OUTPUT, "Show those that do not fit, too.")]
 NoDrafter = Annotated[
     bool, options.flag("--no-draft", options.MODEL, "Do not download the drafter.")
 ]
@@ -44,19 +48,27 @@ Inspect = Annotated[
 ]
 
 
-def models(json: options.Json = False, inspect: Inspect = None) -> None:
-    """List the models that have a known drafter, and what is downloaded."""
+def models(
+    name: Part = "", everything: All = False, json: options.Json = False, inspect: Inspect = None
+) -> None:
+    """List the models that have a known drafter, those that fit this machine first."""
     if inspect is not None:
         _inspect(inspect, json)
         return
     copies = Hub().copies()
+    named = [pair for pair in pairs() if name.lower() in " ".join(pair.targets).lower()]
+    if not named:
+        raise ModelNotFoundError(f"No model {name!r} has a known drafter.{suggestion(name)}")
     if json:
-        rows = [_as_json(pair, copies) for pair in pairs()]
+        rows = [_as_json(pair, copies) for pair in named]
         print_json({"embedded": EMBEDDED, "pairs": rows})
         return
-    _print_models(pairs(), copies)
+    shown = [pair for pair in named if everything or name or _fits(pair) not in (None, NO)]
+    _print_models(sorted(shown, key=_order), copies, details=bool(name))
+    if len(shown) < len(named):
+        note(f"{len(named) - len(shown)} more do not fit or have no known size: --all.")
     note("Sizes are rough. Conversions are recognized by name, such as Qwen3-8B-4bit.")
-    note(f"--draft chooses one of several drafters. {OTHERWISE}")
+    note("'dflash-mlx models NAME' shows a model's drafters; --draft chooses one.")
 
 
 def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = False) -> None:
@@ -102,45 +114,45 @@ def rm(*, name: Name) -> None:
         raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")
     if name in PACKAGES:
         package, _ = PACKAGES[name]
-        raise ModelNotFoundError(f"{name} is a Python package: pip uninstall {package}")
+        raise ModelNotFoundError(
+            f"{name} is a Python package: pip uninstall {package}. Its unpacked weights are in "
+            f"{cache_folder('gguf')}; delete them, too."
+        )
     note(f"Deleted {name}: {sized(Hub().remove(name))} freed.")
 
 
-def _print_models(rows: list[KnownPair], copies: dict[str, int]) -> None:
-    """A line for each target with its sizes; below it its drafters and downloads."""
-    width = max(len(pair.targets[0]) for pair in rows)
-    titles = [f"{bits}-bit" for bits in WIDTHS]
-    _print_line("GB of memory", titles, WHETHER, width, "bold")
-    _print_line("tiny", [NOTHING] * len(WIDTHS), YES, width)
-    _print_details(["built in, with a second drafter: --draft tiny-dflash2"])
-    _print_line("smollm2", [NOTHING] * len(WIDTHS), YES, width)
-    _print_details(["a Python package that make real installs; its drafter is built in"])
-    for pair in rows:
+def _order(pair: KnownPair) -> tuple[bool, str, float]:
+    """Those that fit first; then by family and size."""
+    family = FAMILY.match(pair.targets[0].rpartition("/")[2].lower())
+    return _fits(pair) in (None, NO), family[0] if family else "", pair.billions or 0
+
+
+def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool) -> None:
+    """A line for each target: its sizes, whether it fits, and what of it is downloaded."""
+    width = max(len(pair.targets[0]) for pair in shown)
+    titles = "".join(f"{bits:>5}-bit" for bits in WIDTHS)
+    _print(f"{'GB of memory':{width}}{titles}  {WHETHER}", "bold")
+    if not details:
+        _print(f"{EMBEDDED:{width}}{NOTHING:>27}  {YES}, built in")
+        _print(f"{'smollm2':{width}}{NOTHING:>27}  {YES}, installed by make real")
+    for pair in shown:
         sizes = [pair.gigabytes(bits) for bits in WIDTHS]
-        cells = [NOTHING if size is None else f"{size:.1f}" for size in sizes]
-        _print_line(pair.targets[0], cells, _fits(pair) or NOTHING, width)
-        _print_details(_details(pair, copies))
+        figures = "".join(f"{NOTHING if size is None else f'{size:.1f}':>9}" for size in sizes)
+        own = {name: size for name, size in copies.items() if pair.matches(name)}
+        here = f", downloaded {sized(sum(own.values()))}" if own else ""
+        _print(f"{pair.targets[0]:{width}}{figures}  {_fits(pair) or NOTHING}{here}")
+        if details:
+            drafters = [pair.drafter, *(o.drafter for o in pair.also if o.refused is None)]
+            lines = [f"also {name}" for name in pair.targets[1:]]
+            lines += [f"{'or' if at else 'drafter'} {name}" for at, name in enumerate(drafters)]
+            own |= {name: copies[name] for name in drafters if name in copies}
+            lines += [f"downloaded: {name}, {sized(size)}" for name, size in own.items()]
+            for line in lines:
+                _print(f"  {line}", "dim")
 
 
-def _print_line(name: str, cells: list[str], fit: str, width: int, style: str = "") -> None:
-    figures = "".join(f"{cell:>8}" for cell in cells)
-    stdout().print(Text(f"{name:{width}}{figures}  {fit}", style), soft_wrap=True)
-
-
-def _print_details(lines: list[str]) -> None:
-    for line in lines:
-        stdout().print(Text(f"  {line}", "dim"), soft_wrap=True)
-
-
-def _details(pair: KnownPair, copies: dict[str, int]) -> list[str]:
-    """Other names of a target, its drafters, and what of these is downloaded."""
-    lines = [f"also {name}" for name in pair.targets[1:]]
-    lines.append(f"drafter {pair.drafter}")
-    lines += [f"or {other.drafter}" for other in pair.also if other.refused is None]
-    for name, size in copies.items():
-        if name == pair.drafter or pair.matches(name):
-            lines.append(f"downloaded: {name}, {sized(size)}")
-    return lines
+def _print(line: str, style: str = "") -> None:
+    stdout().print(Text(line, style), soft_wrap=True)
 
 
 def _fits(pair: KnownPair) -> str | None:

@@ -79,24 +79,21 @@ class Pair:
         machines = "" if self.member is None else f" · {self.member.cluster.size} machines"
         return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{machines}"
 
-    def plain_speed(self, stats: Stats) -> float | None:
+    def plain_speed(self) -> float | None:
         """Estimated tokens per second of plain decoding; None for whole blocks.
 
-        At least the steps per second of this request: a plain step is no slower than another one.
         If every step was drafted, a few plain ones are timed, but only for a terminal.
         """
         if self.policy is None and self.tree_budget is None:
             return None
         if self.policy is not None and self.policy.costs.plain_seconds is not None:
-            speed = 1 / self.policy.costs.plain_seconds
-        elif not stderr().is_terminal:
+            return 1 / self.policy.costs.plain_seconds
+        if not stderr().is_terminal:
             return None
-        else:
-            if not self._plain_speeds:
-                run = dflash_mlx.generate(self.target, None, [0] * 8, max_tokens=PLAIN_TOKENS)
-                self._plain_speeds.append(run.stats.tokens_per_second)
-            speed = self._plain_speeds[0]
-        return max(speed, stats.tokens_per_second / stats.acceptance_length)
+        if not self._plain_speeds:
+            run = dflash_mlx.generate(self.target, None, [0] * 8, max_tokens=PLAIN_TOKENS)
+            self._plain_speeds.append(run.stats.tokens_per_second)
+        return self._plain_speeds[0]
 
     def limit_reached(self, stats: Stats) -> str:
         """The limit behind the finish reason "length"."""

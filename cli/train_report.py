@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 import dflash_mlx
 from dflash_mlx.errors import OutputError
@@ -130,10 +130,11 @@ class ProgressBar:
 
     def __init__(self) -> None:
         console = stderr()
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        text = TextColumn("{task.description}")
+        columns = (SpinnerColumn(), text, BarColumn(), TimeRemainingColumn())
         hidden = not console.is_terminal
         self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
-        self._task, self._noted = self._bar.add_task("", total=None), 0.0
+        self._task, self._noted = self._bar.add_task("reading the data", total=None), 0.0
         self._stage = ""
 
     def __enter__(self) -> ProgressBar:
@@ -150,7 +151,8 @@ class ProgressBar:
         if stage != self._stage:
             self._bar.reset(self._task)  # the time that is left is that of a stage
             self._stage = stage
-        self._bar.update(self._task, description=text, total=total, completed=done)
+        title = f"step 0 of {total:,}" if stage == "plan" else text
+        self._bar.update(self._task, description=title, total=total, completed=done)
         measured = getattr(event, "held_out_metric", None) is not None
         due = measured or done >= total or time.monotonic() - self._noted > LINE_SECONDS
         if stage == "plan" or (due and self._bar.disable):

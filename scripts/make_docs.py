@@ -38,7 +38,16 @@ def generated(name: str, command: Any) -> str:
     """The part of a command's page that is made from its declaration, the mark at its end."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     usage = " ".join([PROGRAM, name, *map(_argument, arguments), "[OPTIONS]"])
-    lines = [f"# {PROGRAM} {name}", "", command.help.strip(), "", f"    {usage}", ""]
+    lines = [
+        f"# {PROGRAM} {name}",
+        "",
+        command.help.strip(),
+        "",
+        f"    {usage}",
+        "",
+        "For example:",
+    ]
+    lines += ["", *(f"    {example}" for example in command.epilog.split("\n\n")[1:]), ""]
     lines += ["| | | default |", "|---|---|---|", *map(_row, command.params), ""]
     return "\n".join([*lines, MARK])
 

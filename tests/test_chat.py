@@ -152,6 +152,8 @@ def test_a_file_that_is_no_conversation_is_not_replaced(chat, tmp_path, capsys):
     notes.write_text("precious")
     assert str(notes) in told(chat, capsys, "hi", f"/save {notes}")
     assert notes.read_text() == "precious"
+    say(chat, f"/save {tmp_path / 'talk.json'}", "/clear", "ho")
+    assert "another conversation" in told(chat, capsys, f"/save {tmp_path / 'talk.json'}")
 
 
 @pytest.mark.parametrize(

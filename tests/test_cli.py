@@ -102,8 +102,8 @@ def test_version():
 def test_models():
     listed = json.loads(in_process("models", "--json").stdout)
     assert listed["embedded"] == "tiny" and all(one["targets"] for one in listed["pairs"])
-    shown = in_process("models").stdout
-    assert all(name in shown for one in listed["pairs"] for name in one["targets"])
+    shown = in_process("models", "--all").stdout
+    assert all(one["targets"][0] in shown for one in listed["pairs"])
     sizes = {one["targets"][0]: one["gigabytes"] for one in listed["pairs"]}
     assert sizes["Qwen/Qwen3-8B"] == {"4": 4.5, "8": 8.5, "16": 16}
     [line] = [line for line in shown.splitlines() if line.startswith("Qwen/Qwen3.5-9B")]
@@ -111,11 +111,25 @@ def test_models():
     assert line.split(maxsplit=4)[1:] == ["18.0", "9.6", "5.1", said]
 
 
+def test_models_that_fit_come_first_by_family(monkeypatch):
+    monkeypatch.setattr("dflash_mlx.loading.checks.memory_bytes", lambda: 24 * 10**9)
+    shown = in_process("models")
+    names = [line.split()[0] for line in shown.stdout.splitlines()[3:]]
+    families = [name.rpartition("/")[2].partition("-")[0].lower() for name in names]
+    assert families == sorted(families) and " no" not in shown.stdout
+    assert "more do not fit" in shown.stderr
+    everything = [line.split()[0] for line in in_process("models", "--all").stdout.splitlines()[3:]]
+    assert everything[: len(names)] == names and len(everything) > len(names)
+    one = in_process("models", "qwen3-coder-next").stdout
+    assert one.splitlines()[1].startswith("Qwen/Qwen3-Coder-Next") and "  drafter z-lab/" in one
+    assert "Did you mean" in in_process("models", "qwen3-7b").stderr
+
+
 def test_models_says_what_is_downloaded(monkeypatch):
     copies = {"mlx-community/Qwen3-8B-4bit": 4_612_000_000, "z-lab/Qwen3-8B-DFlash-b16": 10**9}
     monkeypatch.setattr("dflash_mlx.loading.hub.Hub.copies", lambda _: copies)
-    shown = in_process("models").stdout
-    assert shown.count("downloaded:") == 2
+    assert in_process("models").stdout.count(", downloaded 4.6 GB") == 1
+    shown = in_process("models", "Qwen3-8B").stdout
     assert "downloaded: mlx-community/Qwen3-8B-4bit, 4.6 GB" in shown
     assert "downloaded: z-lab/Qwen3-8B-DFlash-b16, 1.0 GB" in shown
     [row] = [

@@ -12,7 +12,7 @@ from dflash_mlx.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = get_command(app).commands
-SCREEN, COLUMNS = 60, 100  # lines and columns of a terminal that is not small
+SCREEN, COLUMNS = 66, 100  # lines and columns of a terminal that is not small
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "dflash_mlx" / "tiny" / "README.md"]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
@@ -43,8 +43,9 @@ def test_help_fits_a_screen(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_every_option_and_its_default(name, make_docs):
+def test_help_names_every_option_its_default_and_two_examples(name, make_docs):
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", help_of(name)).split())
+    assert shown.partition("Examples:")[2].count(f"dflash-mlx {name}") == 2
     for param in COMMANDS[name].params:
         if param.param_type_name == "option":
             assert all(option in shown for option in param.opts), param.opts

@@ -143,7 +143,7 @@ class Loading(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append(self.path)
         status = 503 if len(self.server.asked) == 1 else 200
-        content = b'{"data": [{"id": "m"}]}'
+        content = json.dumps({"data": [{"id": "m", "context_length": self.server.length}]}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -153,14 +153,18 @@ class Loading(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_loads_is_waited_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("length", [None, 32_768, 2048])
+def test_a_server_that_loads_is_waited_for(length, tmp_path, monkeypatch):
+    """An agent is not started on a model whose context cannot hold its prompt."""
     monkeypatch.setattr("dflash_mlx.cli.launch.PAUSE", 0)
     agent = tmp_path / "codex"
     agent.write_text("#!/bin/sh\nexit 7\n")
     agent.chmod(0o755)
     with HTTPServer(("127.0.0.1", 0), Loading) as server:
-        server.asked = []
+        server.asked, server.length = [], length
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        code, _ = run("launch", "codex", "--port", str(server.server_port), PATH=str(tmp_path))
+        code, told = run("launch", "codex", "--port", str(server.server_port), PATH=str(tmp_path))
         server.shutdown()
-    assert code == 7 and server.asked == ["/v1/models", "/v1/models"]
+    assert server.asked == ["/v1/models", "/v1/models"]
+    refused = length == 2048
+    assert code == (2 if refused else 7) and ("m has a context of 2,048 tokens" in told) == refused
