@@ -151,7 +151,11 @@ async def _complete(
 
 def _make_page() -> Callable[[Request], Awaitable[Response]]:
     """The handler of the page. Its policy allows its own script and style, and its own server."""
-    html = files(__package__).joinpath("page", "index.html").read_text("utf-8")
+    index, script = (
+        files(__package__).joinpath("page", name).read_text("utf-8")
+        for name in ("index.html", "conversations.js")
+    )
+    html = index.replace("/* conversations.js */", script)
 
     def hashes(tag: str) -> str:
         found = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

@@ -1,4 +1,4 @@
-"""The page in a real browser: chat, race, stop, conversations, reload, dark, narrow."""
+"""The page in a real browser: chat, race, stop, conversations, tabs, storage, dark, narrow."""
 
 import asyncio
 import json
@@ -46,4 +46,7 @@ def test_the_page_in_a_browser(tmp_path):
     assert "block_size" not in engine.submitted[0][1] and engine.submitted[1][1]["block_size"] == 1
     assert seen["sending"] and engine.jobs[2].cancelled
     assert seen["conversations"] == 2 and seen["reloaded"][0] == 2
+    assert seen["both"] == ["tab one asks", "tab two asks"] and seen["forked"] == 2
+    assert "it is full" in seen["unkept"] and seen["still"] == "not kept"
+    assert seen["damaged"] == "It is 85."
     assert seen["dark"] == "rgb(24, 24, 26)" and seen["width"] <= 380 and seen["menu"]
