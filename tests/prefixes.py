@@ -26,6 +26,7 @@ class Session(DraftSession):
     """Rows of a target or drafter, and a state if they cannot be trimmed."""
 
     intact = storable = can_trim = True
+    is_recurrent, tap_layers = False, ()
 
     def __init__(self, can_trim=True, width=1, kv_bits=None):
         self.can_trim, self.kv_bits, self.width, self.values = can_trim, kv_bits, width, []
@@ -38,6 +39,11 @@ class Session(DraftSession):
         self.values += hashes(ids, self.values[-1] if self.values else 0)
         rows = mx.broadcast_to(mx.array(self.values)[:, None], (self.position, self.width))
         self._all = mx.contiguous(rows)  # slices of it hold on to all of it
+
+    def dry_run(self, given):
+        tokens = given if isinstance(given, int) else given.shape[1]
+        self.take([0] * tokens)
+        return mx.zeros((1, tokens, 0))
 
     def rows(self, start, end):
         return {"0.rows": self._all[start:end]}

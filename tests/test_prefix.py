@@ -12,7 +12,7 @@ from prefixes import CHUNK, Drafter, Target, request, store
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.prefix.blocks import block_keys, checkpoint_key
+from dflash_mlx.prefix.blocks import block_keys, checkpoint_key, fingerprint
 from dflash_mlx.sampling import Sampler
 
 KINDS = pytest.mark.parametrize("kind", [(True, True), (True, False), (False, True)], ids=str)
@@ -84,6 +84,21 @@ def test_other_models_bits_and_people_share_nothing(tmp_path):
     assert request(store(Target(seed=1), **shared), prompt, kv_bits=8, salt="b") == 0
     assert request(store(Target(), **shared, chunk=8), prompt, kv_bits=8, salt="b") == 0
     assert request(store(Target(), **shared), prompt, kv_bits=8, salt="b") == 36
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_any_number_of_the_weights_makes_another_pair(by_column):
+    """As a fine-tune that trains one token's embedding."""
+    target, found = Target(), set()
+    for at in (0, 12_345, 2**17 - 1, None):
+        weight = mx.arange(2**17).astype(mx.bfloat16)
+        if at is not None:
+            weight[at] = -1
+        weight = weight.reshape(2, -1)
+        target.model.weight = mx.contiguous(weight.T).T if by_column else weight
+        found.add(fingerprint(target, None))
+    assert len(found) == 4
+    assert fingerprint(target, None) in found
 
 
 def test_keys_are_of_all_the_text_before():

@@ -1,5 +1,6 @@
 """A cache's folder: hits outlast the process, and nothing that goes wrong there is an error."""
 
+import io
 import os
 import resource
 import subprocess
@@ -13,6 +14,9 @@ from prefixes import CHUNK, Drafter, Session, Target, request, store
 from test_prefix import KINDS, pair, text
 
 from dflash_mlx.errors import OutputError
+from dflash_mlx.prefix.blocks import Location
+from dflash_mlx.prefix.disk import NAME
+from dflash_mlx.prefix.disk import _name as checked_name
 
 
 def files(folder):
@@ -69,7 +73,7 @@ def test_bfloat16_and_packed_numbers_come_back(tmp_path):
     here = store(Of(False), folder=tmp_path)
     request(here, text(9))
     here.flush()
-    entries = [here._disk.read(key) for key in here._disk._files]
+    entries = [here._disk.read(key, here._entries[key].arrays) for key in here._disk._files]
     (mark,) = [entry.arrays for entry in entries if entry.location is not None]
     found = mark["target.state.a"]
     assert found.dtype == mx.bfloat16 and found.view(mx.uint16).tolist() == [0x3FC0, 0x8000]
@@ -87,17 +91,58 @@ def empty(file, others):
 
 
 def rename(file, others):
-    """Another entry's content, under a name that fits it: the checksum is right."""
-    content, ours = others[0].name.rsplit("-", 1), file.name.rsplit("-", 1)
     file.unlink()
-    others[0].rename(file.with_name(f"{ours[0]}-{content[1]}"))
+    others[0].rename(file)
+
+
+def rewritten(file, data):
+    """Other content, under a name whose checksum fits it."""
+    named = NAME.fullmatch(file.name)
+    location = named["block"] and Location(bytes.fromhex(named["block"]), int(named["length"]))
+    file.unlink()
+    name = checked_name(bytes.fromhex(named["key"]), location, data)
+    file.with_name(name).write_bytes(data)
+
+
+def other_arrays(change):
+    """Damage of a file: the arrays that `change` makes of its own."""
+
+    def damage(file, others):
+        buffer, arrays = io.BytesIO(), mx.load(str(file))
+        mx.eval(arrays)
+        mx.save_safetensors(buffer, {name: y for name, x in arrays.items() for y in change(x)})
+        rewritten(file, buffer.getvalue())
+
+    return damage
+
+
+def pipe(file, others):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def endless(file, others):
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def large(file, others):
+    os.truncate(file, 2**40)  # takes no room
+
+
+missing = other_arrays(lambda x: [])
+longer = other_arrays(lambda x: [mx.concatenate([x, x])])
+floats = other_arrays(lambda x: [x.astype(mx.float32)])
 
 
 def remove(file, others):
     file.unlink()
 
 
-@pytest.mark.parametrize("damage", [flip, empty, rename, remove])
+DAMAGES = [flip, empty, rename, remove, pipe, endless, large, missing, longer, floats]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("which", ["block", "checkpoint"])
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_a_damaged_file_is_a_miss(damage, which, when, tmp_path):
@@ -148,10 +193,13 @@ def test_a_full_disk_is_a_miss_and_one_line(tmp_path):
     assert request(store(Target(False), folder=tmp_path), [*text(30, 9), 1, 2]) == 30
 
 
-def test_a_disk_without_free_room_is_left_alone(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        filled(tmp_path, text(30), disk_left=2**60)
+def test_a_disk_without_free_room_is_left_alone_and_said_at_once(tmp_path):
+    with pytest.warns(UserWarning, match="have to stay free; choose another place") as said:
+        here = store(Target(), folder=tmp_path, disk_left=2**60)
+        assert len(said) == 1
+        request(here, text(30))
+        here.flush()
+    assert len(said) == 1
     assert files(tmp_path) == []
 
 

@@ -246,6 +246,10 @@ class CombinedSession(DraftSession):
         """The network's."""
         return self._network.state()
 
+    def dry_run(self, taps: mx.array) -> None:
+        """The network's."""
+        self._network.dry_run(taps)
+
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Restore the network's session; `read_tokens` gets the text."""
         self._network.restore(position, rows, state, room)

@@ -342,6 +342,10 @@ class NetworkSession(DraftSession):
             for name, x in layer.recent().items()
         }
 
+    def dry_run(self, taps: mx.array) -> None:
+        """See `DraftSession`."""
+        self.drafter.extend(taps, self._cache)
+
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with `position` tokens that other sessions have read."""
         for at, layer in enumerate(self._cache):

@@ -151,6 +151,10 @@ class DraftSession:
         """What belongs to this position alone, by name; nothing if `can_trim`."""
         return {}
 
+    def dry_run(self, taps: mx.array) -> None:
+        """As `extend`, but nothing need be computed: only the shapes of rows and state count."""
+        self.extend(taps)
+
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with `position` tokens, from the `rows` of consecutive pieces and the `state`.
 

@@ -8,7 +8,9 @@ keys mean equal rows, in this process or an earlier one.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -24,8 +26,9 @@ from ..drafter.protocol import Drafter, DraftSession
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, strip_prefix
 
-FORMAT = 2  # of the stored arrays and their keys
-SAMPLE = 1024  # numbers of each weight array that the fingerprint reads
+FORMAT = 3  # of the stored arrays and their keys
+PART = 2**26  # bytes of weights that a thread hashes at once
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by a number's bytes
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,7 @@ class CheckpointIndex:
 def fingerprint(target: Target, drafter: Drafter | None) -> bytes:
     """A hash of everything that determines the rows of a pair: weights, configs, mlx-lm.
 
-    Of each array it reads name, shape, type and `SAMPLE` evenly spaced numbers: training changes
-    nearly all of them.
+    It reads every byte of the weights, on all cores: a fine-tune may differ in a single row.
     """
     mlx_lm = ".".join(version("mlx-lm").split(".")[:2])
     digest = sha256(f"dflash-mlx {FORMAT}, mlx-lm {mlx_lm}".encode())
@@ -131,6 +133,35 @@ def copy_state(target: TargetSession, drafter: DraftSession) -> Arrays:
     return _named("target.state.", target.state()) | _named("draft.state.", drafter.state())
 
 
+class Layout:
+    """What a pair stores of a text: names, shapes and types, in arrays that are never computed.
+
+    Args:
+        target, drafter: new sessions, which are of no use afterwards.
+        length: tokens of the text.
+        size: tokens of a block.
+    """
+
+    def __init__(
+        self, target: TargetSession, drafter: DraftSession, length: int, size: int
+    ) -> None:
+        self._target, self._drafter, self._skipped = target, drafter, 0
+        if target.is_recurrent:
+            # A recurrent state has one shape at all positions, but may take a node per token.
+            self._skipped = max(0, length // size - 1) * size
+        taps = target.dry_run(length - self._skipped)
+        drafter.dry_run(mx.zeros((1, length, taps.shape[2]), taps.dtype))
+
+    def arrays(self, start: int, end: int, checkpoint: bool) -> Arrays:
+        """The arrays of the tokens from `start` to `end`, the text's last ones if a checkpoint."""
+        found: Arrays = {}
+        if start < end:
+            first = max(0, start - self._skipped)
+            found = _named("target.rows.", self._target.rows(first, first + end - start))
+            found |= _named("draft.rows.", self._drafter.rows(start, end))
+        return found | copy_state(self._target, self._drafter) if checkpoint else found
+
+
 def restore(
     target: TargetSession, drafter: DraftSession, position: int, pieces: Sequence[Arrays], room: int
 ) -> None:
@@ -162,8 +193,14 @@ def _hash(*parts: bytes) -> bytes:
 
 def _add_model(digest: Any, model: nn.Module, config: Any) -> None:
     digest.update(json.dumps(config, sort_keys=True, default=repr).encode())
+    parts = []
     for name, array in sorted(tree_flatten(model.parameters())):
-        step = max(1, array.size // SAMPLE)
-        sample = mx.contiguous(array.reshape(-1)[::step]).view(mx.uint8)
-        digest.update(f"{name} {array.shape} {array.dtype}".encode())
-        digest.update(np.asarray(sample).tobytes())
+        bits = np.asarray(array.view(_BITS[array.dtype.size]))
+        # Matrices may lie by column. Hashing them as they lie needs no copy.
+        by_column = bits.flags.f_contiguous
+        digest.update(f"{name} {array.shape} {array.dtype} {by_column}".encode())
+        content = (bits.T if by_column else bits).reshape(-1).view(np.uint8)
+        parts += [content[start : start + PART] for start in range(0, len(content), PART)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # sha256 runs without the GIL
+        for part in threads.map(lambda part: sha256(part).digest(), parts):
+            digest.update(part)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,6 +28,7 @@ from ..validation import MAX_BYTES, check_integer
 from .blocks import (
     CheckpointIndex,
     Entry,
+    Layout,
     Location,
     block_keys,
     checkpoint_key,
@@ -91,7 +92,8 @@ class PrefixCache:
         self.reserved = 0  # bytes for live requests
         self.used = 0  # bytes of entries
         self._target, self._drafter = target, drafter
-        self._pair = fingerprint(target, drafter)
+        # In memory, keys of other pairs cannot meet.
+        self._pair = b"" if folder is None else fingerprint(target, drafter)
         self._chunk, self._stride = check_integer("chunk", chunk), check_integer("stride", stride)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._index = CheckpointIndex()
@@ -238,7 +240,7 @@ class PrefixCache:
                 found = self._checkpoints([root, *path], ids)
                 position, last = found[-1] if found else (0, None)
                 path = [] if last is None else [*path[: position // self._chunk], last]
-            entries = [entry for entry in map(self._get, path) if entry is not None]
+            entries = self._read(target, path, position)
             if len(entries) == len(path):
                 break  # otherwise a file was damaged and is gone now: search again
         pieces = [entry.arrays or {} for entry in entries]
@@ -262,12 +264,23 @@ class PrefixCache:
                     found.append((start + length, key))
         return found
 
-    def _get(self, key: bytes) -> Entry | None:
-        """An entry from memory or disk; None if its file is damaged."""
-        entry = self._entries.get(key)
-        if entry is None and self._disk is not None:
-            return self._disk.read(key)
-        return entry
+    def _read(self, like: TargetSession, path: Sequence[bytes], length: int) -> list[Entry]:
+        """The entries of a text of so many tokens, up to the first whose file is damaged."""
+        found, layout = list[Entry](), None
+        for start, key in zip(count(step=self._chunk), path, strict=False):
+            entry = self._entries.get(key)
+            if entry is None and self._disk is not None:
+                if layout is None:
+                    target = self._target.start(like.tap_layers, like.kv_bits)
+                    drafter = start_session(self._drafter, self._target, Sampler())
+                    layout = Layout(target, drafter, length, self._chunk)
+                end = min(start + self._chunk, length)
+                is_checkpoint = end < start + self._chunk
+                entry = self._disk.read(key, layout.arrays(start, end, is_checkpoint))
+            if entry is None:
+                break
+            found.append(entry)
+        return found
 
     def _thin_out(self, keys: Sequence[bytes], ids: Sequence[int]) -> None:
         """Drop early checkpoints of a text with too many; the first may be a system prompt's."""

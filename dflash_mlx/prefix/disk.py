@@ -1,7 +1,8 @@
 """A prefix cache's entries on disk: a safetensors file each.
 
 A file's name holds its key and checksum, so the folder needs no index. A damaged file is a miss and
-is removed; no error here reaches a request. One thread writes; it computes no arrays. The program
+is removed, and so is one that holds other arrays than its pair stores; no error here reaches a
+request. One thread writes; it computes no arrays. The program
 ends after its last file.
 """
 
@@ -14,19 +15,21 @@ import shutil
 import threading
 import time
 import warnings
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import OutputError
+from ..targets.caches import Arrays
 from ..threads import clean_up_at_end
+from ..validation import check_file
 from .blocks import CheckpointIndex, Entry, Location
 
 NAME = re.compile(
@@ -34,6 +37,7 @@ NAME = re.compile(
     r"(-(?P<block>[0-9a-f]{64})-(?P<length>\d{1,9}))?-(?P<checksum>[0-9a-f]{8})\.safetensors"
 )
 UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.\d+")
+MAX_HEADER = 2**20  # bytes of a file beside its arrays
 STALE_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
 
 
@@ -67,6 +71,7 @@ class DiskCache:
             self._path.mkdir(parents=True, exist_ok=True)
             self._path.chmod(0o700)
             self._scan()
+            self._fits(0, -sum(file.size for file in self._files.values()), warn=True)
         except OSError as error:
             raise OutputError.because(self._path, error) from error
         self._writer = ThreadPoolExecutor(1, "dflash-prefix", initializer=clean_up_at_end)
@@ -80,21 +85,29 @@ class DiskCache:
         with self._lock:
             return self._index.after(block)
 
-    def read(self, key: bytes) -> Entry | None:
-        """An entry, computed; None for a damaged file, which is removed."""
+    def read(self, key: bytes, expected: Arrays) -> Entry | None:
+        """An entry, computed; None for a damaged file, which is removed.
+
+        `expected` are arrays with the names, shapes and types that it must have.
+        """
         file = self._files.get(key)
         if file is None:
             return None
+        path, most = self._path / file.name, sum(x.nbytes for x in expected.values())
         try:
-            data = (self._path / file.name).read_bytes()
+            if check_file(path, OutputError) > most + MAX_HEADER:
+                raise ValueError("too large")
+            data = path.read_bytes()
             if file.name != _name(key, file.location, data):
                 raise ValueError("wrong checksum")
-            loaded: Any = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
-            arrays, metadata = loaded
-            if metadata.get("key") != key.hex():
-                raise ValueError("wrong key")
+            arrays: Any = mx.load(io.BytesIO(data), format="safetensors")
+            if _described(arrays) != _described(expected):
+                raise ValueError("other arrays")
+            numbers = [x for x in arrays.values() if mx.issubdtype(x.dtype, mx.floating)]
+            if not all(finite.item() for finite in [mx.isfinite(x).all() for x in numbers]):
+                raise ValueError("not finite")
             mx.eval(arrays)
-        except (OSError, RuntimeError, ValueError):
+        except (OSError, OutputError, RuntimeError, ValueError):
             self.remove(key)
             return None
         return Entry(key, arrays, file.location)
@@ -126,10 +139,7 @@ class DiskCache:
                 if entry.key not in self and not self._write(entry, set(path)):
                     break  # the entries after it are useless without it
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                why = OutputError.because(self._path, error)
-                warnings.warn(f"dflash-mlx: prefixes are not kept on disk: {why}", stacklevel=1)
+            self._warn(OutputError.because(self._path, error))
         now = time.time_ns()
         with self._lock:
             for later, key in enumerate(reversed(path)):
@@ -147,7 +157,7 @@ class DiskCache:
         if arrays is None:
             return False
         buffer = io.BytesIO()
-        mx.save_safetensors(buffer, arrays, {"key": entry.key.hex()})
+        mx.save_safetensors(buffer, arrays)
         data = buffer.getbuffer()
         if not self._make_room(len(data), needed):
             return False
@@ -173,11 +183,23 @@ class DiskCache:
                     return True
                 held -= self._files[key].size
                 self._remove(key)
-            return self._fits(held + size, size)
+            return self._fits(held + size, size, warn=True)
 
-    def _fits(self, total: int, size: int) -> bool:
+    def _fits(self, total: int, size: int, warn: bool = False) -> bool:
         free = shutil.disk_usage(self._path).free
-        return total <= self._budget and free - size >= self._left_free
+        enough = free - size >= self._left_free
+        if warn and not enough:
+            self._warn(
+                f"{self._path}: {free / 1e9:.1f} GB of the disk are free, and "
+                f"{self._left_free / 1e9:.1f} GB have to stay free; choose another place."
+            )
+        return enough and total <= self._budget
+
+    def _warn(self, why: object) -> None:
+        """Say once why files are missing."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"dflash-mlx: prefixes are not kept on disk: {why}", stacklevel=1)
 
     def _add(self, key: bytes, file: File) -> None:
         self._files[key] = file
@@ -210,8 +232,14 @@ class DiskCache:
             self._add(key, file)
 
 
+def _described(arrays: Arrays) -> dict[str, Any]:
+    return {name: (x.shape, x.dtype) for name, x in arrays.items()}
+
+
 def _name(key: bytes, location: Location | None, data: bytes | memoryview) -> str:
-    """The name of an entry's file, with a checksum of its contents."""
+    """The name of an entry's file, with a checksum of its key and its contents."""
+    checksum = sha256(key)
+    checksum.update(data)
     where = "" if location is None else f"-{location.block.hex()}-{location.length}"
     kind = "block" if location is None else "checkpoint"
-    return f"{kind}-{key.hex()}{where}-{zlib.crc32(data):08x}.safetensors"
+    return f"{kind}-{key.hex()}{where}-{checksum.hexdigest()[:8]}.safetensors"

@@ -314,11 +314,24 @@ class TargetSession:
     def nbytes_after(self, tokens: int) -> int:
         """Bytes of the caches after a prefill of this many tokens, which is not computed."""
         for start in range(0, tokens, PREFILL_STEP):
-            chunk = mx.zeros((1, min(PREFILL_STEP, tokens - start)), mx.int32)
-            with self._prefill.installed():
-                self._model(chunk, cache=self._cache)
+            self.dry_run(min(PREFILL_STEP, tokens - start))
         leaves = tree_flatten([caches.arrays(cache) for cache in self._cache])
         return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
+
+    def dry_run(self, tokens: int) -> mx.array:
+        """Read tokens whose forward is never computed, for the shapes and types in the caches.
+
+        Returns their taps. The session is of no other use afterwards.
+        """
+        with self._prefill.installed():
+            self._model(mx.zeros((1, tokens), mx.int32), cache=self._cache)
+        self.position += tokens
+        return self._prefill_taps.take(tokens)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a recurrent state."""
+        return any(isinstance(one, RecurrentRollback) for one in self._rollback)
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
