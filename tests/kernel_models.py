@@ -8,6 +8,7 @@ from kernel_check import kernel_factory
 
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.machine.chips import Chip
 from dflash_mlx.targets import Target
 
 HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
@@ -46,3 +47,16 @@ def exact_target(
     model, config = half_precision(family, bits, dtype), copy.deepcopy(families.CONFIGS[family])
     wiring = wire(model, config, Kernels(factory), None, {}, exact=True)
     return Target(model, families.Letters(), config, family, wiring)
+
+
+def table_target(family: str, chip: Chip | None, factory) -> Target:
+    """Such a model in float32 with the kernels that the table gives it on a chip."""
+    model, config = half_precision(family, None, mx.float32), families.CONFIGS[family]
+    wiring = wire(model, config, Kernels(factory, large=False), chip, {}, exact=False)
+    return Target(model, families.Letters(), config, family, wiring)
+
+
+def float_target(family: str) -> Target:
+    """The same model on MLX's kernels alone."""
+    model = half_precision(family, None, mx.float32)
+    return Target(model, families.Letters(), families.CONFIGS[family], family)

@@ -5,17 +5,20 @@ The emulator runs unchecked here: other tests look at what it finds, this one at
 """
 
 from functools import cache, partial
+from random import Random
 
 import families
 import mlx.core as mx
 import pytest
 from kernel_check import kernel_factory, on_gpu_or_emulator
-from kernel_models import exact_target
+from kernel_models import exact_target, float_target, table_target
 from metal_host import EmulatedKernel
 from oracle import Oracle
-from trees import TreeOracle
+from trees import TreeOracle, random_tree
 
 import dflash_mlx as dm
+from dflash_mlx.machine.chips import find_chip
+from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
 
 pytestmark = on_gpu_or_emulator
@@ -30,13 +33,16 @@ every_model = pytest.mark.parametrize(
 )
 
 
+def unchecked():
+    """A factory of kernels that an emulator does not look at."""
+    factory = kernel_factory()
+    return partial(EmulatedKernel, checked=False) if factory is EmulatedKernel else factory
+
+
 @cache
 def model(family: str, format: str) -> tuple[Target, list[int]]:
     """A target on our kernels, and its plain text."""
-    factory = kernel_factory()
-    if factory is EmulatedKernel:
-        factory = partial(EmulatedKernel, checked=False)
-    target = exact_target(family, factory, *FORMATS[format])
+    target = exact_target(family, unchecked(), *FORMATS[format])
     plain = dm.generate(target, None, PROMPT, max_tokens=TOKENS).tokens
     assert len(set(plain)) > 4
     return target, plain
@@ -51,3 +57,24 @@ def test_drafted_text_is_the_plain_text(family, format, drafts):
     drafted = dm.generate(target, oracle, PROMPT, max_tokens=TOKENS, block_size=BLOCK)
     assert drafted.tokens == plain
     assert 0 < drafted.stats.accepted_tokens < drafted.stats.drafted_tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "chip"), [("qwen3", "Apple M1"), ("gpt_oss", "Apple M4"), ("qwen3", "Apple M5")]
+)
+def test_a_verify_of_any_size_runs_where_the_table_decides(chip, family):
+    """Beyond a kernel's most rows MLX's own runs, for chains and for trees."""
+    target, stock = table_target(family, find_chip(chip), unchecked()), float_target(family)
+    for rows in (65, 1024):
+        text = families.random_prompt(rows, seed=rows)
+        for proposal in (Proposal(text), random_tree(Random(rows), rows)):
+            logits, expected = (verified(of, proposal) for of in (target, stock))
+            assert mx.array_equal(logits.argmax(-1), expected.argmax(-1))
+            assert mx.allclose(logits, expected, atol=1e-3)
+
+
+def verified(target: Target, proposal: Proposal) -> mx.array:
+    """The logits [N, V] of a proposal behind the prompt."""
+    session = target.start()
+    list(session.prefill(PROMPT))
+    return session.verify(proposal)[0]

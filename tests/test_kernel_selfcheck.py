@@ -1,6 +1,7 @@
 """Kernels that do not compile, or compute something else, are left to MLX, and no others."""
 
 import warnings
+from typing import Any
 
 import families
 import mlx.core as mx
@@ -10,13 +11,17 @@ import tinymodels
 from kernel_calls import Recorder
 from kernel_check import kernel_factory, on_gpu_or_emulator
 from kernel_models import exact_target, half_precision
+from kernel_trees import random_tree
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
+from dflash_mlx.kernels.block_attention import MOST_NODES, BlockAttention, TreeMask
+from dflash_mlx.kernels.choose import attention_from
 from dflash_mlx.kernels.fused import UNITS, gated_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
-from dflash_mlx.kernels.selfcheck import faults
+from dflash_mlx.kernels.selfcheck import Noise, faults
 from dflash_mlx.kernels.shapes import matrices
+from dflash_mlx.kernels.weights import AffineWeights
 from dflash_mlx.loading import wiring
 from dflash_mlx.machine.chips import chip_named
 from dflash_mlx.targets.selfcheck import check_rows, model_checks, weight_checks
@@ -97,6 +102,28 @@ def keys(family, bits=4):
 )
 def test_nothing_is_found_where_all_is_well(family, bits):
     assert found(family, kernel_factory(), bits) == {}
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_every_form_of_attention_that_can_run_is_checked(bits, key_heads):
+    """A form is what MLX compiles once. Trees have up to 64 rows, whatever a chain has."""
+    model = families.random_model("qwen3", head_dim=64, num_key_value_heads=key_heads)
+    model.set_dtype(mx.bfloat16)
+    config = families.CONFIGS["qwen3"]
+    checked, ran, noise = Recorder(), Recorder(), Noise(mx.bfloat16)
+    chip, heads = chip_named("M4"), model.layers[0].self_attn.n_heads
+    for check in model_checks(model, config, Kernels(checked), chip, {}, exact=False):
+        if check.key.startswith("attention"):
+            check.ours()
+    keys: Any = noise(1, key_heads, 80, 64)
+    if bits:
+        keys = AffineWeights(*mx.quantize(keys, 64, bits), bits, 64)
+    attention = BlockAttention(ran)
+    for rows in range(attention_from(chip, heads, key_heads, 64, {}), MOST_NODES + 1):
+        for tree in (None, TreeMask(*random_tree(rows))):
+            attention(noise(1, heads, rows, 64), keys, keys, scale=0.1, tree=tree)
+    assert set(ran.wrappers) <= set(checked.wrappers)
 
 
 ATTENTION = "attention 4/2 heads of 64"

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 
 from .block_attention import CHUNK, TreeMask, block_attention_reference
-from .choose import WIDEST
 from .delta_replay import DeltaReplay, DeltaVerify, delta_replay_reference, delta_verify_reference
 from .shapes import AttentionShape, DeltaShape, key_over
 from .verify_matmul import VerifyMatmul, verify_matmul_reference
@@ -26,7 +26,7 @@ from .weights import AffineWeights, Weights, dequantized
 # Relative to the largest value: a few roundings of the result and of float32 sums of length K.
 TOLERANCES = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2, mx.float32: 1e-4}
 COLUMNS = 8  # compared at the beginning, in the middle and at the end of a matrix
-HALF_ROWS, ALL_ROWS = 3, 64  # rows of half a tile; the most that exact decoding verifies
+HALF_ROWS, ALL_ROWS = 3, 64  # rows of half a tile; the most of attention and of exact decoding
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,10 @@ def attention_checks(
     kernel: Callable[..., mx.array], shape: AttentionShape, rows: Iterable[int]
 ) -> Iterator[Check]:
     """Chains and trees across the end of a chunk of keys, also with quantized keys if possible."""
-    for count in rows:
-        yield _attention(kernel, shape, count, None, False)
+    for count, bits in product(rows, (None, 8, 4) if shape.group_size else (None,)):
+        yield _attention(kernel, shape, count, bits, False)
         if count > 1:
-            yield _attention(kernel, shape, count, None, True)
-    for bits in (8, 4) if shape.group_size else ():
-        for tree in (False, True):
-            yield _attention(kernel, shape, WIDEST, bits, tree)
+            yield _attention(kernel, shape, count, bits, True)
 
 
 def _attention(

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..kernels.block_attention import HEAD_DIMS, BlockAttention, TreeMask
+from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, BlockAttention, TreeMask
 from ..kernels.choose import attention_from
 from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
 from ..kernels.weights import AffineWeights
@@ -139,13 +139,14 @@ def _key(shape: tuple[int, int, int], cache: Any) -> str:
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
-    """Whether the kernel can read this cache under this mask."""
-    if queries.shape[0] != 1 or queries.shape[3] not in HEAD_DIMS:
+    """Whether the kernel takes these queries, and can read this cache under this mask."""
+    batch, _, rows, head_dim = queries.shape
+    if batch != 1 or rows > MOST_NODES or head_dim not in HEAD_DIMS:
         return False
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
         return False
     if isinstance(cache, RotatingKVCache):
-        return not cache.keep and queries.shape[2] <= cache.max_size
+        return not cache.keep and rows <= cache.max_size
     return isinstance(cache, KVCache | QuantizedKVCache)
 
 

@@ -60,7 +60,7 @@ def model_checks(
             seen.add(shape)
             heads = shape.heads, shape.key_heads, shape.head_dim
             if exact or attention_from(chip, *heads, measured) is not None:
-                yield from attention_checks(kernels.attention, shape, rows)
+                yield from attention_checks(kernels.attention, shape, {*rows, ALL_ROWS})
     for delta in dict.fromkeys(filter(None, map(delta_shape, model.layers))) if exact else ():
         yield from delta_checks(kernels.delta, kernels.delta_replay, delta, rows)
 
