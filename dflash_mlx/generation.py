@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -45,6 +45,8 @@ class GenerationSettings(SamplingSettings):
             chains, unless the policy drafts trees.
         kv_bits: 8 or 4 quantizes the target's keys and values; None does not.
         stop: strings that end the text; they are not part of it.
+        stop_applies: (token, text) -> whether stop strings count in the text that a token adds, as
+            they do not in a thought; called once per token. None is everywhere.
         continues: whether the text continues the prompt, so that a leading space is kept.
         conversation: keeps the caches for the next request, which then reads only its new tokens.
         prefix: a `PrefixStore` of the pair, shared by many requests. A conversation has its own.
@@ -57,6 +59,7 @@ class GenerationSettings(SamplingSettings):
     tree_budget: int | Literal["auto"] | None = None
     kv_bits: int | None = None
     stop: str | Sequence[str] | None = None
+    stop_applies: Callable[[int, str], bool] | None = None
     continues: bool = False
     conversation: Conversation | None = None
     prefix: PrefixCache | None = None
@@ -129,7 +132,13 @@ def make_request(
     if settings.continues:
         skip_text_start(detokenizer, tokenizer)
     max_tokens = min(int(settings.max_tokens), target.context_length - len(ids))
-    text = TextStream(detokenizer, tokenizer.eos_token_ids, settings.stop or (), max_tokens)
+    text = TextStream(
+        detokenizer,
+        tokenizer.eos_token_ids,
+        settings.stop or (),
+        max_tokens,
+        settings.stop_applies,
+    )
     stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
     branches = branch_points(target, prompt, ids) if conversation.prefix is not None else ()
     request = Request(conversation, ids, sampler, planner, text, stats, branches)

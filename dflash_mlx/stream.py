@@ -6,7 +6,7 @@ A step can bring many tokens at once. They are taken one by one, so that EOS, a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
@@ -33,6 +33,8 @@ class TextStream:
         eos_ids: the token ids that end the text.
         stop: strings that end the text, wherever token borders fall.
         max_tokens: the most tokens to take, an EOS token included.
+        stop_applies: (token, text) -> whether stop strings count in the text that a token has
+            added; it is called once per token. None is everywhere.
 
     Attributes:
         remaining: tokens that may still come.
@@ -40,10 +42,15 @@ class TextStream:
     """
 
     def __init__(
-        self, detokenizer: Any, eos_ids: Collection[int], stop: Sequence[str], max_tokens: int
+        self,
+        detokenizer: Any,
+        eos_ids: Collection[int],
+        stop: Sequence[str],
+        max_tokens: int,
+        stop_applies: Callable[[int, str], bool] | None = None,
     ) -> None:
         self._detokenizer, self._eos_ids = detokenizer, frozenset(eos_ids)
-        self._stop = tuple(stop)
+        self._stop, self._stop_applies = tuple(stop), stop_applies
         self.remaining = max_tokens
         self.finish_reason: FinishReason | None = None if max_tokens > 0 else "length"
         self._held = ""
@@ -72,14 +79,18 @@ class TextStream:
             self.finish_reason = "stop"
             return self._finalize()
         self._detokenizer.add_token(token)
-        self._held += self._detokenizer.last_segment
-        if self._stop and self._cut_at_stop():
+        text = self._detokenizer.last_segment
+        self._held += text
+        stops = bool(self._stop)
+        if stops and self._stop_applies is not None:
+            stops = self._stop_applies(token, text)
+        if stops and self._cut_at_stop():
             return self._release(0)
         if self.remaining == 0:
             self.finish_reason = "length"
             return self._finalize()
-        if self._stop:
-            return self._release(self._possible_stop())
+        if stops:
+            return self._release(possible_start(self._held, self._stop))
         text, self._held = self._held, ""
         return text
 
@@ -107,13 +118,14 @@ class TextStream:
         self.finish_reason = "stop"
         return True
 
-    def _possible_stop(self) -> int:
-        """How many of the last held characters may be the start of a stop string."""
-        longest = max(len(stop) - 1 for stop in self._stop)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
+
+def possible_start(text: str, strings: Collection[str]) -> int:
+    """How many of a text's last characters may be the start of one of the strings."""
+    longest = max((len(one) - 1 for one in strings), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(one.startswith(text[-length:]) for one in strings):
+            return length
+    return 0
 
 
 def skip_text_start(detokenizer: Any, tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..answers.parser import Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
@@ -31,10 +32,8 @@ from .openai_common import (
     thinking_settings,
     usage,
 )
-from .parts import Reasoning, Text
 from .request import GenerationRequest, ToolChoice, without_none
 from .sse import DONE, Frames, frame
-from .tools import ToolCall
 
 
 class ChatFunction(Body):

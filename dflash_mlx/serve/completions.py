@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..answers.parser import Text
 from .body import ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
@@ -20,7 +21,6 @@ from .openai_common import (
     step_drafting,
     usage,
 )
-from .parts import Text
 from .request import GenerationRequest
 from .sse import DONE, Frames, frame
 

@@ -1,26 +1,30 @@
 """Grammars that make an answer fit a schema, or make it a tool call.
 
-They are written in llguidance's dialect of Lark, for each call syntax with simple rules. If the
-model may reason or write text first, the grammar starts after the marker. JSON has the whitespace
-of `structured.SPACES`.
+They are written in llguidance's dialect of Lark, from the family's description of its answers. If
+the model may reason or write text first, the grammar starts after the marker. JSON has the
+whitespace of `structured.SPACES`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ..answers.calls import JsonCalls, TaggedCalls
+from ..answers.families import AnswerFormat
+from ..answers.values import allowed_types, listed_values
 from ..structured import SPACES, Grammar, GrammarTokens
 from .errors import RequestError
 from .request import GenerationRequest, Tool
-from .tools import ToolSyntax
 
 if TYPE_CHECKING:
     from ..targets import Target
 
 _ANYTHING: Final = "/(?s:.*)/"
+_NEWLINES: Final = "/\\n{0,2}/"  # after a thought; more would never end
 MAX_CALLS: Final = 16  # forced at once; small models would never stop
 
 
@@ -29,35 +33,31 @@ class GrammarFactory:
 
     Args:
         target: the model whose answers they constrain.
+        form: how it answers.
     """
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._literals = _Literals(target.tokenizer)
+    def __init__(self, target: Target, form: AnswerFormat) -> None:
+        self._target, self._form = target, form
+        self._added: dict[str, int] = target.tokenizer.get_added_vocab()
         self._lock = threading.Lock()
         self._tokens: GrammarTokens | None = None  # takes seconds for a large vocabulary
 
-    def make(
-        self, syntax: ToolSyntax, request: GenerationRequest, starts_in_reasoning: bool
-    ) -> list[Grammar | None]:
+    def make(self, request: GenerationRequest, starts_in_reasoning: bool) -> list[Grammar | None]:
         """A grammar for each answer; None for free text. Raises `RequestError`."""
-        tools = request.callable_tools
+        tools, what = request.callable_tools, "The tools' schemas"
+        header, family = self._form.header, self._form.family
         if request.tool_choice == "required":
-            rules, what = self._calls(syntax, tools, request.parallel_calls), "The tools' schemas"
+            rules = self._calls(tools, request.parallel_calls)
         elif request.schema is not None:
-            rules = f"answer: {json_rule(request.schema)}"
+            start = self._literal(header.answer if header else "")
+            rules = f"answer: {start} json\njson: {json_rule(request.schema)}"
             what = "The schema of the response format"
-        elif any(tool.strict for tool in tools) and syntax.name in _CALL_RULES:
-            return self._compile(
-                self._free_until_call(syntax, tools), "The tools' schemas", request
-            )
+        elif any(tool.strict for tool in tools) and self._has_rules and not header:
+            rest = f"answer: (free body {self._literal(family.end)})* rest\nrest: {_ANYTHING}"
+            rules = f"{rest}\n{self._until('free', family.start)}\n{self._body(tools)}"
         else:
             return [None] * request.n
-        start = "start: answer"
-        if starts_in_reasoning:
-            until = self._literals.until("thinking", str(self._target.tokenizer.think_end))
-            start = f"start: thinking newlines answer\n{until}\nnewlines: /\\n*/"
-        return self._compile(f"{start}\n{rules}", what, request)
+        return self._compile(f"{self._start(starts_in_reasoning)}\n{rules}", what, request)
 
     def _compile(self, lark: str, what: str, request: GenerationRequest) -> list[Grammar | None]:
         with self._lock:
@@ -65,111 +65,103 @@ class GrammarFactory:
         grammar = self._tokens.of_lark(lark)
         return [Grammar(self._tokens, grammar, what) for _ in range(request.n)]
 
-    def _calls(self, syntax: ToolSyntax, tools: Sequence[Tool], parallel: bool) -> str:
+    def _start(self, starts_in_reasoning: bool) -> str:
+        """The rule `start`: a thought may stand before the answer."""
+        opens, closes = self._form.thought
+        if not opens:
+            return "start: answer"
+        thought = f"thought {_NEWLINES}"
+        first = thought if starts_in_reasoning else f"({self._literal(opens)} {thought})?"
+        return f"start: {first} answer\n{self._until('thought', closes)}"
+
+    @property
+    def _has_rules(self) -> bool:
+        return isinstance(self._form.family.calls, JsonCalls | TaggedCalls)
+
+    def _calls(self, tools: Sequence[Tool], parallel: bool) -> str:
         """The rule `answer`: one call or several."""
-        if syntax.name not in _CALL_RULES:
+        family, header = self._form.family, self._form.header
+        if not self._has_rules:
             raise RequestError(
-                f"This model's call syntax ({syntax.name}) cannot be forced: use tool_choice auto.",
+                f"This model's call syntax ({family.name}) cannot be forced: use tool_choice auto.",
                 param="tool_choice",
             )
-        more = f"(/\\n?/ call){{0,{MAX_CALLS - 1}}}" if parallel and syntax.end else ""
-        start, end = self._literals.literal(syntax.start), self._literals.literal(syntax.end)
-        return f"answer: call {more}\ncall: {start} body {end}\n{self._body(syntax, tools)}"
+        more = f"(/\\n?/ call){{0,{MAX_CALLS - 1}}}" if parallel and family.end else ""
+        # A call is the whole answer of a family that begins calls with their JSON.
+        start = "" if "{" in family.openings else family.start
+        call = f"call: {self._literal(start)} body {self._literal(family.end)}"
+        to = ""
+        if header is not None and family.start:
+            to = f'" to=" /[^<]+/ {self._literal(header.message)}'
+        return f"answer: {to} call {more}\n{call}\n{self._body(tools)}"
 
-    def _free_until_call(self, syntax: ToolSyntax, tools: Sequence[Tool]) -> str:
-        """Free text whose calls fit the schemas of their tools."""
-        return (
-            f"start: (free body {self._literals.literal(syntax.end)})* rest\nrest: {_ANYTHING}\n"
-            f"{self._literals.until('free', syntax.start)}\n{self._body(syntax, tools)}"
-        )
-
-    def _body(self, syntax: ToolSyntax, tools: Sequence[Tool]) -> str:
+    def _body(self, tools: Sequence[Tool]) -> str:
         """The rule `body`: the text of one call of any tool."""
-        rule = _CALL_RULES[syntax.name]
         names = " | ".join(f"tool_{number}" for number in range(len(tools)))
-        rules = [rule(number, tool, self._literals) for number, tool in enumerate(tools)]
+        rules = [self._tool(number, tool) for number, tool in enumerate(tools)]
         return "\n".join([f"body: {names}", *rules])
 
+    def _tool(self, number: int, tool: Tool) -> str:
+        """The rule of one call. Raises `RequestError` for parameters that are not an object."""
+        syntax = self._form.family.calls
+        assert isinstance(syntax, JsonCalls | TaggedCalls)
+        head = self._literal(syntax.head.replace("{name}", tool.name))
+        tail = self._literal(syntax.tail)
+        schema = dict(tool.parameters)
+        if schema.setdefault("type", "object") != "object":
+            raise RequestError(f"The parameters of {tool.name} are not an object.", param="tools")
+        if isinstance(syntax, JsonCalls):
+            rule = f"tool_{number}: {head} args_{number} {tail}"
+            return f"{rule}\nargs_{number}: {json_rule(schema)}"
+        defined = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        blocks, rules = [], []
+        for place, (name, value, required) in enumerate(_parameters(tool)):
+            rule = f"value_{number}_{place}"
+            kinds = allowed_types(value, schema)
+            is_text = "true" if "string" in kinds else "false"
+            key = syntax.key.replace("{key}", name).replace("{text}", is_text)
+            blocks.append(f"({self._literal(key)} {rule}){'' if required else '?'}")
+            rules.append(self._value(rule, dict(value) | defined, kinds, syntax.value_end))
+        return "\n".join([*rules, f"tool_{number}: {head} {' '.join(blocks)} {tail}"])
 
-class _Literals:
-    """Literal texts of rules.
+    def _value(self, rule: str, schema: Mapping[str, Any], kinds: frozenset[str], end: str) -> str:
+        """The rule of a parameter's value: strings as they are, all others as JSON."""
+        if options := listed_values(schema):
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in options]
+            return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {self._literal(end)}"
+        if "string" in kinds:
+            return self._until(rule, end)
+        return f"{rule}: {rule}_json {self._literal(end)}\n{rule}_json: {json_rule(schema)}"
 
-    A token that was added to the vocabulary, such as <tool_call>, is not text to llguidance: a rule
-    has to name it by its id.
-    """
+    def _literal(self, text: str) -> str:
+        """A text in a rule.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._added: dict[str, int] = tokenizer.get_added_vocab()
+        A token that was added to the vocabulary, such as <tool_call>, is not text to llguidance: a
+        rule has to name it by its id.
+        """
+        parts = re.split(f"({self._own})", text) if self._own else [text]
+        return " ".join(
+            f"<[{self._added[part]}]>" if part in self._added else json.dumps(part)
+            for part in parts
+            if part
+        )
 
-    def literal(self, text: str) -> str:
-        """A text in a rule."""
-        return f"<[{self._added[text]}]>" if text in self._added else json.dumps(text)
+    @property
+    def _own(self) -> str:
+        return "|".join(map(re.escape, self._form.tokens.values()))
 
-    def until(self, name: str, marker: str) -> str:
+    def _until(self, name: str, marker: str) -> str:
         """The rule `name`: anything up to and including a marker."""
-        if marker not in self._added:
+        found = re.search(self._own, marker) if self._own else None
+        if found is None:
             return f"{name}[suffix={json.dumps(marker)}]: {_ANYTHING}"
-        return f"{name}: {name}_text {self.literal(marker)}\n{name}_text: {_ANYTHING}"
+        rest = self._literal(marker[found.start() :])
+        return f"{name}: {name}_text {rest}\n{name}_text: {_ANYTHING}"
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """The right side of a rule for a JSON schema. What no grammar can hold of it is left out."""
     return f"%json {json.dumps({'x-guidance': SPACES | {'lenient': True}, **schema})}"
-
-
-def _json_call(number: int, tool: Tool, literals: _Literals) -> str:
-    """{"name": ..., "arguments": ...} on a line of its own."""
-    head = literals.literal(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
-    return f'tool_{number}: {head} args_{number} "}}\\n"\n{_arguments(number, tool)}'
-
-
-def _mistral_call(number: int, tool: Tool, literals: _Literals) -> str:
-    """name[ARGS]{...}"""
-    name, marker = literals.literal(tool.name), literals.literal("[ARGS]")
-    return f"tool_{number}: {name} {marker} args_{number}\n{_arguments(number, tool)}"
-
-
-def _kimi_call(number: int, tool: Tool, literals: _Literals) -> str:
-    """A call of a section; its id is the function's name and number."""
-    markers = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
-    begin, arguments, end = map(literals.literal, markers)
-    name = literals.literal(f"functions.{tool.name}:0")
-    rule = f"tool_{number}: {begin} {name} {arguments} args_{number} {end}"
-    return f"{rule}\n{_arguments(number, tool)}"
-
-
-def _qwen_call(number: int, tool: Tool, literals: _Literals) -> str:
-    """<function=name>, and a block for each parameter."""
-    blocks, rules = [], []
-    for place, (name, schema, required) in enumerate(_parameters(tool)):
-        rule = f"value_{number}_{place}"
-        head = literals.literal(f"<parameter={name}>\n")
-        blocks.append(f"({head} {rule}){'' if required else '?'}")
-        rules.append(_value(rule, schema, "\n</parameter>\n", literals))
-    start = literals.literal(f"\n<function={tool.name}>\n")
-    end = literals.literal("</function>\n")
-    return "\n".join([*rules, f"tool_{number}: {start} {' '.join(blocks)} {end}"])
-
-
-def _glm_call(number: int, tool: Tool, literals: _Literals) -> str:
-    """The name, then keys and values."""
-    blocks, rules = [], []
-    for place, (name, schema, required) in enumerate(_parameters(tool)):
-        rule = f"value_{number}_{place}"
-        texts = ("<arg_key>", name, "</arg_key>", "\n", "<arg_value>")
-        key = " ".join(map(literals.literal, texts))
-        blocks.append(f"({key} {rule} /\\n?/){'' if required else '?'}")
-        rules.append(_value(rule, schema, "</arg_value>", literals))
-    start = literals.literal(tool.name)
-    return "\n".join([*rules, f"tool_{number}: {start} /\\n?/ {' '.join(blocks)}"])
-
-
-def _arguments(number: int, tool: Tool) -> str:
-    """The rule of a tool's arguments. Raises `RequestError` if they are not an object."""
-    schema = dict(tool.parameters)
-    if schema.setdefault("type", "object") != "object":
-        raise RequestError(f"The parameters of {tool.name} are not an object.", param="tools")
-    return f"args_{number}: {json_rule(schema)}"
 
 
 def _parameters(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
@@ -183,23 +175,3 @@ def _parameters(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
         (name, schema if isinstance(schema, Mapping) else {}, name in required)
         for name, schema in properties.items()
     ]
-
-
-def _value(rule: str, schema: Mapping[str, Any], end: str, literals: _Literals) -> str:
-    """The rule of a parameter's value: strings as they are, all others as JSON."""
-    if schema.get("type") == "string" and "enum" not in schema:
-        return literals.until(rule, end)
-    options = schema.get("enum")
-    if isinstance(options, list) and options and all(isinstance(one, str) for one in options):
-        return f"{rule}: ({' | '.join(map(json.dumps, options))}) {literals.literal(end)}"
-    return f"{rule}: {rule}_json {literals.literal(end)}\n{rule}_json: {json_rule(schema)}"
-
-
-_CALL_RULES: Final[Mapping[str, Callable[[int, Tool, _Literals], str]]] = {
-    "json_tools": _json_call,
-    "mistral": _mistral_call,
-    "kimi_k2": _kimi_call,
-    "qwen3_coder": _qwen_call,
-    "glm47": _glm_call,
-    "laguna": _glm_call,
-}

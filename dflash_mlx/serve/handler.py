@@ -15,21 +15,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ..answers.families import AnswerFormat
+from ..answers.parser import AnswerParser, MarkedText, Part, Reasoning, StopScope
 from ..errors import DFlashError
 from ..events import Event, Stats
-from ..stream import text_of
+from ..stream import skip_text_start, text_of
 from ..threads import clean_up_at_end
 from ..validation import ErrorWrapper
-from . import harmony
 from .errors import RETRY_SECONDS, RequestError, from_library
 from .grammar import GrammarFactory
-from .harmony import HarmonyParser
 from .logprobs import LogprobRecorder, TokenLogprob, Vocabulary
 from .metrics import Metrics
-from .parts import AnswerParser, Part, Reasoning
 from .request import GenerationRequest
 from .template import EncodedPrompt, encode
-from .tools import ToolSyntax
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -77,7 +75,8 @@ class Choice:
     """One of a request's answers: its job, and what reads the job's events."""
 
     job: Job
-    parser: AnswerParser | HarmonyParser
+    parser: AnswerParser
+    marked: MarkedText
     recorder: LogprobRecorder | None
 
 
@@ -128,20 +127,22 @@ class ResponseStream:
     async def _follow(self, index: int, choice: Choice) -> AsyncIterator[StepOutput]:
         metrics, last = self._handler.metrics, self._start
         tokens: list[int] = []
-        reasoning = ""
+        reasoning, length = "", 0  # of the text
         events = aiter(choice.job)
         while (event := await self._next(events)) is not None:
             now = time.monotonic()
             (metrics.step_gap if tokens else metrics.first_token).observe(now - last)
             last = now
             tokens += event.tokens
+            length += len(event.text)
             metrics.count_step(event)
-            parts, finish = choice.parser.feed(event.text), None
+            parts = choice.parser.feed(choice.marked.add(event.text, event.tokens))
+            finish = None
             if event.finish_reason is not None:
                 parts += choice.parser.finish(truncated=event.finish_reason == "length")
             reasoning += "".join(part.text for part in parts if isinstance(part, Reasoning))
             if event.finish_reason is not None:
-                finish = self._finish(event, tokens, reasoning, bool(choice.parser.calls))
+                finish = self._finish(event, tokens, length, reasoning, bool(choice.parser.calls))
                 metrics.count_finish(event.stats, finish.reason)
             logprobs = self._logprobs(choice.recorder, event)
             yield StepOutput(index, event, parts, logprobs, finish)
@@ -156,14 +157,14 @@ class ResponseStream:
         return event if self._open else None
 
     def _finish(
-        self, event: Event, tokens: Sequence[int], reasoning: str, has_calls: bool
+        self, event: Event, tokens: Sequence[int], length: int, reasoning: str, has_calls: bool
     ) -> Finish:
         tokenizer = self._handler.target.tokenizer
         count = len(tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
         if event.finish_reason == "length":
             return Finish("length", event.stats, count)
         reason: FinishReason = "tool_calls" if has_calls else "stop"
-        return Finish(reason, event.stats, count, self._stop_string(tokens))
+        return Finish(reason, event.stats, count, self._stop_string(tokens, length))
 
     def _logprobs(
         self, recorder: LogprobRecorder | None, event: Event
@@ -174,15 +175,14 @@ class ResponseStream:
         eos_ids = self._handler.target.tokenizer.eos_token_ids
         return [one for one in recorder.take(event.tokens) if one.chosen.token not in eos_ids]
 
-    def _stop_string(self, tokens: Sequence[int]) -> str | None:
-        """The stop string that ended an answer; None if an EOS token did."""
+    def _stop_string(self, tokens: Sequence[int], length: int) -> str | None:
+        """The stop string that ended a text of this length; None if an EOS token did."""
         tokenizer = self._handler.target.tokenizer
         stops = self.request.settings.get("stop") or ()
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
         text = text_of(tokenizer, tokens, self.request.continues_text)
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        return min(found)[1] if found else None
+        return min((stop for stop in stops if text.startswith(stop, length)), default=None)
 
 
 class RequestHandler:
@@ -196,7 +196,7 @@ class RequestHandler:
         metrics: counts them.
 
     Attributes:
-        syntax: how the model writes calls.
+        form: how the model answers.
         draining: the server stops, and accepts no requests.
         lost: machines that share the model have lost each other.
     """
@@ -211,11 +211,11 @@ class RequestHandler:
     ) -> None:
         self.target, self.metrics = target, metrics
         tokenizer = target.tokenizer
-        uses_harmony = harmony.uses_harmony(tokenizer)
-        self.syntax = harmony.SYNTAX if uses_harmony else ToolSyntax.of(tokenizer)
+        self.form = AnswerFormat.of(tokenizer)
         self.draining = self.lost = False
         self._engine, self._defaults, self._capacity = engine, dict(defaults), capacity
-        self._grammars, self._vocabulary = GrammarFactory(target), Vocabulary(tokenizer)
+        self._grammars = GrammarFactory(target, self.form)
+        self._vocabulary = Vocabulary(tokenizer)
         self._workers = ThreadPoolExecutor(WORKERS, "dflash-serve", clean_up_at_end)
         self._streams: set[ResponseStream] = set()
         self._reserved, self._busy_since, self._aborted = 0, 0.0, False
@@ -238,7 +238,7 @@ class RequestHandler:
     async def encode(self, request: GenerationRequest) -> EncodedPrompt:
         """The token ids of a request's prompt. Raises `RequestError`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, encode, self.target, self.syntax, request)
+        return await loop.run_in_executor(self._workers, encode, self.target, self.form, request)
 
     async def start(
         self, requests: Sequence[GenerationRequest], salt: str = ""
@@ -321,8 +321,8 @@ class RequestHandler:
         self, request: GenerationRequest, salt: str, unless_all: ExitStack
     ) -> ResponseStream:
         """Submit a request's jobs. `unless_all` cancels them if another one fails."""
-        prompt = encode(self.target, self.syntax, request)
-        grammars = self._grammars.make(self.syntax, request, prompt.starts_in_reasoning)
+        prompt = encode(self.target, self.form, request)
+        grammars = self._grammars.make(request, prompt.starts_in_reasoning)
         settings = self._defaults | dict(request.settings)
         if salt:
             settings["salt"] = salt
@@ -338,19 +338,24 @@ class RequestHandler:
             processors = [one for one in (recorder, grammar) if one is not None]
             if processors:
                 settings["logits_processors"] = processors
+            if "stop" in settings and (self.form.thought[0] or request.callable_tools):
+                settings["stop_applies"] = StopScope(*self._reader(request, prompt))
             job = self._engine.submit(prompt.ids, **settings)
             unless_all.callback(job.cancel)
-            parser = self._parser(request, prompt.starts_in_reasoning)
-            choices.append(Choice(job, parser, recorder))
+            choices.append(Choice(job, *self._reader(request, prompt), recorder))
         ignored = [*request.ignored, *(grammars[0].warnings if grammars[0] else ())]
         return ResponseStream(self, request, len(prompt.ids), choices, ignored)
 
-    def _parser(
-        self, request: GenerationRequest, starts_in_reasoning: bool
-    ) -> AnswerParser | HarmonyParser:
-        tools, parallel = request.callable_tools, request.parallel_calls
-        if self.syntax.name == harmony.NAME:
-            return HarmonyParser(tools, parallel)
-        return AnswerParser(
-            self.target.tokenizer, self.syntax, tools, starts_in_reasoning, parallel
+    def _reader(
+        self, request: GenerationRequest, prompt: EncodedPrompt
+    ) -> tuple[AnswerParser, MarkedText]:
+        """What splits an answer, and what marks its text."""
+        tokenizer = self.target.tokenizer
+        detokenizer = tokenizer.detokenizer
+        if request.continues_text:
+            skip_text_start(detokenizer, tokenizer)
+        schemas = {tool.name: tool.parameters for tool in request.callable_tools}
+        parser = AnswerParser(
+            self.form, schemas, prompt.starts_in_reasoning, request.parallel_calls
         )
+        return parser, MarkedText(detokenizer, self.form.tokens)

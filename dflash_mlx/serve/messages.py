@@ -7,11 +7,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
+from ..answers.parser import Part, Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream
 from .openai_common import Thinking, drafting, thinking_settings
-from .parts import Part, Reasoning, Text
 from .request import (
     GenerationRequest,
     Tool,
@@ -21,7 +21,6 @@ from .request import (
     without_none,
 )
 from .sse import Frames, frame
-from .tools import ToolCall
 
 # The first system block of Claude Code. It differs between sessions, and a prompt that differs at
 # its start shares nothing in the prefix cache.

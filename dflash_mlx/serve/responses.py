@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from ..answers.parser import Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
@@ -32,10 +33,8 @@ from .openai_common import (
     responses_usage,
     template_call,
 )
-from .parts import Reasoning, Text
 from .request import GenerationRequest, Tool, ToolChoice, without_none
 from .sse import Frames, frame
-from .tools import ToolCall
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
 

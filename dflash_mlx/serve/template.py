@@ -8,19 +8,19 @@ fails, they are merged into an order that every template takes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
+from ..answers.families import HARMONY, AnswerFormat, Family
 from ..errors import PromptError
 from ..prompt import token_ids
 from ..validation import ErrorWrapper
-from . import harmony
 from .errors import ContextLengthError, RequestError
-from .request import GenerationRequest
-from .tools import ToolSyntax, calls_as_text, describe_tools
+from .request import GenerationRequest, Tool
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -40,7 +40,7 @@ class EncodedPrompt:
     starts_in_reasoning: bool = False
 
 
-def encode(target: Target, syntax: ToolSyntax, request: GenerationRequest) -> EncodedPrompt:
+def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> EncodedPrompt:
     """The prompt of a request.
 
     Raises `RequestError` if the template refuses it, and `ContextLengthError` if it is too long.
@@ -49,9 +49,8 @@ def encode(target: Target, syntax: ToolSyntax, request: GenerationRequest) -> En
     thinks = False
     try:
         if prompt and isinstance(prompt[0], Mapping):
-            text = _render(tokenizer, syntax, request)
-            if tokenizer.has_thinking:
-                thinks = text.rstrip().endswith(tokenizer.think_start)
+            text = _render(tokenizer, form, request)
+            thinks = form.header is None and text.rstrip().endswith(form.thought[0] or "\0")
             with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
                 ids = list(tokenizer.encode(text, add_special_tokens=False))
         else:
@@ -68,7 +67,7 @@ def encode(target: Target, syntax: ToolSyntax, request: GenerationRequest) -> En
     return EncodedPrompt(ids, thinks)
 
 
-def _render(tokenizer: Any, syntax: ToolSyntax, request: GenerationRequest) -> str:
+def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> str:
     """The text of a chat. Raises `PromptError`, the template's first one."""
     if not tokenizer.has_chat_template:
         raise PromptError("The model has no chat template: use completions.")
@@ -77,18 +76,17 @@ def _render(tokenizer: Any, syntax: ToolSyntax, request: GenerationRequest) -> s
         raise PromptError(f"chat_template_kwargs cannot set {reserved[0]!r}.")
     messages: Any = request.prompt
     tools = request.callable_tools
-    if syntax.native and tools:
+    if form.native and tools:
         settings["tools"] = [tool.for_template() for tool in tools]
-    if not syntax.native:
-        messages = calls_as_text(messages, syntax)
+    if not form.native:
+        messages = calls_as_text(messages, form.family)
         if tools:
-            system = {"role": "system", "content": describe_tools(tools, syntax)}
+            system = {"role": "system", "content": describe_tools(tools, form.family)}
             messages = merge_messages([system, *messages])
-    if syntax.name == harmony.NAME:
-        messages = [harmony.with_thinking(message) for message in messages]
-    systems = [_content(message) for message in messages if message["role"] == "system"]
+    messages = for_family(messages, form.family)
     first: PromptError | None = None
-    for attempt in (messages, merge_messages(messages), merge_messages(messages, system=False)):
+    partial = ""
+    for attempt in _attempts(messages, form.family):
         try:
             with ErrorWrapper(PromptError, "The chat template refuses these messages"):
                 text = tokenizer.apply_chat_template(
@@ -101,9 +99,84 @@ def _render(tokenizer: Any, syntax: ToolSyntax, request: GenerationRequest) -> s
         except PromptError as error:
             first = first or error
             continue
-        if all(content in text for content in systems):
+        missing = {one["role"] for one in messages if _content(one) not in text}
+        if not missing:
             return str(text)
+        if "system" not in missing:
+            partial = partial or str(text)
+    if partial:
+        return partial
     raise first or PromptError("The chat template leaves out system messages.")
+
+
+def _attempts(messages: Sequence[Message], family: Family) -> Iterator[Sequence[Message]]:
+    """The messages as they are, then in orders that more templates take."""
+    single = split_calls(messages)
+    if family is not HARMONY:  # its template leaves out all calls but the first
+        yield messages
+    yield single
+    for one in (messages, single):
+        yield merge_messages(one)
+    for one in (messages, single):
+        yield merge_messages(one, system=False)
+
+
+def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, Any]]:
+    """Messages with calls and their results as a family's template takes them.
+
+    Ids get the family's form, and results the name of their call.
+    """
+    found: list[dict[str, Any]] = []
+    ids: dict[str, tuple[str, str]] = {}  # the client's -> the template's and the tool's name
+    number = 0
+    for message in messages:
+        copy = dict(message)
+        calls = []
+        for call in copy.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            id = family.ids.format(name=name, number=number) if family.ids else call["id"]
+            number += 1
+            if family.text_arguments:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append(call | {"id": id, "function": {"name": name, "arguments": arguments}})
+            ids[call["id"]] = id, name
+        if calls:
+            copy["tool_calls"] = calls
+        if copy["role"] == "tool" and ids:
+            known = copy.get("tool_call_id", "")
+            id, name = ids[known] if known in ids else list(ids.values())[-1]
+            copy = {"name": name} | copy | {"tool_call_id": id}
+        if family is HARMONY and (reasoning := copy.pop("reasoning_content", None)):
+            if calls and not copy["content"]:  # its template takes no other
+                copy["thinking"] = reasoning
+        found.append(copy)
+    return found
+
+
+def split_calls(messages: Sequence[Message]) -> list[Message]:
+    """Messages with one call each, before its result, and without text beside it."""
+    found: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            at = next(
+                (at for at, one in enumerate(found) if _calls(one, message.get("tool_call_id"))),
+                len(found) - 1,
+            )
+            found.insert(at + 1, message)
+            continue
+        calls = message.get("tool_calls", ())
+        if calls and message["content"]:
+            text = {key: value for key, value in message.items() if key != "tool_calls"}
+            found.append(text)
+            message = {"role": message["role"], "content": "", "tool_calls": calls}
+        first = {key: value for key, value in message.items() if key != "tool_calls"}
+        found += [first | {"tool_calls": [call]} for call in calls] or [message]
+    return found
+
+
+def _calls(message: Message, id: str | None) -> bool:
+    """Whether a message has the call with this id."""
+    return any(call["id"] == id for call in message.get("tool_calls", ()))
 
 
 def _content(message: Message) -> str:
@@ -131,3 +204,27 @@ def merge_messages(messages: Sequence[Message], system: bool = True) -> list[Mes
         else:
             merged.append({**message, "role": role})
     return merged
+
+
+def describe_tools(tools: Sequence[Tool], family: Family) -> str:
+    """The system message about tools for a template without them."""
+    lines = [json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools]
+    example = '{"name": "...", "arguments": {...}}'
+    call = f"{family.start}\n{example}\n{family.end}"
+    return "\n".join(["You can call these tools:", *lines, "To call one, write", call])
+
+
+def calls_as_text(messages: Sequence[Mapping[str, Any]], family: Family) -> list[dict[str, Any]]:
+    """Messages with calls and results as text, for a template that would drop them."""
+    written = []
+    for message in messages:
+        copy = dict(message)
+        parts = [copy["content"]] if copy["content"] else []
+        for call in copy.pop("tool_calls", ()):
+            text = json.dumps(call["function"], ensure_ascii=False)
+            parts.append(f"{family.start}\n{text}\n{family.end}")
+        if copy["role"] == "tool":
+            copy = {"role": "user"}
+            parts = [f"<tool_response>\n{message['content']}\n</tool_response>"]
+        written.append(copy | {"content": "\n".join(parts)})
+    return written

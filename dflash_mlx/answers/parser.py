@@ -1,0 +1,348 @@
+"""An answer split into text, reasoning and calls while it streams.
+
+Markers count where they are tokens of their own, if the vocabulary has them so: spelled in ordinary
+tokens they are text. The text of a call is held back until the call ends. It becomes a call, or
+stays text if it does not parse as one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..stream import possible_start
+from .calls import Call, Schemas
+from .families import AnswerFormat
+from .values import NotACallError, read_arguments, typed_arguments
+
+NORMAL, REASONING, TOOL, HEADER = "normal", "reasoning", "tool", "header"  # what a text is
+_BARE, _MESSAGE, _STRAY = "bare", "message", "stray"  # what else a marker may mean
+MARK: Final = "\udc00"  # before a marker that is a token of its own; no text has it
+_NEWLINE: Final = "\n"
+_MAX_HEADER: Final = 200  # characters; more are text
+_HEADER_WORDS: Final = re.compile(
+    r"<\|start\|>|assistant|<\|channel\|>|(?<=<\|channel\|>)\s*(?:analysis|commentary|final)\b"
+    r"|<\|constrain\|>\s*\w*|to=\S+"
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call: its id, the tool's name, and its arguments as JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+Part = Text | Reasoning | ToolCall
+
+
+class MarkedText:
+    """The text of an answer with `MARK` before each marker that is a token of its own.
+
+    Args:
+        detokenizer: a streaming detokenizer of mlx-lm, as the engine uses one for the text.
+        tokens: token id -> text of the markers.
+    """
+
+    def __init__(self, detokenizer: Any, tokens: Mapping[int, str]) -> None:
+        self._detokenizer, self._tokens = detokenizer, tokens
+        self._length = self._start = 0  # of the text so far: of all tokens, and of `add`
+        self._marks: list[int] = []
+
+    def add(self, text: str, tokens: Sequence[int]) -> str:
+        """The next text, which may lag behind the tokens, with marks."""
+        for token in tokens if self._tokens else ():
+            self._detokenizer.add_token(token)
+            self._length += len(self._detokenizer.last_segment)
+            if token in self._tokens:
+                self._marks.append(self._length - len(self._tokens[token]))
+        start, self._start = self._start, self._start + len(text)
+        marks = [at - start for at in self._marks if at < self._start]
+        self._marks = self._marks[len(marks) :]
+        for at in reversed(marks):
+            text = text[:at] + MARK + text[at:]
+        return text
+
+
+class StopScope:
+    """Says of each token whether stop strings count in its text: they do not in thoughts and calls.
+
+    Args:
+        parser, marked: of the answer; nobody else uses them.
+    """
+
+    def __init__(self, parser: AnswerParser, marked: MarkedText) -> None:
+        self._parser, self._marked = parser, marked
+
+    def __call__(self, token: int, text: str) -> bool:
+        """Whether they count in the text of the next token."""
+        before = self._parser.state
+        self._parser.feed(self._marked.add(text, [token]))
+        return before == self._parser.state == NORMAL
+
+
+class AnswerParser:
+    """Splits one answer into parts.
+
+    Args:
+        form: how the model answers.
+        schemas: of the tools that may be called, by name; without any, nothing is a call.
+        starts_in_reasoning: whether the prompt ends where reasoning starts.
+        parallel: whether more than one call is allowed.
+
+    Attributes:
+        calls: the number of calls so far.
+        state: what the text at this place is.
+    """
+
+    def __init__(
+        self,
+        form: AnswerFormat,
+        schemas: Schemas,
+        starts_in_reasoning: bool = False,
+        parallel: bool = True,
+    ) -> None:
+        self._form, self._schemas, self._parallel = form, schemas, parallel
+        self.state = HEADER if form.header else REASONING if starts_in_reasoning else NORMAL
+        self.calls = 0
+        own = "|".join(map(re.escape, form.tokens.values()))
+        self._own = re.compile(own or r"(?!)")
+        self._tables = {state: self._table(state) for state in (NORMAL, REASONING, HEADER)}
+        self._pending = ""  # what may be a marker, a header or a call
+        self._searched = 0  # no marker in it begins before this place
+        self._start = self._name = ""  # of the call: what began it; its name, if a header has it
+        self._is_bare, self._outer = False, NORMAL  # it began without its marker; in which text
+        self._newlines = ""  # held back: dropped if a marker follows
+        self._after_marker, self._begun = starts_in_reasoning, False
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts of the next text of the answer, which `MarkedText` has marked."""
+        self._pending += text
+        return merge_texts(self._read())
+
+    def finish(self, truncated: bool) -> list[Part]:
+        """The rest of the parts; `truncated` if `max_tokens` ended the answer."""
+        parts = self._read(last=True)
+        while self.state == TOOL:
+            parts += self._end_answer(truncated)
+            parts += self._read(last=True)
+        if self.state == HEADER:
+            parts += self._read_words(self._take(len(self._pending)))
+        return merge_texts(parts)
+
+    def _table(self, state: str) -> dict[str, str]:
+        """The markers that count in a state, and what each means."""
+        family, header, (opens, closes) = self._form.family, self._form.header, self._form.thought
+        if header is not None:
+            found = dict.fromkeys(header.ends, HEADER)
+        else:
+            found = {opens: REASONING, closes: NORMAL} if state == NORMAL else {closes: NORMAL}
+        if self._schemas:
+            found[family.start] = TOOL
+        if self._schemas and state == NORMAL:
+            openings = [
+                one.replace("{name}", name) for one in family.openings for name in self._schemas
+            ]
+            found |= {family.end: _STRAY} | dict.fromkeys(openings, _BARE)
+        found |= dict.fromkeys(family.dropped, state)
+        marked = self._marked(found)
+        if header is not None and state == HEADER:  # spelled or not
+            marked |= {header.message: _MESSAGE, MARK + header.message: _MESSAGE}
+        return marked
+
+    def _marked(self, table: Mapping[str, str]) -> dict[str, str]:
+        """A table of markers as they stand in marked text."""
+        return {self._own.sub(rf"{MARK}\g<0>", one): kind for one, kind in table.items() if one}
+
+    def _call_ends(self) -> dict[str, str]:
+        """The markers that may end the call."""
+        family, header = self._form.family, self._form.header
+        if self._name and header is not None:
+            return self._marked(dict.fromkeys(header.ends, HEADER))
+        return self._marked({family.bare_end if self._is_bare else family.end: NORMAL})
+
+    def _read(self, last: bool = False) -> list[Part]:
+        """The parts of the pending text, except what may be the start of a marker."""
+        parts: list[Part] = []
+        while True:
+            table = self._call_ends() if self.state == TOOL else self._tables[self.state]
+            found = _first(table, self._pending, self._searched)
+            if found is not None:
+                parts += self._read_marker(found, table[found[0]])
+                continue
+            border = len(self._pending)
+            border -= 0 if last else possible_start(self._pending, table)
+            if self.state in (NORMAL, REASONING):
+                return parts + self._read_text(self._take(border))
+            self._searched = max(self._searched, border)
+            if self.state == TOOL or len(self._pending) <= _MAX_HEADER:
+                return parts
+            parts += self._read_words(self._take(border))
+            self.state = NORMAL
+
+    def _read_marker(self, found: re.Match[str], kind: str) -> list[Part]:
+        """The parts up to a marker."""
+        start, end, marker = found.start(), found.end(), found[0]
+        before = self._pending[:start]
+        if self.state == TOOL:
+            return self._end_call(found, kind)
+        if (kind == _STRAY and (before.strip() or not self._is_bare or not self._after_marker)) or (
+            marker == "{" and (before.strip() or self._begun)
+        ):
+            return self._read_text(self._take(end))
+        self._take(end)
+        parts = self._read_words(before) if self.state == HEADER else self._read_text(before)
+        if kind == _MESSAGE:
+            return self._read_header(before)
+        self._newlines, self._after_marker = "", True
+        if kind in (TOOL, _BARE):
+            self._begin_call(marker, kind)
+        elif kind != _STRAY:
+            self.state = kind
+        return parts
+
+    def _read_header(self, header: str) -> list[Part]:
+        """What the header of a message says; words before it are text."""
+        form, header = self._form.header, header.replace(MARK, "")
+        assert form is not None
+        parts = self._read_words(re.split(r"<\||to=", header)[0])
+        called = form.calls.search(header) if form.calls and self._schemas else None
+        self._newlines, self._after_marker = "", True
+        self.state = REASONING if form.thinks.search(header) else NORMAL
+        if called is not None and (called["space"] or called["name"] in self._schemas):
+            self._begin_call(header + form.message, TOOL, called["name"])
+        return parts
+
+    def _read_words(self, header: str) -> list[Part]:
+        """The words of a header that has no message."""
+        self.state = NORMAL
+        parts = self._read_text(_HEADER_WORDS.sub("", header.replace(MARK, "")).strip())
+        self.state = HEADER
+        return parts
+
+    def _read_text(self, text: str) -> list[Part]:
+        """Text or reasoning, without the newlines beside markers."""
+        text = text.replace(MARK, "")
+        if self._after_marker:
+            text = text.lstrip(_NEWLINE)
+        if not text:
+            return []
+        self._after_marker, self._begun = False, True
+        text, self._newlines = self._newlines + text, ""
+        if self.state != REASONING:
+            return [Text(text)]
+        stripped = text.rstrip(_NEWLINE)
+        self._newlines = text[len(stripped) :]
+        return [Reasoning(stripped)] if stripped else []
+
+    def _begin_call(self, marker: str, kind: str, name: str = "") -> None:
+        self._outer = NORMAL if self.state == HEADER else self.state
+        self._is_bare, self._start, self._name, self.state = kind == _BARE, marker, name, TOOL
+        if self._is_bare:
+            self._pending, self._searched = marker + self._pending, len(marker)
+
+    def _end_call(self, found: re.Match[str], kind: str) -> list[Part]:
+        """The calls up to a marker; none if the marker is a part of the call."""
+        try:
+            calls = self._parse(self._body(found))
+        except NotACallError:
+            if not self._name:
+                self._searched = found.end()
+                return []
+            self.state = self._outer
+            return self._read_text(self._start + self._take(found.end()))
+        self._take(found.end())
+        self.state = kind
+        return calls
+
+    def _end_answer(self, truncated: bool) -> list[Part]:
+        """The calls up to the first marker or the end of the answer, or text."""
+        ends = self._call_ends()
+        found = _first(ends, self._pending, len(self._start) if self._is_bare else 0)
+        body = self._body(found)
+        is_over = found is not None or not truncated or not ends
+        text = self._take(len(self._pending) if found is None else found.end())
+        self.state = self._outer
+        try:
+            if is_over:
+                return self._parse(body, lenient=True)
+        except NotACallError:
+            pass
+        if truncated and found is None and self.calls:
+            return []  # of no use to the client
+        self._after_marker = False
+        return self._read_text(text if self._is_bare else self._start + text)
+
+    def _body(self, end: re.Match[str] | None) -> str:
+        """The text of the call up to its end, which is a part of it if its start is."""
+        if end is None:
+            return self._pending
+        family = self._form.family
+        inside = self._is_bare and family.bare_end != family.end
+        return self._pending[: end.end() if inside else end.start()]
+
+    def _parse(self, body: str, lenient: bool = False) -> list[Part]:
+        """The calls in a text. Raises `NotACallError`."""
+        body = body.replace(MARK, "")
+        if self._name:
+            found: list[Call] = [(self._name, read_arguments(body))]
+        else:
+            found = self._form.family.calls.calls(body, self._schemas, lenient)
+        if self._is_bare and not {name for name, _ in found} <= set(self._schemas):
+            raise NotACallError("unknown tool")
+        calls = [
+            ToolCall(
+                f"call_{secrets.token_hex(12)}",
+                name,
+                typed_arguments(arguments, self._schemas.get(name)),
+            )
+            for name, arguments in found
+        ]
+        if not self._parallel:
+            calls = calls[: 1 - self.calls]
+        self.calls += len(calls)
+        self._newlines, self._after_marker = "", True
+        return [*calls]
+
+    def _take(self, border: int) -> str:
+        """The pending text up to a place, which is pending no more."""
+        text, self._pending = self._pending[:border], self._pending[border:]
+        self._searched = 0
+        return text
+
+
+def _first(markers: Iterable[str], text: str, start: int) -> re.Match[str] | None:
+    """The first of the markers in a text, the longest one where several begin."""
+    longest_first = sorted(markers, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)").search(text, start)
+
+
+def merge_texts(parts: Sequence[Part]) -> list[Part]:
+    """The parts, with neighbours of one kind merged."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if isinstance(part, Text | Reasoning) and type(last) is type(part):
+            merged[-1] = type(part)(last.text + part.text)
+        else:
+            merged.append(part)
+    return merged

@@ -1,0 +1,314 @@
+"""Arguments of calls as the model wrote them, typed by the schema of the tool.
+
+Some families write values as bare text, where 123 may be a number or a string. The schema decides,
+in whatever way it says it. JSON is read as other servers read it: line breaks may stand in strings,
+and NaN, which is not JSON, is a string.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any, Final
+
+from ..errors import DFlashError
+from ..validation import ErrorWrapper
+
+# Names that models and schemas use beside JSON schema's own.
+_ALIASES: Final = {
+    "str": "string",
+    "text": "string",
+    "enum": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+_ALL: Final = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
+_WORDS: Final = {"true": True, "false": False, "null": None, "none": None}
+_COMBINATIONS: Final = ("anyOf", "oneOf", "allOf")
+
+
+class NotACallError(DFlashError):
+    """Text that does not parse as a call."""
+
+
+class Raw(str):
+    """A value written as bare text, which the schema types."""
+
+    __slots__ = ()
+
+
+def _number(text: str) -> Any:
+    """A number with all its digits; text for one that JSON readers would make infinite."""
+    return Decimal(text) if math.isfinite(float(text)) else text
+
+
+_DECODER: Final = json.JSONDecoder(strict=False, parse_float=_number, parse_constant=str)
+
+
+def read_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value at `start` and where it ends. Raises `NotACallError`."""
+    start += len(text[start:]) - len(text[start:].lstrip())
+    with ErrorWrapper(NotACallError, "not JSON"):
+        value, end = _DECODER.raw_decode(text, start)
+    return value, end
+
+
+def read_arguments(arguments: Any) -> dict[str, Any]:
+    """The arguments that a call has as JSON, as JSON text, or not at all.
+
+    Raises `NotACallError` for anything else.
+    """
+    if isinstance(arguments, str):
+        text = arguments.strip()
+        arguments, end = read_json(text) if text else (None, 0)
+        if text[end:].strip():
+            raise NotACallError("text behind the arguments")
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):
+        raise NotACallError("the arguments are not an object")
+    return arguments
+
+
+def typed_arguments(arguments: Mapping[str, Any], schema: Any) -> str:
+    """The arguments as JSON text, each typed by the tool's schema. Raises `NotACallError`."""
+    with ErrorWrapper(NotACallError, "not JSON"):
+        typed = _typed(dict(arguments), schema, schema)
+        text = json.dumps(typed, ensure_ascii=False, allow_nan=False)
+    # Halves of surrogate pairs are no text.
+    return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
+
+
+def allowed_types(
+    schema: Any, root: Any, seen: dict[int, frozenset[str]] | None = None
+) -> frozenset[str]:
+    """The JSON types that a schema allows; `root` is the document of its references."""
+    seen = {} if seen is None else seen  # by the schema's id: references may be cyclic
+    if not isinstance(schema, Mapping) or id(schema) in seen:
+        return seen.get(id(schema), _ALL)
+    found = seen[id(schema)] = _ALL
+    kinds = schema.get("type")
+    if isinstance(kinds, str | list):
+        words = [kinds] if isinstance(kinds, str) else kinds
+        names = {_ALIASES.get(str(word).lower(), str(word).lower()) for word in words}
+        names |= {"integer"} if "number" in names else set()
+        names |= {"null"} if schema.get("nullable") is True else set()
+        found &= names & _ALL or _ALL
+    if options := listed_values(schema):
+        found &= frozenset(map(_type_name, options))
+    if "$ref" in schema:
+        found &= allowed_types(_resolve(schema["$ref"], root), root, seen)
+    for word in _COMBINATIONS:
+        inner = schema.get(word)
+        if isinstance(inner, list) and inner:
+            sets = [allowed_types(one, root, seen) for one in inner]
+            found &= frozenset.intersection(*sets) if word == "allOf" else frozenset().union(*sets)
+    seen[id(schema)] = found
+    return found
+
+
+def listed_values(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that `enum` or `const` lists."""
+    if "const" in schema:
+        return [schema["const"]]
+    options = schema.get("enum")
+    return options if isinstance(options, list) else []
+
+
+def _resolve(reference: Any, root: Any) -> Any:
+    """The schema that a reference within the document names; None for others."""
+    found = root
+    for name in str(reference).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if str(reference).startswith("#") else None
+
+
+def _parts(schema: Any, root: Any) -> list[Mapping[str, Any]]:
+    """A schema and those that it refers to or combines, the outermost first."""
+    found: list[Mapping[str, Any]] = []
+    rest, seen = [schema], set()
+    while rest:
+        one = rest.pop(0)
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        found.append(one)
+        rest += [_resolve(one["$ref"], root)] if "$ref" in one else []
+        for word in _COMBINATIONS:
+            rest += one[word] if isinstance(one.get(word), list) else []
+    return found
+
+
+def properties(schema: Any, root: Any) -> dict[str, Any]:
+    """The schemas of an object's members, by name."""
+    found: dict[str, Any] = {}
+    for part in reversed(_parts(schema, root)):
+        if isinstance(part.get("properties"), Mapping):
+            found |= part["properties"]
+    return found
+
+
+def _inner(schema: Any, root: Any, word: str) -> Any:
+    """The schema of array items or additional properties."""
+    return next((part[word] for part in _parts(schema, root) if word in part), None)
+
+
+def _typed(value: Any, schema: Any, root: Any) -> Any:
+    """A value as its schema types it, and everything in it."""
+    if isinstance(value, Raw):
+        return _read_text(str(value), schema, root)
+    if isinstance(value, Mapping):
+        known, others = properties(schema, root), _inner(schema, root, "additionalProperties")
+        return {key: _typed(one, known.get(key, others), root) for key, one in value.items()}
+    if isinstance(value, list):
+        items = _inner(schema, root, "items")
+        return [_typed(one, items, root) for one in value]
+    if isinstance(value, Decimal):
+        kinds = allowed_types(schema, root)
+        whole = value == value.to_integral_value()
+        return int(value) if whole and "number" not in kinds else float(value)
+    return value
+
+
+def _read_text(text: str, schema: Any, root: Any) -> Any:
+    """The value of bare text: a string unless the schema allows what it is otherwise."""
+    kinds = allowed_types(schema, root)
+    listed = [one for part in _parts(schema, root) for one in listed_values(part)]
+    if kinds == {"string"} or text in listed:
+        return text
+    value = _literal(text.strip(), guess="string" not in kinds)
+    if isinstance(value, str):
+        return text if "string" in kinds or not value else value
+    value = _typed(value, schema, root)
+    return text if "string" in kinds and _type_name(value) not in kinds else value
+
+
+def _literal(text: str, guess: bool) -> Any:
+    """The value of a JSON text; with `guess`, Python's spelling too; else the text."""
+    try:
+        value, end = read_json(text)
+    except NotACallError:
+        pass
+    else:
+        if end == len(text):
+            return value
+    if guess:
+        if text.lower() in _WORDS:
+            return _WORDS[text.lower()]
+        reader = LiteralReader(text)
+        try:
+            with ErrorWrapper(NotACallError, "nested too deeply"):
+                value = reader.value("")
+        except NotACallError:
+            return text
+        return value if reader.at == len(text) else text
+    return text
+
+
+_STRING: Final = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'', re.DOTALL)
+_ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_ESCAPES: Final = dict(zip("nrtbf\"'\\/", "\n\r\t\b\f\"'\\/", strict=True))
+_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match[1]
+    return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPES.get(code, match[0])
+
+
+class LiteralReader:
+    """Reads literals as Python and JSON have them. Its methods raise `NotACallError`.
+
+    Args:
+        text: the literals.
+        at: where to begin.
+        quote: another quote, of strings without escapes.
+
+    Attributes:
+        at: the end of what was read.
+    """
+
+    def __init__(self, text: str, at: int = 0, quote: str = "") -> None:
+        self._text, self.at, self._quote = text, at, quote
+
+    def members(self, separator: str, close: str) -> dict[str, Any]:
+        """The members of an object, after its opening bracket."""
+        found: dict[str, Any] = {}
+        while not self._take(close):
+            key = self._string()
+            key = self._word(separator) if key is None else key
+            if not self._take(separator):
+                raise NotACallError("no value")
+            found[key] = self.value(close)
+            self._take(",")
+        return found
+
+    def value(self, close: str) -> Any:
+        """A value, which ends before a comma or `close`; `Raw` without quotes or brackets."""
+        string = self._string()
+        if string is not None:
+            return string
+        if self._take("{"):
+            return self.members(":", "}")
+        if not self._take("["):
+            word = self._word("," + close)
+            return Raw(_PYTHON_WORDS.get(word, word))
+        found = []
+        while not self._take("]"):
+            found.append(self.value("]"))
+            self._take(",")
+        return found
+
+    def _string(self) -> str | None:
+        """A string in quotes, if there is one."""
+        if self._quote and self._take(self._quote):
+            start, end = self.at, self._text.find(self._quote, self.at)
+            if end < 0:
+                raise NotACallError("no end")
+            self.at = end + len(self._quote)
+            return self._text[start:end]
+        self._take("")
+        match = _STRING.match(self._text, self.at)
+        if match is None:
+            return None
+        self.at = match.end()
+        return _ESCAPE.sub(_unescape, match[0][1:-1])
+
+    def _word(self, ends: str) -> str:
+        start = self.at
+        while self.at < len(self._text) and self._text[self.at] not in ends:
+            self.at += 1
+        if self.at == len(self._text):
+            raise NotACallError("no end")
+        return self._text[start : self.at].strip()
+
+    def _take(self, token: str) -> bool:
+        """Skip white space, and a token if it is there."""
+        while self.at < len(self._text) and self._text[self.at].isspace():
+            self.at += 1
+        found = self._text.startswith(token, self.at)
+        self.at += len(token) if found else 0
+        return found
+
+
+def _type_name(value: Any) -> str:
+    """The JSON type of a value."""
+    if isinstance(value, bool):
+        return "boolean"
+    for kind, name in (
+        (str, "string"),
+        (int, "integer"),
+        (Mapping, "object"),
+        (Sequence, "array"),
+        (type(None), "null"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return "number"

@@ -1,0 +1,350 @@
+"""Answers of every family split into text, reasoning and calls."""
+
+import importlib
+
+import pytest
+from answers import JSON, KNOWN, TAGGED, WRITERS, form_of, read, written
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import FakeEngine, client, make_target
+
+from dflash_mlx.answers.families import AnswerFormat
+from dflash_mlx.answers.parser import AnswerParser, MarkedText, Reasoning, Text
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+SCHEMAS = {"get_weather": SCHEMA, "now": {}}
+CALL = ("get_weather", {"city": "New York", "days": 3})
+BARE = [family for family in WRITERS if KNOWN[family].openings]
+NEWLINES = "\n    if x:\n\treturn  "
+
+
+@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("width", [1, 3, 1000])
+def test_calls_in_steps_of_any_size(family, width):
+    text = written(family, *CALL)
+    assert read(form_of(family), SCHEMAS, text, width) == [CALL]
+    several = "" if family in ("mistral", "llama3") else text
+    assert read(form_of(family), SCHEMAS, text + several, width) == [CALL] * (2 if several else 1)
+
+
+@pytest.mark.parametrize("family", BARE)
+@pytest.mark.parametrize("end", [True, False])
+def test_the_opening_marker_is_left_out(family, end):
+    text = WRITERS[family](*CALL) + KNOWN[family].end * end
+    for width in (1, 1000):
+        assert read(form_of(family), SCHEMAS, text, width)[-1] == CALL
+    other = WRITERS[family]("other", {"city": "x"})
+    if KNOWN[family].openings[0] != "<|tool_call_begin|>" and "deepseek" not in family:
+        assert read(form_of(family), SCHEMAS, other) == [Text(other)]
+
+
+@pytest.mark.parametrize("family", [one for one in WRITERS if KNOWN[one].end])
+def test_the_closing_marker_is_left_out(family):
+    text = written(family, *CALL).removesuffix(KNOWN[family].end)
+    assert read(form_of(family), SCHEMAS, text) == [CALL]
+    assert read(form_of(family), SCHEMAS, text, truncated=True) == [Text(text)]
+    after = written(family, *CALL) + text[:-2]  # a client has no use for the rest
+    assert read(form_of(family), SCHEMAS, after, truncated=True) == [CALL]
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_tools_that_were_not_offered(family):
+    if family == "llama3":
+        pytest.skip("its calls are JSON, as answers may be")
+    good, other = written(family, *CALL), written(family, "other", {"a": "b"})
+    if family == "mistral":
+        other = "[TOOL_CALLS]" + WRITERS[family]("other", {"a": "b"})
+    assert read(form_of(family), SCHEMAS, other + good) == [("other", {"a": "b"}), CALL]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_values_are_typed_by_the_schema(family):
+    ways = {
+        "string": {"type": "string"},
+        "list": {"type": ["string", "null"]},
+        "any": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "one": {"oneOf": [{"$ref": "#/$defs/name"}]},
+        "all": {"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]},
+        "enum": {"enum": ["null", "123", "true"]},
+        "const": {"const": "123"},
+        "ref": {"$ref": "#/$defs/name"},
+        "cycle": {"anyOf": [{"$ref": "#/$defs/cycle"}, {"type": "string"}]},
+    }
+    defined = {"name": {"type": "string"}, "cycle": {"allOf": [{"$ref": "#/$defs/cycle"}]}}
+    defined["cycle"]["type"] = "string"
+    schema = {"type": "object", "properties": ways, "$defs": defined}
+    for word in ("123", "true", "[1]", " 1.50"):
+        arguments = dict.fromkeys(ways, word)
+        text = written(family, "f", arguments)
+        assert read(form_of(family), {"f": schema}, text) == [("f", arguments)]
+    nulls = {way: "null" for way in ways if way not in ("list", "any")}
+    text = written(family, "f", nulls)
+    assert read(form_of(family), {"f": schema}, text) == [("f", nulls)]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "word", "value"),
+    [
+        ({"type": "integer"}, "1234567890123456789", 1234567890123456789),
+        ({"type": "number"}, "1234567890123456789", 1234567890123456789),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": "integer"}, "2026-01-15", "2026-01-15"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["integer", "string"]}, "7", 7),
+        ({"type": "array", "items": {"type": "integer"}}, "['a', 1.0]", ["a", 1]),
+        ({"type": "object"}, '{"a": "x\ny"}', {"a": "x\ny"}),
+        ({}, "{}", {}),
+        ({}, '"a"', '"a"'),
+    ],
+)
+def test_values_that_are_not_strings(family, schema, word, value):
+    text = written(family, "f", {"x": word}).replace('string="true"', 'string="false"')
+    schemas = {"f": {"properties": {"x": schema}}}
+    assert read(form_of(family), schemas, text) == [("f", {"x": value})]
+
+
+@pytest.mark.parametrize("family", JSON)
+def test_json_as_other_servers_read_it(family):
+    def calls(text, name="f"):
+        inside = WRITERS[family](name, {}).replace("{}", text)
+        form = form_of(family)
+        return read(form, {"f": {}}, KNOWN[family].start + inside + KNOWN[family].end)
+
+    assert calls('{"x": "one\ntwo\tthree"}') == [("f", {"x": "one\ntwo\tthree"})]
+    assert calls('{"y": [1, NaN, -Infinity, 1e999, 3.5]}') == [
+        ("f", {"y": [1, "NaN", "-Infinity", "1e999", 3.5]})
+    ]
+    assert calls("null") == calls('""') == [("f", {})]
+    assert calls('{"a": "\\ud83d\\ude00 \\ud83d"}') == [("f", {"a": "😀 \ufffd"})]
+    assert calls('"{\\"a\\": 1}"') == [("f", {"a": 1})]
+    for wrong in ("3", "[1]", '"text"', "{", "[" * 3000):
+        (text,) = calls(wrong)
+        assert isinstance(text, Text) and wrong in text.text
+
+
+def test_arguments_by_other_names_and_without_any():
+    for family, text in {
+        "json_tools": '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>',
+        "llama3": '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}',
+        "glm47": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+    }.items():
+        assert read(form_of(family), {"f": {}}, text) == [("f", {"a": 1})]
+    assert read(form_of("kimi_k2"), {"f": {}}, written("kimi_k2", "f", {}).replace("{}", "")) == [
+        ("f", {})
+    ]
+    for wrong in (
+        '{"name": "f", "input": {"a": 1}}',
+        '{"arguments": {}}',
+        "[]",
+        '{"name": {}}',
+        "",
+    ):
+        text = f"Hm <tool_call>{wrong}</tool_call> so"
+        assert read(form_of("json_tools"), {"f": {}}, text) == [Text(text)]
+
+
+def test_gemma_takes_the_keys_of_agents():
+    text = '<|tool_call>call:fs:read{\n -n:true, a.b: 1,\n$ref:<|"|>x, }<|"|>,o:{file-path:a.py}}'
+    assert read(form_of("gemma4"), {"fs:read": {}}, text + "<tool_call|>") == [
+        ("fs:read", {"-n": True, "a.b": 1, "$ref": "x, }", "o": {"file-path": "a.py"}})
+    ]
+
+
+def test_several_calls_in_a_block():
+    for family in ("qwen3_coder", "kimi_k2", "minimax_m2", "deepseek_v4", "muse_spark", "gemma4"):
+        both = "".join(WRITERS[family]("now", {"path": one}) for one in ("old", "new"))
+        text = KNOWN[family].start + both + KNOWN[family].end
+        assert read(form_of(family), SCHEMAS, text) == [
+            ("now", {"path": one}) for one in ("old", "new")
+        ]
+        one = read(form_of(family), SCHEMAS, text, parallel=False)
+        assert one == [("now", {"path": "old"})]
+
+
+PIECES = st.sampled_from(
+    ["a", "é", "字", "\n", "\t", "  ", '"', "'", "\\", "{", "}", "[", ")", ",", ":", "<", "null"]
+    + ["</parameter>", "</function>", "</tool_call>", "<tool_call>", "<function=edit>", "</invoke>"]
+    + ["</atem:parameter>", "</arg_value>", "<think>", "</think>", "[TOOL_CALLS]", "</TOOLCALL>"]
+    + ["<|tool_call_end|>", "</｜DSML｜parameter>", "<tool_call|>", "\r\n", "\x00", "<parameter=x>"]
+)
+TEXTS = st.lists(PIECES, max_size=9).map("".join)
+
+
+@pytest.mark.parametrize("family", WRITERS)
+@settings(max_examples=12, deadline=None)
+@given(old=TEXTS, new=TEXTS, width=st.integers(1, 9))
+def test_a_call_is_what_was_written(family, old, new, width):
+    arguments = {"path": "a.py", "old": old, "new": new}
+    schema = {"properties": dict.fromkeys(arguments, {"type": "string"})}
+    text = written(family, "edit", arguments)
+    found = read(form_of(family), {"edit": schema}, text, width)
+    assert found == read(form_of(family), {"edit": schema}, text)
+    assert found == [("edit", arguments)]
+
+
+@pytest.mark.parametrize("family", WRITERS)
+@settings(max_examples=12, deadline=None)
+@given(pieces=st.lists(PIECES, max_size=12), width=st.integers(1, 9))
+def test_nothing_is_lost_and_step_borders_change_nothing(family, pieces, width):
+    text = "".join(pieces)
+    form = form_of(family, ("", ""))
+    small, whole = (read(form, {"edit": {}}, text, one) for one in (width, 1000))
+    assert small == whole
+    said = "".join(part.text for part in whole if isinstance(part, Text))
+    if not any(isinstance(part, tuple) for part in whole) and family != "harmony":
+        assert said == text
+
+
+def test_parsers_of_mlx_lm_read_the_other_families():
+    longcat = importlib.import_module("mlx_lm.tool_parsers.longcat")
+    text = "<longcat_tool_call>f\n<longcat_arg_key>a</longcat_arg_key><longcat_arg_value>1"
+    text += "</longcat_arg_value>\n</longcat_tool_call>"
+    form = AnswerFormat.of(make_target(longcat).tokenizer)
+    assert read(form, {"f": {}}, text) == [("f", {"a": 1})]
+
+
+FOUND = {
+    "DSML｜tool_calls": "deepseek_v4",
+    "DSML｜function_calls": "deepseek_v32",
+    "<｜tool▁calls▁begin｜>": "deepseek_v31",
+    "<｜tool▁calls▁begin｜>\\n```json": "deepseek_v3",
+    "<TOOLCALL>": "nemotron",
+    '"parameters": dictionary of argument name': "llama3",
+    "nothing": "json_tools",
+}
+
+
+@pytest.mark.parametrize(("mark", "family"), FOUND.items())
+def test_families_are_told_by_their_templates(mark, family):
+    assert AnswerFormat.of(make_target(template=mark).tokenizer).family.name == family
+
+
+def test_every_parser_of_mlx_lm_is_known():
+    for name in ("json_tools", "qwen3_coder", "glm47", "laguna", "mistral", "kimi_k2", "gemma4"):
+        parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+        form = AnswerFormat.of(make_target(parser).tokenizer)
+        assert form.native and form.family is KNOWN[name if name != "laguna" else "glm47"]
+        assert (form.family.start, form.family.end) == (
+            parser.tool_call_start,
+            parser.tool_call_end,
+        )
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_markers_count_where_they_are_tokens_of_their_own(family):
+    """The same text, spelled in ordinary tokens, is text, and a part of thoughts and values."""
+    start, end = KNOWN[family].start, KNOWN[family].end
+    target = make_target(template=f"{{# {KNOWN[family].marks} #}}", thinking="<think>")
+    own = [one for one in ("<think>", "</think>", start, end) if one]
+    target.tokenizer.add_tokens(own)
+    ids = dict(zip(own, target.tokenizer.convert_tokens_to_ids(own), strict=True))
+    form = AnswerFormat(KNOWN[family], ("<think>", "</think>"), {ids[one]: one for one in own})
+    letters = {one: target.tokenizer.encode(one, add_special_tokens=False) for one in "</think>"}
+
+    def spelled(text):
+        return [token for letter in text for token in target.tokenizer.encode(letter)[-1:]]
+
+    assert letters
+    said = f"<think> and </think>, {start} and {end}."
+    for width in (1, 99):
+        parser = AnswerParser(form, SCHEMAS, True)
+        marked = MarkedText(target.tokenizer.detokenizer, form.tokens)
+        tokens = [*spelled("The tag </think>.\n"), ids["</think>"], *spelled(f"\n{said}")]
+        parts = []
+        for at in range(0, len(tokens), width):
+            some = tokens[at : at + width]
+            parts += parser.feed(marked.add(target.tokenizer.decode(some), some))
+        parts += parser.finish(False)
+        texts = ["".join(one.text for one in parts if isinstance(one, kind)) for kind in KINDS]
+        assert texts == ["The tag </think>.", said]
+
+
+KINDS = (Reasoning, Text)
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+def test_thoughts_and_newlines_beside_markers(width):
+    def of(text, reasoning=True):
+        return read(form_of("json_tools"), SCHEMAS, text, width, starts_in_reasoning=reasoning)
+
+    assert of("\nLet me see.\n</think>\n\nYes.\n") == [Reasoning("Let me see."), Text("Yes.\n")]
+    text = "<think>a</think>b<tool_call>{}</tool_call>"
+    assert of(text, False) == [Reasoning("a"), Text("b<tool_call>{}</tool_call>")]
+    call = written("json_tools", "now", {})
+    assert of(f"Hm.\n{call}") == [Reasoning("Hm."), ("now", {})]
+    assert read(form_of("json_tools"), {}, call, width) == [Text(call)]
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+    '<|constrain|>json<|message|>{"city": "Rome"}'
+)
+
+
+@pytest.mark.parametrize("width", [1, 3, 1000])
+def test_channels_of_gpt_oss(width):
+    def of(text, **more):
+        return read(form_of("harmony"), SCHEMAS, text, width, **more)
+
+    call = ("get_weather", {"city": "Rome"})
+    parts = [Reasoning("Let me see."), Text("One moment."), call]
+    assert of(HARMONY) == parts
+    assert of("<|channel|>final<|message|>Warm.") == [Text("Warm.")]
+    again = f"{HARMONY}<|call|><|start|>assistant{HARMONY}"
+    assert of(again) == parts * 2 and of(again, parallel=False) == [*parts, *parts[:2]]
+    first = HARMONY.replace("commentary to=functions.get_weather ", "commentary")
+    assert of(" to=get_weather" + first.rpartition("assistant")[2]) == [call]
+    for wrong in (of(HARMONY[:-1]), of(HARMONY, truncated=True)):
+        assert isinstance(wrong[-1], Text) and '{"city": "Rome"' in wrong[-1].text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("It is four.", "It is four."),
+        ("<|channel|>It is four.", "It is four."),
+        ("<|channel|>It is four.<|end|>", "It is four."),
+        ("It is<|channel|>final<|message|> four.", "It is four."),
+        ("<|channel|>final<|message|>It is<|end|><|start|>assistant four.", "It is four."),
+        ("It is four. " * 40, "It is four. " * 40),
+        ("<|channel|>analysis", ""),
+    ],
+)
+def test_words_without_a_channel_are_content(text, said):
+    for width in (1, 1000):
+        found = read(form_of("harmony"), SCHEMAS, text, width)
+        assert "".join(one.text for one in found).split() == said.split()
+
+
+def test_gpt_oss_and_muse_are_told_by_their_tokens():
+    target = make_target()
+    target.tokenizer.add_tokens(["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"])
+    engine = FakeEngine(target, [HARMONY])
+    function = {"name": "get_weather", "parameters": SCHEMA}
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    body["tools"] = [{"type": "function", "function": function}]
+    with client(engine) as server:
+        answer = server.post("/v1/chat/completions", json=body).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"] == "Let me see."
+    details = answer["usage"]["completion_tokens_details"]
+    tokens = target.tokenizer.encode("Let me see.", add_special_tokens=False)
+    assert details["reasoning_tokens"] == len(tokens)
+    target = make_target(importlib.import_module("mlx_lm.tool_parsers.muse_spark"))
+    target.tokenizer.add_tokens(["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"])
+    text = " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>It is 4."
+    call = f"<|eom|><|start|>assistant to=now<|message|>{written('muse_spark', 'now', {})}"
+    with client(FakeEngine(target, [text, call])) as server:
+        message = server.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "It is 4.")
+    assert [one["function"]["name"] for one in message["tool_calls"]] == ["now"]
