@@ -26,7 +26,7 @@ ROOMS = {
     "targets": "dflash_mlx/targets",
     "engine, prefix": "dflash_mlx/engine dflash_mlx/prefix",
     "loading": "dflash_mlx/loading",
-    "serve": "dflash_mlx/serve",
+    "serve, answers": "dflash_mlx/serve dflash_mlx/answers",
     "kernels": "dflash_mlx/kernels",
     "cluster": "dflash_mlx/cluster",
     "train, tiny": "dflash_mlx/train dflash_mlx/tiny dflash_mlx/smollm2",

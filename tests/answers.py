@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_mlx.answers.families import FAMILIES, AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, Reasoning, ToolCall, merge_texts
+from dflash_mlx.answers.parser import AnswerParser, ToolCall, merge_texts
 
 KNOWN = {family.name: family for family in FAMILIES}
 
@@ -42,7 +42,7 @@ def _tags(head: str, key: str, tail: str) -> Callable[[str, dict[str, Any]], str
 
 
 def _object(key: str) -> Callable[[str, dict[str, Any]], str]:
-    return lambda name, arguments: '{"name": "%s", "%s": %s}' % (name, key, _json(arguments))
+    return lambda name, arguments: f'{{"name": "{name}", "{key}": {_json(arguments)}}}'
 
 
 # The text of one call between the markers of the family.
@@ -132,16 +132,3 @@ def strict(text: str) -> Any:
         raise ValueError(word)
 
     return json.loads(text, parse_constant=refuse)
-
-
-__all__ = [
-    "JSON",
-    "KNOWN",
-    "TAGGED",
-    "WRITERS",
-    "Reasoning",
-    "form_of",
-    "read",
-    "strict",
-    "written",
-]

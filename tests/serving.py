@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
 import dflash_mlx
+from dflash_mlx.answers.families import FAMILIES
 from dflash_mlx.events import Event, Stats
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.auth import Auth
@@ -30,20 +32,30 @@ CHATML = (
 
 
 def make_target(
-    parser: Any = None, template: str = CHATML, thinking: str | None = None, context: int = 2**20
+    parser: Any = None,
+    template: str = CHATML,
+    thinking: str | None = None,
+    context: int = 2**20,
+    added: Sequence[str] = (),
 ) -> Any:
     """The embedded tokenizer as a target, with a family's call syntax.
 
     Args:
-        parser: a module of mlx_lm.tool_parsers.
+        parser: a module of mlx_lm.tool_parsers, or the name of a family.
         template: the chat template.
         thinking: text after the generation prompt.
+        added: tokens to add to the vocabulary.
     """
+    if isinstance(parser, str):
+        family = next(one for one in FAMILIES if one.name == parser)
+        template = f"{{# {family.marks} #}}{template}"
+        parser = None if family.marks else import_module(f"mlx_lm.tool_parsers.{parser}")
     folder = f"{dflash_mlx.__path__[0]}/tiny/target"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if thinking is not None:
         tokenizer.add_tokens(["<think>", "</think>"])
         template += "{% if add_generation_prompt %}" + thinking + "{% endif %}"
+    tokenizer.add_tokens([*added])
     tokenizer.chat_template = template
     markers = {}
     if parser is not None:

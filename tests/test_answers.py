@@ -19,7 +19,6 @@ SCHEMA = {
 SCHEMAS = {"get_weather": SCHEMA, "now": {}}
 CALL = ("get_weather", {"city": "New York", "days": 3})
 BARE = [family for family in WRITERS if KNOWN[family].openings]
-NEWLINES = "\n    if x:\n\treturn  "
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -212,10 +211,10 @@ def test_parsers_of_mlx_lm_read_the_other_families():
 
 
 FOUND = {
-    "DSML｜tool_calls": "deepseek_v4",
-    "DSML｜function_calls": "deepseek_v32",
-    "<｜tool▁calls▁begin｜>": "deepseek_v31",
-    "<｜tool▁calls▁begin｜>\\n```json": "deepseek_v3",
+    "<｜DSML｜tool_calls>": "deepseek_v4",
+    "{% set t = '｜DSML｜' %} {{ '<' + t + 'function_calls>' }}": "deepseek_v32",
+    "<｜tool▁call▁begin｜>": "deepseek_v31",
+    "<｜tool▁call▁begin｜>\n```json": "deepseek_v3",
     "<TOOLCALL>": "nemotron",
     '"parameters": dictionary of argument name': "llama3",
     "nothing": "json_tools",
@@ -242,26 +241,27 @@ def test_every_parser_of_mlx_lm_is_known():
 def test_markers_count_where_they_are_tokens_of_their_own(family):
     """The same text, spelled in ordinary tokens, is text, and a part of thoughts and values."""
     start, end = KNOWN[family].start, KNOWN[family].end
-    target = make_target(template=f"{{# {KNOWN[family].marks} #}}", thinking="<think>")
     own = [one for one in ("<think>", "</think>", start, end) if one]
-    target.tokenizer.add_tokens(own)
+    target = make_target(added=own)
     ids = dict(zip(own, target.tokenizer.convert_tokens_to_ids(own), strict=True))
     form = AnswerFormat(KNOWN[family], ("<think>", "</think>"), {ids[one]: one for one in own})
-    letters = {one: target.tokenizer.encode(one, add_special_tokens=False) for one in "</think>"}
 
     def spelled(text):
-        return [token for letter in text for token in target.tokenizer.encode(letter)[-1:]]
+        encode = target.tokenizer.encode
+        return [one for letter in text for one in encode(letter, add_special_tokens=False)]
 
-    assert letters
     said = f"<think> and </think>, {start} and {end}."
     for width in (1, 99):
         parser = AnswerParser(form, SCHEMAS, True)
         marked = MarkedText(target.tokenizer.detokenizer, form.tokens)
+        shown = target.tokenizer.detokenizer
         tokens = [*spelled("The tag </think>.\n"), ids["</think>"], *spelled(f"\n{said}")]
         parts = []
         for at in range(0, len(tokens), width):
             some = tokens[at : at + width]
-            parts += parser.feed(marked.add(target.tokenizer.decode(some), some))
+            for token in some:
+                shown.add_token(token)
+            parts += parser.feed(marked.add(shown.last_segment, some))
         parts += parser.finish(False)
         texts = ["".join(one.text for one in parts if isinstance(one, kind)) for kind in KINDS]
         assert texts == ["The tag </think>.", said]
@@ -314,7 +314,7 @@ def test_channels_of_gpt_oss(width):
         ("<|channel|>It is four.", "It is four."),
         ("<|channel|>It is four.<|end|>", "It is four."),
         ("It is<|channel|>final<|message|> four.", "It is four."),
-        ("<|channel|>final<|message|>It is<|end|><|start|>assistant four.", "It is four."),
+        ("<|channel|>final<|message|>It is <|end|><|start|>assistant four.", "It is four."),
         ("It is four. " * 40, "It is four. " * 40),
         ("<|channel|>analysis", ""),
     ],
@@ -326,8 +326,8 @@ def test_words_without_a_channel_are_content(text, said):
 
 
 def test_gpt_oss_and_muse_are_told_by_their_tokens():
-    target = make_target()
-    target.tokenizer.add_tokens(["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"])
+    added = ["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"]
+    target = make_target(added=added)
     engine = FakeEngine(target, [HARMONY])
     function = {"name": "get_weather", "parameters": SCHEMA}
     body = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -340,9 +340,8 @@ def test_gpt_oss_and_muse_are_told_by_their_tokens():
     details = answer["usage"]["completion_tokens_details"]
     tokens = target.tokenizer.encode("Let me see.", add_special_tokens=False)
     assert details["reasoning_tokens"] == len(tokens)
-    target = make_target(importlib.import_module("mlx_lm.tool_parsers.muse_spark"))
-    target.tokenizer.add_tokens(["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"])
-    text = " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>It is 4."
+    target = make_target("muse_spark", added=["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"])
+    text = "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>It is 4."
     call = f"<|eom|><|start|>assistant to=now<|message|>{written('muse_spark', 'now', {})}"
     with client(FakeEngine(target, [text, call])) as server:
         message = server.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]

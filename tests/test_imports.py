@@ -32,7 +32,7 @@ LEVELS = [
     {"drafter"},
     {"prefix"},
     {"conversation", "policy", "prompt", "stream", "structured"},
-    {"loading", "request"},
+    {"answers", "loading", "request"},
     {"generation"},
     {"loop"},
     {"cluster", "engine"},

@@ -59,10 +59,9 @@ class Family:
         start, end: the markers around calls; an empty end is the end of the answer.
         openings: where a call begins if the model leaves out `start`; {name} is a tool's.
         bare_end: what ends such a call.
-        marks: words of a chat template that tell the family, where mlx-lm does not.
+        marks: words that a chat template of the family has, where mlx-lm does not tell it.
         header: for answers of several messages.
         ids: the form of ids that the template takes; empty if any will do.
-        text_arguments: whether the template takes arguments as JSON text.
         dropped: markers that say nothing.
     """
 
@@ -75,7 +74,6 @@ class Family:
     marks: tuple[str, ...] = ()
     header: Header | None = None
     ids: str = ""
-    text_arguments: bool = False
     dropped: tuple[str, ...] = ()
 
     @property
@@ -104,16 +102,16 @@ def _deepseek(name: str, head: str, tail: str, *marks: str) -> Family:
     begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     syntax = JsonCalls(begin + head, tail + end, pattern)
     section = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    return Family(name, syntax, *section, (begin,), end, marks, text_arguments=True)
+    return Family(name, syntax, *section, (begin,), end, (begin, *marks))
 
 
 def _dsml(name: str, section: str) -> Family:
     """Tags with a token of DeepSeek's own."""
     d = "｜DSML｜"
     opening, end = f'<{d}invoke name="{{name}}">', f"</{d}invoke>"
-    syntax, marks = _tags(d, ' string="{text}"'), (f"{d}{section}", "dsml_token + '" + section)
     both = f"<{d}{section}>", f"</{d}{section}>"
-    return Family(name, syntax, *both, (opening,), end, marks, text_arguments=True)
+    marks = d, f"{section}>"
+    return Family(name, _tags(d, ' string="{text}"'), *both, (opening,), end, marks)
 
 
 _TOOL_CALL: Final = "<tool_call>", "</tool_call>"
@@ -165,8 +163,8 @@ FAMILIES: Final = (
     HERMES,
     _dsml("deepseek_v4", "tool_calls"),
     _dsml("deepseek_v32", "function_calls"),
-    _deepseek("deepseek_v3", "function<｜tool▁sep｜>{name}\n```json\n", "\n```", "\n```json"),
-    _deepseek("deepseek_v31", "{name}<｜tool▁sep｜>", "", "<｜tool▁calls▁begin｜>"),
+    _deepseek("deepseek_v3", "function<｜tool▁sep｜>{name}\n```json\n", "\n```", "```json"),
+    _deepseek("deepseek_v31", "{name}<｜tool▁sep｜>", ""),
     Family(
         "nemotron",
         JsonCalls('[{"name": "{name}", "arguments": ', "}]"),
@@ -268,5 +266,5 @@ def _family(tokenizer: Any, vocabulary: Mapping[str, int]) -> Family:
     if not isinstance(template, str):
         template = str(tokenizer.init_kwargs.get("chat_template_type"))
         return known.get(template, HERMES)
-    found = (one for one in FAMILIES if any(mark in template for mark in one.marks))
+    found = (one for one in FAMILIES if one.marks and all(mark in template for mark in one.marks))
     return next(found, HERMES)

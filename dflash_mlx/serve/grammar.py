@@ -57,12 +57,13 @@ class GrammarFactory:
             rules = f"{rest}\n{self._until('free', family.start)}\n{self._body(tools)}"
         else:
             return [None] * request.n
-        return self._compile(f"{self._start(starts_in_reasoning)}\n{rules}", what, request)
-
-    def _compile(self, lark: str, what: str, request: GenerationRequest) -> list[Grammar | None]:
         with self._lock:
             self._tokens = self._tokens or GrammarTokens(self._target)
-        grammar = self._tokens.of_lark(lark)
+        start = self._start(starts_in_reasoning)
+        if request.schema is not None and self._form.thought[0]:
+            # A thought would hide that no answer fits.
+            self._tokens.matcher(self._tokens.of_lark(f"start: answer\n{rules}"), what)
+        grammar = self._tokens.of_lark(f"{start}\n{rules}")
         return [Grammar(self._tokens, grammar, what) for _ in range(request.n)]
 
     def _start(self, starts_in_reasoning: bool) -> str:

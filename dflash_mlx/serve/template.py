@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers import PreTrainedTokenizerBase
@@ -85,7 +87,7 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
             messages = merge_messages([system, *messages])
     messages = for_family(messages, form.family)
     first: PromptError | None = None
-    partial = ""
+    partly = ""
     for attempt in _attempts(messages, form.family):
         try:
             with ErrorWrapper(PromptError, "The chat template refuses these messages"):
@@ -99,26 +101,45 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
         except PromptError as error:
             first = first or error
             continue
-        missing = {one["role"] for one in messages if _content(one) not in text}
+        missing = {one["role"] for one in messages for word in _words(one) if word not in text}
         if not missing:
             return str(text)
         if "system" not in missing:
-            partial = partial or str(text)
-    if partial:
-        return partial
+            partly = partly or str(text)
+    if partly:
+        return partly
     raise first or PromptError("The chat template leaves out system messages.")
 
 
+def _words(message: Message) -> Iterator[str]:
+    """What the text of a prompt has if it has all of a message."""
+    yield _content(message)
+    for call in message.get("tool_calls", ()):
+        for value in call["function"]["arguments"].values():
+            if isinstance(value, str):  # it may be escaped
+                yield max(re.findall(r"[0-9A-Za-z]+", value), key=len, default="")
+
+
 def _attempts(messages: Sequence[Message], family: Family) -> Iterator[Sequence[Message]]:
-    """The messages as they are, then in orders that more templates take."""
+    """The messages as they are, then as more templates take them."""
     single = split_calls(messages)
-    if family is not HARMONY:  # its template leaves out all calls but the first
-        yield messages
-    yield single
-    for one in (messages, single):
-        yield merge_messages(one)
-    for one in (messages, single):
-        yield merge_messages(one, system=False)
+    shapes = [single] if family is HARMONY else [messages, single]  # it leaves out other calls
+    for merged in (list, merge_messages, partial(merge_messages, system=False)):
+        for shape in shapes:
+            yield merged(shape)
+            if any("tool_calls" in one for one in shape):
+                yield [_with_text_arguments(one) for one in merged(shape)]
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON text."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, Any]]:
@@ -136,8 +157,6 @@ def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, An
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             id = family.ids.format(name=name, number=number) if family.ids else call["id"]
             number += 1
-            if family.text_arguments:
-                arguments = json.dumps(arguments, ensure_ascii=False)
             calls.append(call | {"id": id, "function": {"name": name, "arguments": arguments}})
             ids[call["id"]] = id, name
         if calls:

@@ -1,21 +1,21 @@
 """Grammars of schemas and forced calls."""
 
-import importlib
 import json
 
 import jsonschema
 import numpy as np
 import pytest
+from answers import JSON, TAGGED
 from mlx_lm.tool_parsers import json_tools
 from serving import make_target
 
+from dflash_mlx.answers.families import AnswerFormat
+from dflash_mlx.answers.parser import AnswerParser, Text, ToolCall
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.serve.chat import ChatBody
 from dflash_mlx.serve.errors import RequestError
 from dflash_mlx.serve.grammar import MAX_CALLS, GrammarFactory
-from dflash_mlx.serve.parts import AnswerParser, Text
 from dflash_mlx.serve.request import GenerationRequest, Tool
-from dflash_mlx.serve.tools import ToolCall, ToolSyntax
 
 SCHEMA = {
     "type": "object",
@@ -28,17 +28,20 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOLS = [Tool("get_weather", "", SCHEMA), Tool("now", "", {"type": "object", "maxProperties": 0})]
-FAMILIES = ["json_tools", "qwen3_coder", "glm47", "mistral", "kimi_k2"]
+FAMILIES = [*TAGGED, *JSON]
 
 
 def ask(**more):
     return GenerationRequest("m", [{"role": "user", "content": "Hi"}], **more)
 
 
+def grammars(target):
+    return GrammarFactory(target, AnswerFormat.of(target.tokenizer))
+
+
 def follows(target, request, thinking=False):
     """A function that says whether a text is an answer that the grammar takes whole."""
-    syntax = ToolSyntax.of(target.tokenizer)
-    (grammar,) = GrammarFactory(target).make(syntax, request, thinking)
+    (grammar,) = grammars(target).make(request, thinking)
     matcher = grammar._matcher
 
     def takes(text):
@@ -53,17 +56,13 @@ def follows(target, request, thinking=False):
 @pytest.mark.parametrize("seed", range(4))
 def test_forced_calls_parse(family, seed):
     """Whatever a model would choose under the grammar is a call that fits."""
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{family}")
-    target = make_target(parser)
-    syntax = ToolSyntax.of(target.tokenizer)
-    (grammar,) = GrammarFactory(target).make(
-        syntax, ask(tools=TOOLS, tool_choice="required"), False
-    )
+    target = make_target(family)
+    (grammar,) = grammars(target).make(ask(tools=TOOLS, tool_choice="required"), False)
     text = at_random(target.tokenizer, grammar._matcher, np.random.default_rng(seed))
-    split = AnswerParser(target.tokenizer, syntax, TOOLS, False)
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    split = AnswerParser(AnswerFormat.of(target.tokenizer), schemas)
     calls = split.feed(text) + split.finish(truncated=False)
     assert calls and all(isinstance(one, ToolCall) for one in calls if one != Text("\n")), text
-    schemas = {tool.name: tool.parameters for tool in TOOLS}
     for call in calls:
         if isinstance(call, ToolCall):
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
@@ -84,12 +83,9 @@ def at_random(tokenizer, matcher, random, most=2000):
     return tokenizer.decode(tokens)
 
 
-def test_other_syntaxes_cannot_be_forced(target):
-    syntax = ToolSyntax.of(
-        make_target(importlib.import_module("mlx_lm.tool_parsers.gemma4")).tokenizer
-    )
+def test_other_syntaxes_cannot_be_forced():
     with pytest.raises(RequestError, match="cannot be forced"):
-        GrammarFactory(target).make(syntax, ask(tools=TOOLS, tool_choice="required"), False)
+        grammars(make_target("gemma4")).make(ask(tools=TOOLS, tool_choice="required"), False)
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -145,4 +141,4 @@ def test_strict_tools_leave_text_free(target):
 def test_invalid_schemas_are_refused(target):
     for schema in ({"type": "nonsense"}, {"$ref": "https://example.org/x"}, {"$ref": "#"}):
         with pytest.raises((SettingsError, RequestError)):
-            GrammarFactory(target).make(ToolSyntax.of(target.tokenizer), ask(schema=schema), False)
+            grammars(target).make(ask(schema=schema), False)
