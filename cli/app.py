@@ -35,8 +35,8 @@ COMMANDS = {  # name -> the module beside this one with its function, and two ex
     "roofline": ("roofline.roofline", "--chip M1", "--model Qwen/Qwen3-8B --chip 'M4 Max'"),
     "train": (
         "train.train",
-        "--synthesize 64 --steps 20 --out my-drafter",
-        "--model MODEL --synthesize 2000 --hours 8 --out my-drafter",
+        "--synthesize 32 --steps 8 --anchors 8 --out my-drafter",
+        "--model MODEL --synthesize 2000 --hours 8 --out qwen3-4b",
     ),
     "models": ("models.models", "", "Qwen3-8B"),
     "pull": ("models.pull", "MODEL", "MODEL --no-draft"),

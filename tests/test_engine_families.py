@@ -1,6 +1,6 @@
 """Every family, requests of every kind in one forward, whoever comes and goes: the texts alone.
 
-A sample runs with the other tests: every family, and every p. All of it, 17 families x 1, 3 and 8
+A sample runs with the other tests: every family, and every p. All of it, families x 1, 3 and 8
 requests x four drafters, several schedules each, takes minutes:
 
     pytest -m matrix tests/test_engine_families.py

@@ -48,10 +48,6 @@ WAYS = [
 ]
 
 
-def test_there_are_17_families():
-    assert len(FAMILIES) == 17
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_model_is_the_same_every_time(family):
     first = tree_flatten(random_model(family).parameters())
@@ -64,7 +60,6 @@ def test_a_random_model_is_the_same_every_time(family):
 def test_drafted_text_is_plain_text(family, seed, p):
     """With p = None nothing is drafted: our own loop, one row at a time."""
     target, prompt, answer = truth(family, seed)
-    assert len(set(answer)) > 20, "text that repeats itself proves little"
     drafter = None if p is None else Oracle(prompt, answer, 256, p=p, seed=seed)
     block = 16 if p in (0.85, 1) else 4 + 2 * seed
     result = dm.generate(target, drafter, prompt, max_tokens=TOKENS, block_size=block)
