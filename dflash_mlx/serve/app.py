@@ -47,11 +47,11 @@ class Endpoints:
         """OpenAI's chat completions."""
         body = await read_body(request, chat.ChatBody)
         (stream,) = await self._start(request, body.generation_request())
+        options = body.stream_options
+        response = chat.ChatResponse(stream, bool(options and options.include_usage))
         if body.stream:
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            response = chat.ChatStream(stream, usage)
             return EventStream(response.frames(), response.ping, stream.close)
-        return await _complete(request, chat.complete(stream), stream.close)
+        return await _complete(request, response.complete(), stream.close)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's completions."""

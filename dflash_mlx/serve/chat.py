@@ -195,32 +195,36 @@ class ChatChoice:
         }
 
 
-async def complete(stream: ResponseStream) -> dict[str, Any]:
-    """The whole response. Raises `RequestError`."""
-    choices = [ChatChoice() for _ in range(stream.request.n)]
-    async for step in stream.steps():
-        choices[step.choice].add(step)
-    finishes = [one.finish for one in choices if one.finish is not None]
-    return {
-        **_head(stream, "chat.completion"),
-        "choices": [one.format(index) for index, one in enumerate(choices)],
-        "usage": usage(stream.prompt_tokens, finishes),
-        "x_dflash": drafting(finishes),
-    }
-
-
-class ChatStream:
-    """The response as a stream.
+class ChatResponse:
+    """The response to one request, whole or as a stream.
 
     Args:
         stream: the answers.
-        include_usage: whether the last chunk has the usage.
+        include_usage: whether the last chunk of the stream has the usage.
     """
 
-    def __init__(self, stream: ResponseStream, include_usage: bool) -> None:
+    def __init__(self, stream: ResponseStream, include_usage: bool = False) -> None:
         self._stream, self._include_usage = stream, include_usage
-        self._head = _head(stream, "chat.completion.chunk")
         self._finishes: list[Finish] = []
+        self._head = {
+            "id": new_id("chatcmpl-"),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": stream.request.model,
+        }
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole response. Raises `RequestError`."""
+        choices = [ChatChoice() for _ in range(self._stream.request.n)]
+        async for step in self._stream.steps():
+            choices[step.choice].add(step)
+        self._finishes = [one.finish for one in choices if one.finish is not None]
+        formatted = [one.format(index) for index, one in enumerate(choices)]
+        return self._head | {"object": "chat.completion", "choices": formatted} | self._totals()
+
+    def _totals(self) -> dict[str, Any]:
+        total = usage(self._stream.prompt_tokens, self._finishes)
+        return {"usage": total, "x_dflash": drafting(self._finishes)}
 
     async def frames(self) -> Frames:
         """One item per decode step; an error is the last frame."""
@@ -245,16 +249,12 @@ class ChatStream:
         except RequestError as error:
             yield frame(error.openai())
             return
-        if self._include_usage:
-            total = usage(self._stream.prompt_tokens, self._finishes)
-            last = {"choices": [], "usage": total, "x_dflash": drafting(self._finishes)}
-            yield frame(self._head | last) + DONE
-        else:
-            yield DONE
+        totals = frame(self._head | {"choices": []} | self._totals())
+        yield totals + DONE if self._include_usage else DONE
 
     def ping(self) -> bytes:
         """A chunk without a delta, of the answer that is not finished."""
-        return self._chunk(len(self._finishes), {})
+        return self._chunk(min(len(self._finishes), self._stream.request.n - 1), {})
 
     def _chunk(self, index: int, delta: dict[str, Any], extra: Any = None, **choice: Any) -> bytes:
         fields = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -274,15 +274,6 @@ def _deltas(step: StepOutput, calls: list[int]) -> list[dict[str, Any]]:
             deltas.append({"tool_calls": [{"index": calls[step.choice], **_format_call(part)}]})
             calls[step.choice] += 1
     return deltas
-
-
-def _head(stream: ResponseStream, kind: str) -> dict[str, Any]:
-    return {
-        "id": new_id("chatcmpl-"),
-        "object": kind,
-        "created": int(time.time()),
-        "model": stream.request.model,
-    }
 
 
 def _format_call(call: ToolCall) -> dict[str, Any]:

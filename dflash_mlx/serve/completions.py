@@ -121,7 +121,8 @@ class CompletionsResponse:
 
     def ping(self) -> bytes:
         """A chunk without text, of the answer that is not finished."""
-        return frame(self._head | {"choices": [_choice(len(self._finishes), "", None, None)]})
+        index = min(len(self._finishes), len(self._offsets) - 1)
+        return frame(self._head | {"choices": [_choice(index, "", None, None)]})
 
     async def _steps(self) -> AsyncIterator[tuple[int, StepOutput]]:
         for place, stream in enumerate(self._streams):

@@ -92,7 +92,8 @@ class LogprobRecorder:
         found = []
         for token in tokens:
             row = self._rows[self._answer]
-            best = np.argsort(-row, kind="stable")[: self._top].tolist()
+            best = np.argpartition(-row, self._top)[: self._top].tolist()
+            best.sort(key=lambda one: (-row[one], one))
             chosen, *top = (self._probability(row, one) for one in (token, *best))
             found.append(TokenLogprob(chosen, top))
             self._answer = (*self._answer, token)

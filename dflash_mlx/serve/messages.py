@@ -37,13 +37,6 @@ _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
 }
 
 
-class Source(Body):
-    """What a document holds."""
-
-    type: str = ""
-    data: str = ""
-
-
 class ContentBlock(Body):
     """A block of a message: text, a call, a result or reasoning."""
 
@@ -56,18 +49,14 @@ class ContentBlock(Body):
     tool_use_id: str | None = None
     content: str | ListOf[ContentBlock] | None = None
     is_error: bool | None = None
-    source: Source | None = None
 
     @property
     def media(self) -> str | None:
         """The kind of an image, a PDF or another block that is not read; None for others."""
-        plain = self.type == "document" and self.source is not None and self.source.type == "text"
-        return None if plain or self.type in _READ else self.type[:40]
+        return None if self.type in _READ else self.type[:40]
 
     def read_text(self) -> str:
         """The text, or a line in place of what is not text."""
-        if self.source is not None and not self.media:
-            return self.source.data
         return instead_of(self.media) if self.media else self.text or ""
 
     def template_call(self) -> dict[str, Any]:

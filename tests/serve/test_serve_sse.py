@@ -32,7 +32,7 @@ def test_a_step_is_one_piece():
         (stream,) = await handler.start([GenerationRequest("m", "Hi")])
         return await sent(EventStream(make_frames(stream), lambda: b"", stream.close))
 
-    pieces = asyncio.run(ask(lambda stream: chat.ChatStream(stream, True).frames()))
+    pieces = asyncio.run(ask(lambda stream: chat.ChatResponse(stream, True).frames()))
     assert len(pieces) == len(steps) + 3  # the role, the usage with the end, and nothing
     chunks = frames(b"".join(pieces).decode())
     text = "".join(one["choices"][0]["delta"].get("content", "") for one in chunks[:-1])
