@@ -148,7 +148,7 @@ def runs_elsewhere(
             context.meta[MEMBER] = member
             context.call_on_close(member.cluster.close)
             return False
-        settings = weights.settings | {"exact": weights.exact}
+        settings = weights.settings | {"kernels": weights.kernels}
         member.cluster.follow(names.model, weights.target_bits, **settings)
     except DFlashError as error:
         if member is not None and member.interrupted:  # rank 0 was interrupted, too, and left

@@ -85,13 +85,8 @@ TargetBits = Annotated[int | None, option(MODEL, "4|8", "Quantize the model's we
 DraftBits = Annotated[int | None, option(MODEL, "4|8", "Quantize the drafter's weights on load.")]
 Mode = Annotated[str, option(MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")]
 GroupSize = Annotated[int | None, option(MODEL, "N", "Weights per scale. Default: the mode's own.")]
-Exact = Annotated[
-    bool | None,
-    flag(
-        "--exact/--no-exact",
-        MODEL,
-        "Verify bit for bit on Metal. Default: if free.",
-    ),
+KernelsOption = Annotated[
+    str, option(MODEL, "auto|off|exact", "Metal kernels; exact: verify bit for bit.", "--kernels")
 ]
 Offline = Annotated[bool, flag("--offline", MODEL, "Use only what is already downloaded.")]
 StockBlas = Annotated[bool, flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")]
@@ -150,7 +145,7 @@ class Weights:
     draft_bits: DraftBits = None
     quant_mode: Mode = "affine"
     group_size: GroupSize = None
-    exact: Exact = None
+    kernels: KernelsOption = "auto"
     offline: Offline = False
     stock_blas: StockBlas = False
 

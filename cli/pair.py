@@ -131,7 +131,7 @@ def open_pair(
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
-    settings = weights.settings | {"exact": weights.exact}
+    settings = weights.settings | {"kernels": weights.kernels}
     settings |= {} if member is None else {"cluster": member.cluster}
     downloads = any(map(on_hub, filter(None, (names.model, names.draft))))
     drafter: Drafter | None = None

@@ -149,7 +149,7 @@ def _load_warm(name: str, hub: Hub) -> tuple[DFlash, dict[str, Any]]:
     from dflash_mlx.drafter.config import read_json
     from dflash_mlx.loading.load import drafter_folder
 
-    drafter = dflash_mlx.load_drafter(name, hub=hub, kernels=False)
+    drafter = dflash_mlx.load_drafter(name, hub=hub, kernels="off")
     dequantize_model(drafter)
     return drafter, read_json(drafter_folder(name, hub) / "config.json")
 

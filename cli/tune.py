@@ -74,7 +74,7 @@ def _time_kernels(
     if not mx.metal.is_available():
         return None
     with waiting(f"Loading {names.model}"):
-        target = load_target(names.model, weights.target_bits, **weights.settings, kernels=False)
+        target = load_target(names.model, weights.target_bits, **weights.settings, kernels="off")
     with waiting("Timing every shape, with MLX's kernels and ours in turns"):
         known = {} if again else read_timings()
         rows = list(time_shapes(target.model, target.config, Kernels(), known))

@@ -265,20 +265,20 @@ def test_a_load_says_what_it_leaves_to_mlx(folder, monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
     factory = Broken(named("verify_matmul_affine_gate_up"), does_not_compile)
     with pytest.warns(UserWarning, match="MLX's kernel runs, ours is broken here") as said:
-        target = dm.load_target(folder, bits=4, group_size=32, kernels=factory)
+        target = dm.load_target(folder, bits=4, group_size=32, metal_kernel=factory)
     assert "error: use of undeclared identifier 'fragment'" in str(said[0].message)
     assert type(target.model.layers[0].mlp.gate_proj) in SWAPS.values()
     assert type(target.model.layers[0].mlp) in UNITS
     target.start().verify(dm.Proposal([7] * 16))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dm.load_target(folder, bits=4, group_size=32, kernels=kernel_factory())
+        dm.load_target(folder, bits=4, group_size=32, metal_kernel=kernel_factory())
 
 
 def test_exact_decoding_does_without_no_kernel(folder):
     factory = Broken(named("block_attention_merge"), slightly_off)
     with pytest.raises(KernelError, match="Exact decoding needs our kernels: attention 4/2 heads"):
-        dm.load_target(folder, bits=4, group_size=32, kernels=factory, exact=True)
+        dm.load_target(folder, bits=4, group_size=32, kernels="exact", metal_kernel=factory)
 
 
 def careless():
@@ -297,13 +297,13 @@ def careless():
 
 
 def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
-    load = dict(bits=4, group_size=32, kernels=careless())
+    load = dict(bits=4, group_size=32, metal_kernel=careless())
     with pytest.raises(KernelError, match="row 1 of 16 that .* verifies has other bits here"):
-        dm.load_target(folder, **load, exact=True)
+        dm.load_target(folder, **load, kernels="exact")
     # Where nobody asked, the model is loaded all the same, and drafts are not taken for exact.
     with monkeypatch.context() as patch:
         patch.setattr(wiring, "choices", lambda timings: {key: 1 for key in free})
-        model = dm.load_target(folder, bits=4, group_size=32, kernels=False)
+        model = dm.load_target(folder, bits=4, group_size=32, kernels="off")
         free = {matrix.key for _, _, matrix in matrices(model.model, model.config)}
         with pytest.warns(UserWarning, match="has other bits here than alone"):
             assert not dm.load_target(folder, **load).wiring.exact

@@ -161,7 +161,7 @@ def test_the_table_decides_where_nobody_asks(chip, first, monkeypatch, tmp_path)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": chip})
     folder = str(tinymodels.save_target(tmp_path, "qwen3", head_dim=HEAD))
     launches = Launches()
-    target = dm.load_target(folder, bits=4, group_size=32, kernels=launches)
+    target = dm.load_target(folder, bits=4, group_size=32, metal_kernel=launches)
     assert not target.wiring.exact
     assert set(target.wiring.layers.values()) == ({first} if first else set())
     stock = dm.load_target(folder, bits=4, group_size=32)
@@ -176,7 +176,9 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
     """On a machine where every product was measured to be free, with heads of the right size."""
     for head_dim, exact in ((HEAD, True), (HEAD // 2, False)):
         folder = tinymodels.save_target(tmp_path / str(head_dim), head_dim=head_dim)
-        load = partial(dm.load_target, str(folder), bits=8, group_size=32, kernels=kernel_factory())
+        load = partial(
+            dm.load_target, str(folder), bits=8, group_size=32, metal_kernel=kernel_factory()
+        )
         unmeasured = load()
         assert not unmeasured.wiring.exact
         config = json.loads((folder / "config.json").read_text())
@@ -190,7 +192,7 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
 
 def test_exact_is_asked_for_at_load(tmp_path):
     folder = str(tinymodels.save_target(tmp_path, "qwen3", head_dim=HEAD))
-    target = dm.load_target(folder, exact=True, kernels=kernel_factory())
+    target = dm.load_target(folder, kernels="exact", metal_kernel=kernel_factory())
     assert target.wiring.exact and set(target.wiring.layers.values()) == {1}
     alone, together = target.start(), target.start()
     logits, _ = together.verify(Proposal([7, 9]))
@@ -200,7 +202,8 @@ def test_exact_is_asked_for_at_load(tmp_path):
 def test_drafters_follow_the_table_too(monkeypatch, tmp_path):
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
     folder, launches = str(tinymodels.save_drafter(tmp_path)), Launches()
-    ours, stock = (dm.load_drafter(folder, bits=4, kernels=k) for k in (launches, False))
+    ours = dm.load_drafter(folder, bits=4, metal_kernel=launches)
+    stock = dm.load_drafter(folder, bits=4, kernels="off")
     block = mx.random.normal((1, 16, 64), key=mx.random.key(0))
     taps = mx.random.normal((1, 9, 128), key=mx.random.key(1))
     hidden = [drafter(block, taps, drafter.make_cache()) for drafter in (ours, stock)]
@@ -214,15 +217,15 @@ def test_without_metal_nothing_changes(tmp_path):
     target = dm.load_target(folder, bits=4)
     assert target.wiring is None
     assert not {type(module) for module in target.model.modules()} & set(SWAPS.values())
-    with pytest.raises(SettingsError, match="need Metal"):
-        dm.load_target(folder, exact=True)
+    with pytest.raises(SettingsError, match="needs Metal"):
+        dm.load_target(folder, kernels="exact")
 
 
 def test_what_cannot_be_exact_is_refused():
     kernels = Kernels(kernel_factory())
 
     def refusal(model, family):
-        with pytest.raises(SettingsError, match="leave exact out") as caught:
+        with pytest.raises(SettingsError, match="leave it out") as caught:
             config = families.CONFIGS[family]
             wiring = wire(model, config, kernels, None, {}, exact=True)
             Target(model, families.Letters(), config, family, wiring)
@@ -237,8 +240,6 @@ def test_what_cannot_be_exact_is_refused():
     assert "Attention" in refusal(families.random_model("qwen3"), "qwen3")  # heads of 32
     sharing = families.random_model("gemma4_E4B-like", head_dim=HEAD)
     assert "Attention" in refusal(sharing, "gemma4_E4B-like")
-    with pytest.raises(SettingsError, match="kernels=False"):
-        dm.load_target("tiny", exact=True, kernels=False)
 
 
 def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
@@ -266,7 +267,7 @@ def test_timing_a_model_runs_both_and_leaves_it_as_it_is(monkeypatch):
 
 
 @pytest.mark.parametrize("loader", [dm.load, dm.load_target, dm.load_drafter])
-@pytest.mark.parametrize("kernels", [5, "yes", None])
+@pytest.mark.parametrize("kernels", [5, "yes", True])
 def test_what_runs_no_kernels_is_refused(loader, kernels):
-    with pytest.raises(SettingsError, match="kernels must be True, False"):
+    with pytest.raises(SettingsError, match='kernels must be "auto", "off"'):
         loader("tiny", kernels=kernels)

@@ -179,8 +179,8 @@ def wire(
     if exact and foreign:
         path, module, matrix = foreign[0]
         raise SettingsError(
-            f"exact: {path} ({type(module).__name__}, {matrix.key}) has no kernel whose rows are "
-            "independent; leave exact out."
+            f"kernels=exact: {path} ({type(module).__name__}, {matrix.key}) has no kernel whose "
+            "rows are independent; leave it out."
         )
     layers = {}
     for path, module, matrix in found:

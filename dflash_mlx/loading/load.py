@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,6 +41,8 @@ from .registry import (
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
     from ..kernels.source import KernelFactory
+
+KernelChoice = Literal["auto", "off", "exact"]
 
 # Models inside the package: (name, part) -> folder in dflash_mlx.
 _EMBEDDED_FOLDERS = {
@@ -76,8 +78,8 @@ def load(
     mode: str = "affine",
     group_size: int | None = None,
     hub: Hub | None = None,
-    exact: bool | None = None,
-    kernels: KernelFactory | bool = True,
+    kernels: KernelChoice = "auto",
+    metal_kernel: KernelFactory | None = None,
     cluster: SupportsSharding | None = None,
 ) -> tuple[Target, Drafter | None]:
     """Load a target and its drafter.
@@ -93,11 +95,11 @@ def load(
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
         hub: where repositories are fetched from; None is the public hub.
-        exact: verify with kernels whose rows are independent, so that drafted text equals plain
-            text bit for bit, also in half precision and quantized. None turns it on where it costs
+        kernels: "auto" uses our Metal kernels where they are faster, "off" only MLX's own. "exact"
+            verifies with kernels whose rows are independent, so that drafted text equals plain
+            text bit for bit, also in half precision and quantized; "auto" does so where it costs
             nothing.
-        kernels: True uses our Metal kernels where they are faster, False only MLX's own. A
-            callable replaces `mx.fast.metal_kernel`.
+        metal_kernel: compiles our kernels in place of `mx.fast.metal_kernel`, as an emulator does.
         cluster: machines that share the target; MLX's own kernels run.
 
     Raises:
@@ -106,7 +108,7 @@ def load(
     """
     name, wanted = as_name(name), None if draft is None else as_name(draft)
     check_name(name)  # before the registry: a misspelt name has no drafter either
-    ours = _kernels(exact, kernels)
+    ours = _kernels(kernels, metal_kernel)
     draft, with_lookup = _choose_drafter(name, wanted)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
     hub = hub or Hub()
@@ -120,13 +122,13 @@ def load(
     if draft in (LOOKUP, NONE):
         if draft_bits is not None:
             raise SettingsError(f"draft_bits: {draft} has no weights to quantize, leave it out.")
-        target = _open_target(name, folder, quantization, 0, exact, ours, cluster)
+        target = _open_target(name, folder, quantization, 0, kernels, ours, cluster)
         return target, LookupDrafter() if draft == LOOKUP else None
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         draft_folder = _folder(draft, "drafter", hub)
         stored = check_safetensors(draft_folder)
     reserved = memory_needed(stored, draft_quantization, _float_bytes())
-    target = _open_target(name, folder, quantization, reserved, exact, ours, cluster)
+    target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
     with _advice_on_drafters():
         drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
         drafter.check_fits(target)
@@ -162,8 +164,8 @@ def load_target(
     mode: str = "affine",
     group_size: int | None = None,
     hub: Hub | None = None,
-    exact: bool | None = None,
-    kernels: KernelFactory | bool = True,
+    kernels: KernelChoice = "auto",
+    metal_kernel: KernelFactory | None = None,
     cluster: SupportsSharding | None = None,
 ) -> Target:
     """Load a target alone: any model that mlx-lm loads, or a GGUF file.
@@ -172,8 +174,8 @@ def load_target(
         `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
     """
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
-    ours, folder = _kernels(exact, kernels), _folder(path, "target", hub or Hub())
-    return _open_target(path, folder, quantization, 0, exact, ours, cluster)
+    ours, folder = _kernels(kernels, metal_kernel), _folder(path, "target", hub or Hub())
+    return _open_target(path, folder, quantization, 0, kernels, ours, cluster)
 
 
 def load_drafter(
@@ -183,7 +185,8 @@ def load_drafter(
     mode: str = "affine",
     group_size: int | None = None,
     hub: Hub | None = None,
-    kernels: KernelFactory | bool = True,
+    kernels: KernelChoice = "auto",
+    metal_kernel: KernelFactory | None = None,
 ) -> DFlash:
     """Load a drafter alone. Args as for `load`.
 
@@ -194,7 +197,7 @@ def load_drafter(
     if path in (LOOKUP, NONE):
         raise SettingsError(f"{path!r} is not a network: give it to load(target, draft={path!r}).")
     folder = _folder(path, "drafter", hub or Hub())
-    return _open_drafter(path, folder, quantization, _kernels(None, kernels))
+    return _open_drafter(path, folder, quantization, _kernels(kernels, metal_kernel))
 
 
 def drafter_folder(name: str, hub: Hub | None = None) -> Path:
@@ -211,19 +214,18 @@ def _quantizations(
     return [Quantization.of(bits, mode, group_size) for bits in widths]
 
 
-def _kernels(exact: bool | None, kernels: KernelFactory | bool) -> Kernels | None:
+def _kernels(choice: KernelChoice, metal_kernel: KernelFactory | None) -> Kernels | None:
     """Our kernels; None for MLX's own only. Raises `SettingsError`."""
-    if not isinstance(kernels, bool) and not callable(kernels):
-        raise SettingsError(f"kernels must be True, False or a callable, not {brief(kernels)}.")
-    if callable(kernels) or (kernels and not _on_cpu() and mx.metal.is_available()):
+    if choice not in get_args(KernelChoice):
+        raise SettingsError(f'kernels must be "auto", "off" or "exact", not {brief(choice)}.')
+    if choice == "off":
+        return None
+    if metal_kernel is not None or (not _on_cpu() and mx.metal.is_available()):
         from ..kernels.modules import Kernels
 
-        return Kernels(kernels) if callable(kernels) else Kernels()
-    if exact:
-        raise SettingsError(
-            "exact runs on our kernels, which need Metal and are off with kernels=False: leave it "
-            "out, and MLX's own kernels run."
-        )
+        return Kernels() if metal_kernel is None else Kernels(metal_kernel)
+    if choice == "exact":
+        raise SettingsError("kernels=exact needs Metal. Leave it out to use MLX's own kernels.")
     return None
 
 
@@ -232,13 +234,14 @@ def _open_target(
     folder: Path,
     quantization: Quantization | None,
     reserved: int = 0,
-    exact: bool | None = None,
+    choice: KernelChoice = "auto",
     kernels: Kernels | None = None,
     cluster: SupportsSharding | None = None,
 ) -> Target:
     """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
+    exact = choice == "exact"
     if cluster and exact:
-        raise SettingsError("exact runs on our kernels, which read no shards: leave it out.")
+        raise SettingsError("kernels=exact needs one machine: our kernels read no shards.")
     weights = check_safetensors(folder)
     config = read_target_config(folder)
     quantized = "quantization" in config or "quantization_config" in config
@@ -256,11 +259,11 @@ def _open_target(
     if kernels is not None:
         from .wiring import check_exact, wire_target
 
-        wiring = wire_target(model, config, kernels, exact)
+        wiring = wire_target(model, config, kernels, exact or None)
     target = Target(model, tokenizer, config, name, wiring)
     check_runs(target)
     if wiring is not None and wiring.exact:
-        check_exact(target, wiring, asked=bool(exact))
+        check_exact(target, wiring, asked=exact)
     return target
 
 

@@ -62,8 +62,8 @@ def check_exact(layers: Sequence[nn.Module], caches: Sequence[Any]) -> None:
     for layer, cache in zip_longest(layers, caches):  # fewer caches where layers share them
         if not _can_be_exact(layer, cache):
             raise SettingsError(
-                f"exact: the attention of {type(layer.self_attn).__name__} has no kernel whose "
-                "rows are independent; leave exact out."
+                f"kernels=exact: the attention of {type(layer.self_attn).__name__} has no "
+                "kernel whose rows are independent; leave it out."
             )
 
 

@@ -127,8 +127,8 @@ def check_rows(target: Target) -> None:
         one, _ = alone.verify(Proposal([token]))
         if not mx.array_equal(_bits(one[0]), _bits(logits[row])).item():
             raise KernelError(
-                f"exact: row {row + 1} of {WIDEST} that {target.name} verifies has other bits here "
-                "than alone. Leave exact out, and please report this."
+                f"kernels=exact: row {row + 1} of {WIDEST} that {target.name} verifies has other "
+                "bits here than alone. Leave it out, and please report this."
             )
         alone.commit([0])
 

@@ -166,7 +166,7 @@ def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> Non
         drafter = train_on(samples, target, shape, DRAFTER_STEPS, DRAFTER_SEED, checkpoint)
         save_drafter(drafter, unquantized, first)
     samples = mixed(target, own_answers(target, work))
-    start, checkpoint = load_drafter(str(first), kernels=False), work / f"{name}_own.safetensors"
+    start, checkpoint = load_drafter(str(first), kernels="off"), work / f"{name}_own.safetensors"
     drafter = train_on(samples, target, shape, OWN_STEPS, OWN_SEED, checkpoint, start)
     save_drafter(drafter, config, out / name)
 
