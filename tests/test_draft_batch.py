@@ -11,7 +11,7 @@ import test_dspark
 from batches import memory, same
 from test_dspark import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, SLIDING
 
-from dflash_mlx.drafter.batch import propose_batch, propose_tree_batch
+from dflash_mlx.drafter.batch import BlockDraft, draft_batch
 from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
@@ -117,7 +117,7 @@ def test_chains_are_those_alone(kind):
         widths = [drafting.random.choice((1, 2, 3, 6, 40)) for _ in range(count)]
         widths[drafting.random.randrange(count)] = 5
         drafting.heads.clear()
-        found = propose_batch(drafting.together, anchors, widths)
+        found = draft_batch(list(map(BlockDraft, drafting.together, anchors, widths)))
         assert len(drafting.heads) == 1, "the head is read once"
         for at, proposal in enumerate(found):
             expected = drafting.alone[at].propose(anchors[at], widths[at])
@@ -136,7 +136,7 @@ def test_trees_are_those_alone(kind):
         drafting.extend()
         anchors = [drafting.random.randrange(60) for _ in range(count)]
         drafting.heads.clear()
-        found = propose_tree_batch(drafting.together, anchors, rows, widths)
+        found = draft_batch(list(map(BlockDraft, drafting.together, anchors, widths, rows)))
         assert len(drafting.heads) == 1
         for at, tree in enumerate(found):
             alone = drafting.alone[at]
@@ -151,7 +151,7 @@ def test_nothing_is_evaluated():
     drafting = Drafting("dspark")
     drafting.extend()
     before = memory()
-    proposals = propose_batch(drafting.together, [3] * 5, [6] * 5)
+    proposals = draft_batch([BlockDraft(session, 3, 6) for session in drafting.together])
     assert memory() - before < 4096
     mx.eval([proposal.tokens for proposal in proposals])
     assert memory() - before > 4096  # the control: the contexts, at least
@@ -166,7 +166,7 @@ def test_who_has_no_network_of_ours_proposes_alone():
     own = SimpleNamespace(propose=lambda anchor, width: ("own", anchor, width))
     first, second = drafting.together[:2]
     sessions = [own, first, lookup, other.together[0], second]
-    found = propose_batch(sessions, [9, 8, 3, 7, 6], [4, 4, 4, 4, 4])
+    found = draft_batch(list(map(BlockDraft, sessions, [9, 8, 3, 7, 6], [4] * 5)))
     assert found[0] == ("own", 9, 4) and found[2].tokens == [3, 4, 1, 2]
     assert [tokens(found[at])[0] for at in (1, 3, 4)] == [8, 7, 6]
     assert len(drafting.heads) == len(other.heads) == 1
@@ -187,15 +187,15 @@ def test_an_error_of_one_is_its_own(kind):
     bad = drafting.network.start(drafting.target, Sampler(careless, [1]))
     own = SimpleNamespace(propose=fails, propose_tree=fails)
     sessions = [drafting.together[0], bad, own, drafting.together[2]]
-    guards = [suppress(ZeroDivisionError) for _ in sessions]
+    guard = suppress(ZeroDivisionError)
     for round_ in range(2):
-        found = propose_batch(sessions, [7] * 4, [5] * 4, guards)
+        found = draft_batch([BlockDraft(one, 7, 5, None, guard) for one in sessions])
         assert found[1] is found[2] is None
         for at, twin in ((0, 0), (3, 2)):
             assert tokens(found[at]) == tokens(drafting.alone[twin].propose(7, 5))
-        trees = propose_tree_batch(sessions, [7] * 4, [6] * 4, [5] * 4, guards)
+        trees = draft_batch([BlockDraft(one, 7, 5, 6, guard) for one in sessions])
         assert trees[1] is trees[2] is None and trees[0] and trees[3], round_
         for twin in (0, 2):
             drafting.alone[twin].propose_tree(7, 6, 5)
     with pytest.raises(ZeroDivisionError):
-        propose_batch(sessions, [7] * 4, [5] * 4)
+        draft_batch([BlockDraft(one, 7, 5) for one in sessions])

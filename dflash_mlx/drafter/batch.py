@@ -12,104 +12,82 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..proposal import Proposal
 from .candidates import DraftInput, Slots, read_candidates
 from .layers import Attention
 from .network import DFlash, NetworkSession, chain
 from .protocol import DraftSession
 from .tree import DraftTree
 
-Guard = AbstractContextManager[Any]
 
+class BlockDraft(NamedTuple):
+    """A draft that is made together with others.
 
-def propose_batch(
-    sessions: Sequence[DraftSession],
-    anchors: Sequence[int],
-    widths: Sequence[int],
-    guards: Sequence[Guard] | None = None,
-) -> list[Proposal | None]:
-    """What each session's own `propose` returns, in one pass per network.
-
-    Sessions without a network of ours, or alone with theirs, propose by themselves. Nothing waits
-    for the device, unless a processor does.
-
-    Args:
-        sessions: each of them once.
-        anchors: the last committed token of each.
-        widths: the most rows of each proposal, the anchor included.
-        guards: entered around what runs for one session only, as its processors. If a guard
-            suppresses an error, the session's proposal is None; the others are not affected.
+    Attributes:
+        session: drafts it.
+        anchor: the last committed token.
+        width: the most rows of a path, the anchor included.
+        tree_rows: the most rows of a tree; None drafts a chain.
+        guard: entered around what runs for this session only, as its processors. If it suppresses
+            an error, the result is None, and the others are not affected.
     """
-    guards = guards or [nullcontext()] * len(sessions)
-    proposals: list[Proposal | None] = [None] * len(sessions)
-    for group in _groups(sessions, widths):
-        if len(group) == 1:
-            [at] = group
-            with guards[at]:
-                proposals[at] = sessions[at].propose(anchors[at], widths[at])
-            continue
-        network, slots = _draft(group, sessions, anchors, widths, guards)
-        chosen = network.choose([*slots.values()]) if slots else []
-        for at, drafts in zip(slots, chosen, strict=True):
-            proposals[at] = chain(anchors[at], drafts)
-    return proposals
+
+    session: DraftSession
+    anchor: int
+    width: int
+    tree_rows: int | None = None
+    guard: AbstractContextManager[Any] = nullcontext()
 
 
-def propose_tree_batch(
-    sessions: Sequence[DraftSession],
-    anchors: Sequence[int],
-    rows: Sequence[int],
-    widths: Sequence[int],
-    guards: Sequence[Guard] | None = None,
-) -> list[DraftTree | None]:
-    """What each session's own `propose_tree` returns; waits once per network.
+def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
+    """What each session's own `propose` or `propose_tree` returns, in one pass per network.
 
-    Args as of `propose_batch` and of `DraftSession.propose_tree`.
+    Sessions without a network of ours, or alone with theirs, draft by themselves. Only trees and
+    processors wait for the device: trees once per network.
     """
-    guards = guards or [nullcontext()] * len(sessions)
-    trees: list[DraftTree | None] = [None] * len(sessions)
-    for group in _groups(sessions, widths):
-        if len(group) == 1:
-            [at] = group
-            with guards[at]:
-                trees[at] = sessions[at].propose_tree(anchors[at], rows[at], widths[at])
-            continue
-        network, slots = _draft(group, sessions, anchors, widths, guards)
-        found = read_candidates(
-            [network.candidates(one, rows[at] - 1) for at, one in slots.items()]
-        )
-        for at, (tokens, log_probs) in zip(slots, found, strict=True):
-            trees[at] = DraftTree(anchors[at], tokens, log_probs, rows[at])
-    return trees
-
-
-def _groups(sessions: Sequence[DraftSession], widths: Sequence[int]) -> list[list[int]]:
-    """The indices of sessions that can draft in one pass: those of one network and target."""
+    results: list[Any] = [None] * len(drafts)
     groups: dict[tuple[int, ...], list[int]] = {}
-    for at, (session, width) in enumerate(zip(sessions, widths, strict=True)):
+    for at, draft in enumerate(drafts):
         key: tuple[int, ...] = (at,)
-        if isinstance(session, NetworkSession) and width > 1:
-            key = id(session.drafter), id(session.target)
+        if isinstance(draft.session, NetworkSession) and draft.width > 1:
+            kind = draft.tree_rows is None
+            key = id(draft.session.drafter), id(draft.session.target), kind
         groups.setdefault(key, []).append(at)
-    return list(groups.values())
+    for group in groups.values():
+        if len(group) == 1:
+            session, anchor, width, tree_rows, guard = drafts[group[0]]
+            with guard:
+                if tree_rows is None:
+                    results[group[0]] = session.propose(anchor, width)
+                else:
+                    results[group[0]] = session.propose_tree(anchor, tree_rows, width)
+            continue
+        network, slots = _draft_slots({at: drafts[at] for at in group})
+        if not slots:
+            continue
+        if drafts[group[0]].tree_rows is None:
+            for at, tokens in zip(slots, network.choose([*slots.values()]), strict=True):
+                results[at] = chain(drafts[at].anchor, tokens)
+        else:
+            rows = {at: drafts[at].tree_rows or 1 for at in slots}
+            found = [network.candidates(own, rows[at] - 1) for at, own in slots.items()]
+            for at, tables in zip(slots, read_candidates(found), strict=True):
+                results[at] = DraftTree(drafts[at].anchor, *tables, rows[at])
+    return results
 
 
-def _draft(
-    group: Sequence[int],
-    sessions: Sequence[Any],
-    anchors: Sequence[int],
-    widths: Sequence[int],
-    guards: Sequence[Guard],
-) -> tuple[DFlash, dict[int, Slots]]:
-    """The network of a group, and the slots of its blocks by index, after one pass over all."""
-    network: DFlash = sessions[group[0]].drafter
-    target, first = sessions[group[0]].target, network.config.first_row
-    inputs = [sessions[at].draft_input(anchors[at], widths[at]) for at in group]
-    rows = _BatchRows(inputs)
+def _draft_slots(drafts: dict[int, BlockDraft]) -> tuple[DFlash, dict[int, Slots]]:
+    """The network, and the slots of each block, after one pass of the network and of its head."""
+    sessions: list[Any] = [draft.session for draft in drafts.values()]
+    network, target = sessions[0].drafter, sessions[0].target
+    inputs = [
+        session.draft_input(draft.anchor, draft.width)
+        for session, draft in zip(sessions, drafts.values(), strict=True)
+    ]
+    rows, first = _BatchRows(inputs), network.config.first_row
     x = network.embed_block(mx.concatenate([one.block for one in inputs]), target, rows.places)
     waiting = [one.taps for one in inputs if one.taps.shape[1]]
     context = network.fuse(mx.concatenate(waiting, axis=1)) if waiting else None
@@ -120,9 +98,11 @@ def _draft(
     cuts = list(accumulate(len(one.block) - first for one in inputs))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
     slots = {}
-    for at, own, states in zip(group, logits, mx.split(hidden[0], cuts), strict=True):
-        with guards[at]:
-            slots[at] = sessions[at].score(own, states, anchors[at])
+    for (at, draft), session, own, states in zip(
+        drafts.items(), sessions, logits, mx.split(hidden[0], cuts), strict=True
+    ):
+        with draft.guard:
+            slots[at] = session.score(own, states, draft.anchor)
     return network, slots
 
 

@@ -94,49 +94,47 @@ class DSpark(DFlash):
             self.confidence_head = {"proj": nn.Linear(width, 1)}
 
     def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
-        """The tokens [L] of every request, each chosen with the one before it in its logits.
-
-        The requests advance together: each row reads the head's matrices, which are as large as the
-        vocabulary, once for all of them.
-        """
+        """The tokens [L] of every request, each chosen with the one before it in its logits."""
         if "markov_head" not in self:
             return super().choose(requests)
-        ids, head, scale = self.token_ids(), self.markov_head, self.config.logit_scale
-        # The longest first: those that still go on are the first ones.
-        order = sorted(range(len(requests)), key=lambda at: -len(requests[at].hidden))
-        slots = [requests[at] for at in order]
-        scores = [self.narrow(one.scores).astype(mx.float32) for one in slots]
-        previous = mx.stack([one.anchor for one in slots])
-        state, path = head.first_state(len(slots)), []
-        for row in range(len(slots[0].hidden)):
-            count = sum(row < len(one.hidden) for one in slots)
-            rows = mx.stack([one.hidden[row] for one in slots[:count]])
-            bias, state = head.step(rows, previous[:count], state[:count])
-            weights = [scale * one.weight for one in slots[:count]]
-            chosen = [(scores[at][row] + weights[at] * bias[at]).argmax() for at in range(count)]
-            previous = mx.stack(chosen)
-            previous = previous if ids is None else ids[previous]
-            path.append(previous)
-        chains = {
-            at: mx.stack([row[place] for row in path[: len(slots[place].hidden)]])
-            for place, at in enumerate(order)
-        }
-        return [chains[at] for at in range(len(requests))]
+        return [tokens for tokens, _ in self._walk(requests)]
 
     def candidates(self, slots: Slots, count: int) -> CandidateTokens:
         """The likeliest tokens of every slot, given the likeliest tokens before it."""
         if "markov_head" not in self:
             return super().candidates(slots, count)
-        ids, head, weight = self.token_ids(), self.markov_head, slots.weight
-        weight *= self.config.logit_scale
-        state, previous, walked = head.first_state(1), slots.anchor[None], []
-        for own, hidden in zip(self.narrow(slots.scores), slots.hidden, strict=True):
-            bias, state = head.step(hidden, previous, state)
-            walked.append(own + weight * bias[0])
-            best = walked[-1].argmax()
-            previous = (best if ids is None else ids[best])[None]
-        tokens, log_probs = likeliest(mx.stack(walked), count)
+        [(_, scores)] = self._walk([slots])
+        tokens, log_probs = likeliest(scores, count)
+        ids = self.token_ids()
         return CandidateTokens(tokens if ids is None else ids[tokens], log_probs)
+
+    def _walk(self, requests: Sequence[Slots]) -> list[tuple[mx.array, mx.array]]:
+        """The best tokens [L] of every request, and the scores [L, DV] with the Markov biases.
+
+        The requests advance together: each row reads the head's matrices, which are as large as the
+        vocabulary, once for all of them.
+        """
+        ids, head, scale = self.token_ids(), self.markov_head, self.config.logit_scale
+        # The longest first: those that still go on are the first ones.
+        order = sorted(range(len(requests)), key=lambda at: -len(requests[at].hidden))
+        slots = [requests[at] for at in order]
+        own = [self.narrow(one.scores).astype(mx.float32) for one in slots]
+        previous = mx.stack([one.anchor for one in slots])
+        state = head.first_state(len(slots))
+        walked: list[tuple[list[mx.array], list[mx.array]]] = [([], []) for _ in requests]
+        for row in range(len(slots[0].hidden)):
+            going = [one for one in slots if row < len(one.hidden)]
+            rows = mx.stack([one.hidden[row] for one in going])
+            bias, state = head.step(rows, previous[: len(going)], state[: len(going)])
+            weights = [scale * one.weight for one in going]
+            scores = [own[at][row] + weights[at] * bias[at] for at in range(len(going))]
+            best = mx.stack([one.argmax() for one in scores])
+            previous = best if ids is None else ids[best]
+            for place, score in enumerate(scores):
+                tokens, biased = walked[order[place]]
+                tokens.append(previous[place])
+                biased.append(score)
+        return [(mx.stack(tokens), mx.stack(scores)) for tokens, scores in walked]
 
 
 def network_for(config: DraftConfig) -> type[DFlash]:

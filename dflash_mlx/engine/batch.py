@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..drafter.batch import propose_batch, propose_tree_batch
+from ..drafter.batch import BlockDraft, draft_batch
 from ..events import Event
 from ..policy.planner import DraftCandidate, TreeCandidate, checked
 from ..proposal import Proposal
@@ -41,10 +41,12 @@ class BatchItem(ErrorCapture):
 
     Attributes:
         request: the request.
+        candidate: the rows that could be verified.
         proposal: the rows that the target verifies for it.
         event: the result; None if there is an error instead.
     """
 
+    candidate: DraftCandidate | TreeCandidate
     proposal: Proposal
     event: Event | None = None
 
@@ -126,47 +128,49 @@ class SharedBatch:
             with items[0]:
                 items[0].proposal = items[0].request.propose()
             return
-        candidates = self._candidates(items)
-        requests = [item.request for item, _ in candidates]
-        each = [candidate for _, candidate in candidates]
-        if self._allocator is None or not each:
-            rows = [1 + len(candidate.path_probs) for candidate in each]
-        else:
-            rows = self._allocator.allocate(requests, each)
-        chains: list[tuple[BatchItem, int]] = []
-        for (item, candidate), count in zip(candidates, rows, strict=True):
+        self._set_candidates(items)
+        items = _without_errors(items)
+        candidates: list[Any] = [item.candidate for item in items]
+        rows = [1 + len(candidate.path_probs) for candidate in candidates]
+        if self._allocator is not None and items:
+            rows = self._allocator.allocate([item.request for item in items], candidates)
+        chains = []
+        for item, candidate, count in zip(items, candidates, rows, strict=True):
             with item:
                 if count == 1:
                     item.proposal = Proposal([item.request.anchor])
                 elif candidate.propose is None:
-                    chains.append((item, count))
+                    session = item.request.draft_session
+                    session = session.network or session
+                    chains.append(
+                        (item, BlockDraft(session, item.request.anchor, count, None, item))
+                    )
                 else:
                     item.proposal = checked(candidate.propose(count), count)
-        _draft_chains(chains)
+        drafts = draft_batch([draft for _, draft in chains])
+        for (item, draft), proposal in zip(chains, drafts, strict=True):
+            if item.error is None:
+                with item:
+                    item.proposal = checked(proposal, draft.width)
 
-    def _candidates(self, items: Sequence[BatchItem]) -> list[tuple[BatchItem, DraftCandidate]]:
-        """The rows that each request could have verified. Trees are drafted first, in one pass."""
-        candidates: list[tuple[BatchItem, DraftCandidate]] = []
+    def _set_candidates(self, items: Sequence[BatchItem]) -> None:
+        """Set the rows that each request could have verified. Trees are drafted, in one pass."""
         trees: list[tuple[BatchItem, TreeCandidate]] = []
         for item in items:
             with item:
-                candidate = item.request.candidate()
-                if isinstance(candidate, TreeCandidate):
-                    trees.append((item, candidate))
-                else:
-                    candidates.append((item, candidate))
-        drafted = propose_tree_batch(
-            [candidate.session for _, candidate in trees],
-            [item.request.anchor for item, _ in trees],
-            [candidate.rows for _, candidate in trees],
-            [candidate.width for _, candidate in trees],
-            guards=[item for item, _ in trees],
+                item.candidate = item.request.candidate()
+                if isinstance(item.candidate, TreeCandidate):
+                    trees.append((item, item.candidate))
+        drafts = draft_batch(
+            [
+                BlockDraft(of.session, item.request.anchor, of.width, of.rows, item)
+                for item, of in trees
+            ]
         )
-        for (item, of_tree), tree in zip(trees, drafted, strict=True):
-            if tree is not None:  # else the item has the error
+        for (item, of), tree in zip(trees, drafts, strict=True):
+            if item.error is None:
                 with item:
-                    candidates.append((item, of_tree.ready(tree)))
-        return candidates
+                    item.candidate = of.ready(tree)
 
     def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
         """One forward: logits [N, V] after a proposal's rows, its taps [1, N, K*D], per item."""
@@ -186,18 +190,3 @@ class SharedBatch:
 
 def _without_errors(items: Sequence[BatchItem]) -> list[BatchItem]:
     return [item for item in items if item.error is None]
-
-
-def _draft_chains(chains: Sequence[tuple[BatchItem, int]]) -> None:
-    """Set the proposals of requests whose network drafts a chain of so many rows."""
-    items = [item for item, _ in chains]
-    proposals = propose_batch(
-        [item.request.draft_session.network or item.request.draft_session for item in items],
-        [item.request.anchor for item in items],
-        [rows for _, rows in chains],
-        items,
-    )
-    for (item, rows), proposal in zip(chains, proposals, strict=True):
-        if proposal is not None:  # else the item has the error
-            with item:
-                item.proposal = checked(proposal, rows)
