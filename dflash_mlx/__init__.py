@@ -23,72 +23,51 @@ TYPE_CHECKING = False  # typing's own takes a third of the start-up time
 if TYPE_CHECKING:
     from typing import Any
 
-    from .conversation import Conversation
-    from .drafter.config import DraftConfig
-    from .drafter.network import DFlash
-    from .engine.engine import Engine
-    from .engine.job import Job
-    from .errors import DFlashError
-    from .events import Event, Result, Stats
-    from .generation import GenerationSettings
-    from .loading.load import load, load_drafter, load_target
-    from .loop import generate, stream_generate
-    from .machine.blas import use_fast_blas
-    from .policy.draft_policy import DraftPolicy, Policy
-    from .prefix.cache import PrefixStore
-    from .proposal import Proposal
-    from .targets import Target
+    from .conversation import Conversation as Conversation
+    from .drafter.config import DraftConfig as DraftConfig
+    from .drafter.network import DFlash as DFlash
+    from .engine.engine import Engine as Engine
+    from .engine.job import Job as Job
+    from .errors import DFlashError as DFlashError
+    from .errors import MissingDependencyError as MissingDependencyError
+    from .events import Event as Event
+    from .events import Result as Result
+    from .events import Stats as Stats
+    from .generation import GenerationSettings as GenerationSettings
+    from .loading.load import load as load
+    from .loading.load import load_drafter as load_drafter
+    from .loading.load import load_target as load_target
+    from .loop import generate as generate
+    from .loop import stream_generate as stream_generate
+    from .machine.blas import use_fast_blas as use_fast_blas
+    from .policy.draft_policy import DraftPolicy as DraftPolicy
+    from .policy.draft_policy import Policy as Policy
+    from .prefix.cache import PrefixStore as PrefixStore
+    from .proposal import Proposal as Proposal
+    from .targets import Target as Target
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Conversation",
-    "DFlash",
-    "DFlashError",
-    "DraftConfig",
-    "Engine",
-    "Event",
-    "GenerationSettings",
-    "Job",
-    "DraftPolicy",
-    "Policy",
-    "PrefixStore",
-    "Proposal",
-    "Result",
-    "Stats",
-    "Target",
-    "generate",
-    "load",
-    "load_drafter",
-    "load_target",
-    "stream_generate",
-    "use_fast_blas",
-]
-
-_HOME = {
-    "Conversation": ".conversation",
-    "DFlash": ".drafter.network",
-    "DFlashError": ".errors",
-    "DraftConfig": ".drafter.config",
-    "Engine": ".engine.engine",
-    "Event": ".events",
-    "GenerationSettings": ".generation",
-    "Job": ".engine.job",
-    "MissingDependencyError": ".errors",
-    "DraftPolicy": ".policy.draft_policy",
-    "Policy": ".policy.draft_policy",
-    "PrefixStore": ".prefix.cache",
-    "Proposal": ".proposal",
-    "Result": ".events",
-    "Stats": ".events",
-    "Target": ".targets",
-    "generate": ".loop",
-    "load": ".loading.load",
-    "load_drafter": ".loading.load",
-    "load_target": ".loading.load",
-    "stream_generate": ".loop",
-    "use_fast_blas": ".machine.blas",
+# Public names by module.
+_MODULES = {
+    ".conversation": "Conversation",
+    ".drafter.config": "DraftConfig",
+    ".drafter.network": "DFlash",
+    ".engine.engine": "Engine",
+    ".engine.job": "Job",
+    ".errors": "DFlashError MissingDependencyError",
+    ".events": "Event Result Stats",
+    ".generation": "GenerationSettings",
+    ".loading.load": "load load_drafter load_target",
+    ".loop": "generate stream_generate",
+    ".machine.blas": "use_fast_blas",
+    ".policy.draft_policy": "DraftPolicy Policy",
+    ".prefix.cache": "PrefixStore",
+    ".proposal": "Proposal",
+    ".targets": "Target",
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
@@ -106,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
