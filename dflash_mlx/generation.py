@@ -113,7 +113,7 @@ def make_request(
     Raises what `stream_generate` raises at once.
     """
     check_pair(target, drafter)
-    widest = resolve_block_size(drafter, settings.block_size)
+    block_size = resolve_block_size(drafter, settings.block_size, settings.policy)
     settings.check_vocabulary(target.vocab_size)
     ids = encode_prompt(target, prompt)
     kv_bits, conversation = settings.kv_bits, settings.conversation
@@ -139,22 +139,27 @@ def make_request(
         max_tokens,
         settings.stop_applies,
     )
-    stats = Stats(prompt_tokens=len(ids), block_size=widest, seed=sampler.seed)
+    stats = Stats(prompt_tokens=len(ids), block_size=block_size, seed=sampler.seed)
     branches = branch_points(target, prompt, ids) if conversation.prefix is not None else ()
     request = Request(conversation, ids, sampler, planner, text, stats, branches)
     conversation.open(request)
     return request
 
 
-def resolve_block_size(drafter: Drafter | None, requested: int | None = None) -> int:
-    """The most rows of a step. Raises `SettingsError` for a size the drafter was not made for."""
+def resolve_block_size(
+    drafter: Drafter | None, requested: int | None = None, policy: DraftPolicy | None = None
+) -> int:
+    """The most rows of a step. Raises `SettingsError` for a size the drafter was not made for.
+
+    A policy decides for a drafter that can draft any number of rows.
+    """
     if requested is not None:
         requested = check_integer("block_size", requested)
     if drafter is None:
         return 1
     largest = drafter_block_size(drafter)
     if requested is None:
-        return largest or DEFAULT_BLOCK_SIZE
+        return largest or (DEFAULT_BLOCK_SIZE if policy is None else policy.block_size)
     if largest is not None and requested > largest:
         raise SettingsError(
             f"block_size {requested} is more than the {largest} that this drafter can have: "

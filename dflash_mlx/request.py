@@ -265,11 +265,15 @@ class Request:
 
         The text may end with this step. Then the next one's row is its last token.
         """
-        if self._text.remaining < 2 or not (
-            self._sampler.can_pipeline and self.target_session.can_pipeline
-        ):
-            return False
-        return self._planner.can_pipeline(self.draft_session, self.anchor, self._width)
+        return (
+            self._text.remaining >= 2
+            and len(self._pending[-1].proposal) == 1
+            and self._sampler.can_pipeline
+            and self.target_session.can_pipeline
+            and self._planner.can_pipeline(
+                self.draft_session, self.anchor, self._width, self._shared
+            )
+        )
 
     @property
     def is_pipelined(self) -> bool:
@@ -279,7 +283,6 @@ class Request:
     def next_anchor(self) -> Proposal:
         """The next step's only row, still on the device. Commits this step's only row."""
         [step] = self._pending
-        assert len(step.proposal) == 1, "only plain steps are pipelined"
         if not step.pipelined:
             self.target_session.commit([0])
         self._extend_plain(step)

@@ -92,6 +92,18 @@ def test_a_useless_drafter_is_tried_ever_more_rarely():
     assert sum(count > 1 for count in rows) <= 5
 
 
+def test_a_request_of_shorter_drafts_than_the_policy_s_is_probed_too():
+    """None was, as a probe waited for a draft of the policy's block size."""
+    planner, rows = AdaptivePlanner(policy_with_costs(2 * LONGEST, row=0.02)), []
+    for _ in range(60):
+        planner._estimates.learn(15, 0)
+    for _ in range(60):
+        proposal = planner.propose(Session(), 0, LONGEST)
+        planner.observe(proposal, [0], 1e-3, False)
+        rows.append(len(proposal))
+    assert max(rows) > 1
+
+
 def test_the_same_steps_lead_to_the_same_lengths():
     text = text_of(DRAFTERS["medium"], 300)
     runs = [play(DraftPolicy(LONGEST), Machine(*MACHINES["rows cheap"]), text)[1] for _ in range(2)]
@@ -252,10 +264,10 @@ def test_plain_steps_are_pipelined_where_nothing_pays():
     quiet, finding = Session(), Finds([0.5], network=False)
     pipelined = 0
     for _ in range(100):
-        if not planner.can_pipeline(quiet, 0, LONGEST):
+        if not planner.can_pipeline(quiet, 0, LONGEST, shared=False):
             assert len(planner.propose(quiet, 0, LONGEST)) == 1
-        assert not planner.can_pipeline(finding, 0, LONGEST)
-        pipelined += planner.can_pipeline(quiet, 0, LONGEST)
+        assert not planner.can_pipeline(finding, 0, LONGEST, shared=False)
+        pipelined += planner.can_pipeline(quiet, 0, LONGEST, shared=False)
         planner.observe(Proposal([0]), [0], 1e-3, False)
     assert pipelined > 75
 

@@ -19,9 +19,9 @@ from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.engine.allocation import FLOOR, LEAD, RowAllocator
 from dflash_mlx.engine.batch import SharedBatch
-from dflash_mlx.policy.budget import CREDIT
+from dflash_mlx.policy.budget import ALLOWANCE, CREDIT
 from dflash_mlx.policy.draft_policy import DraftPolicy
-from dflash_mlx.policy.planner import DraftCandidate
+from dflash_mlx.policy.planner import DraftCandidate, Planner
 
 MANY = 32
 OF_NUMPY = ("array", "asarray", "ascontiguousarray")  # which read what they are given
@@ -151,6 +151,28 @@ def test_no_request_is_left_far_behind(row):
         behind += 1 - FLOOR * cost
         least = min(least, behind)
     assert least > -CREDIT - 1
+
+
+@pytest.mark.parametrize("row", [0.05, 0.55])
+def test_the_budget_books_parts_of_a_token(row):
+    """A step of 4/3 tokens for 1.25 plain ones pays, and one of 5/3 for 1.75 does not."""
+    allocator, requests = Allocator(row), [Asks() for _ in range(3)]
+    lost, steps, one_row, rows = 0.0, 200, [DraftCandidate([0.9])] * 3, []
+    for step in range(steps):
+        rows.append(sum(allocator.allocate(requests, one_row)))
+        brought = ([1, 1, 2] if row < 0.1 else [1, 2, 2]) if rows[-1] > 3 else [1, 1, 1]
+        shares = [brought[(at + step) % 3] for at in range(3)]
+        lost += allocator._cost - sum(shares) / 3
+        allocator.observe(list(zip(requests, shares, strict=True)), pipelined=False)
+    assert lost < CREDIT + 2 * ALLOWANCE * steps + 1
+    assert row > 0.1 or min(rows) == 6
+
+
+def test_a_lookup_that_finds_nothing_asks_for_no_rows():
+    planner, session = Planner(), LookupDrafter().start(None, None)
+    assert not planner.candidate(session, 3, 8).path_probs
+    session.read_tokens([3, 4, 5, 3])
+    assert len(planner.candidate(session, 4, 8).path_probs) == 7
 
 
 def test_costs_of_shared_steps_are_learnt():

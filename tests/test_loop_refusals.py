@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,12 @@ from tinymodels import greedy, random_drafter, target, tokenizer
 
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.errors import IncompatibleDrafterError, ProposalError, SettingsError
-from dflash_mlx.generation import DEFAULT_BLOCK_SIZE, GenerationSettings, make_request
+from dflash_mlx.generation import (
+    DEFAULT_BLOCK_SIZE,
+    GenerationSettings,
+    make_request,
+    resolve_block_size,
+)
 from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.proposal import Proposal
@@ -53,6 +59,13 @@ def test_a_policy_of_what_is_no_pair_is_refused():
             DraftPolicy.of(target(), none)
     with pytest.raises(SettingsError, match="^target must be such as"):
         DraftPolicy.of("tiny", random_drafter())
+
+
+def test_a_policy_says_how_much_a_drafter_without_a_block_size_drafts():
+    policy, drafter = DraftPolicy(40), SimpleNamespace(tap_layers=(), start=None)
+    assert resolve_block_size(drafter, None, policy) == 40
+    assert resolve_block_size(drafter, 5, policy) == 5
+    assert resolve_block_size(random_drafter(), None, policy) == random_drafter().block_size
 
 
 @pytest.mark.parametrize("size", [0, -1, None, 1.5, True, "8", 1025, 10**400], ids=str)

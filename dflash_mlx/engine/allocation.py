@@ -97,7 +97,7 @@ class RowAllocator:
         for request, brought in tokens:
             lead = self._leads.get(request, LEAD) + brought - FLOOR * self._cost
             self._leads[request] = MEMORY * lead if lead > 0 else lead
-        mean = round(sum(brought for _, brought in tokens) / len(tokens))
+        mean = sum(brought for _, brought in tokens) / len(tokens)
         self._budget.record(self._cost, mean)
         self._policy.count(self._rows > 1, mean, self._cost)
 

@@ -31,7 +31,7 @@ class Budget:
         self._tokens, self._balance, self.recent = 0.0, 0.0, 0.0
         self.record(cost=0.0, tokens=0)
 
-    def record(self, cost: float, tokens: int) -> None:
+    def record(self, cost: float, tokens: float) -> None:
         """Book a step that cost so many plain steps and brought so many tokens."""
         self._tokens += tokens
         gain = tokens - cost

@@ -47,7 +47,7 @@ class DraftPolicy:
         self.block_size, self.costs = block_size, StepCosts(block_size)
         self.trees = TreeRecord() if trees else None
         self._learnt: dict[float, tuple[AcceptanceEstimates, DraftSharpness]] = {}
-        self._plain_tokens, self._pause = 0, FIRST_PAUSE
+        self._plain_tokens, self._pause = 0.0, FIRST_PAUSE
 
     @classmethod
     def of(
@@ -84,7 +84,7 @@ class DraftPolicy:
         allowed = most if self._plain_tokens >= LONGEST_PAUSE else cheap
         return self._plain_tokens >= self._pause and cost <= allowed
 
-    def count(self, drafted: bool, tokens: int, cost: float) -> None:
+    def count(self, drafted: bool, tokens: float, cost: float) -> None:
         """Take in a step, for the time of the next probe."""
         if not drafted:
             self._plain_tokens += tokens
@@ -93,7 +93,7 @@ class DraftPolicy:
             self._pause = FIRST_PAUSE
         elif self._plain_tokens > QUICKLY:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
-        self._plain_tokens = 0
+        self._plain_tokens = 0.0
 
     def describe(self) -> list[str]:
         """The costs and estimates that draft lengths follow from, a line each."""

@@ -89,8 +89,11 @@ class Planner:
             return checked(session.propose(anchor, width), width)
         return session.propose_tree(anchor, self._tree_rows, width).propose(self._tree_rows)
 
-    def can_pipeline(self, session: DraftSession, anchor: int, width: int) -> bool:
-        """Whether this step is plain, and the next one, too, whatever this one brings."""
+    def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
+        """Whether the step after this plain one is plain, too, whatever this one brings.
+
+        In a `shared` step the batch has decided that it may be.
+        """
         return width == 1
 
     def candidate(
@@ -100,10 +103,11 @@ class Planner:
         network = session.network
         if self._tree_rows is not None and network is not None and width > 1:
             return TreeCandidate(network, self._tree_rows, width, self._ready)
-        probs, found = [1.0] * (width - 1), session.lookup_rates(anchor, width)
-        if network is None or sum(path_probabilities(found)) > len(probs) / 2:
-            return DraftCandidate(probs, partial(session.propose_lookup, anchor), required=True)
-        return DraftCandidate(probs, required=True)
+        found = session.lookup_rates(anchor, width)
+        if network is None or sum(path_probabilities(found)) > (width - 1) / 2:
+            propose = partial(session.propose_lookup, anchor)
+            return DraftCandidate([1.0] * len(found), propose, required=True)
+        return DraftCandidate([1.0] * (width - 1), required=True)
 
     def observe(
         self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool
@@ -159,16 +163,15 @@ class AdaptivePlanner(Planner):
             return self._propose_tree(network, anchor, width)
         return checked(network.propose(anchor, length), length)
 
-    def can_pipeline(self, session: DraftSession, anchor: int, width: int) -> bool:
+    def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
         """Whether more plain steps are decided, and the text does not repeat itself here."""
-        return self._plain_left > 1 and not session.lookup_rates(anchor, width)
+        return (shared or self._plain_left > 1) and not session.lookup_rates(anchor, width)
 
     def candidate(
         self, session: DraftSession, anchor: int, width: int
     ) -> DraftCandidate | TreeCandidate:
         """The draft of which more is expected."""
-        self._kind, self._tree = "chain", None
-        self._plain_left = 2  # whether steps are plain is for the batch to decide
+        self._kind, self._tree, self._plain_left = "chain", None, 0
         width = min(width, self._policy.block_size)
         network, probs = session.network, self._estimates.path_probs[: width - 1]
         found = path_probabilities(session.lookup_rates(anchor, width))
@@ -205,8 +208,8 @@ class AdaptivePlanner(Planner):
         """Rows of the best chain; 1 for a plain step."""
         rows = [*LENGTHS[: bisect_left(LENGTHS, width)], width]
         best, _ = self._best("chain", self._estimates.path_probs, rows)
-        if best == 1 < width == self._policy.block_size:
-            probe, budget = min(PROBE_ROWS, width), self._budget
+        probe, budget = min(PROBE_ROWS, self._policy.block_size), self._budget
+        if best == 1 < probe <= width:
             cost = self._costs.table("chain")[probe - 1]
             if self._policy.should_probe(cost, budget.free_cost + PROBE_LOSS - 1, budget.max_cost):
                 return probe
