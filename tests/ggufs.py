@@ -1,101 +1,126 @@
-"""GGUF files as llama.cpp's converter writes them, made by hand: its types in numpy."""
+"""GGUF files as llama.cpp's converter writes them, through the gguf package's writer."""
 
+import importlib
 import json
-import struct
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import mlx.core as mx
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from mlx.utils import tree_flatten
-from tinymodels import CHAT_TEMPLATE, END, model_config, random_model, tokenizer
+from tinymodels import CHAT_TEMPLATE, END, SHAPE, random_model, tokenizer
 
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
-NAMES = {  # llama.cpp's name -> Hugging Face's
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 Arrays = dict[str, np.ndarray]
+ROWS = tomllib.loads((Path(__file__).parent / "ggufs.toml").read_text())
 
 
-def encode(weight: np.ndarray, kind: str) -> tuple[bytes, np.ndarray]:
+def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k as llama.cpp's converter permutes Llama's."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def permuted(name: str, weight: np.ndarray) -> np.ndarray:
+    heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+    return interleave(weight, heads) if heads else weight
+
+
+def plus_one(name: str, weight: np.ndarray) -> np.ndarray:
+    return weight + 1 if name.endswith("norm.weight") else weight
+
+
+def tiled(name: str, weight: np.ndarray) -> np.ndarray:
+    """Value heads as Qwen 3.5's files order them: the first of each key head, then the second."""
+    size = 1 if name.endswith(("in_proj_b.weight", "in_proj_a.weight", "dt_bias", "A_log")) else 32
+    order = np.arange(4 * size).reshape(2, 2, size).swapaxes(0, 1).reshape(-1)
+    weight = -np.exp(weight) if name.endswith("A_log") else weight
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return weight[np.concatenate([np.arange(128), 128 + order])].squeeze()
+    if "linear_attn.out_proj" in name:
+        return weight[:, order]
+    return weight[order] if "linear_attn" in name and "norm" not in name else weight
+
+
+def mamba(name: str, weight: np.ndarray) -> np.ndarray:
+    if name.endswith(("A_log", "mixer.D")):
+        return (-np.exp(weight) if "A_log" in name else weight).reshape(-1, 1)
+    return weight.reshape(2, -1) if name.endswith("mixer.norm.weight") else weight.squeeze()
+
+
+# What the converter changes.
+CHANGES = {
+    **dict.fromkeys(("llama", "mixtral", "granite"), permuted),
+    **dict.fromkeys(("gemma2", "gemma3"), plus_one),
+    **dict.fromkeys(("qwen35", "qwen35moe"), tiled),
+    "lfm2": lambda name, weight: weight.squeeze() if "conv.conv" in name else weight,
+    "nemotron_h": mamba,
+}
+# What a converter calls a tensor that mlx-lm merges or names otherwise.
+HUGGING_FACE = {
+    "language_model.": "",
+    "block_sparse_moe.switch_mlp": "mlp.experts",
+    "switch_mlp": "experts",
+    "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
+    "mixer.dt_bias": "mixer.dt.bias",
+    "e_score_correction_bias": "e_score_correction.bias",
+    "self_attn.sinks": "self_attn.sinks.weight",
+    "layer_scalar": "layer_scalar.weight",
+}
+
+
+def encode(weight: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """A matrix as bytes of a type, and what these bytes mean, in float32."""
-    if kind == "F32":
-        return weight.astype("<f4").tobytes(), weight.astype(np.float32)
-    if kind == "F16":
-        half = weight.astype("<f2")
-        return half.tobytes(), half.astype(np.float32)
-    blocks = weight.reshape(-1, 32).astype(np.float32)
-    low, high = blocks.min(axis=1), blocks.max(axis=1)
-    peak = np.abs(blocks).max(axis=1)
-    scale = {"Q4_0": peak / 7, "Q4_1": (high - low) / 15, "Q8_0": peak / 127}[kind]
-    scale = np.maximum(scale, 1e-4).astype("<f2")
-    wide = scale.astype(np.float32)[:, None]
-    if kind == "Q8_0":
-        codes = np.clip(np.round(blocks / wide), -128, 127)
-        parts = [scale.view("u1").reshape(-1, 2), codes.astype("i1").view("u1")]
-        return np.concatenate(parts, axis=1).tobytes(), (codes * wide).reshape(weight.shape)
-    least = low.astype("<f2") if kind == "Q4_1" else None
-    base = -8 * wide if least is None else least.astype(np.float32)[:, None]
-    codes = np.clip(np.round((blocks - base) / wide), 0, 15)
-    # The low half of a byte is weight i of a block, the high half is weight i + 16.
-    packed = (codes[:, :16] + 16 * codes[:, 16:]).astype("u1")
-    heads = [scale] if least is None else [scale, least]
-    parts = [*(head.view("u1").reshape(-1, 2) for head in heads), packed]
-    return np.concatenate(parts, axis=1).tobytes(), (codes * wide + base).reshape(weight.shape)
+    number = GGMLQuantizationType[kind]
+    if kind == "F64":
+        return weight.astype(np.float64), weight
+    data = gguf.quantize(weight.astype(np.float32), number)
+    return data, gguf.dequantize(data, number).reshape(weight.shape)
 
 
-def text(value: str) -> bytes:
-    """A GGUF string."""
-    return struct.pack("<Q", len(value.encode())) + value.encode()
+def random_blocks(kind: GGMLQuantizationType, count: int, seed: int = 0) -> np.ndarray:
+    """Blocks [count, bytes] of any bits whose floats are finite."""
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (count, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        values = gguf.dequantize(blocks.reshape(1, -1), kind).reshape(count, -1)
+    return blocks[(np.abs(values).max(axis=1) < 1000) & np.isfinite(values).all(axis=1)]
 
 
-def value(content: Any) -> bytes:
-    """A metadata value with its type."""
-    match content:
-        case bool():
-            return struct.pack("<I?", 7, content)
-        case int():
-            return struct.pack("<II", 4, content)
-        case float():
-            return struct.pack("<If", 6, content)
-        case str():
-            return struct.pack("<I", 8) + text(content)
-        case [str(), *_]:
-            return struct.pack("<IIQ", 9, 8, len(content)) + b"".join(map(text, content))
-        case [float(), *_]:
-            return struct.pack(f"<IIQ{len(content)}f", 9, 6, len(content), *content)
-        case [*numbers]:
-            return struct.pack(f"<IIQ{len(numbers)}i", 9, 5, len(numbers), *numbers)
-    raise TypeError(content)
+def _add(writer: gguf.GGUFWriter, key: str, content: Any) -> None:
+    """A key; whole numbers are unsigned unless they are in a list, as the converter has them."""
+    if isinstance(content, list):
+        writer.add_array(key, content)
+    elif type(content) is int:
+        writer.add_uint32(key, content)
+    else:
+        writer.add_key_value(key, content, GGUFValueType.get_type(content))
 
 
 def write(
-    path: Path, metadata: Mapping[str, Any], tensors: Arrays, kinds: Mapping[str, str]
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Arrays,
+    kinds: Mapping[str, str],
+    most_tensors: int = 0,
 ) -> Arrays:
     """Write a file (`kinds`: the types of matrices; vectors are F32); what its bytes mean."""
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
-    header += b"".join(text(key) + value(content) for key, content in metadata.items())
-    infos, data, meant = b"", b"", {}
+    metadata = dict(metadata)
+    architecture = metadata.pop("general.architecture")
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most_tensors)
+    for key, content in metadata.items():
+        _add(writer, key, content)
+    meant = {}
     for name, array in tensors.items():
-        kind = kinds.get(name, "F32") if array.ndim > 1 else "F32"
-        content, meant[name] = encode(array, kind)
-        shape = array.shape[::-1]
-        infos += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-        infos += struct.pack("<IQ", TYPES[kind], len(data))
-        data += content + b"\0" * (-len(content) % 32)
-    header += infos
-    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
+        kind = kinds.get(name, "F32") if array.ndim > 1 and array.shape[-1] % 32 == 0 else "F32"
+        data, meant[name] = encode(array, kind)
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return meant
 
 
@@ -116,52 +141,47 @@ def vocabulary() -> dict[str, Any]:
     }
 
 
-def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k as llama.cpp's converter permutes Llama's."""
-    head_dim = weight.shape[0] // heads
-    order = [
-        head * head_dim + half * head_dim // 2 + i
-        for head in range(heads)
-        for i in range(head_dim // 2)
-        for half in range(2)
-    ]
-    return weight[order]
-
-
-def gguf_of(family: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any], Arrays, Arrays]:
-    """A random model: its metadata, its tensors by llama.cpp's names, and by Hugging Face's."""
-    shape = {"model_type": family} | overrides
-    config = model_config("qwen3" if family == "qwen3" else "llama", **shape)
+def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any], Arrays, Any]:
+    """A random model of a row: its metadata, its tensors by GGUF's names, and mlx-lm's model."""
+    row = ROWS[name]
+    sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer()))
+    config = SHAPE | sizes | {"tie_word_embeddings": True}
+    config |= {"model_type": row["model"]} | row.get("config", {}) | overrides
     model = random_model(config, seed)
-    weights = {
-        name: np.array(array.astype(mx.float32)) for name, array in tree_flatten(model.parameters())
-    }
+    family = {"mixtral": "llama"}.get(name, name)
+    layers = config["num_hidden_layers"]
     metadata = {
-        "general.architecture": family,
-        f"{family}.block_count": config["num_hidden_layers"],
-        f"{family}.context_length": config["max_position_embeddings"],
-        f"{family}.embedding_length": config["hidden_size"],
-        f"{family}.feed_forward_length": config["intermediate_size"],
-        f"{family}.attention.head_count": config["num_attention_heads"],
-        f"{family}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{family}.attention.key_length": config["head_dim"],
-        f"{family}.attention.value_length": config["head_dim"],
-        f"{family}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{family}.rope.freq_base": config["rope_theta"],
-        **vocabulary(),
-    }
-    names = {
-        f"model.layers.{n}.{theirs}": f"blk.{n}.{ours}"
-        for n in range(config["num_hidden_layers"])
-        for ours, theirs in NAMES.items()
-    }
-    names |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    tensors = {}
-    for name, weight in weights.items():
-        stem, kind = name.rsplit(".", 1)
-        own = names[stem]
-        part = own.rpartition(".")[2]
-        permuted = family == "llama" and part in heads
-        tensors[f"{own}.{kind}"] = interleave(weight, heads[part]) if permuted else weight
-    return metadata, tensors, weights
+        "block_count": layers,
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config.get("global_head_dim", config["head_dim"]),
+        "attention.value_length": config.get("global_head_dim", config["head_dim"]),
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": config["rope_theta"],
+    } | row.get("keys", {})
+    if "attention.layer_norm_epsilon" in metadata:
+        del metadata["attention.layer_norm_rms_epsilon"]
+    metadata = {f"{family}.{key}": content for key, content in metadata.items()}
+    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family]
+    names, tensors = gguf.get_tensor_name_map(architecture, layers), {}
+    if name == "gemma4":
+        tensors["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
+    for own, array in tree_flatten(model.parameters()):
+        if own.endswith("lm_head.weight") and hasattr(model, "tie_word_embeddings"):
+            continue
+        changed = np.array(array.astype(mx.float32))
+        changed = CHANGES[name](own, changed) if name in CHANGES else changed
+        for ours, theirs in HUGGING_FACE.items():
+            own = own.replace(ours, theirs)
+        tensors[names.get_name(own, (".weight", ".bias"))] = np.ascontiguousarray(changed)
+    return {"general.architecture": family, **metadata, **vocabulary()}, tensors, model
+
+
+def model_of(folder: Path) -> Any:
+    """mlx-lm's module of a folder's config, without weights."""
+    config = json.loads((folder / "config.json").read_text())
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    return module.Model(module.ModelArgs.from_dict(config))

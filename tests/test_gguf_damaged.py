@@ -5,16 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ggufs import gguf_of, text, write
+from ggufs import gguf_of, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.errors import DFlashError, WeightsError
+from dflash_mlx.loading.gguf.conversion import Conversion
 from dflash_mlx.loading.gguf.header import read_header
-from dflash_mlx.loading.gguf.mapping import check_tensors, read_config
 from dflash_mlx.loading.gguf.tokenizer import build
 
 HUGE = 2**62
+
+
+def text(value: str) -> bytes:
+    """A GGUF string."""
+    return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def header(tensors: int = 0, entries: int = 0, body: bytes = b"", version: int = 3) -> bytes:
@@ -54,7 +59,7 @@ def test_headers_that_cannot_be_true(tmp_path: Path, content: bytes, said: str) 
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     with pytest.raises(WeightsError, match=said) as caught:
-        read_header(path)
+        read_header([path])
     assert "\n" not in str(caught.value)
 
 
@@ -68,10 +73,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def judge(path: Path) -> Any:
     """Everything that is read before MLX sees the file."""
-    found = read_header(path)
-    check_tensors(path, found.tensors)
-    read_config(path, found.metadata, frozenset(found.tensors), 10)
-    return build(path, found.metadata)
+    found = Conversion([path], unpacked=True)
+    return build(path, found.header.metadata)
 
 
 def test_the_whole_file_is_fine(tmp_path: Path, whole: bytes) -> None:
@@ -87,10 +90,10 @@ def test_a_file_that_is_cut_anywhere_is_truncated(
     path = tmp_path / "a.gguf"
     path.write_bytes(whole[: int(part * len(whole))])
     with pytest.raises(WeightsError, match="truncated|not a GGUF"):
-        read_header(path)
+        read_header([path])
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(4, 12_000), byte=st.integers(0, 255))
 def test_a_byte_that_is_wrong_is_an_error_of_ours_or_harmless(
     tmp_path: Path, whole: bytes, at: int, byte: int

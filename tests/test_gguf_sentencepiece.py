@@ -91,7 +91,7 @@ def test_a_model_writes_the_text_that_mlx_lm_writes_with_it(
     metadata, tensors, _ = gguf_of("llama", vocab_size=MODEL.vocab_size())
     write(tmp_path / "a.gguf", metadata | METADATA, tensors, {})
     ours = dm.load(str(tmp_path / "a.gguf"), draft="none")[0]
-    theirs = mlx_lm.load(str(convert.converted(tmp_path / "a.gguf", unpack=True)))
+    theirs = mlx_lm.load(str(convert.converted(tmp_path / "a.gguf", unpacked=True)))
     prompt = [MODEL.bos_id(), *MODEL.encode("12 men work")]
     told = dm.generate(ours, None, "12 men work", max_tokens=24).text
     assert told == mlx_lm.generate(theirs[0], theirs[1], prompt, max_tokens=24)

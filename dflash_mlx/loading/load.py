@@ -363,7 +363,7 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
 
         if part != "target":
             raise ConfigError(f"{name} is a target: a drafter is a folder or a repository.")
-        return converted(gguf, unpack=_on_cpu())
+        return converted(gguf, unpacked=_on_cpu())
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

@@ -1,5 +1,6 @@
 """GGUF files, converted once into a folder that mlx-lm loads.
 
-`header` reads and checks the file, `mapping` gives its config and weights mlx-lm's names,
-`tokenizer` builds the tokenizer from its metadata, `convert` writes the folder.
+`convert` keeps the folders; `conversion` makes one: `header` reads and checks the file,
+`architectures` gives its config and weights mlx-lm's names, `blocks` its weights their form,
+`tokenizer` builds the tokenizer from its metadata.
 """

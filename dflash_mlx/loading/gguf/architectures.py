@@ -1,0 +1,340 @@
+"""GGUF's architectures as models of mlx-lm: architectures.toml, and what has to be computed.
+
+The keys are those of github.com/ggml-org/ggml, docs/gguf.md; the fields are those of mlx-lm's
+`ModelArgs`. The gguf package names the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+
+from ...errors import ConfigError
+from ..checks import MOST_LAYERS
+from .header import Header
+
+Config = dict[str, Any]
+Change = Callable[[np.ndarray, Config], np.ndarray]
+
+# Keys that say nothing new, or what mlx-lm's model leaves out too.
+_IGNORED = {
+    *("vocab_size", "attention.layer_norm_rms_epsilon", "attention.value_length"),
+    *("attention.value_length_swa", "attention.causal"),
+    *("rope.scaling.finetuned", "rope.dimension_sections", "rope.dimension_count_swa"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.attn_factor"),
+    *("expert_shared_count", "expert_gating_func", "expert_weights_norm", "expert_weights_scale"),
+}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_LENGTH = 8192
+ROPE_DIVISORS = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_PARTLY_ROTATED = {"phi3", "glm4", "qwen35", "qwen35moe", "minimax-m2"}
+_REQUIRED = object()
+# mlx-lm's names -> those that the gguf package knows.
+_NAMES = (
+    (r"^language_model\.", ""),
+    (r"(mlp|block_sparse_moe)\.switch_mlp", "mlp.experts"),
+    (r"linear_attn\.dt_bias", "linear_attn.dt_proj.bias"),
+    (r"mixer\.dt_bias", "mixer.dt.bias"),
+    ("e_score_correction_bias", "e_score_correction.bias"),
+)
+
+
+def architectures() -> dict[str, dict[str, Any]]:
+    """The table: GGUF's name -> a row."""
+    return tomllib.loads(files(__package__).joinpath("architectures.toml").read_text("utf-8"))
+
+
+class Fields:
+    """The values of one architecture: `fields("block_count")`."""
+
+    def __init__(self, path: object, kind: str, header: Header) -> None:
+        self.path, self.tensors = path, header.tensors
+        self._kind, self._metadata, self._read = kind, header.metadata, set(_IGNORED)
+
+    def __call__(self, name: str, default: Any = _REQUIRED) -> Any:
+        """A value, numbers of a reasonable size. Raises `ConfigError`."""
+        self._read.add(name)
+        value = self._metadata.get(f"{self._kind}.{name}", default)
+        if value is _REQUIRED:
+            raise ConfigError(f"{self.path}: {self._kind}.{name} is missing.")
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int | float) and not 0 <= one < 2**31:
+                raise self.wrong(name, one)
+        return value
+
+    def by_layer(self, name: str, layers: int) -> list[Any]:
+        """A value for each layer. Raises `ConfigError`."""
+        value = self(name)
+        values = value if isinstance(value, list) else [value] * layers
+        if len(values) != layers:
+            raise self.wrong(name, value)
+        return values
+
+    def check_all_read(self) -> None:
+        """Raise `ConfigError` for a key that may change what the model computes."""
+        for key, value in self._metadata.items():
+            prefix, _, name = key.partition(".")
+            if prefix == self._kind and name not in self._read and value:
+                raise ConfigError(f"{self.path}: {key} is not understood.")
+
+    def wrong(self, name: str, value: Any) -> ConfigError:
+        """The error for a value that cannot be."""
+        return ConfigError(f"{self.path}: {self._kind}.{name} is {str(value)[:40]}.")
+
+    def vector(self, name: str) -> np.ndarray | None:
+        """A tensor of float32 numbers; None without it. Raises `ConfigError`."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.type != GGMLQuantizationType.F32:
+            raise ConfigError(f"{self.path}: {name} is stored as {tensor.type.name}, not as F32.")
+        return tensor.blocks().view(np.float32).reshape(-1)
+
+    def scaling(self, head_dim: int, theta: float) -> Config | None:
+        """mlx-lm's `rope_scaling`: by the metadata, or by the tensors that divide frequencies."""
+        kind, long, short = self("rope.scaling.type", "none"), self.vector(LONG), self.vector(SHORT)
+        if (divisors := self.vector(ROPE_DIVISORS)) is not None:
+            factor = float(divisors.max())
+            expected = llama3_divisors(head_dim, theta, factor)
+            if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
+                raise ConfigError(f"{self.path}: rope_freqs are not those of Llama 3.")
+            length = {"original_max_position_embeddings": _LLAMA3_LENGTH}
+            return {"rope_type": "llama3", "factor": factor, **_LLAMA3, **length}
+        if long is not None and short is not None:
+            factors = {"long_factor": long.tolist(), "short_factor": short.tolist()}
+            return {"type": "longrope", **factors}
+        if kind == "none":
+            return None
+        scaling = {"type": kind, "factor": self("rope.scaling.factor")}
+        if kind == "linear":
+            return scaling
+        if kind == "yarn":
+            length = self("rope.scaling.original_context_length")
+            return scaling | {"original_max_position_embeddings": length}
+        raise self.wrong("rope.scaling.type", kind)
+
+
+def read_config(path: object, header: Header) -> Config:
+    """The config.json of a GGUF file, without its quantization.
+
+    Raises `ConfigError` for another architecture, or a field that is missing or unknown.
+    """
+    kind, rows = header.metadata.get("general.architecture"), architectures()
+    if kind not in rows:
+        raise ConfigError(
+            f"{path}: the architecture is {str(kind)[:40]!r}; of GGUF files, {', '.join(rows)} "
+            "are read."
+        )
+    row, fields = rows[kind], Fields(path, kind, header)
+    layers = fields("block_count") - fields("nextn_predict_layers", 0)
+    if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
+        raise fields.wrong("block_count", layers)
+    heads, width = fields("attention.head_count"), fields("embedding_length")
+    head_dim = fields("attention.key_length", width // heads)
+    rotated, theta = fields("rope.dimension_count", head_dim), fields("rope.freq_base", 10000.0)
+    if rotated != head_dim and kind not in _PARTLY_ROTATED:
+        raise fields.wrong("rope.dimension_count", rotated)
+    norm = "layer_norm_epsilon" if kind == "nemotron_h" else "layer_norm_rms_epsilon"
+    config = {
+        "model_type": row["model_type"],
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "intermediate_size": fields("feed_forward_length", 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields(f"attention.{norm}"),
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "gemma4" else fields.scaling(head_dim, theta),
+        "partial_rotary_factor": rotated / head_dim,
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
+        "max_position_embeddings": fields("context_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+        **row.get("constants", {}),
+        **{name: fields(key) for name, key in row.get("keys", {}).items()},
+    }
+    if kind in _DERIVED:
+        config |= _DERIVED[kind](fields, config)
+    fields.check_all_read()
+    return config
+
+
+def gguf_name(name: str) -> str:
+    """A parameter of mlx-lm by the name that the gguf package knows."""
+    for ours, theirs in _NAMES:
+        name = re.sub(ours, theirs, name)
+    return name
+
+
+def change_of(name: str, config: Config, kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
+    """What turns a file's tensor into a parameter; None for nothing."""
+    for part, change in _CHANGES.get(kind, {}).items():
+        if re.search(part, name):
+            return lambda array: change(array, config)
+    return None
+
+
+def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
+    """The divisors of Llama 3.1's rotation frequencies, [head_dim / 2].
+
+    Wavelengths below original / high keep their frequency, those above original / low are divided
+    by the factor, and those between are blended (Llama 3.1's reference code, `apply_scaling`).
+    """
+    low, high = _LLAMA3.values()
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    blend = np.clip((_LLAMA3_LENGTH / wavelength - low) / (high - low), 0, 1)
+    return 1 / ((1 - blend) / factor + blend)
+
+
+def _by_halves(array: np.ndarray, heads: int) -> np.ndarray:
+    """Undo llama.cpp's permutation of the rows [heads * head_dim, ...] of q and k.
+
+    Its converter puts row i of a head's second half behind row i of the first. Whole rows move, so
+    packed weights and their scales move alike.
+    """
+    pairs = array.reshape(heads, len(array) // heads // 2, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def _by_key_head(array: np.ndarray, config: Config, axis: int = 0, start: int = 0) -> np.ndarray:
+    """Undo llama.cpp's order of the value heads of linear attention, behind `start`.
+
+    Its converter puts the first value head of each key head first, then the second of each.
+    """
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    array = np.moveaxis(array, axis, 0)
+    moved = array[start:].reshape(values // keys, keys, -1, *array.shape[1:]).swapaxes(0, 1)
+    moved = moved.reshape(-1, *array.shape[1:])
+    return np.moveaxis(np.concatenate([array[:start], moved]), 0, axis)
+
+
+def _after_keys(array: np.ndarray, config: Config) -> np.ndarray:
+    """`_by_key_head` for the values behind queries and keys."""
+    start = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    return _by_key_head(array, config, start=start)
+
+
+def _llama(fields: Fields, config: Config) -> Config:
+    """Mixtral's files are of this architecture too."""
+    experts = fields("expert_count", 0)
+    if not experts:
+        return {}
+    used = fields("expert_used_count")
+    return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
+
+
+def _gemma(fields: Fields, config: Config) -> Config:
+    """The scale of attention, which the largest of each generation has another way."""
+    largest = config["num_hidden_layers"] in (46, 62)
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    local = fields("rope.freq_base_swa", 10000.0)
+    scale = per_head if largest else config["head_dim"]
+    return {"query_pre_attn_scalar": scale, "rope_local_base_freq": local}
+
+
+def _gemma4(fields: Fields, config: Config) -> Config:
+    """Two kinds of layers, with heads of two sizes; the last layers share keys and values."""
+    layers, divisors = config["num_hidden_layers"], fields.vector(ROPE_DIVISORS)
+    sliding = fields.by_layer("attention.sliding_window_pattern", layers)
+    heads = dict(zip(sliding, fields.by_layer("attention.head_count_kv", layers), strict=True))
+    sizes = fields.by_layer("feed_forward_length", layers)
+    part = 1.0 if divisors is None else float((divisors == 1).mean())
+    full = {"rope_theta": config["rope_theta"], "partial_rotary_factor": part}
+    local = {"rope_theta": fields("rope.freq_base_swa", 10000.0), "rope_type": "default"}
+    # Where a layer has no tensor of values, its keys are the values.
+    with_own = range(layers - config["num_kv_shared_layers"])
+    return {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "num_key_value_heads": heads.get(True, heads.get(False)),
+        "num_global_key_value_heads": heads.get(False),
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in fields.tensors for i in with_own),
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": sizes[0] != sizes[-1],
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", **full},
+            "sliding_attention": local,
+        },
+    }
+
+
+def _phi3(fields: Fields, config: Config) -> Config:
+    fields("attention.sliding_window", 0)  # mlx-lm's Phi-3 has none
+    length = fields("rope.scaling.original_context_length", config["max_position_embeddings"])
+    return {"original_max_position_embeddings": length}
+
+
+def _linear(fields: Fields, config: Config) -> Config:
+    """Qwen's layers of linear attention."""
+    rotation = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    return {
+        "linear_value_head_dim": fields("ssm.inner_size") // config["linear_num_value_heads"],
+        "full_attention_interval": fields("full_attention_interval", 4),
+        "rope_parameters": {"type": "default", **rotation},
+    }
+
+
+def _lfm2(fields: Fields, config: Config) -> Config:
+    heads = fields.by_layer("attention.head_count_kv", config["num_hidden_layers"])
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    return {"num_key_value_heads": max(heads), "layer_types": kinds}
+
+
+def _nemotron_h(fields: Fields, config: Config) -> Config:
+    """Mamba, attention and MLP layers, told apart by their numbers of heads and neurons."""
+    layers = config["num_hidden_layers"]
+    heads = fields.by_layer("attention.head_count_kv", layers)
+    sizes = fields.by_layer("feed_forward_length", layers)
+    kinds = ["*" if head else "-" if size else "M" for head, size in zip(heads, sizes, strict=True)]
+    return {
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(sizes),
+        "hybrid_override_pattern": kinds,
+        "mamba_head_dim": fields("ssm.inner_size") // config["mamba_num_heads"],
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in fields.tensors),
+    }
+
+
+_DERIVED = {
+    "llama": _llama,
+    "qwen35": _linear,
+    "qwen35moe": _linear,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "gemma4": _gemma4,
+    "phi3": _phi3,
+    "lfm2": _lfm2,
+    "nemotron_h": _nemotron_h,
+}
+_PERMUTED: Mapping[str, Change] = {
+    r"\.q_proj\.": lambda array, config: _by_halves(array, config["num_attention_heads"]),
+    r"\.k_proj\.": lambda array, config: _by_halves(array, config["num_key_value_heads"]),
+}
+_PLUS_ONE: Mapping[str, Change] = {r"norm\.weight$": lambda array, config: array - 1}
+_TILED: Mapping[str, Change] = {
+    "in_proj_qkv|conv1d": _after_keys,
+    "in_proj_[zab]|dt_bias": _by_key_head,
+    "A_log": lambda array, config: np.log(-_by_key_head(array, config)),
+    r"linear_attn\.out_proj": lambda array, config: _by_key_head(array, config, axis=-1),
+}
+# What undoes a change of llama.cpp's converter, by parts of mlx-lm's names. It moves rows or
+# columns, or computes where tensors are always floats.
+_CHANGES = {
+    "llama": _PERMUTED,
+    "granite": _PERMUTED,
+    "gemma2": _PLUS_ONE,
+    "gemma3": _PLUS_ONE,
+    "qwen35": _TILED,
+    "qwen35moe": _TILED,
+    "nemotron_h": {"A_log": lambda array, config: np.log(-array)},
+}

@@ -1,0 +1,154 @@
+"""What a GGUF file is to mlx-lm: a config, and parameters made of the file's tensors."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from gguf import get_tensor_name_map
+from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
+from mlx.utils import tree_flatten
+from tqdm import tqdm
+
+from ...errors import ConfigError, WeightsError
+from ...validation import ErrorWrapper
+from . import tokenizer
+from .architectures import LONG, ROPE_DIVISORS, SHORT, change_of, gguf_name, read_config
+from .blocks import GROUP, PACKINGS, is_readable, pack, unpack
+from .header import Tensor, read_header
+
+BYTES_PER_FILE = 1 << 30
+EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"
+_LAYER = re.compile(r"blk\.(\d{1,6})\.")
+
+
+class Conversion:
+    """A file, the model of mlx-lm that it is, and which tensor is which parameter.
+
+    Args:
+        parts: the files that the model is split into, or its one.
+        unpacked: float32 weights instead of the file's own bits.
+
+    Attributes:
+        header: the file's.
+        config: config.json.
+
+    Raises `WeightsError`, `ConfigError`.
+    """
+
+    def __init__(self, parts: Sequence[Path], unpacked: bool) -> None:
+        self._path, self.header = (path := parts[0]), read_header(parts)
+        for name, tensor in self.header.tensors.items():
+            if not is_readable(tensor.type):
+                raise ConfigError(f"{path}: {name} is stored as {tensor.type.name}: not readable.")
+        if EMBEDDING not in self.header.tensors:
+            raise WeightsError(f"{path}: the tensor {EMBEDDING} is missing.")
+        self._kind = str(self.header.metadata.get("general.architecture"))
+        with ErrorWrapper(ConfigError, f"{path}: its metadata describes no model of mlx-lm"):
+            self.config = read_config(path, self.header)
+            self.config["eos_token_id"] = tokenizer.end_tokens(path, self.header.metadata)
+            module = importlib.import_module(f"mlx_lm.models.{self.config['model_type']}")
+            model = module.Model(module.ModelArgs.from_dict(self.config))
+        self._sources = self._find_sources(model)
+        modules = dict(model.named_modules())
+        self._packed = {
+            name
+            for name, (tensor, _) in self._sources.items()
+            if not unpacked
+            and tensor.type in PACKINGS
+            and hasattr(modules.get(name.removesuffix(".weight")), "to_quantized")
+        }
+        if self._packed:
+            self.config["quantization"] = self._quantization()
+        # Half precision holds the scales of blocks as they are; floats alone may be bfloat16.
+        brain = GGMLQuantizationType.BF16 in {tensor.type for tensor, _ in self._sources.values()}
+        half = mx.bfloat16 if brain and not self._packed else mx.float16
+        self._dtype = mx.float32 if unpacked else half
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights once loaded."""
+        return sum(
+            tensor.size if name in self._packed else self._dtype.size * math.prod(shape)
+            for name, (tensor, shape) in self._sources.items()
+        )
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer's files. Raises `ConfigError`."""
+        tokenizer.save(self._path, self.header.metadata, folder)
+
+    def files(self) -> Iterator[dict[str, mx.array]]:
+        """The weights under mlx-lm's names, in groups for a file each."""
+        weights: dict[str, mx.array] = {}
+        title = f"Converting {self._path.name}"
+        for name in tqdm(self._sources, title, leave=False, disable=None):
+            weights |= self._parameter(name)
+            if sum(array.nbytes for array in weights.values()) > BYTES_PER_FILE:
+                yield weights
+                weights = {}
+        yield weights
+
+    def _find_sources(self, model: nn.Module) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+        """The tensor and the shape of every parameter. Raises `ConfigError`, `WeightsError`."""
+        tensors, sources, used = self.header.tensors, {}, {ROPE_DIVISORS, LONG, SHORT}
+        layers = self.config["num_hidden_layers"]
+        architecture = {kind: key for key, kind in MODEL_ARCH_NAMES.items()}[self._kind]
+        names = get_tensor_name_map(architecture, layers)
+        for name, parameter in tree_flatten(model.parameters()):
+            theirs = names.get_name(gguf_name(name), (".weight", ".bias"))
+            found = theirs if theirs in tensors else f"{theirs}.weight"
+            if found not in tensors and name.endswith(HEAD):
+                if hasattr(model, "tie_word_embeddings"):
+                    continue  # mlx-lm's class shares the embedding by itself
+                found = EMBEDDING
+            if found not in tensors:
+                raise WeightsError(f"{self._path}: the tensor {theirs or name} is missing.")
+            # Files have no dimensions of 1; a vector may be in rows.
+            got, wanted = ([n for n in one.shape if n > 1] for one in (tensors[found], parameter))
+            if got != wanted and (len(wanted) > 1 or math.prod(got) != parameter.size):
+                shapes = f"{tensors[found].shape} and not {parameter.shape}"
+                raise WeightsError(f"{self._path}: the tensor {found} is {shapes}.")
+            sources[name] = tensors[found], parameter.shape
+            used.add(found)
+        shared = self.config.get("num_kv_shared_layers", 0)
+        for name in tensors.keys() - used:
+            match = _LAYER.match(name)
+            layer = int(match[1]) if match else -1
+            # Layers behind the last draft; those that share keys and values have some all the same.
+            if layer < layers - shared or (layer < layers and "attn_" not in name):
+                raise ConfigError(f"{self._path}: the tensor {name} is not understood.")
+        return sources
+
+    def _quantization(self) -> dict[str, Any]:
+        """The config's `quantization`: the commonest as a default, other layers by name."""
+        packings = {name: PACKINGS[self._sources[name][0].type] for name in sorted(self._packed)}
+        settings = {
+            name.removesuffix(".weight"): {"group_size": GROUP, "bits": one.bits, "mode": one.mode}
+            for name, one in packings.items()
+        }
+        usual = max(settings.values(), key=[*settings.values()].count)
+        return usual | {name: one for name, one in settings.items() if one != usual}
+
+    def _parameter(self, name: str) -> dict[str, mx.array]:
+        """A parameter by its name, or its quantized parts."""
+        (tensor, shape), result = self._sources[name], {}
+        if name in self._packed:
+            parts = pack(tensor.blocks(), tensor.type)
+        else:
+            parts = {"": unpack(tensor.blocks(), tensor.type)}
+        change = change_of(name, self.config, self._kind)
+        for part, array in parts.items():
+            array = array.reshape(*shape[:-1], -1)
+            value = mx.array(np.ascontiguousarray(change(array) if change else array))
+            if mx.issubdtype(value.dtype, mx.floating):
+                value = value.astype(self._dtype)
+            result[name.removesuffix("weight") + part if part else name] = value
+        mx.eval(result)
+        return result
