@@ -8,6 +8,7 @@ from itertools import takewhile
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from .chat_template import apply_chat_template
 from .errors import PromptError
 from .validation import ErrorWrapper, brief
 
@@ -28,9 +29,7 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     Args:
         target: the model that reads it.
         prompt: text, encoded as it is (with the tokenizer's own special tokens, as mlx-lm does);
-            token ids; or chat messages ({"role", "content"}), put through the chat template. The
-            template is a program of the model's. transformers runs it in jinja's sandbox, which
-            blocks access to files but limits neither time nor memory.
+            token ids; or chat messages ({"role", "content"}), put through the chat template.
 
     Raises:
         PromptError: empty, none of these forms, ids outside the vocabulary, no chat template or one
@@ -108,7 +107,8 @@ def _apply_template(
     """Token ids of messages, put through the chat template. Raises `PromptError`."""
     texts = list(map(_with_text, messages))
     with ErrorWrapper(PromptError, "The chat template refuses these messages"):
-        return list(tokenizer.apply_chat_template(texts, add_generation_prompt=generation_prompt))
+        text = apply_chat_template(tokenizer, texts, generation_prompt)
+        return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from ..answers.families import HARMONY, AnswerFormat, Family
+from ..chat_template import apply_chat_template
 from ..errors import PromptError
 from ..prompt import token_ids
 from ..validation import ErrorWrapper
@@ -91,9 +92,9 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
     for attempt in _attempts(messages, form.family):
         try:
             with ErrorWrapper(PromptError, "The chat template refuses these messages"):
-                text = tokenizer.apply_chat_template(
-                    [dict(message) for message in attempt],
-                    tokenize=False,
+                text = apply_chat_template(
+                    tokenizer,
+                    attempt,
                     add_generation_prompt=not request.continues_message,
                     continue_final_message=request.continues_message,
                     **settings,
@@ -103,9 +104,9 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
             continue
         missing = {one["role"] for one in messages for word in _words(one) if word not in text}
         if not missing:
-            return str(text)
+            return text
         if "system" not in missing:
-            partly = partly or str(text)
+            partly = partly or text
     if partly:
         return partly
     raise first or PromptError("The chat template leaves out system messages.")

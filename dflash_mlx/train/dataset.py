@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from ..chat_template import apply_chat_template
 from ..errors import DataError
 from ..validation import UTF8, ErrorWrapper, is_message, parse_json
 
@@ -70,10 +71,8 @@ def template_ids(
     Raises `DataError` if the chat template refuses them.
     """
     with ErrorWrapper(DataError, "The chat template refuses these messages"):
-        ids: Any = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False
-        )
-    return list(ids)
+        text = apply_chat_template(tokenizer, messages, prompt)
+        return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def encode_record(tokenizer: TokenizerWrapper, source: str, record: str | Messages) -> Sample:

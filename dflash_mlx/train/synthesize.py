@@ -15,6 +15,7 @@ import mlx.core as mx
 from jinja2 import TemplateError
 from mlx_lm.sample_utils import make_sampler
 
+from ..chat_template import apply_chat_template
 from ..errors import DataError, PromptError
 from ..targets import Target
 from .answers import AnswerSettings, append, complete, whole_lines
@@ -44,10 +45,10 @@ def user_header(target: Target) -> tuple[str, str]:
         )
     messages = [{"role": "user", "content": _SENTINEL}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = apply_chat_template(tokenizer, messages)
     except TemplateError as error:
         raise PromptError(f"The chat template refuses a user's turn: {error}") from error
-    before, found, after = str(text).partition(_SENTINEL)
+    before, found, after = text.partition(_SENTINEL)
     if not found:
         raise PromptError(f"The chat template of {target.name} leaves out what the user says.")
     return before, after
