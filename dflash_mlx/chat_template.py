@@ -25,7 +25,7 @@ from . import template_worker
 from .errors import PromptError
 
 ON_MAC = sys.platform == "darwin"
-SECONDS = 10  # of a template
+SECONDS = 5  # of a template
 MAX_GROWTH, MAX_ADDED = 4, 2**20  # bytes of a text: for each of the messages, and beside them
 STEP = 0.05  # seconds between looks at its memory
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -35,6 +35,10 @@ _VARIABLES = "".join(
     "{% endif %}"
     for name in _NAMES
 )
+
+
+class TemplateLimitError(PromptError):
+    """A template took more than it may, and would do so again."""
 
 
 def apply_chat_template(
@@ -53,7 +57,7 @@ def apply_chat_template(
         continue_final_message: leave the last message's turn open instead.
         settings: more variables of the template, such as tools.
 
-    Raises `PromptError` for a template that takes too long or too much memory, and whatever
+    Raises `TemplateLimitError` for a template that takes too long or too much memory, and whatever
     transformers raises for messages that are none, or jinja2 for a template that refuses them.
     """
     is_bare = isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -97,7 +101,7 @@ class TemplateWorker:
         self._end: Any = None  # ends the process; None before the first one
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """A template's text. Raises `PromptError`, and `TemplateError` for an error inside."""
+        """A template's text. Raises `TemplateLimitError`, and `TemplateError` for one inside."""
         request = json.dumps({"template": template, "variables": variables}).encode()
         most = MAX_ADDED + MAX_GROWTH * (len(request) - len(template))
         with self._lock:
@@ -109,7 +113,9 @@ class TemplateWorker:
                 answer = self._socket.recv_bytes(most).decode(errors="surrogatepass")
             except (EOFError, OSError) as error:
                 self._end()
-                raise PromptError("The chat template takes too much memory or text.") from error
+                raise TemplateLimitError(
+                    "The chat template takes too much memory or text."
+                ) from error
         result = json.loads(answer)
         if "error" in result:
             raise TemplateError(result["error"])
@@ -130,12 +136,12 @@ class TemplateWorker:
         self._end = weakref.finalize(self, _kill, self._process)
 
     def _wait(self) -> None:
-        """Wait for an answer. Raises `PromptError` if none comes in time, `OSError` for memory."""
+        """Wait for an answer. Raises `OSError` if it takes too much memory."""
         end = time.monotonic() + SECONDS
         while not self._socket.poll(STEP):
             if time.monotonic() > end:
                 self._end()
-                raise PromptError(f"The chat template takes longer than {SECONDS} seconds.")
+                raise TemplateLimitError(f"The chat template takes longer than {SECONDS} seconds.")
             if ON_MAC and memory_of(self._process.pid) > template_worker.MEMORY:
                 raise OSError("macOS limits no process's memory")
 

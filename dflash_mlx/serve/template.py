@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from ..answers.families import HARMONY, AnswerFormat, Family
-from ..chat_template import apply_chat_template
+from ..chat_template import TemplateLimitError, apply_chat_template
 from ..errors import PromptError
 from ..prompt import token_ids
 from ..validation import ErrorWrapper
@@ -99,6 +99,8 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
                     continue_final_message=request.continues_message,
                     **settings,
                 )
+        except TemplateLimitError:
+            raise
         except PromptError as error:
             first = first or error
             continue
