@@ -10,7 +10,6 @@
     ├── NotEnoughMemoryError       the weights do not fit into this machine
     ├── ConfigError                a config.json with a field that is missing or not understood
     ├── IncompatibleDrafterError   a drafter made for another target
-    ├── UnsupportedCacheError      a cache kind that cannot be rolled back
     ├── UnsupportedTreeError       a draft tree for a target that reads chains only
     ├── ProposalError              a drafter returned something that is not a draft
     ├── KernelError                shapes or dtypes that a Metal kernel does not take
@@ -93,10 +92,6 @@ class ConfigError(DFlashError):
 
 class IncompatibleDrafterError(DFlashError):
     """A drafter was made for another target."""
-
-
-class UnsupportedCacheError(DFlashError):
-    """A cache of the target cannot be rolled back."""
 
 
 class UnsupportedTreeError(DFlashError):

@@ -206,7 +206,10 @@ def shares(cluster: Cluster, heads: Sequence[int], session: TargetSession) -> di
 
 def layers(cluster: Cluster, target: dm.Target, session: TargetSession) -> list[list[int]]:
     """The bits of all layers' caches, of which each rank has some."""
-    own, first = bits(session), internals.first_layer(target._backbone)
+    own, first = (
+        bits(session),
+        internals.first_layer(target.model),
+    )
     found = []
     for layer in range(target.num_layers):
         here = own[layer - first] if 0 <= layer - first < len(own) else []

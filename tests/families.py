@@ -37,22 +37,27 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """
     config = copy.deepcopy(CONFIGS[family])
     config.get("text_config", config).update(changes)
+    return model_of(config, seed, 1000 * seed + FAMILIES.index(family))
+
+
+def model_of(config: dict[str, Any], seed: int, number: int) -> Any:
+    """A random f32 model of a config; `number` is the seed of its weights."""
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)  # some layers draw what is only changed, or kept, below
     model = model_class(args_class.from_dict(config))
     tied = not any("lm_head" in path for path, _ in tree_flatten(model.parameters()))
-    key = mx.random.key(1000 * seed + FAMILIES.index(family))
+    key = mx.random.key(number)
     keys = iter(mx.random.split(key, len(tree_flatten(model.parameters()))))
 
     def randomize(path: str, value: mx.array) -> mx.array:
         noise = mx.random.normal(value.shape, key=next(keys))
-        if path.endswith(("A_log", "layer_scalar")):
+        if path.endswith(("A_log", "layer_scalar")) or value.dtype != mx.float32:
             return value  # these have values that make sense
-        if value.ndim == 1:  # norms, biases, sinks
+        if value.ndim < 2:  # norms, biases, sinks
             return value + 0.1 * noise
-        if "embed_tokens" in path:  # small, so that the next token is not the same token again
+        if "embed" in path:  # small, so that the next token is not the same token again
             return noise * (0.1 if tied else 0.02)
-        if path.endswith("conv1d.weight"):
+        if path.endswith(("conv1d.weight", "conv.conv.weight")):
             return noise / math.sqrt(value.shape[1])
         return noise * 1.5 / math.sqrt(value.shape[-1])
 

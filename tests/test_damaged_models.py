@@ -5,7 +5,6 @@ import os
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import (
@@ -13,7 +12,6 @@ from dflash_mlx.errors import (
     DFlashError,
     ModelNotFoundError,
     SettingsError,
-    UnsupportedCacheError,
     WeightsError,
 )
 from dflash_mlx.loading.checkpoint import damaged_weights
@@ -153,23 +151,6 @@ def test_one_damaged_number_is_found_where_a_short_text_does_not_meet_it(number,
 
     change_weights(folder, change)
     assert damaged_weights(load_target(str(folder)).model) == ["model.embed_tokens.weight"]
-
-
-class OddCache(KVCache):
-    """A subclass may store its rows in another way."""
-
-
-def test_a_target_whose_caches_cannot_be_rolled_back(folder, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.targets.caches.make_prompt_cache", lambda _: [OddCache()])
-    assert "OddCache" in refusal(folder, UnsupportedCacheError)
-
-
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_ctx": 64, "n_positions": 64}
-
-
-def test_a_family_of_another_build_is_refused(tmp_path):
-    config = GPT2 | {"model_type": "gpt2", "layer_norm_epsilon": 1e-5}
-    refusal(save_target(tmp_path, "llama", **config), DFlashError)
 
 
 @pytest.mark.parametrize("loader", [load_target, load_drafter])

@@ -9,7 +9,7 @@ import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
 
 CAN = ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "llama"]
-CAN += ["minimax_m2", "glm4_moe"]
+CAN += ["minimax_m2", "glm4_moe", "lfm2_moe", "nemotron_h", "nanbeige"]
 REASONS = {
     "gpt_oss": "RotatingKVCache",
     "gemma4_dense": "RotatingKVCache",

@@ -20,6 +20,7 @@ from tinymodels import END, SUPPORTED, model_config, random_model, save_target, 
 
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import internals
+from dflash_mlx.targets.parts import find_parts
 
 PACKAGE = Path(__file__).parents[1] / "dflash_mlx"
 HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -88,6 +89,7 @@ def test_the_other_caches_are_their_fields():
     """What `rollback.py`, `recurrent.py`, `deepseek_v41.py` and `caches.py` read and write."""
     assert set(vars(internals.ArraysCache(2))) == {"cache", "left_padding", "lengths"}
     assert set(vars(internals.CacheList(internals.KVCache()))) == {"caches"}
+    assert internals.ChunkedKVCache(8).trim(0) == 0
     assert set(vars(internals.QuantizedKVCache(32, 8))) == {
         "keys",
         "values",
@@ -186,11 +188,11 @@ def test_what_the_drafter_is_made_of():
 def test_a_pipeline_gives_the_first_rank_the_last_layers(family):
     model = families.random_model(family)
     backbone = internals.backbone(internals.text_model(model))
-    layers = internals.own_layers(backbone)
-    assert internals.has_pipeline(backbone) and internals.first_layer(backbone) == 0
+    layers = list(model.layers)
+    assert internals.has_pipeline(backbone) and internals.first_layer(model) == 0
     backbone.pipeline(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
-    assert internals.own_layers(backbone) == layers[2:] == model.layers
-    assert internals.first_layer(backbone) == 2 and len(backbone.layers) == len(layers)
+    assert layers[2:] == model.layers
+    assert internals.first_layer(model) == 2 and len(backbone.layers) == len(layers)
     assert not internals.has_pipeline(internals.backbone(families.random_model("qwen3")))
 
 
@@ -227,6 +229,7 @@ def test_the_functions_take_what_we_hand_them():
         internals.scaled_dot_product_attention: "queries keys values cache scale mask sinks",
         internals.gated_delta_update: "q k v a b A_log dt_bias state mask use_kernel",
         internals.compute_g: "A_log a dt_bias",
+        internals.ssm_step: "mixer x b c dt state",
         internals.normalize_qk: "q k inv_scale eps",
         internals.apply_rope: "x rope rope_dim offset",
         internals.fake_quant_fp4: "x block_size",
@@ -252,21 +255,24 @@ def test_where_a_family_has_its_parts(family):
     model = families.random_model(family)
     assert isinstance(model, internals.classes_of(config)[0])
     text = internals.text_model(model)
-    backbone = internals.backbone(text)
-    assert all(hasattr(backbone, part) for part in internals.BACKBONE)
-    assert len(backbone.layers) == shape["num_hidden_layers"]
+    parts = find_parts(model)
+    assert len(model.layers) == shape["num_hidden_layers"]
     gemma = family.startswith("gemma4")
-    assert (internals.own_head(text) is None) == gemma
-    assert internals.embed_scale(backbone) == (shape["hidden_size"] ** 0.5 if gemma else None)
+    assert internals.own_head(text) is parts.head
+    assert (parts.head is None) == (gemma or family == "lfm2_moe")
+    scale = internals.embed_scale(internals.backbone(text))
+    assert scale == (shape["hidden_size"] ** 0.5 if gemma else None)
 
     mixers = (internals.GatedDeltaNet, internals.Qwen3NextGatedDeltaNet)
     caches = internals.make_prompt_cache(model)
     model(mx.array([[1, 2, 3]]), cache=caches)
-    for layer, cache in zip(backbone.layers, caches, strict=False):
+    for layer, cache in zip(parts.owners, caches, strict=True):
         attention, mixer = internals.attention_of(layer), internals.mixer_of(layer)
         assert (attention is None) == (mixer is not None)
         if mixer is not None:
-            assert type(mixer) in mixers and family in HYBRID
+            assert internals.is_short_convolution(mixer) == (family == "lfm2_moe")
+            assert internals.is_mamba2(mixer) == (family == "nemotron_h")
+            assert (type(mixer) in mixers) == (family in HYBRID)
             continue
         assert internals.is_mla(layer) == (family in MLA)
         indexed = type(attention) is internals.DeepseekV32Attention
@@ -282,7 +288,14 @@ def test_where_a_family_has_its_parts(family):
         else:
             assert family in MLA or family == "deepseek_v41"
         ropes = [m for path, m in layer.named_modules() if path.rpartition(".")[2] == "rope"]
-        assert ropes and {type(rope).__name__ for rope in ropes} <= internals.ROPES
+        assert bool(ropes) != internals.turns_nothing(layer) and not internals.masks_itself(layer)
+        assert {type(rope).__name__ for rope in ropes} <= internals.ROPES
+
+
+def test_which_recurrences_are_known():
+    kinds = {*internals.SHORT_CONVOLUTIONS, *internals.MAMBA2}
+    assert {kind.__name__ for kind in kinds} >= {"ShortConv", "NemotronHMamba2Mixer"}
+    assert internals.MIXERS and internals.NOPE and internals.OWN_MASKS
 
 
 def test_which_layers_compress():
@@ -302,6 +315,9 @@ ATTRIBUTES = {
     "deepseek_v41": "is_kv_source is_index_source ratio",
     "qwen3_5": """A_log dt_bias conv1d conv_kernel_size conv_dim key_dim head_k_dim head_v_dim
         num_k_heads num_v_heads in_proj_qkv in_proj_z in_proj_a in_proj_b norm out_proj""",
+    "lfm2_moe": "L_cache args in_proj conv out_proj",
+    "nemotron_h": """intermediate_size conv_dim in_proj n_groups ssm_state_size num_heads head_dim
+        conv1d conv_kernel_size norm out_proj _ssm""",
     "qwen3_next": """A_log dt_bias conv1d conv_kernel_size conv_dim key_dim head_k_dim head_v_dim
         num_k_heads num_v_heads in_proj_qkvz in_proj_ba fix_query_key_value_ordering norm
         out_proj""",
@@ -313,7 +329,7 @@ INDEXER = """ratio num_heads head_dim rope_dim q_b_proj weights_proj index_topk
 
 @pytest.mark.parametrize("family", ATTRIBUTES)
 def test_what_our_own_forwards_read(family):
-    layers = internals.text_model(families.random_model(family)).model.layers
+    layers = families.random_model(family).layers
     layer = layers[0]
     parts = [(internals.mixer_of(layer) or internals.attention_of(layer), ATTRIBUTES[family])]
     if family == "deepseek_v3":

@@ -40,7 +40,10 @@ def check_bits(target, store, ids, held, kv_bits=None):
     session, _, found = store.open(ids, Sampler(), kv_bits)
     assert found == held
     fresh = target.start((), kv_bits)
-    assert mx.array_equal(logits_after(session, ids), logits_after(fresh, ids)).item()
+    found, read = logits_after(session, ids), logits_after(fresh, ids)
+    # mlx-lm's Mamba-2 rounds by where a prefill's forwards end.
+    most = 1e-5 if target.name == "nemotron_h" else 0.0
+    assert mx.abs(found - read).max().item() <= most
 
 
 @pytest.mark.parametrize(

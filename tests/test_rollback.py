@@ -5,9 +5,8 @@ from threading import Lock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import random_model, random_prompt, target_of
+from families import plain_tokens, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
-from mlx_lm.models import iquestloopcoder
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -16,9 +15,9 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+from oracle import Oracle
 
 import dflash_mlx as dm
-from dflash_mlx.errors import UnsupportedCacheError
 from dflash_mlx.targets.overrides import Overrides
 from dflash_mlx.targets.rollback import rollback_for
 
@@ -95,28 +94,30 @@ class OwnCache(KVCache):
     """What a fork might store differently."""
 
 
-@pytest.mark.parametrize(
-    "cache",
-    [OwnCache(), ChunkedKVCache(8), ArraysCache(2), CacheList(KVCache(), RotatingKVCache(8)), None],
-)
-def test_an_unknown_cache_is_refused_at_load(cache):
-    model = random_model("qwen3")
-    model.make_cache = lambda: [KVCache(), cache, KVCache(), KVCache()]
-    with pytest.raises(UnsupportedCacheError, match=type(cache).__name__) as caught:
-        target_of(model, "qwen3")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("cache", [OwnCache(), CacheList(KVCache(), OwnCache()), ArraysCache(2)])
+def test_an_unknown_cache_has_no_rollback(cache):
+    """A session with one goes back to a checkpoint, and the kept rows run again."""
+    assert rollback_for(cache, nn.Module(), Overrides(Lock())) is None
 
 
-def test_layers_that_run_twice_are_refused_at_load():
-    """Each time with a cache of its own, as IQuest-Coder's loops."""
-    shape = {
-        name: 2 for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    }
-    sizes = {name: 16 for name in ("hidden_size", "intermediate_size", "head_dim", "vocab_size")}
-    looped = iquestloopcoder.ModelArgs("iquestloopcoder", rms_norm_eps=1e-6, **shape, **sizes)
-    with pytest.raises(UnsupportedCacheError, match="4 caches for its 2 layers") as caught:
-        target_of(iquestloopcoder.Model(looped), "qwen3")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("cache", [ChunkedKVCache(8), CacheList(KVCache(), RotatingKVCache(8))])
+def test_every_known_part_forgets_the_last_rows(cache):
+    rollback = rollback_for(cache, nn.Module(), Overrides(Lock()))
+    parts = cache.caches if isinstance(cache, CacheList) else (cache,)
+    for part in parts:
+        part.update_and_fetch(rows(0, 6), rows(0, 6))
+    rollback.commit(2, 4)
+    assert [part.offset for part in parts] == [2] * len(parts)
+
+
+def test_a_target_with_an_unknown_cache_drafts_all_the_same():
+    model, prompt = random_model("qwen3"), random_prompt(20, 3)
+    answer = plain_tokens(model, prompt, 30)
+    model.make_cache = lambda: [KVCache(), OwnCache(), KVCache(), KVCache()]
+    target = target_of(model, "qwen3")
+    oracle = Oracle(prompt, answer, 256, p=0.5)
+    assert dm.generate(target, oracle, prompt, max_tokens=30, block_size=8).tokens == answer
+    assert not target.supports_trees
 
 
 def arrays_of(tree) -> dict[int, mx.array]:
@@ -167,7 +168,7 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
     mx.eval(logits)
     for tape, state in zip(session._rollback[:3], states, strict=True):
         assert tape._state is state, "held by reference"
-        held = sum(array.nbytes for array in (tape._inputs, tape._convolved, *tape._gates))
+        held = sum(array.nbytes for array in (tape._inputs, *tape._rows))
         assert held < 16 * state.nbytes / 4
     called = []
     overrides = Overrides(Lock())

@@ -51,7 +51,7 @@ class PipelineStage(Target):
         self.num_layers = num_layers
 
     def _recorder(self, layers: Sequence[int], overrides: Overrides) -> Taps:
-        first = internals.first_layer(self._backbone)
+        first = internals.first_layer(self.model)
         return StageTaps(self, first, layers, overrides)
 
 

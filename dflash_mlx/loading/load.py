@@ -104,7 +104,7 @@ def load(
 
     Raises:
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
-        SettingsError, IncompatibleDrafterError, UnsupportedCacheError.
+        SettingsError, IncompatibleDrafterError.
     """
     name, wanted = as_name(name), None if draft is None else as_name(draft)
     check_name(name)  # before the registry: a misspelt name has no drafter either
@@ -171,7 +171,7 @@ def load_target(
     """Load a target alone: any model that mlx-lm loads, or a GGUF file.
 
     Args as for `load`. Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`,
-        `WeightsError`, `NotEnoughMemoryError`, `SettingsError`, `UnsupportedCacheError`.
+        `WeightsError`, `NotEnoughMemoryError`, `SettingsError`.
     """
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
     ours, folder = _kernels(kernels, metal_kernel), _folder(path, "target", hub or Hub())

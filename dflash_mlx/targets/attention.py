@@ -12,7 +12,6 @@ latents), keeps the stock function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +36,13 @@ from .internals import (
     in_temporal_order,
     is_mla,
     key_heads,
+    mixer_of,
     query_heads,
     scaled_dot_product_attention,
 )
 from .overrides import Overrides, rebind_globals
+from .parts import find_parts
+from .recurrences import delta_shape
 
 if TYPE_CHECKING:
     from ..kernels.modules import Wiring
@@ -57,23 +59,23 @@ def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Override
             overrides.replace(attention, call)
 
 
-def check_exact(layers: Sequence[nn.Module], caches: Sequence[Any]) -> None:
-    """Raise `SettingsError` for a layer whose attention the kernel cannot compute."""
-    for layer, cache in zip_longest(layers, caches):  # fewer caches where layers share them
+def check_exact(pairs: Sequence[tuple[nn.Module | None, Any]]) -> None:
+    """Raise `SettingsError` for a layer, given with its cache, that no kernel can compute."""
+    for layer, cache in pairs:
         if not _can_be_exact(layer, cache):
+            part = attention_of(layer) or mixer_of(layer) or layer
             raise SettingsError(
-                f"kernels=exact: the attention of {type(layer.self_attn).__name__} has no "
-                "kernel whose rows are independent; leave it out."
+                f"kernels=exact: {type(part).__name__} has no kernel whose rows are independent; "
+                "leave it out."
             )
 
 
 def attends_exactly(model: Any) -> bool:
     """Whether the kernel can compute the attention of every layer of an mlx-lm model."""
-    caches = make_cache(model)
-    return all(_can_be_exact(*of) for of in zip_longest(model.layers, caches))
+    return all(_can_be_exact(*of) for of in find_parts(model).pairs(make_cache(model)))
 
 
-def attention_shape(layer: nn.Module, cache: Any) -> AttentionShape | None:
+def attention_shape(layer: nn.Module | None, cache: Any) -> AttentionShape | None:
     """The attention of a layer as the kernel sees it; None where it stays with MLX."""
     attention = attention_of(layer)
     if attention is None or is_mla(layer) or not calls_attention(attention):
@@ -89,10 +91,10 @@ def attention_shape(layer: nn.Module, cache: Any) -> AttentionShape | None:
     return AttentionShape(heads, key_heads(attention), size, dtype, window, sinks, group)
 
 
-def _can_be_exact(layer: nn.Module, cache: Any) -> bool:
+def _can_be_exact(layer: nn.Module | None, cache: Any) -> bool:
     attention = attention_of(layer)
-    if attention is None:  # a recurrent layer
-        return True
+    if attention is None:
+        return cache is None or delta_shape(layer) is not None
     plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
     known = plain and calls_attention(attention) and has_key_projection(attention)
     return known and head_size(attention) in HEAD_DIMS

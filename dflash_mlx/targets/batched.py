@@ -15,7 +15,6 @@ modules being what they are in that request's own verify.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -174,12 +173,15 @@ class BatchedLayers:
         with target.forward_lock:
             self._wiring = target.wiring
             layers = target.layers
+            if not rollbacks:
+                raise TypeError("Its kept rows run again, request by request.")
+            pairs = target.parts.pairs(rollbacks)
             shared = level and all(
                 _shares_rows(layer, rollback)
-                for layer, rollback in zip_longest(layers, rollbacks)
+                for layer, rollback in pairs
                 if attention_of(layer) is not None
             )
-            for index, (layer, rollback) in enumerate(zip_longest(layers, rollbacks)):
+            for index, (layer, rollback) in enumerate(pairs):
                 kind = self._override(index, layer, rollback, level, bool(shared))
                 self._kinds.append(kind)
             for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
@@ -207,9 +209,12 @@ class BatchedLayers:
         return found
 
     def _override(
-        self, index: int, layer: nn.Module, rollback: Any, level: int, shared: bool
+        self, index: int, layer: nn.Module | None, rollback: Any, level: int, shared: bool
     ) -> type[BatchedCache]:
-        """Have a layer take many requests' rows; returns the kind of its cache."""
+        """Have a layer take many requests' rows; returns the kind of its cache.
+
+        `index` is the place of the cache, or beyond those for a layer without one.
+        """
         attention, mixer = attention_of(layer), mixer_of(layer)
         if level and isinstance(rollback, RecurrentRollback):
             self._overrides.replace(mixer, batched_recurrence(index))
@@ -218,6 +223,8 @@ class BatchedLayers:
             self._overrides.replace(attention, self._attention(index, attention, is_mla(layer)))
             return BatchedKVCache
         module = mixer if attention is None else attention
+        if module is None and rollback is None:
+            return BatchedCache  # nothing in it looks at other rows
         if module is None:
             raise TypeError(f"A {type(layer).__name__} with neither attention nor a recurrence.")
         self.level, call = 0, self._for_each(index, module, join)
@@ -291,7 +298,7 @@ class BatchedLayers:
         return call
 
 
-def _shares_rows(layer: nn.Module, rollback: Any) -> bool:
+def _shares_rows(layer: nn.Module | None, rollback: Any) -> bool:
     """Whether a layer's attention can take all requests' rows together."""
     attention = attention_of(layer)
     if why_no_trees(layer, rollback) is not None:

@@ -51,9 +51,9 @@ class Checkpoint:
 
 
 def make_cache(
-    model: nn.Module, layers: Sequence[nn.Module] = (), kv_bits: int | None = None
+    model: nn.Module, layers: Sequence[nn.Module | None] = (), kv_bits: int | None = None
 ) -> list[Any]:
-    """The model's empty caches, one per layer (fewer where layers share them).
+    """The model's empty caches; `layers` are those that get them.
 
     Raises `SettingsError` when `kv_bits` is not 8, 4 or None, or a layer cannot read quantized
     keys and values.
@@ -63,7 +63,7 @@ def make_cache(
     if kv_bits is None:
         return caches
     bits = int(kv_bits)
-    return [_quantized(cache, layer, bits) for cache, layer in zip(caches, layers, strict=False)]
+    return [_quantized(cache, layer, bits) for cache, layer in zip(caches, layers, strict=True)]
 
 
 def check_kv_bits(kv_bits: int | None) -> None:
@@ -72,7 +72,7 @@ def check_kv_bits(kv_bits: int | None) -> None:
         raise SettingsError(f"kv_bits must be 8 or 4, not {brief(kv_bits)}.")
 
 
-def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:
+def _quantized(cache: Any, layer: nn.Module | None, bits: int) -> Any:
     """The quantized form of a layer's cache; a recurrent layer has no keys and keeps its own."""
     if type(cache) is ArraysCache:
         return cache
@@ -94,11 +94,20 @@ def _quantized(cache: Any, layer: nn.Module, bits: int) -> Any:
 # Going back
 
 
+def leaves(caches: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Every cache under the start of its arrays' names; those in a `CacheList` one by one."""
+    found = []
+    for at, cache in enumerate(caches):
+        if type(cache) is CacheList:
+            found += [(f"{at}.{part}.", one) for part, one in enumerate(cache.caches)]
+        else:
+            found.append((f"{at}.", cache))
+    return found
+
+
 def can_trim(cache: Any) -> bool:
     """Whether a layer's cache holds a row for every token, in order."""
-    if type(cache) is CacheList:
-        return all(map(can_trim, cache.caches))
-    return is_read_whole(cache)
+    return all(is_read_whole(one) for _, one in leaves([cache]))
 
 
 def is_read_whole(cache: Any) -> bool:
@@ -108,19 +117,19 @@ def is_read_whole(cache: Any) -> bool:
 
 def trim(cache: Any, rows: int) -> None:
     """Forget the last rows of a cache that can be trimmed."""
-    for part in cache.caches if type(cache) is CacheList else (cache,):
-        part.trim(rows)
+    for _, one in leaves([cache]):
+        one.trim(rows)
 
 
 def checkpoint(caches: Sequence[Any], position: int) -> Checkpoint:
     """Save the state of these caches. It stays valid whatever is appended to them."""
-    states = (None if can_trim(cache) else _saved(cache) for cache in caches)
+    states = (None if is_read_whole(cache) else _saved(cache) for _, cache in leaves(caches))
     return Checkpoint(position, tuple(states))
 
 
 def rewind(caches: Sequence[Any], position: int, saved: Checkpoint) -> None:
     """Put caches of `position` tokens back to a checkpoint."""
-    for cache, state in zip(caches, saved.states, strict=True):
+    for (_, cache), state in zip(leaves(caches), saved.states, strict=True):
         if state is None:
             trim(cache, position - saved.position)
         elif type(cache) is ArraysCache:
@@ -131,8 +140,7 @@ def rewind(caches: Sequence[Any], position: int, saved: Checkpoint) -> None:
 
 def arrays(cache: Any) -> list[Any]:
     """A cache's own fields: arrays, trees of arrays and numbers. Nothing is copied."""
-    parts = cache.caches if type(cache) is CacheList else (cache,)
-    return [value for part in parts for value in fields(part).values()]
+    return [value for _, one in leaves([cache]) for value in fields(one).values()]
 
 
 def _saved(cache: Any) -> dict[str, Any]:
@@ -154,49 +162,47 @@ def _reference(value: Any) -> Any:
 # Exporting
 
 
-def rows_of_all(caches: Sequence[Any], layers: Sequence[Any], start: int, end: int) -> Arrays:
-    """`rows` of every layer's cache; names begin with the layer's number."""
+def rows_of_all(
+    caches: Sequence[Any], layers: Sequence[nn.Module | None], start: int, end: int
+) -> Arrays:
+    """`rows` of every cache, by layer; names begin with the cache's number."""
+    ratios = [
+        compression(attention_of(layer))
+        for cache, layer in zip(caches, layers, strict=True)
+        for _ in leaves([cache])
+    ]
     return {
-        f"{at}.{name}": x
-        for at, (cache, layer) in enumerate(zip(caches, layers, strict=False))
-        for name, x in rows(cache, start, end, compression(attention_of(layer))).items()
+        prefix + name: x
+        for (prefix, cache), ratio in zip(leaves(caches), ratios, strict=True)
+        for name, x in rows(cache, start, end, ratio).items()
     }
 
 
 def state_of_all(caches: Sequence[Any]) -> Arrays:
-    """`state` of every layer's cache; names begin with the layer's number."""
-    return {
-        f"{at}.{name}": x for at, cache in enumerate(caches) for name, x in state(cache).items()
-    }
+    """`state` of every cache; names begin with the cache's number."""
+    return {prefix + n: x for prefix, cache in leaves(caches) for n, x in state(cache).items()}
 
 
 def restore_all(
     caches: Sequence[Any], position: int, rows: Sequence[Arrays], state: Arrays, room: int
 ) -> None:
-    """`restore` every layer's cache from the results of `rows_of_all` and `state_of_all`."""
-    for at, cache in enumerate(caches):
-        pieces = [strip_prefix(piece, f"{at}.") for piece in rows]
-        restore(cache, position, pieces, strip_prefix(state, f"{at}."), room)
+    """`restore` every cache from the results of `rows_of_all` and `state_of_all`."""
+    for prefix, cache in leaves(caches):
+        pieces = [strip_prefix(piece, prefix) for piece in rows]
+        restore(cache, position, pieces, strip_prefix(state, prefix), room)
 
 
 def rows(cache: Any, start: int, end: int, ratio: int = 0) -> Arrays:
     """The rows of the tokens from `start` to `end`, as lazy slices.
 
     Args:
-        cache: a layer's cache, past `end`.
+        cache: a cache, past `end`.
         start, end: token positions.
         ratio: tokens per compressed entry of a DeepSeek-V4.1 layer; 0 for other layers.
     """
-    kind = type(cache)
-    if kind is CacheList:
-        return {
-            f"{at}.{name}": x
-            for at, part in enumerate(cache.caches)
-            for name, x in rows(part, start, end).items()
-        }
-    if kind is KVCache or kind is QuantizedKVCache:
+    if is_read_whole(cache):
         return {name: x[..., start:end, :] for name, x in _keys_values(cache)}
-    if kind is LayerCache and ratio and start // ratio < end // ratio:
+    if type(cache) is LayerCache and ratio and start // ratio < end // ratio:
         entries = {name: fields(cache)[name] for name in ENTRIES}
         return {n: x[:, start // ratio : end // ratio] for n, x in entries.items() if x is not None}
     return {}
@@ -205,14 +211,16 @@ def rows(cache: Any, start: int, end: int, ratio: int = 0) -> Arrays:
 def state(cache: Any) -> Arrays:
     """The state at the cache's own position; empty for a cache that can be trimmed."""
     kind = type(cache)
+    if is_read_whole(cache):
+        return {}
     if kind is RotatingKVCache:
         return dict(zip(("keys", "values"), window_of(cache), strict=True))
     if kind is ArraysCache:
         return {str(at): x for at, x in enumerate(cache.cache) if x is not None}
+    held = _saved(cache)
     if kind is LayerCache:
-        held = {name: fields(cache)[name] for name in OPEN_GROUP}
-        return {name: x for name, x in held.items() if x is not None and x.size}
-    return {}
+        held = {name: x for name in OPEN_GROUP if (x := held[name]) is not None and x.size}
+    return {name: mx.array(x) for name, x in held.items() if x is not None}
 
 
 def restore(cache: Any, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
@@ -226,10 +234,7 @@ def restore(cache: Any, position: int, rows: Sequence[Arrays], state: Arrays, ro
         room: tokens that are about to follow.
     """
     kind = type(cache)
-    if kind is CacheList:
-        for at, part in enumerate(cache.caches):
-            restore(part, position, [strip_prefix(piece, f"{at}.") for piece in rows], {}, room)
-    elif kind is KVCache or kind is QuantizedKVCache:
+    if is_read_whole(cache):
         _restore_rows(cache, position, rows, room)
     elif kind is RotatingKVCache:
         fill_window(cache, position, state["keys"][...], state["values"][...])
@@ -243,6 +248,9 @@ def restore(cache: Any, position: int, rows: Sequence[Arrays], state: Arrays, ro
             if pieces:
                 held[name] = mx.concatenate(pieces, axis=1)
         fields(cache).update(held, offset=position)
+    else:
+        numbers = {name for name, value in fields(cache).items() if isinstance(value, int)}
+        fields(cache).update({n: x.item() if n in numbers else x[...] for n, x in state.items()})
 
 
 def strip_prefix(arrays: Arrays, prefix: str) -> Arrays:

@@ -14,9 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import lfm2, lfm2_moe
 from mlx_lm.models.base import scaled_dot_product_attention as scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache as ArraysCache
 from mlx_lm.models.cache import CacheList as CacheList
+from mlx_lm.models.cache import ChunkedKVCache as ChunkedKVCache
 from mlx_lm.models.cache import KVCache as KVCache
 from mlx_lm.models.cache import QuantizedKVCache as QuantizedKVCache
 from mlx_lm.models.cache import RotatingKVCache as RotatingKVCache
@@ -30,6 +32,9 @@ from mlx_lm.models.deepseek_v41 import _window_indices
 from mlx_lm.models.gated_delta import compute_g as compute_g
 from mlx_lm.models.gated_delta import gated_delta_update as gated_delta_update
 from mlx_lm.models.gated_delta import normalize_qk as normalize_qk
+from mlx_lm.models.granitemoehybrid import GraniteMoeHybridMamba2Mixer
+from mlx_lm.models.mamba2 import Mamba2Block
+from mlx_lm.models.nemotron_h import NemotronHAttention, NemotronHMamba2Mixer
 from mlx_lm.models.qwen3_5 import GatedDeltaNet as GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet as Qwen3NextGatedDeltaNet
 from mlx_lm.utils import _get_classes as classes_of
@@ -42,7 +47,16 @@ ATTENTION = scaled_dot_product_attention.__name__
 # Rotations whose angle depends on a row's position only, and which take a position per row.
 ROPES = {"RoPE", "Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE"}
 
-BACKBONE = ("embed_tokens", "layers", "norm")  # the parts of `backbone`
+# Modules of models whose attention may do without a rotation: positions do not enter it at all.
+NOPE = {"afmoe", "exaone4", "exaone_moe", "llama4_text", "muse_glimmer", "nemotron_h", "smollm3"}
+
+# Modules of models whose attention masks by itself, whatever mask it gets.
+OWN_MASKS = {"phi3small"}
+
+# Recurrences that `recurrences` knows, and the names under which layers have them.
+SHORT_CONVOLUTIONS = (lfm2.ShortConv, lfm2_moe.ShortConv)
+MAMBA2 = (NemotronHMamba2Mixer, GraniteMoeHybridMamba2Mixer, Mamba2Block)
+MIXERS = ("linear_attn", "conv", "mamba", "mixer")
 
 
 # A model and its layers
@@ -58,14 +72,9 @@ def backbone(text: nn.Module) -> Any:
     return getattr(text, "model", None)
 
 
-def own_layers(backbone: Any) -> list[nn.Module]:
-    """The layers in this process: all, or those of its pipeline stage."""
-    return list(getattr(backbone, "pipeline_layers", backbone.layers))
-
-
-def first_layer(backbone: Any) -> int:
+def first_layer(model: nn.Module) -> int:
     """The number of the first layer in this process."""
-    return int(getattr(backbone, "start_idx", 0))
+    return int(getattr(backbone(text_model(model)), "start_idx", 0))
 
 
 def has_pipeline(backbone: Any) -> bool:
@@ -85,12 +94,45 @@ def embed_scale(backbone: nn.Module) -> float | None:
 
 def attention_of(layer: nn.Module | None) -> Any:
     """A decoder layer's attention; None where it has a recurrence instead."""
-    return getattr(layer, "self_attn", None)
+    mixer = getattr(layer, "mixer", None)
+    return mixer if type(mixer) is NemotronHAttention else getattr(layer, "self_attn", None)
 
 
 def mixer_of(layer: nn.Module | None) -> Any:
-    """A decoder layer's Gated DeltaNet, or another recurrence; None where it has attention."""
-    return getattr(layer, "linear_attn", None)
+    """A decoder layer's recurrence; None where it has none that is known here."""
+    known = (GatedDeltaNet, Qwen3NextGatedDeltaNet, *SHORT_CONVOLUTIONS, *MAMBA2)
+    mixers = (getattr(layer, name, None) for name in MIXERS)
+    return next((mixer for mixer in mixers if type(mixer) in known), None)
+
+
+def is_short_convolution(mixer: Any) -> bool:
+    """Whether a recurrence is LFM2's short convolution."""
+    return type(mixer) in SHORT_CONVOLUTIONS
+
+
+def is_mamba2(mixer: Any) -> bool:
+    """Whether a recurrence is a Mamba-2 layer with mlx-lm's usual parts."""
+    return type(mixer) in MAMBA2
+
+
+def ssm_step(
+    mixer: Any, x: mx.array, b: mx.array, c: mx.array, dt: mx.array, state: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """One row of a Mamba-2 layer's recurrence by its own code: the output [B, 1, C], the state."""
+    held = ArraysCache(2)
+    held[1] = state
+    out = mixer._ssm(x, b, c, dt, held, None)
+    return out, held[1]
+
+
+def turns_nothing(layer: nn.Module) -> bool:
+    """Whether a decoder layer without a rope is one whose rows have no positions."""
+    return type(layer).__module__.rpartition(".")[2] in NOPE
+
+
+def masks_itself(layer: nn.Module | None) -> bool:
+    """Whether a decoder layer's attention does not follow the mask that it gets."""
+    return type(layer).__module__.rpartition(".")[2] in OWN_MASKS
 
 
 def has_key_projection(attention: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 A verify appends N rows to every cache; the commit keeps the first `kept` of them. The exact type of
 a layer's cache decides its rollback, once per request. A subclass may store its rows differently,
-so an unknown type is refused.
+so an unknown type has none.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
-from ..errors import UnsupportedCacheError
-from .caches import trim
+from .caches import leaves
 from .deepseek_v41 import CompressedRollback
 from .internals import (
     ArraysCache,
-    CacheList,
+    ChunkedKVCache,
     KVCache,
     LayerCache,
     QuantizedKVCache,
     RotatingKVCache,
     cut_ring,
-    mixer_of,
 )
 from .overrides import Overrides
-from .recurrent import RecurrentRollback, is_gated_delta
+from .recurrences import recurrence_of
+from .recurrent import RecurrentRollback
 from .tree import Tree
 
 
@@ -53,61 +52,59 @@ class RowRollback:
     """Rollback of a cache with a row per token: the last rows go, nothing is recorded.
 
     Args:
-        remove: removes that many last rows from the cache.
+        removers: each removes that many last rows from a part of the cache.
+        reads_trees: whether the model asks the cache for its masks.
     """
 
-    def __init__(self, remove: Callable[[int], object]) -> None:
-        self._remove = remove
+    def __init__(self, removers: Sequence[Callable[[int], object]], reads_trees: bool) -> None:
+        self._removers, self.reads_trees = removers, reads_trees
 
     def begin(self, tree: Tree | None) -> None:
         """Nothing to record."""
 
     def commit(self, kept: int, rejected: int) -> None:
         """Remove the last `rejected` rows."""
-        if rejected:
-            self._remove(rejected)
+        for remove in self._removers if rejected else ():
+            remove(rejected)
 
 
 def rollbacks_for(
-    caches: Sequence[Any], layers: Sequence[nn.Module], overrides: Overrides
+    caches: Sequence[Any], layers: Sequence[nn.Module | None], overrides: Overrides
 ) -> list[Rollback]:
-    """The rollbacks of all caches. Layers without a cache of their own come last.
+    """The rollbacks of all caches, each with the layer that gets it.
 
-    Raises `UnsupportedCacheError`, also for layers that run several times with several caches.
+    Empty if rejected rows cannot be removed from one of them. Then the session goes back to a
+    checkpoint, and the kept rows run again.
     """
-    if len(caches) > len(layers):
-        raise UnsupportedCacheError(
-            f"The target keeps {len(caches)} caches for its {len(layers)} layers, from which this "
-            "version cannot remove rejected drafts: choose another target."
-        )
-    pairs = zip(caches, layers, strict=False)
-    return [rollback_for(cache, layer, overrides) for cache, layer in pairs]
+    pairs = zip(caches, layers, strict=True)
+    found = [rollback_for(cache, layer, overrides) for cache, layer in pairs]
+    return [] if None in found else list(filter(None, found))
 
 
-def rollback_for(cache: Any, layer: nn.Module, overrides: Overrides) -> Rollback:
-    """The rollback of a layer's cache.
+def rollback_for(cache: Any, layer: nn.Module | None, overrides: Overrides) -> Rollback | None:
+    """The rollback of a layer's cache; None for an unknown kind of cache or of recurrence.
 
     Args:
         cache: the layer's cache, just made by the model.
         layer: the decoder layer.
         overrides: the verify's overrides, to which recorders are added.
-
-    Raises:
-        UnsupportedCacheError: for an unknown kind of cache or of recurrence.
     """
-    kind = type(cache)
-    if kind is RotatingKVCache:
-        # Its own `trim` refuses once the window has wrapped.
-        return RowRollback(partial(cut_ring, cache))
-    if kind in (KVCache, QuantizedKVCache) or (
-        kind is CacheList and all(type(part) is KVCache for part in cache.caches)
-    ):
-        return RowRollback(partial(trim, cache))
-    if kind is LayerCache:
+    removers = [_remover(part) for _, part in leaves([cache])]
+    if None not in removers:
+        chunks = any(type(part) is ChunkedKVCache for _, part in leaves([cache]))
+        return RowRollback(list(filter(None, removers)), not chunks)
+    if type(cache) is LayerCache and layer is not None:
         return CompressedRollback(cache, layer, overrides)
-    if kind is ArraysCache and is_gated_delta(layer):
-        return RecurrentRollback(cache, mixer_of(layer), overrides)
-    raise UnsupportedCacheError(
-        f"The target keeps a {kind.__name__} for a {type(layer).__name__}, from which this version "
-        "cannot remove rejected drafts: choose another target."
-    )
+    recurrence = recurrence_of(layer)
+    if type(cache) is ArraysCache and recurrence is not None:
+        return RecurrentRollback(cache, recurrence, overrides)
+    return None
+
+
+def _remover(cache: Any) -> Callable[[int], object] | None:
+    """What removes the last rows of a cache with a row per token; None for another cache."""
+    if type(cache) is RotatingKVCache:
+        # Its own `trim` refuses once the window has wrapped.
+        return partial(cut_ring, cache)
+    known = type(cache) in (KVCache, QuantizedKVCache, ChunkedKVCache)
+    return cache.trim if known else None

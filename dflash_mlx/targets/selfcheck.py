@@ -8,7 +8,6 @@ rows, which only the device can show.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -34,7 +33,8 @@ from ..machine.chips import Chip
 from ..proposal import Proposal
 from .attention import attention_shape
 from .caches import make_cache
-from .recurrent import delta_shape
+from .parts import find_parts
+from .recurrences import delta_shape
 from .target import Target
 
 PROMPT = 40  # tokens before the rows that `check_rows` compares
@@ -54,7 +54,7 @@ def model_checks(
     """
     yield from weight_checks(model, config, kernels, chip, measured, exact)
     rows, seen = _rows(exact), set()
-    for layer, cache in zip_longest(model.layers, make_cache(model)):
+    for layer, cache in find_parts(model).pairs(make_cache(model)):
         shape = attention_shape(layer, cache)
         if shape is not None and shape not in seen:
             seen.add(shape)

@@ -18,7 +18,7 @@ class Taps:
     """Records the outputs of some layers of one model, for one request.
 
     Args:
-        layers: the model's decoder layers.
+        layers: the model's decoder layers in the order in which they run.
         indices: the layers to tap, in the drafter's order; -1 is the embedding's output.
         overrides: the recorders are added to it, and record while it is installed.
     """
@@ -27,26 +27,35 @@ class Taps:
         self, layers: Sequence[nn.Module], indices: Sequence[int], overrides: Overrides
     ) -> None:
         self._indices = tuple(indices)
-        self._seen: dict[int, tuple[Any, Any]] = {}  # a layer's input and result
-        for index in {max(index, 0) for index in indices}:  # -1 is the first layer's input
-            overrides.watch(layers[index], partial(self._record, index))
+        # Every run of a layer: its input and result. A model may loop over its layers.
+        self._runs: dict[int, list[tuple[Any, Any]]] = {}
+        self._places: dict[int, list[int]] = {}  # of a layer, by its identity
+        for place, layer in enumerate(layers):
+            self._places.setdefault(id(layer), []).append(place)
+        self._layer_ids = [id(layer) for layer in layers]
+        wanted = {id(layers[max(index, 0)]): layers[max(index, 0)] for index in indices}
+        for key, layer in wanted.items():
+            overrides.watch(layer, partial(self._record, key))
 
     def take(self, rows: int) -> mx.array:
         """The last forward's outputs, concatenated: [N, rows, K*D]; [1, rows, 0] if K = 0."""
         if not self._indices:
             return mx.zeros((1, rows, 0))
-        seen, self._seen = self._seen, {}
+        runs, self._runs = self._runs, {}
         hidden = []
         for index in self._indices:
+            key = self._layer_ids[max(index, 0)]  # -1 is the first layer's input
+            places = self._places[key]
+            entered, result = runs[key][-len(places) :][places.index(max(index, 0))]
             if index == EMBEDDING:
-                x = seen[0][0]  # DeepSeek-V4.1 repeats the embeddings hc times: [N, S, hc, D]
+                x = entered  # DeepSeek-V4.1 repeats the embeddings hc times: [N, S, hc, D]
                 hidden.append(x[:, :, 0] if x.ndim == 4 else x)
             else:
-                hidden.append(_hidden(seen[index][1]))
+                hidden.append(_hidden(result))
         return mx.concatenate(hidden, axis=-1)
 
-    def _record(self, index: int, x: Any, result: Any) -> None:
-        self._seen[index] = x, result
+    def _record(self, layer: int, x: Any, result: Any) -> None:
+        self._runs.setdefault(layer, []).append((x, result))
 
 
 def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:

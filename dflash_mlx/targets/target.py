@@ -3,7 +3,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -13,13 +12,14 @@ from mlx.utils import tree_flatten
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..proposal import Proposal
 from ..threads import evaluate
-from ..validation import text_config
+from ..validation import ErrorWrapper, text_config
 from . import caches, internals
 from .attention import attend_with, check_exact
 from .batched_rows import RequestRows
 from .caches import Arrays, Checkpoint, make_cache
 from .mla import use_absorbed_mla
 from .overrides import Overrides
+from .parts import find_parts, scale_between
 from .recurrent import RecurrentRollback
 from .rollback import RowRollback, rollbacks_for
 from .taps import EMBEDDING, Taps
@@ -44,13 +44,15 @@ class Target:
         config: its config.json.
         name: what it was loaded as.
         num_layers, hidden_size, vocab_size, context_length: its shape.
-        layers: the layers in this process; in a pipeline, other processes have the rest.
+        layers: the layers in this process, in the order in which they run; one that runs twice is
+            there twice. In a pipeline, other processes have the rest.
+        owners: for every cache the layer that gets it; None for another module.
+        parts: where the model has its other parts.
         wiring: which layers run on our Metal kernels; None where none does.
         forward_lock: held by every forward. While another thread has it, modules have their own
             classes.
 
-    Raises `UnsupportedCacheError` when its caches cannot be rolled back, and `ConfigError` when
-    its parts are not where mlx-lm's models have them.
+    Raises `ConfigError` for a model that cannot run.
     """
 
     def __init__(
@@ -63,29 +65,30 @@ class Target:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.config, self.wiring = config, wiring
-        self._text = internals.text_model(model)
-        self._backbone = internals.backbone(self._text)
-        for part in internals.BACKBONE:
-            if not hasattr(self._backbone, part):
-                raise ConfigError(
-                    f"{name}: model_type {config.get('model_type')!r} is a model without "
-                    f"model.{part}, which this version cannot draft for."
-                )
-        self.num_layers = len(self._backbone.layers)
-        self.layers = internals.own_layers(self._backbone)
-        self.hidden_size: int = self._backbone.norm.weight.shape[0]
-        self.vocab_size: int = self._backbone.embed_tokens.weight.shape[0]
+        self.forward_lock = threading.Lock()
+        wrong = f"{name}: the model that config.json describes does not run"
+        with ErrorWrapper(ConfigError, wrong):
+            parts = find_parts(model, self.forward_lock)
+        self._embedding, self._head, self.parts = parts.embedding, parts.head, parts
+        self.layers, self.num_layers = parts.layers, len(parts.layers)
+        self.hidden_size: int = parts.embedded.shape[-1]
+        self.vocab_size: int = self._embedding.weight.shape[0]
         shape = text_config(config)
         self.context_length = int(shape.get("max_position_embeddings") or 2**31)
-        self._embed_scale = internals.embed_scale(self._backbone)
-        self.forward_lock = threading.Lock()
+        self._streams: int = parts.entered.shape[0]
         caches = make_cache(model)
-        rollbacks = rollbacks_for(caches, self.layers, self.overrides())
-        problems = (why_no_trees(*of) for of in zip_longest(self.layers, rollbacks))
-        self._why_no_trees = next(filter(None, problems), None)
+        self.owners = parts.owners
+        rollbacks = rollbacks_for(caches, self.owners, self.overrides())
+        self._why_no_trees: str | None = "states that are rolled back by running rows again"
+        if rollbacks:
+            problems = (why_no_trees(*of) for of in parts.pairs(rollbacks))
+            self._why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
-            check_exact(self.layers, caches)
+            check_exact(parts.pairs(caches))
         evaluate(model)
+        self._embed_scale = internals.embed_scale(internals.backbone(internals.text_model(model)))
+        if self._embed_scale is None and not internals.first_layer(model):
+            self._embed_scale = scale_between(parts.embedded, parts.entered)
 
     def __repr__(self) -> str:
         """The name and the shape; MLX's own of `model` lists every layer."""
@@ -108,7 +111,7 @@ class Target:
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings [N, S, D] of token ids [N, S], as the model feeds them to its first layer."""
-        embeddings = self._backbone.embed_tokens(tokens)
+        embeddings = self._embedding(tokens)
         return embeddings if self._embed_scale is None else embeddings * self._embed_scale
 
     def head(self, hidden: mx.array) -> mx.array:
@@ -116,12 +119,11 @@ class Target:
 
         Without the model's soft cap: drafters are trained on the bare head.
         """
-        head: Any = getattr(self._text, "lm_head", None)
-        return head(hidden) if head else self._backbone.embed_tokens.as_linear(hidden)
+        return self._embedding.as_linear(hidden) if self._head is None else self._head(hidden)
 
     def head_rows(self, tokens: mx.array) -> mx.array:
         """The rows [N, D] of the head's matrix for these tokens [N]."""
-        head: Any = getattr(self._text, "lm_head", None) or self._backbone.embed_tokens
+        head: Any = self._embedding if self._head is None else self._head
         if isinstance(head, nn.QuantizedLinear | nn.QuantizedEmbedding):
             biases = None if head.biases is None else head.biases[tokens]
             packed = (head.weight[tokens], head.scales[tokens], biases)
@@ -129,8 +131,13 @@ class Target:
         return head.weight[tokens]
 
     def norm_weight(self) -> mx.array:
-        """The weight [D] of the norm before the head."""
-        return cast(mx.array, self._backbone.norm.weight)
+        """The weight [D] of the norm before the head.
+
+        Raises `SettingsError` for a model that does not end with one norm.
+        """
+        if self.parts.norm is None:
+            raise SettingsError(f"{self.name} does not end with a norm of its own.")
+        return cast(mx.array, self.parts.norm.weight)
 
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
@@ -150,8 +157,10 @@ class Target:
 
         Layer -1 is the embedding's output.
 
-        Raises `SettingsError` for a layer the model lacks.
+        Raises `SettingsError` for a layer the model lacks, or that has several streams.
         """
+        if layers and self._streams > 1:
+            raise SettingsError(f"{self.name} has {self._streams} streams, which cannot be tapped.")
         for layer in layers:
             if not EMBEDDING <= layer < self.num_layers:
                 raise SettingsError(
@@ -164,9 +173,9 @@ class Target:
 
     def last_logits_only(self, overrides: Overrides) -> None:
         """Have the head compute a forward's last row only while `overrides` is installed."""
-        norm = self._backbone.norm
-        own = type(norm).__call__
-        overrides.replace(norm, lambda norm, x: own(norm, x[:, -1:]))
+        if self.parts.ends:
+            own = type(self.parts.norm).__call__
+            overrides.replace(self.parts.norm, lambda norm, x: own(norm, x[:, -1:]))
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """Begin one request whose drafter reads the outputs of `tap_layers`.
@@ -212,11 +221,12 @@ class TargetSession:
         self._prefill_taps = target.tap(tap_layers, self._prefill)
         target.last_logits_only(self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
-        self._cache = make_cache(target.model, layers, kv_bits)
+        self._cache = make_cache(target.model, target.owners, kv_bits)
         # Caches that a forward may leave lazy: its logits do not depend on all of them.
         self._lazy = [cache for cache in self._cache if not caches.is_read_whole(cache)]
         self.can_pipeline = not self._lazy
-        self._rollback = rollbacks_for(self._cache, layers, self._verify)
+        self._rollback = rollbacks_for(self._cache, target.owners, self._verify)
+        self._before: Checkpoint | None = None  # of a session without rollbacks
         self._recording = [one for one in self._rollback if not isinstance(one, RowRollback)]
         use_absorbed_mla(layers, self._verify)
         self._max_rows: int | None = None  # of a verify
@@ -225,10 +235,10 @@ class TargetSession:
             self._max_rows = target.wiring.widest
             for rollback in self._rollback if target.wiring.exact else ():
                 if isinstance(rollback, RecurrentRollback):
-                    rollback.kernels = target.wiring.kernels
+                    rollback.recurrence.kernels = target.wiring.kernels
         self._tree_reader: TreeAttention | None = None  # made for the first tree
         self._layers, self.kv_bits = layers, kv_bits
-        self._uncommitted = 0  # rows of the last verify
+        self._uncommitted: Proposal | None = None  # of the last verify
         self.position, self.intact = 0, True
 
     def prefill(
@@ -307,7 +317,9 @@ class TargetSession:
 
     def begin(self, proposal: Proposal, tree: Tree | None) -> None:
         """Prepare the caches for a forward over the proposal; `commit` must follow it."""
-        self.intact, self._uncommitted = False, len(proposal)
+        self.intact, self._uncommitted = False, proposal
+        if not self._rollback and len(proposal) > 1:
+            self._before = self.checkpoint()
         for rollback in self._recording:
             rollback.begin(tree)
 
@@ -335,17 +347,32 @@ class TargetSession:
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
+        assert self._uncommitted is not None
         moved = kept[-1] >= len(kept)  # a path with rejected rows in between
         if moved:
             self._reader().move(kept)
-        rejected = self._uncommitted - len(kept)
+        rejected = len(self._uncommitted) - len(kept)
+        if rejected and self._before is not None:
+            self._run_again(self._uncommitted.array(self._target.vocab_size), len(kept))
         for rollback in self._rollback if rejected else self._recording:
             rollback.commit(len(kept), rejected)
         self.position += len(kept)
-        self.intact, self._uncommitted = True, 0
+        self.intact, self._uncommitted, self._before = True, None, None
         # Leave nothing lazy in the caches: the next forward may be another thread's.
         if lazy := self._cache if moved else self._lazy:
             mx.async_eval([caches.arrays(cache) for cache in lazy])
+
+    def _run_again(self, ids: mx.array, kept: int) -> None:
+        """Go back to before the last verify of `ids` [N], and run its kept rows again.
+
+        For caches whose states have no rollback. Waits, so that the step is timed with it.
+        """
+        assert self._before is not None
+        caches.rewind(self._cache, self.position + ids.size, self._before)
+        with self._verify.installed():
+            self._model(ids[None, :kept], cache=self._cache)
+        self._verify_taps.take(kept)
+        mx.eval([caches.arrays(cache) for cache in self._cache])
 
     @property
     def can_trim(self) -> bool:
@@ -369,7 +396,7 @@ class TargetSession:
 
     def rows(self, start: int, end: int) -> Arrays:
         """The cached rows of the tokens from `start` to `end`, by name: lazy slices."""
-        return caches.rows_of_all(self._cache, self._layers, start, end)
+        return caches.rows_of_all(self._cache, self._target.owners, start, end)
 
     def state(self) -> Arrays:
         """The windows and recurrent states, valid at this position only, by name."""

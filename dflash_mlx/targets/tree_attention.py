@@ -25,8 +25,11 @@ from .internals import (
     CacheList,
     QuantizedKVCache,
     RotatingKVCache,
+    attention_of,
     end_of_ring,
     hook,
+    masks_itself,
+    turns_nothing,
     unhook,
 )
 from .overrides import Overrides
@@ -123,20 +126,24 @@ class TreeAttention:
         return call
 
 
-def why_no_trees(layer: nn.Module, rollback: Any) -> str | None:
+def why_no_trees(layer: nn.Module | None, rollback: Any) -> str | None:
     """What keeps a decoder layer from reading trees; None when it can.
 
     `rollback` is that of the layer's cache, or None where it has no cache of its own.
     """
     if isinstance(rollback, SupportsTrees):
         return None
-    if not isinstance(rollback, RowRollback | None):
-        return f"a {type(layer).__name__} of {type(layer).__module__}"
+    name = f"a {type(layer).__name__}"
+    own = masks_itself(layer) or (isinstance(rollback, RowRollback) and not rollback.reads_trees)
+    if layer is None or own:
+        return f"{name} that makes its own masks"
+    if rollback is None and attention_of(layer) is None:
+        return None  # nothing in it looks at other rows
     found = ropes(layer)
     unknown = [type(rope).__name__ for rope in found if type(rope).__name__ not in ROPES]
     if unknown:
         return f"positions by {unknown[0]}"
-    return None if found else f"a {type(layer).__name__} without a rope"
+    return None if found or turns_nothing(layer) else f"{name} without a rope"
 
 
 def ropes(layer: nn.Module) -> list[nn.Module]:

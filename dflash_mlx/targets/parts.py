@@ -1,0 +1,127 @@
+"""Where a model has its parts, found by watching one forward, whatever they are called.
+
+The forward is built for two tokens and never computed. It shows which module reads the token ids,
+in which order the layers run, which layer gets which cache, and what runs between the last layer
+and the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .internals import make_prompt_cache
+from .overrides import Overrides
+
+T = TypeVar("T")
+Call = tuple[Any, Any, Any]  # a module, its first argument and its result
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a model.
+
+    Attributes:
+        embedding: the module that reads token ids; it may also be the head.
+        norm: the module before the head; None where there is none.
+        ends: whether it runs there only, and not between two loops over the layers too.
+        head: the output head; None where the embedding is the head too.
+        layers: in the order in which they run. A layer that runs twice is there twice.
+        cached: for every cache the place in `layers` of the one that gets it, None for another
+            module.
+        embedded, entered: two rows after the embedding, and as they enter the first layer; lazy.
+    """
+
+    embedding: Any
+    norm: Any
+    ends: bool
+    head: Any
+    layers: list[nn.Module]
+    cached: list[int | None]
+    embedded: mx.array
+    entered: mx.array
+
+    @property
+    def owners(self) -> list[nn.Module | None]:
+        """For every cache the layer that gets it."""
+        return [None if at is None else self.layers[at] for at in self.cached]
+
+    def pairs(self, caches: Sequence[T]) -> list[tuple[nn.Module | None, T | None]]:
+        """Every cache with its layer, then the layers that have no cache of their own."""
+        own = set(self.cached)
+        others = (layer for at, layer in enumerate(self.layers) if at not in own)
+        return [*zip(self.owners, caches, strict=True), *((layer, None) for layer in others)]
+
+
+def find_parts(model: Any, lock: Lock | None = None) -> Parts:
+    """Find the parts of an mlx-lm model; `lock` is its target's.
+
+    Raises what the model raises if it cannot run.
+    """
+    layers, caches = list(model.layers), make_prompt_cache(model)
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    others = [part for part in model.modules() if part is not model and id(part) not in inside]
+    calls: list[Call] = []
+    gets: dict[int, int] = {}  # a cache's identity -> the place of its layer
+    ran: list[nn.Module] = []
+    overrides = Overrides(lock or Lock())
+    for layer in {id(layer): layer for layer in layers}.values():
+        overrides.replace(layer, _watched(type(layer).__call__, calls, ran, gets))
+    for module in others:
+        overrides.replace(module, _watched(type(module).__call__, calls))
+    with overrides.installed():
+        model(mx.zeros((1, 2), mx.int32), cache=caches)
+    reads = [call for call in calls if hasattr(call[0], "as_linear")]
+    embedding, _, embedded = reads[0]
+    places = [at for at, call in enumerate(calls) if id(call[0]) in inside]
+    entered = calls[places[0]][1] if places else embedded
+    norm, head = _ending(calls[places[-1] + 1 :] if places else calls, embedded.shape[-1])
+    ends = sum(module is norm for module, _, _ in calls) == 1
+    looped = [at % len(layers) for at in range(len(caches))]  # where layers are not called
+    cached = [gets.get(id(cache)) for cache in caches] if ran else list[int | None](looped)
+    return Parts(embedding, norm, ends, head, ran or layers, cached, embedded, entered)
+
+
+def _watched(own: Any, calls: list[Call], ran: Any = None, gets: Any = None) -> Any:
+    """A module's call, recorded if it calls no other recorded module; a layer's also in `ran`."""
+
+    def call(self: nn.Module, *args: Any, **named: Any) -> Any:
+        before, place = len(calls), None
+        if ran is not None:
+            place = len(ran)
+            ran.append(self)
+            for value in (*args, *named.values()):
+                gets.setdefault(id(value), place)
+        result = own(self, *args, **named)
+        if len(calls) == before or ran is not None:
+            calls.append((self, args[0] if args else None, result))
+        return result
+
+    return call
+
+
+def _ending(calls: list[Call], width: int) -> tuple[Any, Any]:
+    """The norm and the head in the calls after the last layer; None for one that is not there."""
+    modules = [module for module, x, _ in calls if isinstance(x, mx.array) and x.shape[-1] == width]
+    head = None
+    if modules and getattr(modules[-1], "weight", mx.zeros(0)).ndim == 2:
+        head = modules.pop()
+    return modules[-1] if modules else None, head
+
+
+def scale_between(embedded: mx.array, entered: mx.array) -> float | None:
+    """The factor between the embeddings and what enters the first layer; None for 1 or no factor.
+
+    Some models multiply them, others add positions or have several streams.
+    """
+    if embedded is entered or embedded.shape != entered.shape:
+        return None
+    before, after = embedded.astype(mx.float32), entered.astype(mx.float32)
+    scale = (before * after).sum() / (before * before).sum()
+    is_scale = mx.allclose(before * scale, after, rtol=0.02, atol=1e-6)
+    return scale.item() if is_scale.item() and scale.item() != 1 else None  # type: ignore[return-value]

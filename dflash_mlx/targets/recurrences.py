@@ -1,0 +1,327 @@
+"""The arithmetic of recurrent layers: a short convolution, and a state that every row overwrites.
+
+Each class is one family of mlx-lm's layers, in its order of operations. Adding a family is adding
+one here; `recurrent` verifies and rolls back all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..kernels.shapes import DeltaShape, dtype_of
+from .internals import (
+    GatedDeltaNet,
+    Qwen3NextGatedDeltaNet,
+    compute_g,
+    gated_delta_update,
+    is_mamba2,
+    is_short_convolution,
+    mixer_of,
+    normalize_qk,
+    sharding_group,
+    ssm_step,
+)
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
+
+
+class Projected(NamedTuple):
+    """What a layer computes of its rows before it convolves them.
+
+    Attributes:
+        inputs: of the convolution [1, N, C].
+        gates: further inputs of the recurrence, each [1, N, ...].
+        beside: what the output needs of the rows, [1, N, ...].
+    """
+
+    inputs: mx.array
+    gates: tuple[mx.array, ...]
+    beside: mx.array
+
+
+class Recurrence:
+    """One layer's arithmetic.
+
+    Args:
+        mixer: mlx-lm's module.
+
+    Attributes:
+        has_state: whether its cache holds a state behind the convolution's inputs.
+        kernels: our kernels that the recurrence runs on; None for mlx-lm's own.
+    """
+
+    has_state = True
+    kernels: Kernels | None = None
+
+    def __init__(self, mixer: Any) -> None:
+        self.mixer = mixer
+
+    @property
+    def window(self) -> int:
+        """Rows that the convolution sees, a row's own included."""
+        return int(self.mixer.conv_kernel_size)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return int(self.mixer.conv_dim)
+
+    def project(self, x: mx.array) -> Projected:
+        """What the rows x [1, N, D] are before the convolution."""
+        raise NotImplementedError
+
+    def convolve(self, inputs: mx.array) -> mx.array:
+        """The convolution's outputs [B, n - window + 1, C] of inputs [B, n, C]."""
+        outputs: mx.array = self.mixer.conv1d(inputs)
+        return outputs
+
+    def step(
+        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """The recurrence's outputs [B, n, ...] of n rows one after another, and the state after.
+
+        Args:
+            convolved: the convolution's outputs [B, n, C].
+            gates: as in `Projected`, [B, n, ...].
+            state: before the first row; None for a new text's.
+        """
+        raise NotImplementedError
+
+    def replay(
+        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+    ) -> mx.array | None:
+        """The state after rows that have been verified, bit for bit what `step` returned."""
+        return self.step(convolved, gates, state)[1]
+
+    def tree(
+        self,
+        convolved: mx.array,
+        gates: Sequence[mx.array],
+        state: mx.array | None,
+        parents: Sequence[int],
+    ) -> mx.array | None:
+        """The outputs of a tree's rows from our kernel; None where it has none."""
+        return None
+
+    def first_state(self, convolved: mx.array) -> mx.array:
+        """The state [1, ...] before the first row of a text."""
+        raise NotImplementedError
+
+    def output(self, out: mx.array, beside: mx.array) -> mx.array:
+        """The layer's output [1, N, D] of the recurrence's."""
+        raise NotImplementedError
+
+
+class ShortConvolution(Recurrence):
+    """LFM2's gated short convolution, without a state."""
+
+    has_state = False
+
+    @property
+    def window(self) -> int:
+        """See `Recurrence`."""
+        return int(self.mixer.L_cache)
+
+    @property
+    def channels(self) -> int:
+        """See `Recurrence`."""
+        return int(self.mixer.args.hidden_size)
+
+    def project(self, x: mx.array) -> Projected:
+        """See `Recurrence`."""
+        before, after, inputs = mx.split(self.mixer.in_proj(x), 3, axis=-1)
+        return Projected(before * inputs, (), after)
+
+    def convolve(self, inputs: mx.array) -> mx.array:
+        """See `Recurrence`."""
+        outputs: mx.array = self.mixer.conv(inputs)
+        return outputs
+
+    def step(
+        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+    ) -> tuple[mx.array, None]:
+        """Nothing more: the convolution is all."""
+        return convolved, None
+
+    def output(self, out: mx.array, beside: mx.array) -> mx.array:
+        """See `Recurrence`."""
+        result: mx.array = self.mixer.out_proj(beside * out)
+        return result
+
+
+class Mamba2(Recurrence):
+    """The state-space layer of Nemotron-H, Granite 4 and Mamba-2.
+
+    mlx-lm computes several rows in another form than one. Here every row is a step of its own, so
+    that drafted text is plain text.
+    """
+
+    def project(self, x: mx.array) -> Projected:
+        """See `Recurrence`."""
+        mixer = self.mixer
+        cuts = [mixer.intermediate_size, mixer.intermediate_size + mixer.conv_dim]
+        gate, inputs, dt = mx.split(mixer.in_proj(x), cuts, axis=-1)
+        return Projected(inputs, (dt,), gate)
+
+    def step(
+        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """See `Recurrence`; the state is [B, H, Dh, Ds]."""
+        mixer, groups = self.mixer, self.mixer.n_groups * self.mixer.ssm_state_size
+        cuts = [mixer.intermediate_size, mixer.intermediate_size + groups]
+        rows = (*mx.split(nn.silu(convolved), cuts, axis=-1), *gates)
+        outputs = []
+        for row in zip(*(mx.split(part, part.shape[1], axis=1) for part in rows), strict=True):
+            x, b, c, dt = row
+            out, state = ssm_step(mixer, x, b, c, dt, state)
+            outputs.append(out)
+        return mx.concatenate(outputs, axis=1), state
+
+    def first_state(self, convolved: mx.array) -> mx.array:
+        """See `Recurrence`."""
+        mixer = self.mixer
+        return mx.zeros((1, mixer.num_heads, mixer.head_dim, mixer.ssm_state_size))
+
+    def output(self, out: mx.array, beside: mx.array) -> mx.array:
+        """See `Recurrence`."""
+        result: mx.array = self.mixer.out_proj(self.mixer.norm(out, beside))
+        return result
+
+
+class GatedDelta(Recurrence):
+    """Gated DeltaNet: Qwen3.5 and 3.6, and Qwen3-Next."""
+
+    def project(self, x: mx.array) -> Projected:
+        """See `Recurrence`; gates are a and b [1, N, Hv], beside is z [1, N, Hv, Dv]."""
+        mixer = self.mixer
+        if isinstance(mixer, Qwen3NextGatedDeltaNet):
+            q, k, v, z, b, a = mixer.fix_query_key_value_ordering(
+                mixer.in_proj_qkvz(x), mixer.in_proj_ba(x)
+            )
+            inputs = mx.concatenate([q.flatten(2), k.flatten(2), v.flatten(2)], axis=-1)
+            return Projected(inputs, (a, b), z)
+        z = mixer.in_proj_z(x).reshape(*x.shape[:2], mixer.num_v_heads, mixer.head_v_dim)
+        inputs = mixer.in_proj_qkv(x)
+        b = mixer.in_proj_b(x)
+        return Projected(inputs, (mixer.in_proj_a(x), b), z)
+
+    def step(
+        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """See `Recurrence`; the state is f32 [B, Hv, Dv, Dk]."""
+        if self.kernels is not None:
+            return self._with_kernel(convolved, gates, state, None)
+        mixer, rows = self.mixer, self._heads(convolved)
+        out, state = gated_delta_update(*rows, *gates, mixer.A_log, mixer.dt_bias, state)
+        return out, state
+
+    def tree(
+        self,
+        convolved: mx.array,
+        gates: Sequence[mx.array],
+        state: mx.array | None,
+        parents: Sequence[int],
+    ) -> mx.array | None:
+        """See `Recurrence`."""
+        if self.kernels is None:
+            return None
+        return self._with_kernel(convolved, gates, state, parents)[0]
+
+    def replay(
+        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+    ) -> mx.array | None:
+        """See `Recurrence`."""
+        mixer, (_, keys, values) = self.mixer, self._heads(convolved)
+        if self.kernels is not None:
+            state = self.first_state(convolved) if state is None else state
+            rows = mx.arange(keys.shape[1])
+            decay, beta = self._decay(*gates)
+            return self.kernels.delta_replay(keys, values, decay, beta, state, rows, rows.size)
+        if state is not None and mx.default_device() == mx.Device(mx.cpu):
+            return _replay_steps(state, keys, values, *self._decay(*gates))
+        # One Metal kernel; the keys stand in for the queries, which shape the output alone.
+        inputs = keys, keys, values, *gates, mixer.A_log, mixer.dt_bias
+        return gated_delta_update(*inputs, state)[1]
+
+    def first_state(self, convolved: mx.array) -> mx.array:
+        """See `Recurrence`."""
+        mixer = self.mixer
+        return mx.zeros((1, mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim))
+
+    def output(self, out: mx.array, beside: mx.array) -> mx.array:
+        """See `Recurrence`; summed over sharded heads."""
+        mixer = self.mixer
+        result: mx.array = mixer.out_proj(mixer.norm(out, beside).flatten(2))
+        group = sharding_group(mixer)
+        return result if group is None else mx.distributed.all_sum(result, group=group)
+
+    def _with_kernel(
+        self,
+        convolved: mx.array,
+        gates: Sequence[mx.array],
+        state: mx.array | None,
+        parents: Sequence[int] | None,
+    ) -> tuple[mx.array, mx.array | None]:
+        """The kernel's outputs, and the state after a chain's last row."""
+        assert self.kernels is not None
+        state = self.first_state(convolved) if state is None else state
+        rows = self._heads(convolved)
+        return self.kernels.delta(*rows, *self._decay(*gates), state, parents)
+
+    def _heads(self, convolved: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries and keys [B, n, Hk, Dk] and values [B, n, Hv, Dv]."""
+        mixer = self.mixer
+        split = mx.split(nn.silu(convolved), [mixer.key_dim, 2 * mixer.key_dim], axis=-1)
+        sizes = mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
+        q, k, v = (
+            part.reshape(*part.shape[:2], -1, size) for part, size in zip(split, sizes, strict=True)
+        )
+        return (*normalize_qk(q, k, inv_scale=mixer.head_k_dim**-0.5, eps=1e-6), v)
+
+    def _decay(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+        """Decay and beta [B, n, Hv] of the projections a and b."""
+        return compute_g(self.mixer.A_log, a, self.mixer.dt_bias), mx.sigmoid(b)
+
+
+@mx.compile
+def _replay_steps(
+    state: mx.array, keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array
+) -> mx.array:
+    """The delta rule without its output, compiled, one step per row: half of mlx-lm's own time.
+
+    In each row the state [1, Hv, Dv, Dk] decays. The part of the value [Dv] that it does not
+    return for the key [Dk] yet is added to it, weighted by beta.
+    """
+    rows = keys.shape[1]
+    keys = mx.repeat(keys, values.shape[2] // keys.shape[2], axis=2)[..., None, :]
+    steps = [keys, values[..., None], decay[..., None, None], beta[..., None, None]]
+    for key, value, kept, weight in zip(*(mx.split(x, rows, axis=1) for x in steps), strict=True):
+        state = state * kept[:, 0]
+        recalled = (state * key[:, 0]).sum(axis=-1, keepdims=True)
+        state = state + key[:, 0] * ((value[:, 0] - recalled) * weight[:, 0])
+    return state
+
+
+def recurrence_of(layer: nn.Module | None) -> Recurrence | None:
+    """A decoder layer's recurrence; None where it has none, or one that is unknown here."""
+    mixer = mixer_of(layer)
+    if type(mixer) in (GatedDeltaNet, Qwen3NextGatedDeltaNet):
+        return GatedDelta(mixer)
+    if is_short_convolution(mixer):
+        return ShortConvolution(mixer)
+    return Mamba2(mixer) if is_mamba2(mixer) else None
+
+
+def delta_shape(layer: nn.Module | None) -> DeltaShape | None:
+    """The shape of a layer's Gated DeltaNet; None for a layer without one."""
+    recurrence = recurrence_of(layer)
+    if not isinstance(recurrence, GatedDelta):
+        return None
+    mixer = recurrence.mixer
+    heads = mixer.num_k_heads, mixer.num_v_heads
+    return DeltaShape(*heads, mixer.head_k_dim, mixer.head_v_dim, dtype_of(mixer.out_proj))
