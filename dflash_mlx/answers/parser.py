@@ -246,7 +246,8 @@ class AnswerParser:
             text = text.lstrip(_NEWLINE)
         if not text:
             return []
-        self._after_marker, self._begun = False, True
+        self._after_marker = False
+        self._begun |= self.state != REASONING
         text, self._newlines = self._newlines + text, ""
         if self.state != REASONING:
             return [Text(text)]
