@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from serving import FakeEngine, client, make_target
 
 from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, MarkedText, Reasoning, Text
+from dflash_mlx.answers.parser import AnswerParser, MarkedText, Reasoning, StopScope, Text
+from dflash_mlx.stream import TextStream
 
 SCHEMA = {
     "type": "object",
@@ -157,6 +158,14 @@ def test_gemma_takes_the_keys_of_agents():
     ]
 
 
+def test_strings_of_lfm_may_have_their_quotes():
+    """Its template writes strings in quotes, and escapes nothing."""
+    text = "<|tool_call_start|>[f(a='it's \n\"x\", y', b={'c': ['d'e', 1]})]<|tool_call_end|>"
+    assert read(form_of("pythonic"), {"f": {}}, text) == [
+        ("f", {"a": 'it\'s \n"x", y', "b": {"c": ["d'e", 1]}})
+    ]
+
+
 def test_several_calls_in_a_block():
     for family in ("qwen3_coder", "kimi_k2", "minimax_m2", "deepseek_v4", "muse_spark", "gemma4"):
         both = "".join(WRITERS[family]("now", {"path": one}) for one in ("old", "new"))
@@ -281,6 +290,23 @@ def test_thoughts_and_newlines_beside_markers(width):
     call = written("json_tools", "now", {})
     assert of(f"Hm.\n{call}") == [Reasoning("Hm."), ("now", {})]
     assert read(form_of("json_tools"), {}, call, width) == [Text(call)]
+
+
+@pytest.mark.parametrize("width", [1, 99])
+def test_stop_strings_look_at_the_answer(width):
+    """Not at thoughts, nor at calls."""
+    target = make_target(thinking="<think>")
+    form, detokenizer = AnswerFormat.of(target.tokenizer), target.tokenizer.detokenizer
+    scope = StopScope(
+        AnswerParser(form, {"f": {}}, True),
+        MarkedText(target.tokenizer.detokenizer, form.tokens),
+    )
+    stream = TextStream(detokenizer, [2], ("Stop", "4S"), 999, scope)
+    before = 'Stop 4</think>Hi. <tool_call>{"name": "f", "arguments": {"a": "Stop"}}</tool_call> 4'
+    tokens = target.tokenizer.encode(before + "Stop there", add_special_tokens=False)
+    pieces = [stream.add(tokens[at : at + width]) for at in range(0, len(tokens), width)]
+    assert "".join(one.text for one in pieces) == before[:-1]
+    assert stream.finish_reason == "stop"
 
 
 HARMONY = (

@@ -212,7 +212,10 @@ def _literal(text: str, guess: bool) -> Any:
     return text
 
 
-_STRING: Final = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'', re.DOTALL)
+# A quote ends a string where what follows a string follows it: some models escape none.
+_STRING: Final = re.compile(
+    r"""(["'])((?:\\.|(?!\1)[^\\]|\1(?!\s*(?:[,:)}\]]|$)))*)\1""", re.DOTALL
+)
 _ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPES: Final = dict(zip("nrtbf\"'\\/", "\n\r\t\b\f\"'\\/", strict=True))
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
@@ -279,7 +282,7 @@ class LiteralReader:
         if match is None:
             return None
         self.at = match.end()
-        return _ESCAPE.sub(_unescape, match[0][1:-1])
+        return _ESCAPE.sub(_unescape, match[2])
 
     def _word(self, ends: str) -> str:
         start = self.at

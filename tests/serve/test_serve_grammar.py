@@ -127,6 +127,41 @@ def test_the_model_may_think_first(target):
     assert takes('Hm</think>{"city": "Rome", "unit": "C", "days": 3}') and not takes("Hm</think>{}")
 
 
+SUNNY = '{"city": "Rome", "unit": "C", "days": 3}'
+
+
+@pytest.mark.parametrize(
+    ("family", "added", "thought", "answer"),
+    [
+        ("json_tools", ["<think>", "</think>"], "<think>\nHm.\n</think>", ""),
+        ("mistral", ["[THINK]", "[/THINK]"], "[THINK]Hm.[/THINK]", ""),
+        ("gemma4", ["<|channel>", "<channel|>"], "<|channel>thought\nHm.\n<channel|>", ""),
+        (
+            "harmony",
+            ["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"],
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+            "<|channel|>final<|message|>",
+        ),
+        (
+            "muse_spark",
+            ["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"],
+            " to=self<|message|>Hm.<|eom|><|start|>assistant",
+            " to=user<|message|>",
+        ),
+    ],
+)
+def test_thoughts_before_an_answer_that_fits(family, added, thought, answer):
+    """Also where the model opens them itself; at most two line breaks follow."""
+    target = make_target(family, added=added)
+    takes = follows(target, ask(schema=SCHEMA))
+    assert takes(answer + SUNNY) and takes(f"{thought}\n\n{answer}{SUNNY}")
+    assert not takes(f"{thought}\n\n\n{answer}{SUNNY}") and not takes(f"{thought}{answer}Hi")
+    if family == "json_tools":
+        strict = follows(target, ask(tools=[Tool("get_weather", "", SCHEMA, strict=True)]))
+        call = '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>'
+        assert strict(f"{thought}Yes. {call % SUNNY}") and not strict(thought + call % "{}")
+
+
 def test_strict_tools_leave_text_free(target):
     strict = [Tool("get_weather", "", SCHEMA, strict=True)]
     takes = follows(target, ask(tools=strict))
