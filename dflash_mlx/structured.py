@@ -121,13 +121,11 @@ class Grammar:
 
     def allowed(self, answer: Sequence[int]) -> np.ndarray | None:
         """See `Rule`; None also after a draft that does not fit: its row will be rejected."""
-        if not self._move_to(answer):
-            return None
-        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
+        fits = self._move_to(answer)
+        bias = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)
         if self._matcher.is_error():  # a dead end, which llguidance would call the end of the text
-            self._matcher, self._read = self._new_matcher(), []
-            return np.zeros_like(allowed)
-        return allowed
+            return np.zeros(len(bias), bool)
+        return bias > 0 if fits else None
 
     def follows(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
         """See `Rule`; anything may follow the end of the text."""
@@ -140,6 +138,8 @@ class Grammar:
 
     def _move_to(self, answer: Sequence[int]) -> bool:
         """Move the matcher to the end of an answer; False if the answer does not fit."""
+        if self._matcher.is_error():  # after a dead end
+            self._matcher, self._read = self._new_matcher(), []
         if not self._eos_ids.isdisjoint(answer):
             return False
         same = 0

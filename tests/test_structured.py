@@ -174,3 +174,37 @@ def test_a_schema_that_is_none_is_refused_with_the_reason(target, schema, reason
     with pytest.raises(SettingsError, match=f"schema.*{reason}") as caught:
         JsonSchema(target, schema)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("inner", [{"$ref": "#"}, {"$ref": "#/properties/a"}])
+def test_a_schema_without_an_end_never_ends_as_text(target, inner, temperature):
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    for drafter in (None, random_drafter(vocab_size=target.vocab_size)):
+        processor = JsonSchema(target, schema | {"additionalProperties": False})
+        with pytest.raises(SettingsError, match="No token can be chosen"):
+            dm.generate(
+                target,
+                drafter,
+                [5, 6, 7],
+                max_tokens=2000,
+                temperature=temperature,
+                seed=3,
+                logits_processors=[processor],
+            )
+
+
+def test_a_draft_in_a_dead_end_does_not_spoil_the_answer(target):
+    dead = {"type": "object", "properties": {"a": {"$ref": "#/anyOf/1/properties/a"}}}
+    dead |= {"required": ["a"], "additionalProperties": False}
+    rule = JsonSchema(target, {"anyOf": [{"type": "integer"}, dead]})
+    right, wrong = (target.tokenizer.encode(text) for text in ("12", '{"a": '))
+    for _ in range(2):
+        assert not rule.allowed(wrong).any() and rule.allowed(right).any()
+        assert rule.follows([], right) == len(right)
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}])
+def test_a_schema_that_no_text_fits_is_refused(target, schema):
+    with pytest.raises(SettingsError, match="no text fits"):
+        JsonSchema(target, schema)

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..answers.parser import Text
 from .body import ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
@@ -94,7 +93,7 @@ class CompletionsResponse:
         texts = [""] * len(self._offsets)
         tokens: list[list[TokenLogprob]] = [[] for _ in texts]
         async for index, step in self._steps():
-            texts[index] += _text(step)
+            texts[index] += step.event.text
             tokens[index] += step.logprobs or ()
         choices = [
             _choice(index, text, self._logprobs(index, tokens[index]), self._finishes[index])
@@ -110,7 +109,7 @@ class CompletionsResponse:
         try:
             async for index, step in self._steps():
                 logprobs = self._logprobs(index, step.logprobs or [])
-                choice = _choice(index, _text(step), logprobs, step.finish)
+                choice = _choice(index, step.event.text, logprobs, step.finish)
                 yield frame(chunk_head | {"choices": [choice], "x_dflash": step_drafting(step)})
         except RequestError as error:
             yield frame(error.openai())
@@ -156,7 +155,3 @@ def _choice(
 ) -> dict[str, Any]:
     reason = finish.reason if finish else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _text(step: StepOutput) -> str:
-    return "".join(part.text for part in step.parts if isinstance(part, Text))

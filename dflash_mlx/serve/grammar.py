@@ -51,6 +51,9 @@ class GrammarFactory:
         elif request.schema is not None:
             start = self._literal(header.answer if header else "")
             rules = f"answer: {start} json\njson: {json_rule(request.schema)}"
+            if tools and self.may_call_beside_schema:
+                calls = self._calls(tools, request.parallel_calls).replace("answer:", "calls:", 1)
+                rules = f"{rules.replace(' json', ' json | calls', 1)}\n{calls}"
             what = "The schema of the response format"
         elif any(tool.strict for tool in tools) and self._has_rules and not header:
             rest = f"answer: (free body {self._literal(family.end)})* rest\nrest: {_ANYTHING}"
@@ -74,6 +77,11 @@ class GrammarFactory:
         thought = f"thought {_NEWLINES}"
         first = thought if starts_in_reasoning else f"({self._literal(opens)} {thought})?"
         return f"start: {first} answer\n{self._until('thought', closes)}"
+
+    @property
+    def may_call_beside_schema(self) -> bool:
+        """Whether a model may call tools in place of an answer that fits a schema."""
+        return self._has_rules and not self._form.header and bool(self._form.family.start)
 
     @property
     def _has_rules(self) -> bool:

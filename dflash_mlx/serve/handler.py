@@ -131,7 +131,8 @@ class ResponseStream:
         events = aiter(choice.job)
         while (event := await self._next(events)) is not None:
             now = time.monotonic()
-            (metrics.step_gap if tokens else metrics.first_token).observe(now - last)
+            if index == 0:  # the others are read later than they come
+                (metrics.step_gap if tokens else metrics.first_token).observe(now - last)
             last = now
             tokens += event.tokens
             length += len(event.text)
@@ -344,6 +345,9 @@ class RequestHandler:
             unless_all.callback(job.cancel)
             choices.append(Choice(job, *self._reader(request, prompt), recorder))
         ignored = [*request.ignored, *(grammars[0].warnings if grammars[0] else ())]
+        if request.schema is not None and request.tool_choice == "auto" and request.tools:
+            if not self._grammars.may_call_beside_schema:
+                ignored.append("tools beside a response format")
         return ResponseStream(self, request, len(prompt.ids), choices, ignored)
 
     def _reader(

@@ -97,3 +97,13 @@ def test_unsupported_fields_are_refused(target, wrong):
     with client(engine) as server:
         answer = server.post(PATH, json=ask(**wrong))
     assert answer.status_code == 400 and not engine.submitted
+
+
+def test_a_completion_is_the_text_as_it_is():
+    thinks = make_target(thinking="")
+    steps = ["<think>", "Hm</think>", "So."]
+    with client(FakeEngine(thinks, steps)) as server:
+        answer = server.post(PATH, json=ask()).json()
+        chunks = frames(server.post(PATH, json=ask(stream=True)).text)
+    assert answer["choices"][0]["text"] == "".join(steps)
+    assert [one["choices"][0]["text"] for one in chunks] == steps

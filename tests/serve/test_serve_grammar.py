@@ -173,6 +173,14 @@ def test_strict_tools_leave_text_free(target):
     assert not takes(f"So: <tool_call>\n{wrong}\n</tool_call>")
 
 
+def test_a_schema_leaves_the_choice_of_a_call(target):
+    takes = follows(target, ask(schema=SCHEMA, tools=TOOLS))
+    answer = '{"city": "Rome", "unit": "C", "days": 3}'
+    assert takes(answer) and takes(CALL) and not takes("Hm") and not takes("{}")
+    assert not takes(f"{answer}{CALL}")
+    assert not follows(target, ask(schema=SCHEMA, tools=TOOLS, tool_choice="none"))(CALL)
+
+
 def test_invalid_schemas_are_refused(target):
     for schema in ({"type": "nonsense"}, {"$ref": "https://example.org/x"}, {"$ref": "#"}):
         with pytest.raises((SettingsError, RequestError)):
