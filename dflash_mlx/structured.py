@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 SPACES: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema that also sets the layout of the JSON, unless its own `x-guidance` does."""
-    return {"x-guidance": SPACES, **schema}
-
-
 class GrammarTokens:
     """A target's vocabulary for llguidance, for any number of grammars.
 
@@ -54,7 +49,7 @@ class GrammarTokens:
         self._matchers = LLMatcher
 
     def of_schema(self, schema: Mapping[str, Any]) -> str:
-        """The grammar of a JSON schema, `laid_out`.
+        """The grammar of a JSON schema, laid out with `SPACES` unless its own `x-guidance` differs.
 
         Raises `SettingsError` for a schema that is not a JSON object.
         """
@@ -63,7 +58,7 @@ class GrammarTokens:
                 f"The JSON schema must be a dict, as json.loads makes one, not {brief(schema)}."
             )
         try:
-            text = json.dumps(laid_out(schema), allow_nan=False)
+            text = json.dumps({"x-guidance": SPACES, **schema}, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise SettingsError(f"The JSON schema cannot be JSON: {error_text(error)}.") from error
         return str(self._matchers.grammar_from_json_schema(text))

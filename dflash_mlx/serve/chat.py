@@ -23,10 +23,9 @@ from .openai_common import (
     SamplingBody,
     StreamOptions,
     Thinking,
-    check_newest,
     drafting,
     format_logprob,
-    read_content,
+    read_message,
     step_drafting,
     template_call,
     thinking_settings,
@@ -61,8 +60,7 @@ class ChatMessage(Body):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         role = "system" if self.role == "developer" else self.role
-        content = read_content(self.content, "") or self.refusal or ""
-        message: dict[str, Any] = {"role": role, "content": content}
+        message = read_message(role, self.content or self.refusal, "")
         if reasoning := self.reasoning_content or self.reasoning:
             message["reasoning_content"] = reasoning
         if self.tool_calls:
@@ -118,9 +116,6 @@ class ChatBody(SamplingBody):
         """The internal request. Raises `RequestError`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
-        newest = self.messages[-1]
-        if newest.role == "user" and [one.role for one in self.messages[-2:-1]] != ["tool"]:
-            check_newest(newest.content)
         limit = self.max_completion_tokens
         choice, allowed = self._tool_choice()
         return GenerationRequest(

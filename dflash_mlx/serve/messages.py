@@ -17,7 +17,6 @@ from .request import (
     Tool,
     ToolChoice,
     instead_of,
-    refuse_media,
     without_none,
 )
 from .sse import Frames, frame
@@ -100,6 +99,8 @@ class AnthropicMessage(Body):
         if calls:
             message["tool_calls"] = calls
         empty = len(message) == 2 and not message["content"]
+        if media := [block.media for block in self.content if block.media]:
+            message["media"] = media[0]
         return results if results and empty else [*results, message]
 
 
@@ -159,10 +160,6 @@ class CountBody(Body):
             allowed = frozenset({choice.name})
         thinks = (self.thinking or Thinking()).type != "disabled"
         form = self.output_format or output.format
-        newest = self.messages[-1]
-        if newest.role == "user" and isinstance(newest.content, list):
-            if all(block.type != "tool_result" for block in newest.content):
-                refuse_media(block.media for block in newest.content if block.media)
         messages = self._system_messages()
         for message in self.messages:
             messages += message.for_template()

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from .body import Body, ListOf
 from .errors import RequestError
-from .request import Tool, instead_of, refuse_media, without_none
+from .request import Tool, instead_of, without_none
 
 if TYPE_CHECKING:
     from .handler import Finish, StepOutput
@@ -181,6 +181,9 @@ class ContentPart(Body):
         return instead_of(self.media) if self.media else self.text or self.refusal or ""
 
 
+Content = str | list[ContentPart] | None
+
+
 class Function(Body):
     """A function: of a tool, of an earlier call (with arguments), or by its name alone."""
 
@@ -204,17 +207,18 @@ def flat_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def read_content(content: str | list[ContentPart] | None, separator: str) -> str:
+def read_message(role: str, content: Content, separator: str) -> dict[str, Any]:
+    """A message as chat templates take it; see `GenerationRequest.prompt`."""
+    media = [part.media for part in content if part.media] if isinstance(content, list) else []
+    text = read_content(content, separator)
+    return {"role": role, "content": text, **({"media": media[0]} if media else {})}
+
+
+def read_content(content: Content, separator: str) -> str:
     """The text of a message's content."""
     if isinstance(content, list):
         return separator.join(part.read() for part in content)
     return content or ""
-
-
-def check_newest(content: str | list[ContentPart] | None) -> None:
-    """Check the newest message, if it is a user's own. Raises `RequestError` for an image."""
-    if isinstance(content, list):
-        refuse_media(part.media for part in content if part.media)
 
 
 def template_call(id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,7 +42,8 @@ class GenerationRequest:
 
     Attributes:
         model: the requested name, which the response repeats.
-        prompt: chat messages as templates take them, a text to continue, or token ids.
+        prompt: chat messages as templates take them, a text to continue, or token ids. A message
+            that brings an image or other media, as a line, says their kind as `media`.
         settings: settings of `Engine.submit` that the client named.
         tools: the tools; see `callable_tools`.
         tool_choice: whether a call is up to the model ("auto"), forbidden or required.
@@ -73,6 +74,14 @@ class GenerationRequest:
     ignored: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        turns = [one for one in self.prompt[-2:] if isinstance(one, dict)]
+        # Earlier ones stay lines, and what a tool returned, which some clients send as the user's:
+        # an agent could never go on otherwise.
+        own = turns and turns[-1]["role"] == "user" and turns[0]["role"] != "tool"
+        if own and "media" in turns[-1]:
+            kind = turns[-1]["media"]
+            message = f"Content of type {kind!r} is not supported: this model reads text only."
+            raise RequestError(message)
         names = {tool.name for tool in self.tools}
         if len(names) < len(self.tools):
             raise RequestError("Two tools have the same name.", param="tools")
@@ -98,16 +107,6 @@ class GenerationRequest:
 def instead_of(media: str) -> str:
     """The line that a text model reads in place of an image, a file or audio."""
     return f"[{media}: this model reads text only]"
-
-
-def refuse_media(media: Iterable[str]) -> None:
-    """Raise `RequestError` if the newest user message brings any of these content types.
-
-    Earlier ones, and those that tools return, become a line: an agent could never go on otherwise.
-    """
-    for kind in media:
-        message = f"Content of type {kind!r} is not supported: this model reads text only."
-        raise RequestError(message)
 
 
 def without_none(**settings: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Responses are not stored: each request brings the whole conversation, as Codex d
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -25,11 +24,11 @@ from .openai_common import (
     MaxTokens,
     ReasoningOptions,
     ResponseFormat,
-    check_newest,
     drafting,
     flat_name,
     format_logprob,
     read_content,
+    read_message,
     responses_usage,
     template_call,
 )
@@ -37,8 +36,6 @@ from .request import GenerationRequest, Tool, ToolChoice, without_none
 from .sse import Frames, frame
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
-
-log = logging.getLogger("dflash_mlx.serve")
 
 
 class InputItem(Body):
@@ -113,7 +110,6 @@ class ResponsesBody(Body):
         """The internal request. Raises `RequestError`."""
         choice, allowed = self._tool_choice()
         form = self.text.format if self.text else None
-        self._check_newest()
         return GenerationRequest(
             self.model,
             self._messages(),
@@ -139,12 +135,6 @@ class ResponsesBody(Body):
             ],
         )
 
-    def _check_newest(self) -> None:
-        """Check the newest item. Raises `RequestError` for an image."""
-        items = [InputItem()] if isinstance(self.input, str) else self.input[-2:]
-        if items and items[-1].role == "user" and not items[0].type.endswith("_output"):
-            check_newest(items[-1].content)
-
     @property
     def wants_logprobs(self) -> bool:
         """Whether the response has log-probabilities."""
@@ -160,8 +150,6 @@ class ResponsesBody(Body):
             elif tool.type == "namespace":
                 functions = (one for one in tool.tools or () if one.type == "function")
                 found += ((tool.name, one.name, one.tool(tool.name)) for one in functions)
-            else:
-                log.warning("a tool of type %s is left out", ascii(tool.type[:40]))
         return found
 
     def _tool_choice(self) -> tuple[ToolChoice, frozenset[str] | None]:
@@ -201,7 +189,7 @@ def _messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
             turn = {}
         if kind == "message":
             role = "system" if item.role == "developer" else item.role or "user"
-            yield {"role": role, "content": read_content(item.content, "\n")}
+            yield read_message(role, item.content, "\n")
         elif kind == "function_call_output":
             content = read_content(item.output, "\n")
             yield {"role": "tool", "content": content, "tool_call_id": item.call_id or ""}
