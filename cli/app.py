@@ -19,7 +19,6 @@ from dflash_mlx import __version__
 from dflash_mlx.errors import DFlashError, PromptError, SettingsError, UnsupportedTreeError
 from dflash_mlx.machine.facts import installed
 
-from .option_groups import expand_groups
 from .output import error_line
 
 FAILED, USAGE = 1, 2
@@ -31,7 +30,7 @@ COMMANDS = {  # name -> the module beside this one with its function, and two ex
     "launch": ("launch.launch", "claude --model CODER", "codex --model CODER -- exec 'Say hi'"),
     "bench": ("bench.bench", "--limit 1", "--model MODEL --suite gsm8k --out results/gsm8k"),
     "tune": ("tune.tune", "", "--model MODEL"),
-    "report": ("report.report", "results/gsm8k", "results/my-mac results/another-mac"),
+    "report": ("bench.report", "results/gsm8k", "results/my-mac results/another-mac"),
     "roofline": ("roofline.roofline", "--chip M1", "--model Qwen/Qwen3-8B --chip 'M4 Max'"),
     "train": (
         "train.train",
@@ -73,7 +72,7 @@ class Command(TyperCommand):
 @cache
 def _load_command(name: str, place: str, *examples: str) -> Any:
     """The command that Typer makes of a function; the examples stand below its help."""
-    from .options import CODER, SMALL
+    from .options import CODER, SMALL, expand_groups
 
     module, function = place.split(".")
     single = typer.Typer(add_completion=False)

@@ -1,9 +1,9 @@
-"""`dflash-mlx bench`: plain decoding, drafting and mlx-lm's own decoding on the same prompts."""
+"""`dflash-mlx bench` and `report`: plain decoding, drafting and mlx-lm on the same prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,13 @@ from dflash_mlx.bench.datasets import (
     limit_per_category,
     read_prompts,
 )
-from dflash_mlx.bench.report import check_folder, describe_difference, run_content, write_run
+from dflash_mlx.bench.report import (
+    check_folder,
+    describe_difference,
+    read_run,
+    run_content,
+    write_run,
+)
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.bench.summary import PromptRuns, drafting_methods
@@ -95,27 +101,10 @@ Concurrency = Annotated[
 Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write bench.json here.", parser=options.named)]
 
 
-@dataclass(frozen=True)
-class BenchNames(options.Names):
-    """The model and its drafter, which is measured alone."""
-
-    draft: Annotated[
-        str | None,
-        option(
-            options.MODEL,
-            "NAME",
-            "A drafter, NAME+lookup or lookup. Default: the known drafter, without lookup.",
-            "--draft",
-            "-d",
-            autocompletion=options.drafters_beginning,
-        ),
-    ] = None
-
-
 def bench(
     context: typer.Context,
     *,
-    names: BenchNames,
+    names: options.Names,
     weights: options.Weights,
     max_tokens: MaxTokens = 256,
     block_size: BlockSize = None,
@@ -177,6 +166,23 @@ def bench(
         _show(content)
     if out is not None:
         write_run(out, content)
+
+
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR", help="Folders written by 'dflash-mlx bench --out'."),
+    ],
+    json: options.Json = False,
+) -> None:
+    """Show benchmark runs again, of this machine or of others."""
+    runs = {str(folder): read_run(folder) for folder in folders}
+    if json:
+        print_json({"runs": runs})
+        return
+    for name, run in runs.items():
+        stdout().print(name, style="bold")
+        _show(run)
 
 
 def _numbers(text: str | None) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import dflash_mlx
+from dflash_mlx.answers.families import AnswerFormat
+from dflash_mlx.answers.parser import AnswerParser, MarkedText, Reasoning, Text
 from dflash_mlx.errors import PromptError, ServerError
 from dflash_mlx.events import Stats
 
@@ -41,51 +42,30 @@ class LocalModel:
         self.pair: Pair | None = pair
         self.name, self.title = pair.target.name, pair.title
         self._pair = pair
+        self._form = AnswerFormat.of(pair.target.tokenizer)
         self._caches = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
 
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[Piece]:
         """Answer a conversation, piece by piece. Raises `PromptError` if it is too long."""
         from dflash_mlx.prompt import encode_prompt
 
-        target = self._pair.target
-        ids = encode_prompt(target, messages)
-        splitter = _splitter(target.tokenizer, ids)
+        tokenizer = self._pair.target.tokenizer
+        ids = encode_prompt(self._pair.target, messages)
+        opens = self._form.thought[0]
+        thinks = bool(opens) and tokenizer.decode(ids[-8:]).rstrip().endswith(opens)
+        parser = AnswerParser(self._form, {}, thinks and self._form.header is None)
+        marked = MarkedText(tokenizer.detokenizer, self._form.tokens)
         decoding = self._pair.settings | settings
         for event in dflash_mlx.stream_generate(
-            target, self._pair.drafter, ids, conversation=self._caches, **decoding
+            self._pair.target, self._pair.drafter, ids, conversation=self._caches, **decoding
         ):
-            yield Piece(splitter.split(event.text), event.text, event.stats, event.finish_reason)
-
-
-def _splitter(tokenizer: Any, ids: list[int]) -> ReasoningSplitter:
-    if not getattr(tokenizer, "has_thinking", False):
-        return ReasoningSplitter(None)
-    tags = tokenizer.think_start, tokenizer.think_end
-    return ReasoningSplitter(tags, tokenizer.decode(ids[-8:]).rstrip().endswith(tags[0]))
-
-
-class ReasoningSplitter:
-    """Separates reasoning from the answer in streamed text; a tag is never in two pieces of it.
-
-    Args:
-        tags: what begins and ends reasoning; None for a model that does not reason.
-        inside: whether the text begins within reasoning, because the prompt opened it.
-    """
-
-    def __init__(self, tags: tuple[str, str] | None, inside: bool = False) -> None:
-        self._tags, self._inside = tags, inside
-
-    def split(self, text: str) -> list[tuple[str, bool]]:
-        """The parts of a piece, and whether each is reasoning. Tags belong to the reasoning."""
-        if self._tags is None:
-            return [(text, False)]
-        begin, end = self._tags
-        parts = []
-        for part in re.split(f"({re.escape(begin)}|{re.escape(end)})", text):
-            self._inside |= part == begin
-            parts.append((part, self._inside))
-            self._inside &= part != end
-        return parts
+            parts = parser.feed(marked.add(event.text, event.tokens))
+            if event.finish_reason is not None:
+                parts += parser.finish(event.finish_reason == "length")
+            texts = [part for part in parts if isinstance(part, Text | Reasoning)]
+            shown = [(part.text, isinstance(part, Reasoning)) for part in texts]
+            content = "".join(text for text, reasons in shown if not reasons)
+            yield Piece(shown, content, event.stats, event.finish_reason)
 
 
 class ServedModel:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import dflash_mlx
-from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 
 from . import options
@@ -78,13 +77,6 @@ class RecipeOptions:
         float | None, option(TRAINING, "R", "Peak. Default: the optimizer's.", min=0)
     ] = None
     optimizer: Annotated[str, option(TRAINING, "NAME", "adamw or muon.")] = "adamw"
-    loss: Annotated[
-        str,
-        option(TRAINING, "CE,KL", "Weights of cross entropy and KL divergence."),
-    ] = "0.5,0.5"
-    whole_vocabulary: Annotated[
-        bool, flag("--whole-vocabulary", TRAINING, "Learn against tokens that never occur, too.")
-    ] = False
     seed: Annotated[int, option(TRAINING, "N", "Seed of everything random.", min=0)] = 0
 
     def recipe(self) -> Recipe:
@@ -93,14 +85,8 @@ class RecipeOptions:
 
         if self.optimizer not in RATES:
             raise typer.BadParameter(f"must be {' or '.join(RATES)}", param_hint="--optimizer")
-        changed: dict[str, Any] = {
-            "loss_weights": parse_loss(self.loss),
-            "answer_vocabulary": not self.whole_vocabulary,
-        }
-        if self.learning_rate is None:
-            changed["learning_rate"] = RATES[self.optimizer]
-        given = {k: v for k, v in vars(self).items() if k not in ("loss", "whole_vocabulary")}
-        return Recipe(**given | changed)
+        rate = RATES[self.optimizer] if self.learning_rate is None else self.learning_rate
+        return Recipe(**vars(self) | {"learning_rate": rate})
 
 
 def train(
@@ -152,16 +138,3 @@ def _load_warm(name: str, hub: Hub) -> tuple[DFlash, dict[str, Any]]:
     drafter = dflash_mlx.load_drafter(name, hub=hub, kernels="off")
     dequantize_model(drafter)
     return drafter, read_json(drafter_folder(name, hub) / "config.json")
-
-
-def parse_loss(text: str) -> Any:
-    """The `LossWeights` of --loss. Raises `BadParameter`."""
-    from dflash_mlx.train.losses import LossWeights
-
-    try:
-        cross_entropy, kl = map(float, text.split(","))
-        return LossWeights(cross_entropy, kl)
-    except SettingsError as error:
-        raise typer.BadParameter(str(error), param_hint="--loss") from error
-    except ValueError as error:
-        raise typer.BadParameter("give two numbers, like 0.5,0.5", param_hint="--loss") from error

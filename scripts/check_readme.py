@@ -67,16 +67,16 @@ def type_in(typed: list[Command], folder: Path, shell: str = "bash") -> int:
     """Paste commands into one interactive shell in a folder; its exit status."""
     lines = ["set -e", "PS1= PS2="]
     for command in typed:
-        lines += [f"printf '%s\\n' {_quoted('$ ' + command.text.rstrip())}", command.shell]
+        lines += [f"printf '%s\\n' {_quoted('$ ' + command.text.rstrip())}"]
+        lines += ["{ " + command.shell, "} < /dev/null"]  # the shell's own input is the paste
     path = os.pathsep.join(
         part for part in os.environ["PATH"].split(os.pathsep) if not _is_environment(Path(part))
     )
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
     with tempfile.TemporaryDirectory() as home:
         environment = kept | {"PATH": path, "HOME": home, "LANG": "C.UTF-8"}
-        pasted = "\n".join([*lines, "exit 0", ""])
-        command = SHELLS[shell]
-        done = subprocess.run(command, cwd=folder, env=environment, input=pasted, text=True)
+        pasted, program = "\n".join([*lines, "exit 0", ""]), SHELLS[shell]
+        done = subprocess.run(program, cwd=folder, env=environment, input=pasted, text=True)
     return done.returncode
 
 

@@ -12,7 +12,7 @@ from program import run
 from dflash_mlx.cli import options
 from dflash_mlx.cli.chat_commands import run_command
 from dflash_mlx.cli.chat_conversation import DIM, NORMAL, Chat, Writer
-from dflash_mlx.cli.chat_models import LocalModel, ReasoningSplitter
+from dflash_mlx.cli.chat_models import LocalModel
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import WeightsError
 from dflash_mlx.loop import generate, stream_generate
@@ -229,15 +229,6 @@ def test_messages_of_several_lines(typed, unfinished, message):
 
     assert is_unfinished(typed) == unfinished
     assert message is None or joined(typed) == message
-
-
-def test_reasoning_is_separated():
-    splitter, found = ReasoningSplitter(("<think>", "</think>")), []
-    for text in ("<think>", "hm < ", "hm</think>yes", " <b>"):
-        found += splitter.split(text)
-    reasoning = "".join(part for part, is_reasoning in found if is_reasoning)
-    assert reasoning == "<think>hm < hm</think>"
-    assert "".join(part for part, _ in found) == "<think>hm < hm</think>yes <b>"
 
 
 def on_terminal(monkeypatch, capsys, *parts):

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dflash_mlx.cli.option_groups import expand_groups
+from dflash_mlx.cli.options import expand_groups
 
 
 @dataclass(frozen=True)

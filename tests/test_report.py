@@ -136,14 +136,12 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
 def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
     other = read_run(folder)
     other["machine"]["chip"] = "Apple M5 Max"
-    other["max_tokens"] = 256
     other["overall"]["methods"]["DFlash"]["speedup"]["median"] = 4.375
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "bench.json").write_text(json.dumps(other))
     done = program("report", folder, tmp_path / "second" / "bench.json")
-    assert done.exit_code == 0 and "4.38x" in done.stdout and "sums" in done.stdout
-    assert "Apple M5 Max" in done.stderr
-    assert "max_tokens 256" in done.stderr
+    assert done.exit_code == 0 and "4.38x?" in done.stdout and done.stdout.count("sums") == 2
+    assert "Apple M5 Max" in done.stderr and str(folder) in done.stdout
     content = json.loads(program("report", folder, tmp_path / "second", "--json").stdout)
     assert list(content["runs"]) == [str(folder), str(tmp_path / "second")]
 

@@ -29,8 +29,6 @@ def target() -> Target:
         (["--hours", "0"], "above 0"),
         (["--learning-rate", "0"], "above 0"),
         (["--seed", str(2**64)], "below 2**32"),
-        (["--loss", "0,0"], "one of them above 0"),
-        (["--loss", "1,2,0"], "give two numbers"),
         (["--warm-start", "tiny", "--layers", "2"], "a drafter to start from"),
     ],
 )
