@@ -15,6 +15,7 @@ from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.checks import NO, WHETHER, YES, fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.inspect import inspect_drafter
+from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import (
     EMBEDDED,
     OTHERWISE,
@@ -80,12 +81,16 @@ def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = 
         note(f"{name} is on this disk already.")
         return
     drafter, hub = known_drafter(name), Hub(offline=offline)
+    from dflash_mlx.loading.preflight import check_drafter, check_target  # starts MLX
+
+    model = check_target(name, hub, Quantization(4, 64))  # --target-bits 4 may follow
     announce(name, hub)
     names = [name]
     if drafter is None and not no_draft:
         note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
     elif drafter is not None and on_hub(drafter) and not no_draft:
         names.append(drafter)
+        check_drafter(drafter, hub, model)
         announce(drafter, hub, drafter=True)
     for one in names:
         print(f"{one}  {hub.fetch(one)}", flush=True)

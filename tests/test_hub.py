@@ -1,6 +1,7 @@
 """Downloads, against a server on the loopback that speaks the hub's HTTP API."""
 
 import errno
+import json
 import socket
 
 import mlx.core as mx
@@ -8,7 +9,13 @@ import pytest
 from hubserver import HubServer
 from tinymodels import save_drafter, save_target
 
-from dflash_mlx.errors import DownloadError, ModelNotFoundError
+from dflash_mlx.errors import (
+    ConfigError,
+    DFlashError,
+    DownloadError,
+    ModelNotFoundError,
+    NotEnoughMemoryError,
+)
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loop import generate
@@ -141,3 +148,43 @@ def test_copies_on_the_disk(hub):
 @pytest.mark.parametrize("name", ["some body/model", "a/b..c"])
 def test_names_no_repository_can_have(hub, name):
     refusal(ModelNotFoundError, hub, name)
+
+
+@pytest.fixture
+def only_config(hub, server, tmp_path):
+    """Add a repository that has only a config.json and weights that must not be fetched."""
+
+    def add(name, size=1000, **config):
+        folder = tmp_path / name.replace("/", "-")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").write_bytes(b"x" * size)
+        server.repositories[name] = folder
+        return name
+
+    return add
+
+
+@pytest.mark.parametrize("model_type", ["step3p7", "glm5_next", "../qwen3"])
+def test_a_target_without_a_model_is_refused_by_its_config(hub, server, only_config, model_type):
+    name = only_config("somebody/new", model_type=model_type, vocab_size=512)
+    for refuse in (lambda: load_target(name, hub=hub), lambda: load(name, "lookup", hub=hub)):
+        with pytest.raises(ConfigError, match="cannot run it, so nothing is downloaded"):
+            refuse()
+    assert server.fetched() == {"config.json": 1}
+
+
+def test_a_target_that_does_not_fit_is_refused_before_its_download(hub, server):
+    server.sizes["model.safetensors"] = 10**15
+    with pytest.raises(NotEnoughMemoryError, match="even quantized to 4 bits"):
+        load(TARGET, hub=hub)
+    assert server.fetched() == {"config.json": 1}
+
+
+@pytest.mark.parametrize("drafter", [DRAFTER, "deepseek-ai/dspark_gemma4_12b_block7"])
+def test_another_models_drafter_is_refused_before_any_download(hub, server, only_config, drafter):
+    config = json.loads((server.repositories[TARGET] / "config.json").read_text())
+    name = only_config("somebody/wider", **config | {"hidden_size": 128})
+    with pytest.raises(DFlashError, match="made for another target|known not to load"):
+        load(name, drafter, hub=hub)
+    assert set(server.fetched()) == {"config.json"}

@@ -1,10 +1,19 @@
 """The registry: well-formed, without doubles, and found by every name a target has."""
 
-import pytest
+import json
+from pathlib import Path
 
+import pytest
+from families import CONFIGS, Letters, model_of
+
+import dflash_mlx as dm
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loading.registry import known_drafter, pairs, refusal
+from dflash_mlx.targets import Target
+
+DATA = Path(__file__).parent / "data"
+MISSING = {"step3p7", "glm5_next"}  # of the table; not in this mlx-lm
 
 
 def test_every_row_is_a_pair_of_repositories():
@@ -114,3 +123,25 @@ def test_an_unknown_target_has_no_drafter(name):
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
 def test_what_comes_with_the_package_drafts_for_itself(name):
     assert known_drafter(name) == name
+
+
+TINY = json.loads((DATA / "mlx_lm_models.json").read_text()) | {
+    config["model_type"]: config for config in CONFIGS.values()
+}
+
+
+@pytest.mark.parametrize("model_type", sorted({pair.model_type for pair in pairs()}))
+def test_every_target_of_the_table_loads_and_drafts_or_is_shown_as_missing(model_type):
+    """From a tiny config of its model_type."""
+    pair = next(pair for pair in pairs() if pair.model_type == model_type)
+    if pair.unsupported is not None:
+        assert model_type in pair.unsupported and model_type in MISSING
+        return
+    config = TINY[model_type]
+    target = Target(model_of(config, 0, 0), Letters(), config, model_type)
+    session = target.start((0, target.num_layers - 1))
+    list(session.prefill([1, 2, 3]))
+    _, taps = session.verify(dm.Proposal([4, 5, 6]))
+    session.commit([0])
+    assert taps.shape == (1, 3, 2 * target.hidden_size)
+    assert session.position == 4 and target.supports_trees

@@ -23,6 +23,7 @@ from ..validation import ErrorWrapper, brief
 from .checkpoint import check_runs, drop_copies, read_drafter, read_target, read_tokenizer
 from .checks import check_memory, check_safetensors, memory_needed, read_target_config
 from .hub import Hub
+from .preflight import check_drafter, check_target
 from .quantization import Quantization
 from .registry import (
     EMBEDDED,
@@ -35,7 +36,6 @@ from .registry import (
     check_name,
     gguf_file,
     known_drafter,
-    refusal,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +111,11 @@ def load(
     ours = _kernels(kernels, metal_kernel)
     draft, with_lookup = _choose_drafter(name, wanted)
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
-    hub = hub or Hub()
+    hub, machines = hub or Hub(), 1 if cluster is None else cluster.size
+    model = check_target(name, hub, quantization, machines) if _on_hub(name, "target") else None
+    if draft not in (LOOKUP, NONE) and _on_hub(draft, "drafter"):
+        with _advice_on_drafters():
+            check_drafter(draft, hub, model)
     folder = _folder(name, "target", hub)
     if draft == LOOKUP and wanted != LOOKUP:
         warnings.warn(
@@ -174,7 +178,10 @@ def load_target(
         `WeightsError`, `NotEnoughMemoryError`, `SettingsError`.
     """
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
-    ours, folder = _kernels(kernels, metal_kernel), _folder(path, "target", hub or Hub())
+    hub = hub or Hub()
+    if _on_hub(path, "target"):
+        check_target(path, hub, quantization, 1 if cluster is None else cluster.size)
+    ours, folder = _kernels(kernels, metal_kernel), _folder(path, "target", hub)
     return _open_target(path, folder, quantization, 0, kernels, ours, cluster)
 
 
@@ -196,7 +203,10 @@ def load_drafter(
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
     if path in (LOOKUP, NONE):
         raise SettingsError(f"{path!r} is not a network: give it to load(target, draft={path!r}).")
-    folder = _folder(path, "drafter", hub or Hub())
+    hub = hub or Hub()
+    if _on_hub(path, "drafter"):
+        check_drafter(path, hub, None)
+    folder = _folder(path, "drafter", hub)
     return _open_drafter(path, folder, quantization, _kernels(kernels, metal_kernel))
 
 
@@ -367,6 +377,12 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if part == "drafter" and (why := refusal(name)) is not None:
-        raise ConfigError(f"{name} is known not to load: {why}.")
     return hub.fetch(name)
+
+
+def _on_hub(name: str, part: str) -> bool:
+    """Whether a model has to come from the hub, unless it is downloaded already."""
+    if (name, part) in _EMBEDDED_FOLDERS:
+        return False
+    check_name(name)
+    return not Path(name).expanduser().is_dir() and gguf_file(name) is None

@@ -11,8 +11,9 @@ import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.resources import files
+from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -67,6 +68,7 @@ class KnownPair:
     Attributes:
         drafter: the repository of the default drafter.
         targets: the repositories of the target's original weights, the usual one first.
+        model_type: mlx-lm's module for them.
         billions: the target's parameters, from its name or model card; None if unknown.
         acceptance: published tokens per step of 16 rows, greedy; None if unknown.
         also: further drafters, the most promising first.
@@ -74,9 +76,20 @@ class KnownPair:
 
     drafter: str
     targets: tuple[str, ...]
+    model_type: str
     billions: float | None = None
     acceptance: float | None = None
     also: tuple[OtherDrafter, ...] = ()
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why no target of the pair can be loaded; None if they can. Imports nothing."""
+        found = find_spec("mlx_lm")
+        folders = () if found is None else found.submodule_search_locations or ()
+        models = (Path(folder) / "models" / f"{self.model_type}.py" for folder in folders)
+        if found is None or any(map(Path.exists, models)):
+            return None
+        return f"mlx-lm {version('mlx-lm')} has no {self.model_type}"
 
     def gigabytes(self, bits: int) -> float | None:
         """Approximate size of the target's weights in 4, 8 or (as published) 16 bits."""

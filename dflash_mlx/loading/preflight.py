@@ -1,0 +1,102 @@
+"""What can be refused of a pair by its config.json files, before any weights are downloaded."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..drafter.config import DraftConfig
+from ..errors import ConfigError
+from ..targets.internals import classes_of
+from ..validation import ErrorWrapper
+from .checks import check_memory, read_target_config
+from .hub import Hub
+from .quantization import Quantization
+from .registry import refusal
+
+LOADED = ["model*.safetensors"]  # of a repository's files
+_STORED = 2  # bytes per weight, as published
+
+
+def check_target(
+    name: str, hub: Hub, quantization: Quantization | None = None, machines: int = 1
+) -> nn.Module | None:
+    """Refuse a target that this mlx-lm has no model for, or that does not fit the memory.
+
+    Args:
+        name: a repository.
+        hub: where its config.json and the sizes of its files are asked for.
+        quantization: what happens to the weights on load.
+        machines: that share them.
+
+    Returns:
+        Its model, with weights that are never computed; None if it is downloaded already.
+
+    Raises: `ConfigError`, `NotEnoughMemoryError`, and the errors of `Hub.fetch`.
+    """
+    if hub.offline or hub.downloaded(name) is not None:
+        return None
+    config = read_target_config(hub.config(name))
+    model = model_of(name, config)
+    size = hub.remote_bytes(name, LOADED)
+    in_4_bits: int | None = None
+    needed = float(size)
+    if not {"quantization", "quantization_config"} & {*config}:
+        in_4_bits = int(Quantization(4, 64).bytes_of(1) * size / _STORED)
+        if quantization is not None:
+            needed = quantization.bytes_of(1) * size / _STORED
+        elif mx.default_device() == mx.Device(mx.cpu):
+            needed = 2 * size  # half precision computes in f32
+    check_memory(name, int(needed) // machines, in_4_bits)
+    return model
+
+
+def check_drafter(name: str, hub: Hub, model: nn.Module | None) -> None:
+    """Refuse a drafter that is not understood, or that was made for another target.
+
+    Args:
+        name: a repository.
+        hub: where its config.json is asked for.
+        model: the target's, from `check_target`; None to check the drafter alone.
+
+    Raises: `ConfigError`, `IncompatibleDrafterError`, and the errors of `Hub.fetch`.
+    """
+    if (why := refusal(name)) is not None:
+        raise ConfigError(f"{name} is known not to load: {why}.")
+    if hub.offline or hub.downloaded(name) is not None:
+        return
+    config = DraftConfig.from_file(hub.config(name) / "config.json")
+    if config.unreadable is not None:
+        raise ConfigError(f"{name}: {config.unreadable}: it cannot be read.")
+    embedding = next(
+        (part for part in model.modules() if isinstance(part, nn.Embedding)) if model else iter(()),
+        None,
+    )
+    if embedding is not None and model is not None:
+        vocabulary, width = embedding.weight.shape
+        config.check_fits(width, vocabulary, depth_for(config, model))
+
+
+def depth_for(config: DraftConfig, model: Any) -> int:
+    """The number of layers to compare a drafter's with.
+
+    A model that loops over its layers has as many caches as it runs layers.
+    """
+    caches = model.make_cache() if hasattr(model, "make_cache") else ()
+    depths = [max(len(model.layers), len(caches)), len(model.layers)]
+    return depths[config.num_target_layers == depths[1]]
+
+
+def model_of(name: str, config: dict[str, Any]) -> nn.Module:
+    """The mlx-lm model of a config.json, with weights that are never computed.
+
+    Raises `ConfigError` where this mlx-lm has no such model.
+    """
+    wrong = f"{name}: mlx-lm {version('mlx-lm')} cannot run it, so nothing is downloaded"
+    with ErrorWrapper(ConfigError, wrong):
+        model_class, arguments = classes_of(config)
+        model: nn.Module = model_class(arguments.from_dict(config))
+    return model
