@@ -48,9 +48,11 @@ class Vocabulary:
     def bytes_of(self, token: int) -> bytes:
         """A token's bytes; none for an id that the tokenizer does not know."""
         text = str(self._tokenizer.decode([token]))
-        if "\ufffd" not in text:
-            return text.encode()
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if piece.startswith("\u2581"):  # a space of SentencePiece, which is not decoded alone
+            return piece.replace("\u2581", " ").encode()
+        if "\ufffd" not in text or text == piece:
+            return text.encode()
         if len(piece) == 6 and piece.startswith("<0x"):  # a byte of SentencePiece
             return bytes([int(piece[3:5], 16)])
         return bytes(self._bytes.get(character, 0xFF) for character in piece)

@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from ..answers.parser import Part, Reasoning, Text, ToolCall
+from ..events import Stats
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream
@@ -228,7 +229,7 @@ async def complete(stream: ResponseStream) -> dict[str, Any]:
         **_head(stream),
         "content": blocks,
         **_stop(finish),
-        "usage": _usage(stream, finish),
+        "usage": _usage(stream, finish.stats),
         "x_dflash": drafting([finish]),
     }
 
@@ -256,14 +257,16 @@ def _new_block(part: Part) -> dict[str, Any]:
 
 async def stream_frames(stream: ResponseStream, request_id: str) -> Frames:
     """The response as a stream, one item per decode step; an error is its last frame."""
-    usage = {"input_tokens": stream.prompt_tokens, "output_tokens": 0}
     stop = {"stop_reason": None, "stop_sequence": None}
-    message = {**_head(stream), "content": [], **stop, "usage": usage}
-    yield _event("message_start", message=message) + PING
+    head: dict[str, Any] = {**_head(stream), "content": [], **stop}
     index, open_kind = -1, ""
     try:
         async for step in stream.steps():
             frames = []
+            if head:  # not earlier: only now the usage has the cached tokens
+                head["usage"] = _usage(stream, step.event.stats)
+                frames.append(_event("message_start", message=head))
+                head = {}
             for part in step.parts:
                 block = _new_block(part)
                 if block["type"] != open_kind or isinstance(part, ToolCall):
@@ -275,7 +278,7 @@ async def stream_frames(stream: ResponseStream, request_id: str) -> Frames:
             if step.finish is not None:
                 if open_kind:
                     frames.append(_event("content_block_stop", index=index))
-                total, drafted = _usage(stream, step.finish), drafting([step.finish])
+                total, drafted = _usage(stream, step.finish.stats), drafting([step.finish])
                 delta = _stop(step.finish)
                 frames.append(_event("message_delta", delta=delta, usage=total, x_dflash=drafted))
                 frames.append(_event("message_stop"))
@@ -308,11 +311,11 @@ def _stop(finish: Finish) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": finish.stop_string}
 
 
-def _usage(stream: ResponseStream, finish: Finish) -> dict[str, Any]:
-    cached = finish.stats.reused_tokens
+def _usage(stream: ResponseStream, stats: Stats) -> dict[str, Any]:
+    cached = stats.reused_tokens
     return {
         "input_tokens": stream.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": finish.stats.output_tokens,
+        "output_tokens": stats.output_tokens,
     }

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 from serving import FakeEngine, client, frames, make_target
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.errors import (
     DFlashError,
@@ -12,6 +15,7 @@ from dflash_mlx.errors import (
     PromptError,
     SettingsError,
 )
+from dflash_mlx.serve.logprobs import Vocabulary
 
 PATH = "/v1/chat/completions"
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
@@ -239,3 +243,15 @@ def test_an_unforeseen_error_frees_the_slots(target):
         assert server.post(PATH, json=ask(n=2)).status_code == 500
         assert engine.jobs[0].cancelled
         assert "dflash_open_answers 0.0" in server.get("/metrics").text
+
+
+def test_log_probabilities_have_the_spaces_of_sentencepiece():
+    pieces = ["Hello", "\u2581world", "\u2581", "\ufffd", "<0xE2>"]
+    vocabulary = BPE({piece: at for at, piece in enumerate(pieces)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(vocabulary)
+    strip = decoders.Strip(" ", 1, 0)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(parts)
+    found = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    bytes_ = [found.bytes_of(token) for token in range(len(pieces))]
+    assert bytes_ == [b"Hello", b" world", b" ", "\ufffd".encode(), b"\xe2"]

@@ -56,6 +56,9 @@ def test_a_complete_and_a_streamed_answer(target):
     usage = answer["usage"]
     prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert usage["cache_read_input_tokens"] == 3 and prompt == len(engine.submitted[0][0])
+    (start,) = (one["message"]["usage"] for one in events if one["type"] == "message_start")
+    for key in ("input_tokens", "cache_read_input_tokens"):  # clients add them up
+        assert start[key] == usage[key]
     streamed = accumulated(events)
     for key in ("content", "usage", "stop_reason", "model", "role"):
         assert streamed[key] == answer[key]

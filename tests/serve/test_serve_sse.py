@@ -39,7 +39,7 @@ def test_a_step_is_one_piece():
     assert text == "Hello world"
     assert {one["id"] for one in chunks} == {chunks[0]["id"]}
     pieces = asyncio.run(ask(lambda stream: messages.stream_frames(stream, "r")))
-    assert len(pieces) == len(steps) + 2
+    assert len(pieces) == len(steps) + 1
 
 
 def test_a_silent_stream_pings(monkeypatch):
