@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 def accept(
     tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]
-) -> tuple[list[int], int]:
+) -> tuple[list[int], list[int]]:
     """Follow the target through a draft tree.
 
     Args:
@@ -19,12 +19,14 @@ def accept(
         choices: [N] the token the target chose after each node's path.
 
     Returns:
-        The kept rows, from the root down, and the target's token after the last of them.
+        The kept rows, from the root down, and the token that the target chose after each of them:
+        the new tokens, the next anchor last.
     """
-    kept = [0]
+    kept, new = [0], [choices[0]]
     for row in range(1, len(tokens)):
         # Children come after their parents, so one pass finds the whole path. If siblings repeat a
         # token, the first one wins.
-        if parents[row] == kept[-1] and tokens[row] == choices[kept[-1]]:
+        if parents[row] == kept[-1] and tokens[row] == new[-1]:
             kept.append(row)
-    return kept, choices[kept[-1]]
+            new.append(choices[row])
+    return kept, new

@@ -111,25 +111,13 @@ class Conversation:
     def open(self, request: SupportsEnded) -> None:
         """Reserve the caches for a request. Raises `SettingsError` while another uses them."""
         with self._opening:
-            self._check_free()
+            last = None if self._request is None else self._request()
+            if last is not None and not last.ended:
+                raise SettingsError(
+                    "The conversation has a request that has not ended: read it to its end or "
+                    "close it first, or give each its own Conversation."
+                )
             self._request = weakref.ref(request)
-
-    def forget(self) -> None:
-        """Drop the caches; the next request reads its whole prompt.
-
-        Raises `SettingsError` while a request uses them.
-        """
-        with self._opening:
-            self._check_free()
-            self.drop_caches()
-
-    def _check_free(self) -> None:
-        last = None if self._request is None else self._request()
-        if last is not None and not last.ended:
-            raise SettingsError(
-                "The conversation has a request that has not ended: read it to its end or close "
-                "it first, or give each its own Conversation."
-            )
 
     # What follows is for the request that uses the conversation.
 
@@ -178,9 +166,7 @@ class Conversation:
         self._pending, self._flushed = [], True
         return held
 
-    def prefill(
-        self, prompt: Sequence[int], chunk: Callable[[], int] = lambda: PREFILL_STEP
-    ) -> Iterator[mx.array | None]:
+    def prefill(self, prompt: Sequence[int], chunk: Callable[[], int]) -> Iterator[mx.array | None]:
         """Read the rest of the prompt, one forward per iteration.
 
         Yields None, and after the last forward the logits [1, V]. The drafter gets most features

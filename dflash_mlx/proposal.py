@@ -54,13 +54,6 @@ class Proposal:
     def __len__(self) -> int:
         return len(self.parents)
 
-    def first(self, rows: int) -> Proposal:
-        """Its first rows, lazy if its tokens are."""
-        if rows == len(self):
-            return self
-        log_probs = None if self.log_probs is None else self.log_probs[:rows]
-        return Proposal(self.tokens[:rows], self.parents[:rows], log_probs)
-
     @property
     def depths(self) -> tuple[int, ...]:
         """Each node's distance from the root."""

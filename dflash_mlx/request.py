@@ -20,7 +20,7 @@ from .errors import ProposalError
 from .events import Event, Stats
 from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
-from .sampling import Sampler, check_choice, read_choices
+from .sampling import Sampler, check_choice
 from .stream import TextStream
 from .targets import TargetSession
 from .targets.target import PREFILL_STEP
@@ -121,12 +121,7 @@ class Request:
     @property
     def _to_cache(self) -> list[int]:
         """The tokens that the caches must hold before the next step."""
-        return self._tokens[: len(self._tokens) - self._has_text]
-
-    @property
-    def _has_text(self) -> bool:
-        """Whether the text has begun, so that its last token is the anchor."""
-        return self.stats.output_tokens > 0
+        return self._tokens[: max(self.stats.prompt_tokens, len(self._tokens) - 1)]
 
     def empty_event(self) -> Event:
         """The event of a request for no tokens, which needs no forward."""
@@ -141,7 +136,7 @@ class Request:
             self._conversation.target_session,
             self._conversation.draft_session,
         )
-        if not self._has_text:
+        if not self.stats.output_tokens:
             self.stats.reused_tokens = held
 
     def prefill(self, chunk: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[Event | None]:
@@ -157,7 +152,7 @@ class Request:
         for logits in self._conversation.prefill(self._to_cache, chunk):
             if logits is None:
                 yield None
-            elif not self._has_text:
+            elif not self.stats.output_tokens:
                 event = self._choose_first(logits)
         self._consistent = True
         if event is not None:
@@ -166,7 +161,8 @@ class Request:
     def _choose_first(self, logits: mx.array) -> Event:
         """Choose the first anchor from the logits [1, V] after the prompt. It is text already."""
         choices: Any = self._sampler.decide(Proposal([self._tokens[-1]]), logits).tolist()
-        self.anchor = check_choice(choices[0])
+        check_choice(choices[0])
+        self.anchor = choices[0]
         self._tokens += choices
         piece, stats = self._text.add(choices), self.stats
         self._sampler.commit(choices)
@@ -306,16 +302,19 @@ class Request:
         Raises `ProposalError` for a proposal that does not begin with the anchor, or that has a
         token outside the vocabulary.
         """
-        step, anchor = self._pending[0], self.anchor
-        tokens, choices = read_choices(step.proposal.tokens, values)
+        step, anchor, count = self._pending[0], self.anchor, len(self._pending[0].proposal)
+        drafts: Any = step.proposal.tokens
+        # Drafts that were on the device are read together with the choices, before them.
+        tokens, choices = values[:-count] or list(drafts), values[-count:]
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
         size = step.vocab_size
         if min(tokens) < 0 or max(tokens) >= size:
             beyond = next(token for token in tokens if not 0 <= token < size)
             raise ProposalError(f"A proposal: the vocabulary of {size} has no token {beyond}.")
-        rows, next_token = accept(tokens, step.proposal.parents, choices)
-        return rows, [*(tokens[row] for row in rows[1:]), check_choice(next_token)]
+        rows, new = accept(tokens, step.proposal.parents, choices)
+        check_choice(new[-1])
+        return rows, new
 
     def commit(self, rows: list[int], tokens: list[int]) -> Event:
         """Keep the accepted rows in the caches, and add the new tokens to the text.

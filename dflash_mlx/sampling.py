@@ -9,7 +9,7 @@ drafter uses the same noise, so it mostly drafts what the target will choose.
 The settings and their order are mlx-lm's: logit bias, penalties, other processors, top-p, min-p,
 top-k, temperature. Processors are slow: they run row by row, each row with the history of its own
 path, and drafts are chosen one after the other. They wait for the device only if they read token
-ids on the host. Rules (`rules`) that come last are applied to all rows at once.
+ids on the host. Those that are a `TokenConstraint` and come last are applied to all rows at once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from .constraints import ConstraintSet, TokenConstraint
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .proposal import Proposal
-from .rules import Rule, Rules
 from .settings import SEED_BITS, SamplingSettings
 from .validation import brief
 
@@ -100,10 +100,10 @@ class Sampler:
         # Whether anything but the model's logits, noise and truncation decides a token.
         self._edits = bool(settings.logit_bias or self._processors)
         self.can_pipeline = not self._edits
-        rules: list[Rule] = []
-        while self._processors and isinstance(self._processors[-1], Rule):
-            rules.append(self._processors.pop())
-        self._rules = Rules(rules)
+        constraints: list[TokenConstraint] = []
+        while self._processors and isinstance(self._processors[-1], TokenConstraint):
+            constraints.append(self._processors.pop())
+        self._constraints = ConstraintSet(constraints)
         self._plain = not self._edits and settings.temperature == 0
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
@@ -113,8 +113,8 @@ class Sampler:
     def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> mx.array:
         """Choose the target's token after each row of a proposal. Lazy, unless a processor is not.
 
-        Returns [M] int32 for `read_choices`: the choices [N], after the proposal's tokens [N] if
-        these are on the device. So the choices of many requests are read with one wait.
+        Returns [M] int32: the choices [N], after the proposal's tokens [N] if these are on the
+        device. So drafts and choices of many requests are read with one wait.
 
         Args:
             proposal: N rows.
@@ -164,7 +164,7 @@ class Sampler:
             drafts: Any = self._compared.tolist()
             self._sharpness.learn(drafts, tokens)
             self._compared = None
-        self._rules.commit(tokens)
+        self._constraints.commit(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
             mx.async_eval(self._history)  # the next step may run in another thread
@@ -191,13 +191,13 @@ class Sampler:
     def _scores(self, proposal: Proposal, logits: mx.array) -> mx.array:
         """The target's `scores` [N, V] without noise, of biased and processed logits."""
         logits = self._biased(logits)
-        if self._processors or self._rules:
+        if self._processors or self._constraints:
             tokens = proposal.array(logits.shape[-1]).astype(mx.int32)
             paths = proposal.paths()
             if self._history is not None:
                 logits = self._after_histories(self._history, logits, tokens, paths)
-            if self._rules:
-                logits = self._rules.restrict(logits, tokens, paths)
+            if self._constraints:
+                logits = self._constraints.restrict(logits, tokens, paths)
         return self.scores(logits)
 
     def _after_histories(
@@ -232,19 +232,19 @@ class Sampler:
         """The drafter's `scores` [L, V], each row after the drafts of those before it."""
         logits = self._biased(logits)
         if self._history is None:
-            if self._rules:
-                return self._rules.drafts(logits, noise, self._sharpness.value, self.scores)
+            if self._constraints:
+                return self._constraints.drafts(logits, noise, self._sharpness.value, self.scores)
             return self.scores(logits)
         history, rows, drafted = self._history, [], list[int]()
         for slot in range(len(logits)):
             row = self._apply(history, logits[slot : slot + 1])
-            row = self.scores(self._rules.restrict_row(row, drafted))
+            row = self.scores(self._constraints.restrict_row(row, drafted))
             rows.append(row)
             token = (row if noise is None else row + noise[slot] / self._sharpness.value).argmax(
                 axis=-1
             )
             history = mx.concatenate([history, token.astype(mx.int32)])
-            if self._rules:
+            if self._constraints:
                 chosen: Any = token.tolist()
                 drafted += chosen
         return mx.concatenate(rows)
@@ -262,29 +262,13 @@ class Sampler:
         return noise[:rows]
 
 
-def read_choices(
-    tokens: Sequence[int] | mx.array, values: list[int]
-) -> tuple[list[int], list[int]]:
-    """The proposal's tokens [N], and the target's choices [N] after them.
+def check_choice(token: int) -> None:
+    """Raise `SettingsError` if processors, penalties or a bias left no token to choose.
 
-    Args:
-        tokens: of the proposal, as given.
-        values: [M], what `Sampler.decide` returned, as a list.
-    """
-    if isinstance(tokens, mx.array):
-        return values[: len(tokens)], values[len(tokens) :]
-    return list(tokens), values
-
-
-def check_choice(token: int) -> int:
-    """The token that an accepted row has chosen.
-
-    Raises `SettingsError` if processors, penalties or a bias left no token to choose. After a
-    rejected draft that is no error, so only accepted rows are checked.
+    After a rejected draft that is no error, so only accepted rows are checked.
     """
     if token == NO_CHOICE:
         raise SettingsError(
             "No token can be chosen: logits_processors, penalties or logit_bias leave NaN, an "
             "infinite number, or nothing but -inf in the logits."
         )
-    return token

@@ -5,7 +5,7 @@
 
 llguidance (the `structured` extra) runs the grammar. It applies to each row with its own path, so
 drafted tokens fit the schema too and are accepted as often as others. It needs token ids on the
-host, so a step waits for its drafts, and once more for each draft that does not fit (`rules`).
+host, so a step waits for its drafts, and once more for each that does not fit (`constraints`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Grammar:
     """A logits processor that allows only tokens that fit a grammar.
 
     It serves one request, and takes the first history for that request's prompt. As the last of the
-    processors it is used as a `Rule`, for all rows of a step at once.
+    processors it is used as a `TokenConstraint`, for all rows of a step at once.
 
     Args:
         tokens: the target's.
@@ -115,7 +115,7 @@ class Grammar:
         return list(self._matcher.get_grammar_warnings())
 
     def allowed(self, answer: Sequence[int]) -> np.ndarray | None:
-        """See `Rule`; None also after a draft that does not fit: its row will be rejected."""
+        """See `TokenConstraint`; None also after a draft that does not fit, which is rejected."""
         fits = self._move_to(answer)
         bias = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)
         if self._matcher.is_error():  # a dead end, which llguidance would call the end of the text
@@ -123,7 +123,7 @@ class Grammar:
         return bias > 0 if fits else None
 
     def follows(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
-        """See `Rule`; anything may follow the end of the text."""
+        """See `TokenConstraint`; anything may follow the end of the text."""
         if not self._move_to(answer):
             return len(tokens)
         ends = next((at for at, token in enumerate(tokens) if token in self._eos_ids), None)

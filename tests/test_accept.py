@@ -30,14 +30,14 @@ def agreed(path: list[int], tokens: list[int], choices: list[int]) -> bool:
 @given(tree=trees())
 def test_accept_against_brute_force(tree):
     tokens, parents, choices = tree
-    kept, following = accept(tokens, parents, choices)
+    kept, new = accept(tokens, parents, choices)
     assert kept[0] == 0
     assert kept == path_to(kept[-1], parents)
     assert agreed(kept, tokens, choices)
-    assert following == choices[kept[-1]]
+    assert new == [choices[row] for row in kept]
     # Nothing more could have been kept on this path, ...
     children = [row for row in range(len(tokens)) if parents[row] == kept[-1]]
-    assert all(tokens[child] != following for child in children)
+    assert all(tokens[child] != new[-1] for child in children)
     # ... and without equal siblings, which make two subtrees out of one, nothing at all.
     if len({*zip(parents, tokens, strict=True)}) == len(tokens):
         paths = [path_to(row, parents) for row in range(len(tokens))]
@@ -54,4 +54,4 @@ def test_a_chain_keeps_its_longest_agreed_prefix(draft, choices):
     while length < len(draft) and draft[length] == wanted[length]:
         length += 1
     parents = range(-1, len(draft))
-    assert accept(tokens, parents, wanted) == ([*range(length + 1)], wanted[length])
+    assert accept(tokens, parents, wanted) == ([*range(length + 1)], wanted[: length + 1])

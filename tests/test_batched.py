@@ -9,7 +9,7 @@ from oracle import Oracle
 import dflash_mlx as dm
 from dflash_mlx.accept import accept
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler, read_choices
+from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
 from dflash_mlx.targets import batched, batched_rows, deepseek_v41
 from dflash_mlx.targets.batched import BatchVerifier
@@ -117,9 +117,9 @@ def together(target, prompts, texts, settings, count):
         for at, proposal, decision, (_, taps) in zip(
             going, proposals, decisions, verified, strict=True
         ):
-            tokens, choices = read_choices(proposal.tokens, decision.tolist())
-            kept, anchor = accept(tokens, proposal.parents, choices)
-            certain = [*(tokens[row] for row in kept[1:]), anchor]
+            values = decision.tolist()
+            tokens = values[: -len(proposal)] or proposal.tokens
+            kept, certain = accept(tokens, proposal.parents, values[-len(proposal) :])
             sessions[at].commit(kept)
             drafters[at].extend(taps[:, : len(kept)])
             samplers[at].commit(certain)

@@ -163,19 +163,3 @@ def test_another_pair_is_refused():
 def test_what_no_conversation_can_be_of_is_refused_at_once(settings, told):
     with pytest.raises(SettingsError, match=told):
         dm.Conversation(**{"target": tiny_target(), "drafter": None} | settings)
-
-
-def test_a_conversation_is_not_forgotten_while_an_answer_is_read():
-    target, prompt = tiny_target(), small_prompt(10, seed=8)
-    kept = dm.Conversation(target, None)
-    kept.forget()
-    events = dm.stream_generate(target, None, prompt, max_tokens=ANSWER, conversation=kept)
-    tokens = list(next(events).tokens)
-    with pytest.raises(SettingsError, match="has not ended"):
-        kept.forget()
-    tokens += [token for event in events for token in event.tokens]
-    assert tokens == turn(target, None, prompt).tokens
-    kept.forget()
-    assert kept.ids == []
-    again = turn(target, None, prompt, kept)
-    assert again.tokens == tokens and again.stats.reused_tokens == 0

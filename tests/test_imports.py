@@ -15,11 +15,10 @@ PACKAGE = ROOT / "dflash_mlx"
 LEVELS = [
     {"errors"},
     {
-        "choices",
+        "constraints",
         "distributions",
         "machine",
         "metal",
-        "rules",
         "threads",
         "smollm2",
         "template_worker",

@@ -26,7 +26,7 @@ from .config_attention import (
     read_windows,
     rope_amplitude,
 )
-from .config_reader import BOOLEAN, OBJECT, POSITIVE, REQUIRED, ConfigReader, one_of, whole
+from .config_reader import BOOLEAN, OBJECT, POSITIVE, REQUIRED, Check, ConfigReader, one_of, whole
 from .packagings import (
     ARCHITECTURES,
     DFLASH,
@@ -40,38 +40,18 @@ from .packagings import (
 )
 
 LAYERS, ROWS, WIDTH, TOKENS = whole(1024), whole(2**12), whole(2**20), whole(2**24)
-# Fields that only have to pass a check. Their defaults are those of `DraftConfig`.
-CHECKS = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": WIDTH,
-    "num_attention_heads": whole(2**14),
-    "num_key_value_heads": whole(2**14),
-    "head_dim": WIDTH,
-    "vocab_size": TOKENS,
-    "draft_vocab_size": TOKENS,
-    "target_hidden_size": WIDTH,
-    "block_size": ROWS,
-    "mask_token_id": whole(least=0),
-    "num_target_layers": LAYERS,
-    "max_position_embeddings": whole(),
-    "rope_neox": BOOLEAN,
-    "rms_norm_eps": POSITIVE,
-    "attention_bias": BOOLEAN,
-    "tie_word_embeddings": BOOLEAN,
-    "input_embedding_scale": POSITIVE,
-    "output_multiplier": POSITIVE,
-    "final_logit_softcapping": POSITIVE,
-    "logit_scale": POSITIVE,
-    "selector_vocab_size": TOKENS,
-    "runtime_block_size": ROWS,
-}
+HEADS = whole(2**14)
 DFLASH2_CHECKS = {
     "conv_kernel_size": whole(64),
     "conv_group_size": WIDTH,
     "selector_rank": WIDTH,
     "selector_top_k": whole(1024),
 }
+
+
+def checked(check: Check, default: Any = MISSING) -> Any:
+    """A field of `DraftConfig` that is read as it is, after a check."""
+    return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True)
@@ -91,45 +71,45 @@ class Markov:
 class DraftConfig:
     """The resolved configuration of a block drafter: DFlash (arXiv 2602.06036), DFlash2, DSpark."""
 
-    hidden_size: int
-    num_hidden_layers: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int = 0  # absent: num_attention_heads
-    head_dim: int = 0  # absent: hidden_size / num_attention_heads
-    vocab_size: int  # the target's
-    block_size: int  # rows of a block, the anchor's included
-    mask_token_id: int
+    hidden_size: int = checked(WIDTH)
+    num_hidden_layers: int = checked(LAYERS)
+    intermediate_size: int = checked(WIDTH)
+    num_attention_heads: int = checked(HEADS)
+    num_key_value_heads: int = checked(HEADS, 0)  # absent: num_attention_heads
+    head_dim: int = checked(WIDTH, 0)  # absent: hidden_size / num_attention_heads
+    vocab_size: int = checked(TOKENS)  # the target's
+    block_size: int = checked(ROWS)  # rows of a block, the anchor's included
+    mask_token_id: int = checked(whole(least=0))
     target_layer_ids: tuple[int, ...]  # the target's layers whose outputs are read; -1: embedding
-    num_target_layers: int | None = None  # None: the config does not say
+    num_target_layers: int | None = checked(LAYERS, None)  # None: the config does not say
     windows: tuple[int | None, ...]  # per layer: the sliding window, None for full attention
     causal: tuple[bool, ...]  # per layer: are a block's rows blind to later rows of the block?
     kind: str = DFLASH
     packaging: str = "zlab"
     first_row: int = 1  # the first row of a block that drafts; 0 is the anchor's
-    draft_vocab_size: int = 0  # tokens that it can draft; absent: all
-    target_hidden_size: int = 0  # the width of its taps; absent: its own
+    draft_vocab_size: int = checked(TOKENS, 0)  # tokens that it can draft; absent: all
+    target_hidden_size: int = checked(WIDTH, 0)  # the width of its taps; absent: its own
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None  # None, or {"rope_type": "linear" | "yarn", ...}
     rope_amplitude: float = 1.0  # on rotated queries and keys
-    rope_neox: bool = True  # pairs (i, i + d/2); False: (2i, 2i + 1)
-    max_position_embeddings: int = 40960
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
+    rope_neox: bool = checked(BOOLEAN, True)  # pairs (i, i + d/2); False: (2i, 2i + 1)
+    max_position_embeddings: int = checked(whole(), 40960)
+    rms_norm_eps: float = checked(POSITIVE, 1e-6)
+    attention_bias: bool = checked(BOOLEAN, False)
     sinks: tuple[bool, ...] = ()  # per layer: a learned logit per head in the denominator
-    tie_word_embeddings: bool = False  # of a drafter with its own embedding: its head too
-    input_embedding_scale: float = 1.0  # on the embeddings of a block
-    output_multiplier: float = 1.0  # on the head's logits
-    final_logit_softcapping: float | None = None  # then cap * tanh(logits / cap)
-    logit_scale: float = 1.0  # on all of that, a Markov bias included
+    tie_word_embeddings: bool = checked(BOOLEAN, False)  # its own embedding is its head, too
+    input_embedding_scale: float = checked(POSITIVE, 1.0)  # on the embeddings of a block
+    output_multiplier: float = checked(POSITIVE, 1.0)  # on the head's logits
+    final_logit_softcapping: float | None = checked(POSITIVE, None)  # then cap * tanh(logits / cap)
+    logit_scale: float = checked(POSITIVE, 1.0)  # on all of that, a Markov bias included
     conv_kernel_size: int = 0  # this and the four below: of DFlash2, 0 in the others
     conv_group_size: int = 0  # channels that share a dynamic kernel
     selector_rank: int = 0
     selector_top_k: int = 0  # candidates per drafted token
-    selector_vocab_size: int | None = None  # ids from here on are never drafted
+    selector_vocab_size: int | None = checked(TOKENS, None)  # ids from here on are never drafted
     markov: Markov | None = None  # this and the one below: of DSpark
     confidence: bool = False  # a head that says how sure each row is
-    runtime_block_size: int | None = None  # rows that the publisher suggests to run
+    runtime_block_size: int | None = checked(ROWS, None)  # rows that the publisher suggests to run
     quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
     unreadable: str | None = None  # why the weights cannot be read, if they cannot
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -242,12 +222,12 @@ def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:
 
 
 def _sizes(read: ConfigReader, kind: str) -> dict[str, Any]:
-    """The fields of `CHECKS`, and whether they go together."""
+    """The `checked` fields, and whether they go together."""
     found: dict[str, Any] = {}
     for item in fields(DraftConfig):
-        if item.name in CHECKS:
+        if "check" in item.metadata:
             default = REQUIRED if item.default is MISSING else item.default
-            found[item.name] = read.get(item.name, CHECKS[item.name], default)
+            found[item.name] = read.get(item.name, item.metadata["check"], default)
     read.get("attention_mode", one_of("gqa", "mha"))
     hidden, heads, vocabulary = (
         found[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")

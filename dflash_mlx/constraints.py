@@ -1,9 +1,9 @@
-"""Rules about the next token, such as grammars, applied to all rows of a step at once.
+"""Constraints on the next token, such as grammars, applied to all rows of a step at once.
 
 A logits processor gets one row at a time and reads its history on the host, which waits for the
-device: a grammar would wait for every drafted and every verified token. A rule gets token ids on
-the host, for many rows. So a step waits once for its drafts, and once more per draft that breaks a
-rule. While the rule is applied to the target's rows, the device computes their logits.
+device: a grammar would wait for every drafted and every verified token. A constraint gets token ids
+on the host, for many rows. So a step waits once for its drafts, and once more per draft that breaks
+a constraint. While it is applied to the target's rows, the device computes their logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 @runtime_checkable
-class Rule(Protocol):
+class TokenConstraint(Protocol):
     """Says which tokens may follow an answer. It serves one request."""
 
     def follows(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
@@ -26,19 +26,19 @@ class Rule(Protocol):
         """Which tokens may follow, [V] of bool; None if all may, or the text has ended."""
 
 
-class Rules:
-    """The rules of one request, all of which hold, and its answer so far.
+class ConstraintSet:
+    """The constraints of one request, all of which hold, and its answer so far.
 
     Args:
-        rules: any number of them.
+        constraints: any number of them.
     """
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
-        self._rules, self._answer = list(rules), list[int]()
+    def __init__(self, constraints: Sequence[TokenConstraint]) -> None:
+        self._constraints, self._answer = list(constraints), list[int]()
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._rules)
+        return bool(self._constraints)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Add tokens to the answer."""
@@ -70,7 +70,7 @@ class Rules:
         sharpness: float,
         scores_of: Callable[[mx.array], mx.array],
     ) -> mx.array:
-        """The drafter's scores [L, V], restricted where its own choice breaks a rule.
+        """The drafter's scores [L, V], restricted where its own choice breaks a constraint.
 
         Args:
             logits: of the drafter, [L, V].
@@ -89,7 +89,7 @@ class Rules:
         wanted, answer, slot = best(scores, 0), [*self._answer], 0
         rows = []
         while slot < len(logits):
-            right = min(rule.follows(answer, wanted[slot:]) for rule in self._rules)
+            right = min(one.follows(answer, wanted[slot:]) for one in self._constraints)
             rows.append(scores[slot : slot + right])
             answer += wanted[slot : slot + right]
             slot += right
@@ -105,8 +105,8 @@ class Rules:
         return mx.concatenate(rows)
 
     def _allowed(self, answer: Sequence[int]) -> np.ndarray | None:
-        """The tokens that all rules allow; None if all tokens are."""
-        masks = [mask for rule in self._rules if (mask := rule.allowed(answer)) is not None]
+        """The tokens that all constraints allow; None if all tokens are."""
+        masks = [mask for one in self._constraints if (mask := one.allowed(answer)) is not None]
         return np.logical_and.reduce(masks) if masks else None
 
 
