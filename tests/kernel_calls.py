@@ -64,7 +64,7 @@ class Recorder:
             arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
             outputs = list(zip(output_names, output_dtypes, strict=True))
             named = list(zip(input_names, arrays, strict=True))
-            wrapper = wrap(name, named, outputs, template, header, source, False)
+            wrapper = wrap(name, named, outputs, template, header, source)
             self.wrappers[wrapper.text] = wrapper
             self.called.add(name)
             return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]

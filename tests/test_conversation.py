@@ -12,7 +12,7 @@ from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.targets.target import LAST_STEP
 
-ANSWER = 20
+ANSWER = 12
 WINDOW = 16
 
 

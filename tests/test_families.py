@@ -41,7 +41,7 @@ both_seeds = pytest.mark.parametrize(
 )
 # How often drafts are right varies fastest, for the truth is shared. Of the second text a sample.
 WAYS = [
-    pytest.param(family, seed, p, marks=[pytest.mark.matrix] if seed and p in (None, 0, 1) else [])
+    pytest.param(family, seed, p, marks=[pytest.mark.matrix] if seed and p != 0.5 else [])
     for family in FAMILIES
     for seed in PROMPTS
     for p in (None, 0, 0.5, 0.85, 1)
@@ -62,12 +62,13 @@ def test_drafted_text_is_plain_text(family, seed, p):
     target, prompt, answer = truth(family, seed)
     drafter = None if p is None else Oracle(prompt, answer, 256, p=p, seed=seed)
     block = 16 if p in (0.85, 1) else 4 + 2 * seed
-    result = dm.generate(target, drafter, prompt, max_tokens=TOKENS, block_size=block)
-    assert result.tokens == answer
+    count = TOKENS if p else 40  # a token a round takes long
+    result = dm.generate(target, drafter, prompt, max_tokens=count, block_size=block)
+    assert result.tokens == answer[:count]
     if p == 0:
-        assert result.stats.rounds == TOKENS - 1, "nothing was right, so a token a round"
+        assert result.stats.rounds == count - 1, "nothing was right, so a token a round"
     if p == 1:
-        assert result.stats.rounds == -(-(TOKENS - 1) // block), "everything was right"
+        assert result.stats.rounds == -(-(count - 1) // block), "everything was right"
 
 
 @both_seeds

@@ -309,39 +309,6 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
             assert not dm.load_target(folder, **load).wiring.exact
 
 
-class Session:
-    """Stands in for a target and its sessions: a row's logits are its place in the text."""
-
-    name, vocab_size = "stand-in", 100
-
-    def __init__(self, wrong=None):
-        self.wrong, self.past = wrong, 0
-
-    def start(self):
-        return Session(self.wrong)
-
-    def prefill(self, ids):
-        self.past = len(ids)
-        yield
-
-    def verify(self, proposal):
-        count = len(proposal.tokens)
-        logits = mx.broadcast_to(mx.arange(self.past, self.past + count)[:, None], (count, 4)) * 1.0
-        if count > 1 and self.wrong is not None:
-            logits[self.wrong, 3] = logits[self.wrong, 3] * (1 + 2.0**-23)
-        return logits, None
-
-    def commit(self, rows):
-        self.past += len(rows)
-
-
-def test_every_row_is_compared_to_its_last_bit():
-    check_rows(Session())
-    for row in (0, 1, 15):
-        with pytest.raises(KernelError, match=f"row {row + 1} of 16 that stand-in verifies"):
-            check_rows(Session(row))
-
-
 def test_rows_that_are_the_same_pass():
     for family in ("qwen3_5", "gpt_oss"):
         check_rows(exact_target(family, kernel_factory()))

@@ -6,6 +6,8 @@ import mlx.core as mx
 import pytest
 from test_dflash2 import build, distance, expected_hidden, make_target, raw_config
 
+from dflash_mlx.drafter.context import ContextCache
+
 WINDOW, CHUNK = 64, 512
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
@@ -65,3 +67,13 @@ def test_prefilling_32k_tokens_never_holds_their_features_together():
     peak, chunk_bytes = mx.get_peak_memory() - before, chunk * features * 4
     print(f"peak {peak:,} bytes; a chunk's features {chunk_bytes:,}, all {rows * features * 4:,}")
     assert peak < 4 * chunk_bytes
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_what_a_cache_gave_stays_as_it_was(window):
+    """A block's keys may be read only after the next context rows came (nothing waits)."""
+    rows = mx.broadcast_to(mx.arange(17.0)[:, None], (1, 2, 17, 4))
+    cache = ContextCache(window)
+    first, _ = cache.update(rows[:, :, :8], rows[:, :, :8], block=3)
+    cache.update(rows[:, :, 8:], rows[:, :, 8:], block=2)
+    assert first[0, 0, :, 0].tolist() == list(range(8))

@@ -95,13 +95,13 @@ def test_a_text_that_is_left_in_the_middle_can_be_gone_on_with(family):
     model = random_model(family)
     target = target_of(model, family)
     kept = dm.Conversation(target, None)
-    events = dm.stream_generate(target, None, PROMPT, max_tokens=60, conversation=kept)
-    begun = [next(events).tokens[0] for _ in range(40)]
+    events = dm.stream_generate(target, None, PROMPT, max_tokens=30, conversation=kept)
+    begun = [next(events).tokens[0] for _ in range(24)]
     ahead = target.start().can_pipeline
     events.close()
-    assert kept.ids == [*PROMPT, *begun[: 40 if ahead else 39]]
+    assert kept.ids == [*PROMPT, *begun[: 24 if ahead else 23]]
     assert kept.target_session.can_trim or not ahead
-    again = [*PROMPT, *begun[:39], begun[39] ^ 1, 7, 8]
+    again = [*PROMPT, *begun[:23], begun[23] ^ 1, 7, 8]
     result = dm.generate(target, None, again, max_tokens=3, conversation=kept)
     assert result.stats.reused_tokens == len(again) - 3
     assert result.tokens == plain_tokens(model, again, 3)

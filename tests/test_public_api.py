@@ -29,13 +29,11 @@ def test_all_names_are_there():
     assert all(inspect.isclass(getattr(dm, name)) for name in CLASSES)
 
 
-@pytest.mark.parametrize("imported_before", ["nothing", "every submodule"])
-def test_names_do_not_depend_on_what_was_imported_before(imported_before):
+def test_names_do_not_depend_on_what_was_imported_before():
     """A submodule that is imported becomes an attribute, which must not hide a function."""
     code = "import importlib, inspect, pkgutil, dflash_mlx as dm;"
-    if imported_before == "every submodule":
-        code += "[importlib.import_module('dflash_mlx.' + m.name)"
-        code += " for m in pkgutil.iter_modules(dm.__path__)];"
+    code += "[importlib.import_module('dflash_mlx.' + m.name)"
+    code += " for m in pkgutil.iter_modules(dm.__path__)];"
     code += "[getattr(dm, n) for n in dm.__all__];"  # the first look may import, too
     code += f"print([n for n in {NAMES} if not inspect.isfunction(getattr(dm, n))])"
     assert run(code) == "[]"
@@ -65,15 +63,10 @@ def test_help_lists_the_settings_with_their_defaults():
         assert "max_tokens: 'int' = 256" in shown and "repetition_penalty: 'float' = 1.0" in shown
 
 
-def test_what_there_is_no_setting_for_is_refused():
-    with pytest.raises(dm.DFlashError, match="no setting 'max_token'"):
-        dm.generate(tinymodels.target(), None, "hi", max_token=3)
-
-
 def test_a_repr_is_a_line():
     """In a notebook the last line of a cell is shown: no page of layers, no list of every round."""
     target, drafter = tinymodels.target(), tinymodels.random_drafter()
-    result = dm.generate(target, drafter, "x" * 500, max_tokens=200)
+    result = dm.generate(target, drafter, "x" * 500, max_tokens=90)
     for shown in map(repr, (target, drafter, result, result.stats)):
         assert "\n" not in shown and len(shown) < 250, shown
     assert repr(target).startswith("Target(") and "rounds=" in repr(result)

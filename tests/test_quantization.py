@@ -30,11 +30,11 @@ def test_drafted_text_is_the_quantized_models_plain_text(family, bits):
     model, prompt = random_model(family), random_prompt(40, 4)
     Quantization(bits, 32).apply(model)
     assert any(isinstance(module, nn.QuantizedLinear) for module in model.modules())
-    target, answer = target_of(model, family), plain_tokens(model, prompt, 64)
-    assert generate(target, None, prompt, max_tokens=64).tokens == answer
+    target, answer = target_of(model, family), plain_tokens(model, prompt, 40)
+    assert generate(target, None, prompt, max_tokens=40).tokens == answer
     for p, block in ((0, 5), (0.5, 8), (0.85, 16), (1, 16)):
         oracle = Oracle(prompt, answer, 256, p=p)
-        assert generate(target, oracle, prompt, max_tokens=64, block_size=block).tokens == answer
+        assert generate(target, oracle, prompt, max_tokens=40, block_size=block).tokens == answer
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), MODES)

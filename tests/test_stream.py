@@ -214,32 +214,12 @@ def test_what_continues_a_text_has_its_first_spaces(cut, stop, shown):
     assert pieces_of(cut, stop, continues=True) == shown
 
 
-def test_nothing_follows_the_end():
-    coded = byte_level([b"a", b"b", b"c"])
-    a, b, c = coded.ids
-    stream = coded.stream((), max_tokens=99)
-    piece = stream.add([a, coded.eos, b, c])
-    assert (piece.text, piece.tokens, piece.finish_reason) == ("a", [a, coded.eos], "stop")
-    piece = stream.add([b])
-    assert (piece.text, piece.tokens, piece.finish_reason) == ("", [], "stop")
-
-
 @pytest.mark.parametrize("last", ["eos", "stop"])
 def test_the_end_at_the_last_allowed_token_is_a_stop(last):
     coded = byte_level([b"a", b"b"])
     ending = coded.eos if last == "eos" else coded.ids[1]
     piece = coded.stream(("b",), max_tokens=2).add([coded.ids[0], ending])
     assert (piece.text, piece.finish_reason) == ("a", "stop")
-
-
-@pytest.mark.parametrize(("max_tokens", "text"), [(0, ""), (1, "a"), (2, "ab"), (3, "abc")])
-def test_max_tokens_is_exact(max_tokens, text):
-    coded = byte_level([b"a", b"b", b"c", b"d"])
-    stream = coded.stream((), max_tokens)
-    assert stream.remaining == max_tokens
-    piece = stream.add(coded.ids)
-    assert (piece.text, piece.tokens) == (text, coded.ids[:max_tokens])
-    assert piece.finish_reason == "length" and stream.remaining == 0
 
 
 def test_text_held_for_a_stop_string_is_shown_at_the_end():

@@ -176,7 +176,8 @@ def test_a_drafter_learns_any_target(
     before = flat(chosen.model.parameters())
     settings = replace(SETTINGS, steps=25, learning_rate=1e-2)
     # Only the first label counts where a random target disagrees with the text, so learn its own.
-    train_drafter(chosen, config, lambda e: own_samples(chosen), settings, progress=progress)
+    samples = own_samples(chosen)
+    train_drafter(chosen, config, lambda e: samples, settings, progress=progress)
     losses = [report.loss for report in progress.reports]
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
     assert_bitwise_equal(before, chosen.model.parameters())

@@ -117,9 +117,6 @@ def test_an_error_that_nobody_listed_is_not_hidden():
         raise Surprise
 
 
-DEEP = '{"a":' * 100_000
-
-
 def test_the_part_of_a_config_that_is_about_text():
     """Models that see have one; an empty one, or what is none, says nothing."""
     assert text_config({"text_config": {"hidden_size": 8}, "hidden_size": 9}) == {"hidden_size": 8}

@@ -9,7 +9,7 @@
     include/        stand-ins for Metal's headers
     strict/         the same as declarations, with address spaces
     runtime/        fibers for threads, barriers, SIMD-group functions, the checks
-    samples.py      small kernels that the emulator's own tests run
+    samples.py      a small kernel that the emulator's own tests run
 
 Tests that need it say `pytestmark = metal_host.needs_compiler`, so that a machine without a
 compiler skips them and says why.

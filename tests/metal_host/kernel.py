@@ -26,13 +26,11 @@ def _mlx(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
     return mx.array(values).view(dtype)
 
 
-def _output(shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> np.ndarray:
-    """What an output holds before the launch: without `init_value`, ones in every bit.
+def _output(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:
+    """What an output holds before the launch: ones in every bit.
 
     That is a NaN, so an element that a kernel forgets does not pass for a zero.
     """
-    if init_value is not None:
-        return _numpy(mx.full(shape, init_value, dtype))
     empty = _numpy(mx.zeros(shape, dtype))
     return np.full(empty.nbytes, 0xFF, np.uint8).view(empty.dtype).reshape(shape)
 
@@ -56,8 +54,7 @@ class EmulatedKernel:
     cache_dir: where compiled kernels are kept
 
     A source is compiled for each set of dtypes and template arguments that it is called with.
-    `compile_options` makes no difference: arithmetic is IEEE's, as with MLX's default, the math
-    mode "safe".
+    Arithmetic is IEEE's, as with MLX's default, the math mode "safe".
     """
 
     def __init__(
@@ -68,16 +65,12 @@ class EmulatedKernel:
         source: str,
         header: str = "",
         ensure_row_contiguous: bool = True,
-        atomic_outputs: bool = False,
-        compile_options: object | None = None,
         *,
         checked: bool = True,
         strict: bool = False,
         compiler: Compiler | None = None,
         cache_dir: Path = CACHE,
     ):
-        if not output_names:
-            raise ValueError("[metal_kernel] Must specify at least one output.")
         (header + source).encode("ascii")  # MLX passes the text on as ASCII
         self.name = name
         self.input_names = list(input_names)
@@ -85,7 +78,6 @@ class EmulatedKernel:
         self.source = source
         self.header = header
         self.ensure_row_contiguous = ensure_row_contiguous
-        self.atomic_outputs = atomic_outputs
         self.strict = strict
         self.build = Build(checked, compiler, cache_dir)
         self._libraries: dict[str, Path] = {}
@@ -104,7 +96,6 @@ class EmulatedKernel:
             template,
             self.header,
             self.source,
-            self.atomic_outputs,
         )
 
     def __call__(
@@ -116,23 +107,16 @@ class EmulatedKernel:
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
         template: TemplateArguments | None = None,
-        init_value: float | None = None,
-        verbose: bool = False,
-        stream: object | None = None,
     ) -> list[mx.array]:
-        """Runs the kernel, now and here, whatever the stream. Raises CheckError for what it finds.
-
-        The other arguments are those of MLX, and so are the ValueErrors for wrong ones.
-        """
-        self._refuse_wrong_sizes(inputs, output_shapes, output_dtypes, threadgroup)
+        """Runs the kernel, now and here. Raises CheckError for what it finds."""
+        if prod(threadgroup) > _MOST_THREADS:
+            raise ValueError(f"A threadgroup has at most {_MOST_THREADS} threads.")
         arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
         if self.ensure_row_contiguous:
             arrays = [mx.contiguous(array) for array in arrays]
         wrapper = self.wrapper(arrays, output_dtypes, template or ())
-        if verbose:
-            print(f"Generated source code for `{self.name}`:\n```\n{wrapper.text}\n```")
         outputs = [
-            Memory(name, _output(shape, dtype, init_value), True, init_value is not None)
+            Memory(name, _output(shape, dtype), True, False)
             for name, shape, dtype in zip(
                 self.output_names, output_shapes, output_dtypes, strict=True
             )
@@ -148,23 +132,6 @@ class EmulatedKernel:
         return [
             _mlx(memory.values, dtype) for memory, dtype in zip(outputs, output_dtypes, strict=True)
         ]
-
-    def _refuse_wrong_sizes(self, inputs, output_shapes, output_dtypes, threadgroup) -> None:
-        for what, given, names in (
-            ("inputs", inputs, self.input_names),
-            ("output_shapes", output_shapes, self.output_names),
-            ("output_dtypes", output_dtypes, self.output_names),
-        ):
-            if len(given) != len(names):
-                raise ValueError(
-                    f"[metal_kernel] Expected `{what}` to have size {len(names)} but got size "
-                    f"{len(given)}."
-                )
-        if prod(threadgroup) > _MOST_THREADS:
-            raise ValueError(
-                f"Thread group size ({prod(threadgroup)}) is greater than  the maximum allowed "
-                f"threads per threadgroup ({_MOST_THREADS})."
-            )
 
     def library(self, wrapper: Wrapper) -> Path:
         """The compiled kernel."""

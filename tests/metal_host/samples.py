@@ -1,45 +1,10 @@
-"""Small kernels to test the emulator with: what a call of each of them takes, and what it gives."""
+"""A small kernel to test the emulator with: what a call of it takes, and what it gives."""
 
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from metal_host.kernel import EmulatedKernel
-
-EXPONENTIAL = """
-  const uint i = thread_position_in_grid.x;
-  const T value = values[i];
-  result[i] = metal::exp(value) * T(2) + T(added);
-"""
-
-# Largest element and sum of exponentials of each row: a threadgroup a row.
-SOFTMAX_STATISTICS = """
-  threadgroup float sums[32], tops[32];
-  const uint row = threadgroup_position_in_grid.x;
-  const uint lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;
-  const int length = x_shape[1];
-  const device T* values = x + row * length;
-  float most = -INFINITY;
-  for (int i = thread_position_in_threadgroup.x; i < length; i += threads_per_threadgroup.x) {
-    most = metal::max(most, float(values[i]));
-  }
-  most = simd_max(most);
-  if (lane == 0) tops[simdgroup] = most;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  most = simd_max(lane < simdgroups_per_threadgroup ? tops[lane] : -INFINITY);
-  float sum = 0;
-  for (int i = thread_position_in_threadgroup.x; i < length; i += threads_per_threadgroup.x) {
-    sum += metal::exp(float(values[i]) - most);
-  }
-  for (ushort step = 16; step > 0; step /= 2) sum += simd_shuffle_down(sum, step);
-  if (lane == 0) sums[simdgroup] = sum;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  sum = simd_sum(lane < simdgroups_per_threadgroup ? sums[lane] : 0.0f);
-  if (thread_position_in_threadgroup.x == 0) {
-    top[row] = most;
-    total[row] = sum;
-  }
-"""
 
 # y[16, N] = x[16, K] by 4-bit weights in groups of 64. A threadgroup of four SIMD-groups takes 32
 # columns, and 64 of K at a time.
@@ -105,45 +70,6 @@ class Sample:
 
     def run(self, **how) -> list[mx.array]:
         return EmulatedKernel(**self.constructor, **how)(inputs=self.inputs, **self.call)
-
-
-def exponential(values: mx.array, added: mx.array) -> Sample:
-    return Sample(
-        dict(
-            name="exponential",
-            input_names=["values", "added"],
-            output_names=["result"],
-            source=EXPONENTIAL,
-        ),
-        dict(
-            template=[("T", values.dtype)],
-            output_shapes=[values.shape],
-            output_dtypes=[values.dtype],
-            grid=(values.size, 1, 1),
-            threadgroup=(256, 1, 1),
-        ),
-        [values, added],
-    )
-
-
-def softmax_statistics(x: mx.array) -> Sample:
-    rows = x.shape[0]
-    return Sample(
-        dict(
-            name="softmax_statistics",
-            input_names=["x"],
-            output_names=["top", "total"],
-            source=SOFTMAX_STATISTICS,
-        ),
-        dict(
-            template=[("T", x.dtype)],
-            output_shapes=[(rows,), (rows,)],
-            output_dtypes=[mx.float32, mx.float32],
-            grid=(rows * 128, 1, 1),
-            threadgroup=(128, 1, 1),
-        ),
-        [x],
-    )
 
 
 def matmul(x: mx.array, weights: mx.array) -> Sample:

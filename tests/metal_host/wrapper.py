@@ -124,9 +124,8 @@ def _input_parameters(name: str, array: mx.array, body: str) -> list[Parameter]:
     return found
 
 
-def _output_parameter(name: str, dtype: mx.Dtype, atomic: bool) -> Parameter:
-    type_ = METAL_NAMES[dtype]
-    return Parameter(name, "", f"device {f'atomic<{type_}>' if atomic else type_}*")
+def _output_parameter(name: str, dtype: mx.Dtype) -> Parameter:
+    return Parameter(name, "", f"device {METAL_NAMES[dtype]}*")
 
 
 def _function_name(
@@ -149,7 +148,6 @@ def wrap(
     template: TemplateArguments,
     header: str,
     body: str,
-    atomic_outputs: bool,
 ) -> Wrapper:
     """The function that MLX would compile for these arguments."""
     arguments = [_template_text(value) for _, value in template]
@@ -159,7 +157,7 @@ def wrap(
     parameters = [
         parameter for key, array in inputs for parameter in _input_parameters(key, array, body)
     ]
-    parameters += [_output_parameter(key, dtype, atomic_outputs) for key, dtype in outputs]
+    parameters += [_output_parameter(key, dtype) for key, dtype in outputs]
     attributes = [attribute for attribute in ATTRIBUTES if attribute in body]
     lines = [f"  {p.type} {p.name} [[buffer({i})]]" for i, p in enumerate(parameters)]
     lines += [f"  {ATTRIBUTES[name]} {name} [[{name}]]" for name in attributes]

@@ -79,7 +79,7 @@ def claude(server):
 
 def test_openai_chat(chat):
     story = [{"role": "user", "content": "Tell me of a turtle and of the sea."}]
-    settings = {"model": "m", "messages": story, "max_tokens": 300, "seed": 3, "temperature": 1}
+    settings = {"model": "m", "messages": story, "max_tokens": 80, "seed": 3, "temperature": 1}
     whole = chat.chat.completions.create(**settings, n=2, logprobs=True, top_logprobs=2)
     with chat.chat.completions.stream(
         **settings, n=2, logprobs=True, top_logprobs=2, stream_options={"include_usage": True}
