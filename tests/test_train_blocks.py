@@ -59,7 +59,7 @@ CASES = {
 
 
 @pytest.fixture(params=CASES.values(), ids=list(CASES))
-def drafter(request: pytest.FixtureRequest) -> DFlash:
+def drafter(request) -> DFlash:
     return make_drafter(**request.param)
 
 
@@ -71,7 +71,7 @@ def random_inputs(rows: int = 2) -> tuple[mx.array, mx.array, mx.array]:
     return embeddings, mx.random.normal((rows, LENGTH, 32)), anchors
 
 
-def test_equals_the_network_block_by_block(drafter: DFlash) -> None:
+def test_equals_the_network_block_by_block(drafter):
     embeddings, taps, anchors = random_inputs()
     together = draft_hidden(drafter, embeddings, taps, anchors)
     for row in range(2):
@@ -83,7 +83,7 @@ def test_equals_the_network_block_by_block(drafter: DFlash) -> None:
             assert mx.allclose(together[block], alone[0], rtol=0, atol=1e-5), (row, anchor)
 
 
-def test_sees_nothing_from_its_anchor_on(drafter: DFlash) -> None:
+def test_sees_nothing_from_its_anchor_on(drafter):
     embeddings, taps, anchors = random_inputs(1)
     before = draft_hidden(drafter, embeddings, taps, anchors)
     for i, anchor in enumerate(ANCHORS):
@@ -93,7 +93,7 @@ def test_sees_nothing_from_its_anchor_on(drafter: DFlash) -> None:
         assert mx.array_equal(before[i], after[i])
 
 
-def test_sees_no_other_block(drafter: DFlash) -> None:
+def test_sees_no_other_block(drafter):
     embeddings, taps, anchors = random_inputs(1)
     before = draft_hidden(drafter, embeddings, taps, anchors)
     changed = mx.array(np.array(embeddings))
@@ -104,7 +104,7 @@ def test_sees_no_other_block(drafter: DFlash) -> None:
     assert not mx.allclose(before[1], after[1])
 
 
-def test_sees_the_context_before_it() -> None:
+def test_sees_the_context_before_it():
     drafter = make_drafter()
     embeddings, taps, anchors = random_inputs(1)
     before = draft_hidden(drafter, embeddings, taps, anchors)
@@ -115,7 +115,7 @@ def test_sees_the_context_before_it() -> None:
     assert moved.tolist() == [False, True, True, True]
 
 
-def test_gradients_are_those_of_the_block_by_block_network() -> None:
+def test_gradients_are_those_of_the_block_by_block_network():
     drafter = make_drafter(**SLIDING)
     embeddings, taps, anchors = random_inputs(1)
 
@@ -138,7 +138,7 @@ def test_gradients_are_those_of_the_block_by_block_network() -> None:
     assert mx.allclose(expected, got, rtol=1e-3, atol=1e-3 * mx.abs(expected).max().item())
 
 
-def test_the_selector_learns_to_pick_among_the_candidates() -> None:
+def test_the_selector_learns_to_pick_among_the_candidates():
     """Entropy and choice of every slot, one at a time, from the selector's definition."""
     drafter = make_drafter(**DFLASH2)
     hidden, logits = mx.random.normal((2, 3, 16)), mx.random.normal((2, 3, 32))
@@ -161,7 +161,7 @@ def test_the_selector_learns_to_pick_among_the_candidates() -> None:
     assert entropy[1, 2].item() == 0
 
 
-def test_what_the_selector_chooses_is_what_it_walks() -> None:
+def test_what_the_selector_chooses_is_what_it_walks():
     """With every choice right so far, the teacher-forced choices are the walk's."""
     drafter = make_drafter(**DFLASH2)
     hidden, logits = mx.random.normal((1, 3, 16)), mx.random.normal((1, 3, 32))
@@ -171,7 +171,7 @@ def test_what_the_selector_chooses_is_what_it_walks() -> None:
     assert chosen[0].tolist() == path.tolist()
 
 
-def test_slot_weights_stop_at_the_first_disagreement() -> None:
+def test_slot_weights_stop_at_the_first_disagreement():
     tokens = mx.array([5, 6, 7, 8, 9])
     choices = mx.array([5, 0, 7, 8, 9])
     inside = mx.array([True, True, True, True, False])

@@ -45,14 +45,14 @@ def operations(text: str) -> set[tuple[int, str, int]]:
     return found
 
 
-def test_streams_are_reproducible() -> None:
+def test_streams_are_reproducible():
     for stream in (corpus.conversations, strangers.requests):
         first, again, other = (list(islice(stream(seed), 50)) for seed in (1, 1, 2))
         assert first == again != other
     assert corpus.held_out(3) == corpus.held_out(3)
 
 
-def test_no_held_out_prompt_or_problem_is_trained_on(training, held_out) -> None:
+def test_no_held_out_prompt_or_problem_is_trained_on(training, held_out):
     trained_prompts = {turn.prompt for c in training for turn in c.turns}
     trained_keys = {key for c in training for turn in c.turns for key in turn.keys}
     asked = [turn for c in held_out for turn in c.turns if turn.keys]
@@ -60,7 +60,7 @@ def test_no_held_out_prompt_or_problem_is_trained_on(training, held_out) -> None
     assert not trained_keys & {turn.keys[0] for turn in asked}
 
 
-def test_no_held_out_sum_is_spelled_anywhere_in_training(training, held_out) -> None:
+def test_no_held_out_sum_is_spelled_anywhere_in_training(training, held_out):
     """The independent check: by the text alone, without the keys the split is made of."""
     spelled = set().union(*(operations(turn.answer) for c in training for turn in c.turns))
     for conversation in held_out:
@@ -70,13 +70,13 @@ def test_no_held_out_sum_is_spelled_anywhere_in_training(training, held_out) -> 
                 assert not operations(last_line) & spelled, last_line
 
 
-def test_held_out_prompts_cover_every_category_and_differ(held_out) -> None:
+def test_held_out_prompts_cover_every_category_and_differ(held_out):
     for category in corpus.CATEGORIES:
         chosen = [c for c in held_out if c.category == category]
         assert len({tuple(t.prompt for t in c.turns) for c in chosen}) == len(chosen) == 40
 
 
-def test_the_same_problem_is_on_the_same_side_however_it_is_asked() -> None:
+def test_the_same_problem_is_on_the_same_side_however_it_is_asked():
     sides: dict[str, set[bool]] = {}
     rng = Random(0)
     for _ in range(3000):
@@ -96,14 +96,14 @@ def answers(generator, count: int = 300) -> list[Turn]:
 @pytest.mark.parametrize(
     "generator", [problems.addition, problems.subtraction, problems.multiplication]
 )
-def test_arithmetic_is_right(generator) -> None:
+def test_arithmetic_is_right(generator):
     signs = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
     for turn in answers(generator):
         for a, sign, b, result in re.findall(r"(\d+) ([-+x]) (\d+) = (\d+)\.", turn.answer):
             assert signs[sign](int(a), int(b)) == int(result), turn.answer
 
 
-def test_conversions_are_right() -> None:
+def test_conversions_are_right():
     factors = {(large, small): factor for large, small, factor in problems.UNITS}
     for turn in answers(problems.units):
         n, large, result, small = re.fullmatch(
@@ -112,7 +112,7 @@ def test_conversions_are_right() -> None:
         assert int(n) * factors[large, small] == int(result)
 
 
-def test_functions_do_what_their_example_says() -> None:
+def test_functions_do_what_their_example_says():
     for turn in answers(passages.code, 200):
         source = turn.answer.split("```python\n")[1].split("```")[0]
         call, result = re.search(r"For example, (.+) gives (.+)\.$", turn.answer).groups()
@@ -121,7 +121,7 @@ def test_functions_do_what_their_example_says() -> None:
         assert repr(eval(call, namespace)) == result, turn.answer
 
 
-def test_strangers_ask_what_nothing_is_measured_by(training, held_out) -> None:
+def test_strangers_ask_what_nothing_is_measured_by(training, held_out):
     asked = different_requests()
     assert len(set(asked)) == len(asked) == OWN_REQUESTS + SCORED
     assert not any("{" in text for text in asked)
@@ -130,12 +130,12 @@ def test_strangers_ask_what_nothing_is_measured_by(training, held_out) -> None:
     assert not {strangers.bare(text) for text in asked} & {strangers.bare(text) for text in FREE}
 
 
-def test_what_strangers_are_scored_by_was_not_learnt() -> None:
+def test_what_strangers_are_scored_by_was_not_learnt():
     bare = [strangers.bare(text) for text in different_requests()]
     assert not set(bare[:OWN_REQUESTS]) & set(bare[OWN_REQUESTS:])
 
 
-def test_what_drafters_are_scored_by_is_not_learnt_from_strangers() -> None:
+def test_what_drafters_are_scored_by_is_not_learnt_from_strangers():
     tokenizer = load_tokenizer(Path(tiny.__file__).parent / "target")
     greeting, other = "Hello! How can I help you today?", "Cats are a kind of tea."
     by_category = {c.category: c.turns[-1].answer for c in corpus.held_out(SCORED, seed=1)}
@@ -145,7 +145,7 @@ def test_what_drafters_are_scored_by_is_not_learnt_from_strangers() -> None:
     assert learnable(answers, tokenizer) == [answers[0].sample, answers[4].sample]
 
 
-def test_where_chance_began_an_answer_the_target_goes_on_as_it_would(tmp_path, monkeypatch) -> None:
+def test_where_chance_began_an_answer_the_target_goes_on_as_it_would(tmp_path, monkeypatch):
     target = load_target("tiny")
     requests = ["hi", "Tell me about dogs.", "Who was Homer?", "Write a poem."]
     monkeypatch.setattr(own, "different_requests", lambda: requests)

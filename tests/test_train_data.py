@@ -32,21 +32,21 @@ CHAT = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+def tokenizer(tmp_path_factory) -> TokenizerWrapper:
     folder = tmp_path_factory.mktemp("tokenizer")
     texts = ["one two three four five six seven 1234567890"] * 5
     save_tokenizer(train_tokenizer(texts, 300), folder, 128)
     return load_tokenizer(folder)
 
 
-def test_the_tokenizer_is_whole(tokenizer: TokenizerWrapper) -> None:
+def test_the_tokenizer_is_whole(tokenizer):
     text = "one  two\n\tthree 4567 é 漢 🙂"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("4567")) == 4
     assert [tokenizer.decode([i]) for i in tokenizer.eos_token_ids] == ["<|im_end|>"]
 
 
-def test_answers_of_a_chat_end_with_the_end_of_turn(tokenizer: TokenizerWrapper) -> None:
+def test_answers_of_a_chat_end_with_the_end_of_turn(tokenizer):
     sample = encode_chat(tokenizer, CHAT)
     texts = [tokenizer.decode(list(sample.tokens[a:b])) for a, b in sample.answers]
     assert texts == ["two three<|im_end|>", "five 5 six<|im_end|>"]
@@ -55,9 +55,7 @@ def test_answers_of_a_chat_end_with_the_end_of_turn(tokenizer: TokenizerWrapper)
     assert tokenizer.decode(list(sample.tokens[:start])).endswith("<|im_start|>assistant\n")
 
 
-def test_a_template_that_rewrites_the_past_keeps_the_last_answer(
-    tokenizer: TokenizerWrapper,
-) -> None:
+def test_a_template_that_rewrites_the_past_keeps_the_last_answer(tokenizer):
     template = (
         "{% for m in messages %}{{ m.role }}:"
         "{{ m.content if loop.last or m.role == 'user' else 'gone' }}<|im_end|>{% endfor %}"
@@ -74,7 +72,7 @@ def test_a_template_that_rewrites_the_past_keeps_the_last_answer(
     assert tokenizer.decode(list(sample.tokens[start:end])) == "five 5 six<|im_end|>"
 
 
-def test_every_format_is_read(tmp_path: Path, tokenizer: TokenizerWrapper) -> None:
+def test_every_format_is_read(tmp_path, tokenizer):
     lines = [{"messages": CHAT}, {"prompt": "one", "answer": "two"}, {"text": "three\u2028four"}]
     chat = tmp_path / "data.jsonl"
     content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
@@ -99,7 +97,7 @@ def test_every_format_is_read(tmp_path: Path, tokenizer: TokenizerWrapper) -> No
         '{"text": ""}',
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, tokenizer: TokenizerWrapper, line: str) -> None:
+def test_a_bad_line_is_named(tmp_path, tokenizer, line):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "one two"}\n' + line + "\n")
     with pytest.raises(DataError) as caught:
@@ -109,7 +107,7 @@ def test_a_bad_line_is_named(tmp_path: Path, tokenizer: TokenizerWrapper, line: 
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
-def test_a_file_that_cannot_be_used(tmp_path: Path, tokenizer: TokenizerWrapper, content) -> None:
+def test_a_file_that_cannot_be_used(tmp_path, tokenizer, content):
     path = tmp_path / "data.jsonl"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -121,7 +119,7 @@ def samples(count: int) -> list[Sample]:
     return [Sample(tuple(range(3 + i % 40)), ((1, 3),)) for i in range(count)]
 
 
-def test_batches_hold_one_bucket_and_every_sample() -> None:
+def test_batches_hold_one_bucket_and_every_sample():
     from random import Random
 
     batches = group(samples(100), tokens=64, rng=Random(0))
@@ -132,7 +130,7 @@ def test_batches_hold_one_bucket_and_every_sample() -> None:
     assert {id(s) for b in batches for s in b} and sum(map(len, batches)) >= 100
 
 
-def test_a_stream_goes_on_where_it_stopped() -> None:
+def test_a_stream_goes_on_where_it_stopped():
     def stream(position: tuple[int, int] = (0, 0)) -> BatchStream:
         return BatchStream(
             lambda epoch: samples(20 + epoch),

@@ -10,12 +10,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+import tinymodels
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_tokenizer
 from tiny_pair.target import collate, new_model, next_token_loss
-from tiny_pair.tokenizer import save_tokenizer, train_tokenizer
 
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import SettingsError, WeightsError
@@ -33,26 +30,8 @@ from dflash_mlx.train.drafter import (
 )
 from dflash_mlx.train.fit import StepReport, fit, make_optimizer, schedule
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-}
-TARGET = {**SHAPE, "model_type": "qwen3", "num_hidden_layers": 3, "tie_word_embeddings": True}
-RAW_DRAFTER = {
-    **SHAPE,
-    "architectures": ["DFlashDraftModel"],
-    "num_hidden_layers": 1,
-    "num_target_layers": 3,
-    "block_size": 4,
-    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
-}
+TARGET = tinymodels.model_config("qwen3", tie_word_embeddings=True)
+RAW_DRAFTER = tinymodels.drafter_config(num_hidden_layers=1, block_size=4)
 DRAFTER = DraftConfig.from_dict(RAW_DRAFTER)
 DFLASH2 = replace(DRAFTER, conv_kernel_size=2, conv_group_size=8, selector_rank=8, selector_top_k=6)
 DSPARK = DraftConfig.from_dict(
@@ -68,22 +47,8 @@ SETTINGS = DrafterSettings(steps=8, tokens=64, anchors=3, learning_rate=3e-3, sa
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(train_tokenizer(["one two three four"] * 3, 300), folder, 256)
-    return load_tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer: TokenizerWrapper) -> Target:
-    return Target(new_model(TARGET, seed=0), tokenizer, TARGET, "random qwen3")
-
-
-@pytest.fixture(scope="module")
-def untied_target(tokenizer: TokenizerWrapper) -> Target:
-    config = {**TARGET, "model_type": "llama", "tie_word_embeddings": False}
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    return Target(model, tokenizer, config, "random llama")
+def target() -> Target:
+    return tinymodels.target("llama")  # whose head is tied
 
 
 def sample_texts(epoch: int = 0) -> list[Sample]:
@@ -103,20 +68,10 @@ def assert_bitwise_equal(first: Any, second: Any) -> None:
         assert np.array_equal(array, second[name]), name
 
 
-class Recorder:
-    """A progress display that keeps the reports."""
-
-    def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-
-    def __call__(self, report: StepReport) -> None:
-        self.reports.append(report)
-
-
 def train_target(
     steps: int, optimizer: optim.Optimizer, checkpoint: Path | None = None, **settings: Any
 ) -> tuple[Any, list[StepReport]]:
-    model, progress = new_model(TARGET, seed=1), Recorder()
+    model, reports = new_model(TARGET, seed=1), []
     parameters = fit(
         next_token_loss(model),
         model.trainable_parameters(),
@@ -124,20 +79,20 @@ def train_target(
         lambda position: BatchStream(sample_texts, collate, 64, 0, position),
         steps,
         checkpoint,
-        progress,
+        reports.append,
         **settings,
     )
-    return parameters, progress.reports
+    return parameters, reports
 
 
-def test_a_target_learns() -> None:
+def test_a_target_learns():
     _, reports = train_target(12, make_optimizer("muon", 0.02, 12))
     assert [report.step for report in reports] == list(range(1, 13))
     assert reports[-1].loss < 0.8 * reports[0].loss
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_resuming_changes_no_bit(tmp_path: Path, name: str) -> None:
+def test_resuming_changes_no_bit(tmp_path, name):
     checkpoint = tmp_path / "checkpoint.safetensors"
     whole, _ = train_target(9, make_optimizer(name, 0.01, 9))
     train_target(
@@ -148,14 +103,14 @@ def test_resuming_changes_no_bit(tmp_path: Path, name: str) -> None:
     assert_bitwise_equal(whole, resumed)
 
 
-def test_a_foreign_checkpoint_is_refused(tmp_path: Path, target: Target) -> None:
+def test_a_foreign_checkpoint_is_refused(tmp_path, target):
     checkpoint = tmp_path / "checkpoint.safetensors"
     train_target(1, make_optimizer("adamw", 0.01, 1), checkpoint, save_every=1)
     with pytest.raises(WeightsError, match="another model"):
         train_drafter(target, DRAFTER, sample_texts, SETTINGS, checkpoint=checkpoint)
 
 
-def test_the_schedule_counts_steps() -> None:
+def test_the_schedule_counts_steps():
     rate = schedule(1.0, steps=100, warmup=0.1)
     values = [float(rate(mx.array(step))) for step in (0, 5, 10, 55, 100)]
     assert values[0] == pytest.approx(0.1)
@@ -165,20 +120,18 @@ def test_the_schedule_counts_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "config"),
-    [("target", DFLASH2), ("untied_target", DRAFTER)],
+    ("family", "config"),
+    [("llama", DFLASH2), ("qwen3", DRAFTER)],
     ids=["DFlash2, a tied head", "DFlash, one of its own"],
 )
-def test_a_drafter_learns_any_target(
-    request: pytest.FixtureRequest, name: str, config: DraftConfig
-) -> None:
-    chosen, progress = request.getfixturevalue(name), Recorder()
+def test_a_drafter_learns_any_target(family, config):
+    chosen, reports = tinymodels.target(family), []
     before = flat(chosen.model.parameters())
     settings = replace(SETTINGS, steps=25, learning_rate=1e-2)
     # Only the first label counts where a random target disagrees with the text, so learn its own.
     samples = own_samples(chosen)
-    train_drafter(chosen, config, lambda e: samples, settings, progress=progress)
-    losses = [report.loss for report in progress.reports]
+    train_drafter(chosen, config, lambda e: samples, settings, progress=reports.append)
+    losses = [report.loss for report in reports]
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
     assert_bitwise_equal(before, chosen.model.parameters())
 
@@ -192,7 +145,7 @@ def own_samples(target: Target) -> list[Sample]:
     return found
 
 
-def test_a_resumed_drafter_is_the_same(tmp_path: Path, target: Target) -> None:
+def test_a_resumed_drafter_is_the_same(tmp_path, target):
     def train(steps: int, checkpoint: Path | None) -> Any:
         progress: Callable[[StepReport], None] = interrupt_at(steps)
         settings = replace(SETTINGS, save_every=3)
@@ -209,7 +162,7 @@ def test_a_resumed_drafter_is_the_same(tmp_path: Path, target: Target) -> None:
     assert_bitwise_equal(whole, train(99, tmp_path / "d.safetensors"))
 
 
-def test_a_drafter_that_was_loaded_in_16_bits_learns_in_32(target: Target) -> None:
+def test_a_drafter_that_was_loaded_in_16_bits_learns_in_32(target):
     """As one is loaded on a GPU."""
     start = new_drafter(DRAFTER, 3)
     start.set_dtype(mx.bfloat16)
@@ -226,13 +179,13 @@ def interrupt_at(step: int) -> Callable[[StepReport], None]:
     return progress
 
 
-def test_the_best_parameters_are_returned(target: Target) -> None:
-    progress = Recorder()
+def test_the_best_parameters_are_returned(target):
+    reports = []
     settings = replace(SETTINGS, steps=12, learning_rate=5.0, validate_every=1)
     drafter = train_drafter(
-        target, DRAFTER, sample_texts, settings, sample_texts(), progress=progress
+        target, DRAFTER, sample_texts, settings, sample_texts(), progress=reports.append
     )
-    losses = [report.held_out_loss for report in progress.reports]
+    losses = [report.held_out_loss for report in reports]
     best = losses.index(min(losses))
     assert best < len(losses) == 12
     collator = AnchorCollator(SETTINGS.anchors)
@@ -241,15 +194,15 @@ def test_the_best_parameters_are_returned(target: Target) -> None:
     assert np.isfinite(float(loss(drafter.parameters(), *arrays)[0]))
 
 
-def test_training_that_diverges_is_not_gone_on_with(target: Target) -> None:
-    progress = Recorder()
+def test_training_that_diverges_is_not_gone_on_with(target):
+    reports = []
     settings = replace(SETTINGS, steps=50, learning_rate=1e30)
     with pytest.raises(SettingsError, match="loss of step [2-9] is nan. Lower --learning-rate"):
-        train_drafter(target, DRAFTER, sample_texts, settings, progress=progress)
-    assert progress.reports and all(np.isfinite(one.loss) for one in progress.reports)
+        train_drafter(target, DRAFTER, sample_texts, settings, progress=reports.append)
+    assert reports and all(np.isfinite(one.loss) for one in reports)
 
 
-def test_anchors_start_with_the_first_token_of_an_answer() -> None:
+def test_anchors_start_with_the_first_token_of_an_answer():
     samples = [Sample(tuple(range(30)), ((10, 14), (20, 30))), Sample((1, 2, 3), ((2, 3),))]
     firsts = set()
     for seed in range(20):
@@ -265,11 +218,11 @@ def test_anchors_start_with_the_first_token_of_an_answer() -> None:
 
 
 @pytest.mark.parametrize("config", [DRAFTER, DFLASH2, DSPARK], ids=["DFlash", "DFlash2", "DSpark"])
-def test_the_reported_tau_is_that_of_the_loop(target: Target, config: DraftConfig) -> None:
+def test_the_reported_tau_is_that_of_the_loop(target, config):
     """Anchored at the first token of an answer, tau is what the first round accepts."""
     drafter = new_drafter(config, seed=4)
     if config is DSPARK:  # whose head starts without an opinion
-        drafter.markov_head.markov_w2.weight = mx.random.normal((300, 8))
+        drafter.markov_head.markov_w2.weight = mx.random.normal((target.vocab_size, 8))
     [sample, _] = own_samples(target)
     arrays = AnchorCollator(1)([sample], Random(0))
     tau = draft_loss(drafter, target, 2.0)(drafter.parameters(), *arrays)[1]
@@ -277,7 +230,7 @@ def test_the_reported_tau_is_that_of_the_loop(target: Target, config: DraftConfi
     assert float(tau) == 1 + result.stats.accepted_per_round[0]
 
 
-def test_a_drafter_can_be_stored_in_six_bits(tmp_path: Path) -> None:
+def test_a_drafter_can_be_stored_in_six_bits(tmp_path):
     raw = RAW_DRAFTER | {"intermediate_size": 64}
     drafter = new_drafter(DraftConfig.from_dict(raw), seed=0)
     few = raw | {"quantization": {"group_size": 32, "bits": 6}}

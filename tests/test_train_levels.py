@@ -38,19 +38,17 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def config(target: Target) -> DraftConfig:
+def config(target) -> DraftConfig:
     return DraftConfig.from_dict(draft_config(target, "dspark", 4, 0, 1))
 
 
 @pytest.fixture(scope="module")
-def samples(target: Target) -> list[Sample]:
+def samples(target) -> list[Sample]:
     ids = [tuple(target.tokenizer.encode(line)) for line in LINES]
     return [Sample(tokens, ((1, len(tokens)),)) for tokens in ids]
 
 
-def test_scales_are_root_mean_squares(
-    target: Target, config: DraftConfig, samples: list[Sample]
-) -> None:
+def test_scales_are_root_mean_squares(target, config, samples):
     layers = config.target_layer_ids
     scales = np.array(tap_scales(target, layers, samples))
     values = []
@@ -62,18 +60,14 @@ def test_scales_are_root_mean_squares(
     assert scales.max() > 20 * np.median(scales)
 
 
-def test_a_drafter_that_knows_something_begins_as_it_is(
-    target: Target, config: DraftConfig, samples: list[Sample]
-) -> None:
+def test_a_drafter_that_knows_something_begins_as_it_is(target, config, samples):
     drafter = new_drafter(config, 5)
     before = np.array(drafter.fc.weight)
     train_drafter(target, config, lambda e: samples, SETTINGS, drafter=drafter)
     np.testing.assert_allclose(np.array(drafter.fc.weight), before, rtol=1e-3, atol=1e-6)
 
 
-def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
-    target: Target, config: DraftConfig, samples: list[Sample]
-) -> None:
+def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(target, config, samples):
     seen: list[StepReport] = []
     settings = replace(SETTINGS, validate_every=1)
     drafter = train_drafter(

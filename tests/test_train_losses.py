@@ -56,7 +56,7 @@ def samples(target: Target) -> list[Sample]:
 
 
 @pytest.mark.parametrize("loss_weights", MIXES)
-def test_a_mix_is_what_its_parts_say(loss_weights: LossWeights) -> None:
+def test_a_mix_is_what_its_parts_say(loss_weights):
     rng = np.random.default_rng(0)
     logits, count = rng.normal(size=(5, 9)).astype(np.float32), 3
     p = rng.dirichlet(np.ones(9), 5)
@@ -74,13 +74,13 @@ def test_a_mix_is_what_its_parts_say(loss_weights: LossWeights) -> None:
 
 
 @pytest.mark.parametrize("parts", [(0, 0), (-1, 1), (float("nan"), 1)])
-def test_a_mix_of_nothing_is_refused(parts: tuple[float, float]) -> None:
+def test_a_mix_of_nothing_is_refused(parts):
     with pytest.raises(SettingsError, match="above 0"):
         LossWeights(*parts)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
-def test_parts_sum_to_the_whole(rows: int) -> None:
+def test_parts_sum_to_the_whole(rows):
     mx.random.seed(0)
     hidden, weights = mx.random.normal((7, 5)), mx.arange(7) / 7
     trained = {"head": {"w": mx.random.normal((5, 4))}}
@@ -102,7 +102,7 @@ def test_parts_sum_to_the_whole(rows: int) -> None:
     assert chosen.tolist() == part(trained, hidden, weights)[1].tolist()
 
 
-def test_logits_of_all_slots_never_exist() -> None:
+def test_logits_of_all_slots_never_exist():
     """The stated bound: parts of 2 MB where all slots together would have 80 MB."""
     mx.random.seed(0)
     count, width, vocabulary, bound = 1000, 8, 20_000, 2**21
@@ -125,7 +125,7 @@ def test_logits_of_all_slots_never_exist() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_drafter_is_of_its_seed(kind: str) -> None:
+def test_a_new_drafter_is_of_its_seed(kind):
     mx.random.seed(1)
     first = new_drafter(draft_config(kind), seed=2).parameters()
     mx.random.seed(99)
@@ -161,21 +161,19 @@ def assert_close(ours: object, theirs: object) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_little_memory_changes_no_loss(
-    target: Target, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_little_memory_changes_no_loss(target, kind, monkeypatch):
     whole = graded(target, kind, MIXES[-1])
     monkeypatch.setattr(losses, "BOUND", 4 * 4 * target.vocab_size * 7)  # seven slots at a time
     assert_close(whole, graded(target, kind, MIXES[-1]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keeping_every_token_changes_no_loss(target: Target, kind: str) -> None:
+def test_keeping_every_token_changes_no_loss(target, kind):
     every = VocabularySubset.of(range(target.vocab_size), target.vocab_size)
     assert_close(graded(target, kind, MIXES[-1]), graded(target, kind, MIXES[-1], every))
 
 
-def test_tokens_that_do_not_occur_cost_nothing(target: Target) -> None:
+def test_tokens_that_do_not_occur_cost_nothing(target):
     few = losses.answer_vocabulary(samples(target), target.vocab_size)
     assert 4 < len(few.tokens) < target.vocab_size
     (some, _), _ = graded(target, "DFlash", LossWeights(), few)
@@ -184,7 +182,7 @@ def test_tokens_that_do_not_occur_cost_nothing(target: Target) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
-def test_features_in_parts_are_those_of_the_whole(family: str) -> None:
+def test_features_in_parts_are_those_of_the_whole(family):
     target = tinymodels.target(family)
     mx.random.seed(0)
     tokens = mx.random.randint(0, target.vocab_size, (2, 21))

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def target() -> Target:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path) -> Recipe:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in LINES * 2))
     return Recipe(
@@ -34,8 +33,8 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def test_too_little_memory_is_told_before_anything_is_answered(
-    tmp_path: Path, target: Target, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, target, recipe, monkeypatch
+):
     out = tmp_path / "out"
     monkeypatch.setattr(memory, "memory_bytes", lambda: 10**6)
     with pytest.raises(NotEnoughMemoryError, match=r"lower --tokens \(256\), --anchors \(16\)"):
@@ -44,8 +43,8 @@ def test_too_little_memory_is_told_before_anything_is_answered(
 
 
 def test_answers_too_short_for_the_memory_stay_for_another_training(
-    tmp_path: Path, target: Target, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, target, recipe, monkeypatch
+):
     """How many sequences fill a batch is known when they are: then less can be asked for."""
     seen: list[Any] = []
     train(target, tmp_path / "free", recipe, listen=seen.append)
@@ -64,7 +63,7 @@ def test_answers_too_short_for_the_memory_stay_for_another_training(
         train(target, out, recipe)
 
 
-def test_short_samples_take_more(target: Target) -> None:
+def test_short_samples_take_more(target):
     """A batch has as many of them as fill it, and each has all its anchors."""
     config = DraftConfig.from_dict(draft_config(target, "dflash", 8, 1))
     settings = DrafterSettings(steps=1, tokens=1024, anchors=64)

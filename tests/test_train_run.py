@@ -40,7 +40,7 @@ def target() -> Target:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path) -> Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in PROMPTS))
     return path
@@ -52,9 +52,7 @@ def recipe(data: Path, **more: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
-def test_a_drafter_comes_out_that_drafts(
-    tmp_path: Path, target: Target, data: Path, kind: str
-) -> None:
+def test_a_drafter_comes_out_that_drafts(tmp_path, target, data, kind):
     seen = []
     chosen = recipe(data, kind=kind, bits=8)
     train(target, tmp_path / "out", chosen, listen=seen.append)
@@ -68,7 +66,7 @@ def test_a_drafter_comes_out_that_drafts(
         assert drafted == tinymodels.greedy(target, record["ids"], 10)
 
 
-def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path, data: Path) -> None:
+def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path, data):
     model = tinymodels.save_target(tmp_path / "model")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = ["train", "--model", model, "--data", data, "--steps", "4", "--block-size", "4"]
@@ -99,7 +97,7 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path, dat
     assert "tokens per step" in (killed / "README.md").read_text()
 
 
-def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Path) -> None:
+def test_another_recipe_does_not_go_on(tmp_path, target, data):
     train(target, tmp_path / "out", recipe(data))
     with pytest.raises(SettingsError, match=r"other settings \(anchors, steps\): use"):
         train(target, tmp_path / "out", recipe(data, steps=5, anchors=3))
@@ -108,9 +106,7 @@ def test_another_recipe_does_not_go_on(tmp_path: Path, target: Target, data: Pat
         train(target, tmp_path / "out", recipe(data))
 
 
-def test_a_folder_where_nothing_was_made_is_free_for_another_recipe(
-    tmp_path: Path, target: Target, data: Path
-) -> None:
+def test_a_folder_where_nothing_was_made_is_free_for_another_recipe(tmp_path, target, data):
     """Or a command with a broken file has to be mended twice: the file, and what it left behind."""
     whole = data.read_text()
     data.write_text(whole + '{"prompt": broken')
@@ -121,7 +117,7 @@ def test_a_folder_where_nothing_was_made_is_free_for_another_recipe(
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> None:
+def test_hours_become_steps_once(tmp_path, target, data):
     seen: list[Any] = []
     hours = recipe(data, steps=None, hours=1e-9)
     train(target, tmp_path / "out", hours, listen=seen.append)
@@ -129,7 +125,7 @@ def test_hours_become_steps_once(tmp_path: Path, target: Target, data: Path) -> 
     assert [event.steps for event in seen if isinstance(event, TrainingPlan)] == [steps]
 
 
-def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path: Path, target: Target) -> None:
+def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path, target):
     path, out = tmp_path / "mixed.jsonl", tmp_path / "out"
     records = [{"text": line} for line in LINES]
     records += [{"prompt": "user asks", "answer": line} for line in LINES]
@@ -139,7 +135,7 @@ def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path: Path, target: 
     assert not (out / "work" / "answers.jsonl").exists()
 
 
-def test_it_starts_from_a_published_drafter(tmp_path: Path, target: Target, data: Path) -> None:
+def test_it_starts_from_a_published_drafter(tmp_path, target, data):
     folder = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4)
     raw = json.loads((folder / "config.json").read_text())
     warm = load_drafter(str(folder))
@@ -156,7 +152,7 @@ def test_it_starts_from_a_published_drafter(tmp_path: Path, target: Target, data
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_it_starts_from_the_targets_layers(family: str, bits: int | None) -> None:
+def test_it_starts_from_the_targets_layers(family, bits):
     target = tinymodels.target(family, bits=bits)
     raw = draft_config(target, "dflash", 4, 1, layers=2)
     drafter = new_drafter(DraftConfig.from_dict(raw), 0)
@@ -173,11 +169,11 @@ def test_it_starts_from_the_targets_layers(family: str, bits: int | None) -> Non
 @pytest.mark.parametrize(
     ("layers", "taps"), [(3, [1, 2]), (6, [1, 3, 5]), (36, [1, 9, 17, 25, 33]), (1, [0])]
 )
-def test_which_layers_are_tapped(layers: int, taps: list[int]) -> None:
+def test_which_layers_are_tapped(layers, taps):
     assert tap_layers(layers) == taps
 
 
-def test_the_mask_is_a_token_that_nothing_has(target: Target) -> None:
+def test_the_mask_is_a_token_that_nothing_has(target):
     end = target.tokenizer.eos_token_id
     everything = set(range(target.vocab_size))
     assert mask_token(target, everything - {7}) == 7 != end
@@ -185,9 +181,7 @@ def test_the_mask_is_a_token_that_nothing_has(target: Target) -> None:
         mask_token(target, everything)
 
 
-def test_without_a_chat_template_it_says_so_first(
-    tmp_path: Path, data: Path, target: Target
-) -> None:
+def test_without_a_chat_template_it_says_so_first(tmp_path, data, target):
     bare = tinymodels.ending_at(target)
     bare.tokenizer.has_chat_template = False
     try:
@@ -207,12 +201,12 @@ def test_without_a_chat_template_it_says_so_first(
         ({"bits": 5}, "4, 6 or 8"),
     ],
 )
-def test_recipes_that_cannot_be(data: Path, wrong: dict[str, Any], said: str) -> None:
+def test_recipes_that_cannot_be(data, wrong, said):
     with pytest.raises(DFlashError, match=said):
         replace(recipe(data), **wrong)
 
 
-def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path):
     for options in (
         ["--data", tmp_path / "nothing.jsonl"],
         ["--synthesize", "2", "--warm-start", "no/such/drafter"],
@@ -223,7 +217,7 @@ def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path) -> None
     assert run("train", "--out", tmp_path / "out").returncode == 2
 
 
-def test_answers_do_not_hold_the_end_as_text(tmp_path: Path, target: Target, data: Path) -> None:
+def test_answers_do_not_hold_the_end_as_text(tmp_path, target, data):
     train(target, tmp_path / "out", recipe(data, warm_start=TARGET))
     lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
     assert lines and all(END not in json.loads(line)["answer"] for line in lines)

@@ -21,11 +21,11 @@ PAIR = files("dflash_mlx").joinpath("tiny")
     ("part", "config"),
     [("target", TARGET_CONFIG), ("drafter", DRAFTER_CONFIG), ("dflash2", DFLASH2_CONFIG)],
 )
-def test_its_shapes_are_the_recipes(part: str, config: dict) -> None:
+def test_its_shapes_are_the_recipes(part, config):
     assert json.loads(PAIR.joinpath(part, "config.json").read_text()) == config
 
 
-def test_its_prompts_are_the_held_out_ones() -> None:
+def test_its_prompts_are_the_held_out_ones():
     shipped = [json.loads(line) for line in PAIR.joinpath("prompts.jsonl").read_text().splitlines()]
     assert shipped == [record(c) for c in corpus.held_out(SUITE_SIZE)]
     asked = {prompt["prompt"] for prompt in shipped if "prompt" in prompt}

@@ -1,7 +1,6 @@
 """`train` refuses what cannot be before it answers a prompt or writes a file."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +31,7 @@ def target() -> Target:
         (["--warm-start", "tiny", "--layers", "2"], "a drafter to start from"),
     ],
 )
-def test_mistakes_of_usage_are_told_first(
-    tmp_path: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_of_usage_are_told_first(tmp_path, options, message, monkeypatch):
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("the model is loaded before the options are judged")
 
@@ -53,17 +50,13 @@ def test_mistakes_of_usage_are_told_first(
         ({"block_size": 5000}, "block_size"),
     ],
 )
-def test_shapes_are_judged_before_anything_is_answered(
-    tmp_path: Path, target: Target, wrong: dict[str, Any], said: str
-) -> None:
+def test_shapes_are_judged_before_anything_is_answered(tmp_path, target, wrong, said):
     with pytest.raises(DFlashError, match=said):
         train(target, tmp_path / "out", Recipe(synthesize=2, **wrong))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_drafter_to_start_from_is_judged_before_anything_is_answered(
-    tmp_path: Path, target: Target
-) -> None:
+def test_a_drafter_to_start_from_is_judged_before_anything_is_answered(tmp_path, target):
     folder = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4)
     raw = json.loads((folder / "config.json").read_text())
     warm = (load_drafter(str(folder)), raw | {"num_target_layers": 30})
