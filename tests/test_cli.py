@@ -21,8 +21,6 @@ from dflash_mlx.cli.app import app
 from dflash_mlx.loop import generate
 
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
-COMMANDS = ["generate", "chat", "bench", "tune", "report", "roofline", "models", "doctor"]
-COMMANDS += ["pull", "list", "rm", "train"]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 QUESTION = "what is 37 + 48?"
 
@@ -71,12 +69,6 @@ def answer() -> str:
     """What the library itself says to QUESTION in 24 tokens."""
     messages = [{"role": "user", "content": QUESTION}]
     return generate(tinymodels.target(), None, messages, max_tokens=24).text
-
-
-@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
-def test_help(arguments):
-    done = in_process(*arguments, "--help")
-    assert done.exit_code == 0 and "Usage: dflash-mlx" in done.output
 
 
 def test_help_and_models_do_without_mlx():

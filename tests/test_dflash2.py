@@ -143,16 +143,6 @@ def test_equals_the_slow_drafter_in_ragged_steps(config):
         assert distance(drafter(block, taps, cache)[0], expected) < 2e-5
 
 
-def test_prompt_chunks_leave_the_same_cache_as_one_pass():
-    drafter = build(CASES["everything"])
-    context, block = mx.random.normal((1, 30, 64)), mx.random.normal((1, 6, 32))
-    cache = drafter.make_cache()
-    for start, stop in ((0, 9), (9, 10), (10, 30)):
-        drafter.extend(context[:, start:stop], cache)
-    hidden = drafter(block, context[:, :0], cache)
-    assert distance(hidden[0], expected_hidden(drafter, context, block)) < 2e-5
-
-
 @pytest.mark.parametrize("top", [1, 5, 67])
 def test_the_selector_walks_like_the_slow_one(top):
     config = raw_config(nested={"selector_top_k": top})

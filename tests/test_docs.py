@@ -1,9 +1,9 @@
 """The documentation says what the program does: pages, defaults, links and the length of --help."""
 
-import importlib.util
 import re
 from pathlib import Path
 
+import make_docs
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -16,16 +16,6 @@ SCREEN, COLUMNS = 66, 100  # lines and columns of a terminal that is not small
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "dflash_mlx" / "tiny" / "README.md"]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
-
-
-@pytest.fixture(scope="module")
-def make_docs():
-    """The script that writes the pages."""
-    path = ROOT / "scripts" / "make_docs.py"
-    spec = importlib.util.spec_from_file_location("make_docs", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def help_of(*arguments: str, columns: int = COLUMNS) -> str:
@@ -43,7 +33,7 @@ def test_help_fits_a_screen(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_every_option_its_default_and_two_examples(name, make_docs):
+def test_help_names_every_option_its_default_and_two_examples(name):
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", help_of(name)).split())
     assert shown.partition("Examples:")[2].count(f"dflash-mlx {name}") == 2
     for param in COMMANDS[name].params:
@@ -53,7 +43,7 @@ def test_help_names_every_option_its_default_and_two_examples(name, make_docs):
         assert param.help and f"[default: {default}]" in shown or not default, param.opts
 
 
-def test_every_command_has_its_page(make_docs):
+def test_every_command_has_its_page():
     assert {path.stem for path in make_docs.FOLDER.glob("*.md")} == {*COMMANDS, "README"}
     for path, text in make_docs.pages().items():
         assert path.read_text() == text, f"{path}: run python scripts/make_docs.py"

@@ -100,22 +100,6 @@ def test_what_is_the_engine_s_is_no_setting_of_a_job(engine):
             engine.submit(PROMPT, **{name: None})
 
 
-def test_every_reader_of_a_failed_job_sees_where_it_failed(engine):
-    """And neither the frames of the readers before it, nor what those hold."""
-
-    def leave():
-        raise ValueError("the processor is broken")
-
-    job = engine.submit(PROMPT, logits_processors=[at(len(PROMPT), leave)])
-    seen = []
-    for wait in (job.result, job.result, lambda: next(job)):
-        with pytest.raises(ValueError) as caught:
-            wait()
-        seen.append([frame.name for frame in caught.traceback])
-    assert all(names[-1] == "leave" for names in seen)
-    assert len(seen[0]) == len(seen[1]) and all(names.count("_raise_error") == 1 for names in seen)
-
-
 def test_a_forked_process_is_told_that_it_has_no_engine(engine, monkeypatch):
     engine.submit(PROMPT, max_tokens=1).result(SOON)
     monkeypatch.setattr(os, "getpid", lambda: -1)

@@ -22,7 +22,6 @@ from tinymodels import (
 
 from dflash_mlx.errors import (
     DFlashError,
-    IncompatibleDrafterError,
     ModelNotFoundError,
     SettingsError,
     WeightsError,
@@ -199,18 +198,3 @@ def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
 @pytest.mark.parametrize("loader", [load_target, load_drafter])
 def test_bits_out_of_range(bits, loader, pair):
     assert "4 or 8 bits" in message_of(SettingsError, loader, pair[loader is load_drafter], bits)
-
-
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"hidden_size": 128}, "hidden_size"),
-        ({"vocab_size": 300}, "vocab_size"),
-        ({"num_target_layers": 36, "target_layer_ids": [1, 9]}, "num_target_layers"),
-    ],
-    ids=str,
-)
-def test_a_drafter_of_another_target(fields, word, pair, tmp_path):
-    other = save_drafter(tmp_path, **fields)
-    with pytest.raises(IncompatibleDrafterError, match=word):
-        load(str(pair[0]), draft=str(other))

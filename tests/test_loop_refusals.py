@@ -185,12 +185,6 @@ def test_a_drafter_of_another_target_is_refused_at_once():
         stream_generate(target(), random_drafter(hidden_size=128), PROMPT)
 
 
-@pytest.mark.parametrize("taps", [(3,), (-2,)])  # -1 is the embedding
-def test_taps_that_the_target_lacks_are_refused_at_once(taps):
-    with pytest.raises(SettingsError, match="tapped"):
-        stream_generate(target(), Oracle(PROMPT, [], VOCABULARY, tap_layers=taps), PROMPT)
-
-
 def test_more_tokens_than_anybody_could_want_are_as_many_as_the_context_has():
     request = make_request(target(), None, PROMPT, GenerationSettings(max_tokens=10**30))
     assert request.remaining == target().context_length - len(PROMPT)

@@ -1,10 +1,7 @@
 """Whatever happens to a generation, the target stays as it was and others do not notice."""
 
 import gc
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -154,41 +151,3 @@ def test_interleaved_generations_are_those_apart():
             (e.text, e.tokens, e.accepted, e.drafted, e.finish_reason) for e in other
         ]
     assert [d and d.drafts for d in apart] == [d and d.drafts for d in mixed]
-
-
-TWO_THREADS = """
-import sys, threading
-import mlx.core as mx
-from oracle import Oracle
-from tinymodels import greedy, target, tokenizer
-from dflash_mlx.loop import generate
-
-sys.setswitchinterval(1e-5)  # give the threads every chance to meet inside a forward
-prompt, model, size = tokenizer().encode("what is 37?"), target(), len(tokenizer())
-answer, found = greedy(model, prompt, 30), {}
-
-def work(name, taps):
-    drafter = Oracle(prompt, answer, size, 0.5, tap_layers=taps)
-    result = generate(model, drafter, prompt, max_tokens=30, block_size=4)
-    rows = mx.concatenate(drafter.taps, axis=1)
-    _, expected = model.features(mx.array([prompt + answer]), taps)
-    right = mx.allclose(rows, expected[:, :rows.shape[1]], rtol=1e-3, atol=1e-3).item()
-    found[name] = result.tokens == answer and right
-
-for trial in range(3):
-    threads = [threading.Thread(target=work, args=(n, n[1:])) for n in ((trial, 0), (trial, 1, 2))]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-print(sorted(found.values()), {type(layer).__mro__[1].__name__ for layer in model.model.layers})
-"""
-
-
-def test_two_threads_at_once():
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_THREADS],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split("\n")[0] == f"{[True] * 6} {{'Module'}}", done.stderr[-2000:]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import metal_host
 import mlx.core as mx
 import pytest
-from metal_host import CheckError, CompilationError, EmulatedKernel, samples
+from metal_host import CheckError, EmulatedKernel, samples
 
 pytestmark = metal_host.needs_compiler
 
@@ -164,10 +164,3 @@ def test_too_much_private_memory_is_found(threads):
     assert kinds(caught) & {"stack-overflow", "thread-memory", "out-of-bounds"}, caught.value
     (result,) = kernel(template=[("SIZE", 100)], **call)
     assert result[0].item() == 0
-
-
-def test_a_pointer_of_the_wrong_address_space_is_refused():
-    """What tests/test_metal_strict.py finds in kernels, `strict` finds in a call."""
-    words = "unpack<T>(words[0], scale, bias, w_tile"
-    with pytest.raises(CompilationError, match="no matching function"):
-        planted(words, words.replace("w_tile", "y")).run(strict=True)

@@ -186,22 +186,6 @@ BY_NAME = re.compile(
 FOLDERS_OF_TEXT = ("cli", "dflash_mlx", "docs", "metal", "scripts", ".github")
 
 
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
-        ("pip install dflash-mlx", True),
-        ('pip install -U "dflash-mlx[mlx]"', True),
-        ("uv pip install dflash_lossless", True),
-        ("pipx install dflash-mlx, then", True),
-        ('pip install "dflash-mlx[mlx] @ git+https://example.org/x"', False),
-        ('in a clone of dflash-mlx, run pip install -e ".[mlx]"', False),
-        ("pip install ./dflash-mlx/dist/x.whl", False),
-    ],
-)
-def test_what_counts_as_installing_by_name(line, wrong):
-    assert bool(BY_NAME.search(line)) == wrong
-
-
 def test_nobody_is_sent_to_the_package_index():
     """A clone or an address, never a name."""
     texts = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "CITATION.cff"]

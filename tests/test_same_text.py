@@ -4,11 +4,9 @@ import mlx.core as mx
 import pytest
 from families import FAMILIES, random_model, random_prompt, target_of
 from oracle import Oracle
-from tinymodels import drafter_config, random_drafter, target
+from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.dflash2 import DFlash2
 
 PROMPT = list(range(20, 40))
 TOKENS = 48
@@ -70,24 +68,6 @@ def test_on_every_family(family):
     plain = dm.generate(model, None, prompt, **settings).tokens
     oracle = Oracle(prompt, plain, 256, 0.7)
     assert dm.generate(model, oracle, prompt, block_size=8, **settings).tokens == plain
-
-
-def test_with_quantized_keys_and_values():
-    model = target("llama")
-    settings = {"temperature": 0.8, "seed": 3, "max_tokens": TOKENS, "kv_bits": 8}
-    plain = dm.generate(model, None, PROMPT, **settings).tokens
-    oracle = Oracle(PROMPT, plain, model.vocab_size, 0.7)
-    assert dm.generate(model, oracle, PROMPT, **settings).tokens == plain
-
-
-def test_dflash2_drafts_with_the_noise_too():
-    selector = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8}
-    config = drafter_config(architectures=["DFlash2DraftModel"], selector_top_k=5, **selector)
-    mx.random.seed(0)
-    drafter = DFlash2(DraftConfig.from_dict(config))
-    model, settings = target("qwen3"), {"temperature": 1.0, "seed": 2, "max_tokens": TOKENS}
-    plain = dm.generate(model, None, PROMPT, **settings)
-    assert dm.generate(model, drafter, PROMPT, **settings).tokens == plain.tokens
 
 
 def test_the_seed_and_nothing_else_decides():

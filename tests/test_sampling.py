@@ -78,13 +78,6 @@ def test_next_tokens_follow_the_processed_distribution(vocabulary, filters, temp
     assert surprise(np.bincount(chosen, minlength=vocabulary), expected) < 3.09
 
 
-def test_next_tokens_of_different_seeds_follow_it_too():
-    logits = np.random.default_rng(1).normal(size=16)
-    seeds = 3000
-    chosen = [choices({"temperature": 0.7}, logits, seed=seed)[0] for seed in range(seeds)]
-    assert surprise(np.bincount(chosen, minlength=16), seeds * processed(logits, 0.7)) < 3.09
-
-
 @pytest.mark.parametrize("vocabulary", [16, 200])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):

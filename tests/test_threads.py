@@ -133,19 +133,6 @@ def test_one_request_after_another_of_a_changing_width():
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_features_of_the_prompt_wait_for_the_first_token(elsewhere):
-    """Lazy in the thread that has read the prompt; where another one goes on, it is read again."""
-    target, drafter, prompt = tiny_target(), random_drafter(**WINDOW), [*range(3, 103)]
-    kept = dm.Conversation(target, drafter)
-    events = dm.stream_generate(target, drafter, prompt, max_tokens=12, conversation=kept)
-    first = next(events)
-    assert kept.target_session.position == 100 and kept.draft_session.position == 0
-    rest = in_a_thread(lambda: tokens_of(events)) if elsewhere else tokens_of(events)
-    assert first.tokens + rest == dm.generate(target, drafter, prompt, max_tokens=12).tokens
-    assert kept.draft_session.position == kept.target_session.position == 111
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_request_closed_after_its_first_token(elsewhere):
     target, drafter, prompt = tiny_target(), random_drafter(), [*range(3, 103)]
     kept = dm.Conversation(target, drafter)

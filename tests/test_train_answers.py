@@ -12,7 +12,7 @@ import pytest
 import tinymodels
 from tinymodels import END, LINES
 
-from dflash_mlx.errors import DataError, OutputError, PromptError
+from dflash_mlx.errors import DataError, OutputError
 from dflash_mlx.targets import Target
 from dflash_mlx.train.answers import AnswerSettings, answer_all, append, complete, read_answers
 from dflash_mlx.train.synthesize import user_header, write_turns
@@ -124,18 +124,6 @@ def test_a_full_disk_is_one_line():
 
 def test_a_header_is_what_the_template_writes_before_a_user_speaks(target):
     assert user_header(target) == ("user: ", "\nassistant:")
-
-
-def test_without_a_template_nothing_is_written(target, tmp_path):
-    bare = tinymodels.ending_at(target)
-    template = bare.tokenizer.chat_template
-    bare.tokenizer.has_chat_template = False
-    try:
-        with pytest.raises(PromptError, match="no chat template.*--data"):
-            write_turns(bare, 2, tmp_path / "t.jsonl", SMALL)
-    finally:
-        bare.tokenizer.has_chat_template = True
-    assert bare.tokenizer.chat_template == template
 
 
 def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path, target):

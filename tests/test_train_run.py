@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tinymodels import END, LINES
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import (
     DataError,
-    DFlashError,
     IncompatibleDrafterError,
     PromptError,
     SettingsError,
@@ -190,20 +188,6 @@ def test_without_a_chat_template_it_says_so_first(tmp_path, data, target):
         assert not (tmp_path / "out").exists()
     finally:
         bare.tokenizer.has_chat_template = True
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"synthesize": 3}, "either a file"),
-        ({"data": None}, "either a file"),
-        ({"hours": 1.0}, "not both"),
-        ({"bits": 5}, "4, 6 or 8"),
-    ],
-)
-def test_recipes_that_cannot_be(data, wrong, said):
-    with pytest.raises(DFlashError, match=said):
-        replace(recipe(data), **wrong)
 
 
 def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path):

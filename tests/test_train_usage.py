@@ -25,6 +25,7 @@ def target() -> Target:
     [
         (["--steps", "2", "--hours", "1"], "not both"),
         (["--keep-answers"], "needs --data"),
+        (["--data", "x.jsonl"], "either a file"),
         (["--hours", "0"], "above 0"),
         (["--learning-rate", "0"], "above 0"),
         (["--seed", str(2**64)], "below 2**32"),

@@ -10,7 +10,6 @@ import numpy as np
 from metal_host.compiler import CACHE, Build, Compiler
 from metal_host.glue import program
 from metal_host.launch import Memory, launch
-from metal_host.strict import check_strictly
 from metal_host.wrapper import TemplateArguments, Wrapper, wrap
 
 _MOST_THREADS = 1024  # of a threadgroup
@@ -45,11 +44,10 @@ def described(array: np.ndarray, suffix: str) -> np.ndarray:
 
 
 class EmulatedKernel:
-    """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and four more.
+    """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and three more.
 
     checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
                runtime/checks.cpp knows; a finding raises CheckError
-    strict:    also have clang read it as Metal would (strict.py); raises CompilationError
     compiler:  one of `compilers()`
     cache_dir: where compiled kernels are kept
 
@@ -67,7 +65,6 @@ class EmulatedKernel:
         ensure_row_contiguous: bool = True,
         *,
         checked: bool = True,
-        strict: bool = False,
         compiler: Compiler | None = None,
         cache_dir: Path = CACHE,
     ):
@@ -78,7 +75,6 @@ class EmulatedKernel:
         self.source = source
         self.header = header
         self.ensure_row_contiguous = ensure_row_contiguous
-        self.strict = strict
         self.build = Build(checked, compiler, cache_dir)
         self._libraries: dict[str, Path] = {}
 
@@ -136,8 +132,6 @@ class EmulatedKernel:
     def library(self, wrapper: Wrapper) -> Path:
         """The compiled kernel."""
         if wrapper.name not in self._libraries:
-            if self.strict:
-                check_strictly([wrapper])
             self._libraries[wrapper.name] = self.build.kernel(program(wrapper))
         return self._libraries[wrapper.name]
 
