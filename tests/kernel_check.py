@@ -1,5 +1,7 @@
 """What the kernels' tests share: where they run, random weights, and the error that is allowed."""
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,9 +18,11 @@ DTYPES = list(TOLERANCES)
 on_gpu_or_emulator = pytest.mark.metal if mx.metal.is_available() else needs_compiler
 
 
-def kernel_factory():
-    """The GPU's factory where there is one, else the emulator's, in checked mode."""
-    return mx.fast.metal_kernel if mx.metal.is_available() else EmulatedKernel
+def kernel_factory(checked: bool = True):
+    """The GPU's factory where there is one, else the emulator's, in checked mode or not."""
+    if mx.metal.is_available():
+        return mx.fast.metal_kernel
+    return partial(EmulatedKernel, checked=checked)
 
 
 def relative_error(y: mx.array, truth: mx.array) -> float:

@@ -14,12 +14,17 @@ from dflash_mlx.targets import Target
 HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
 
 
+def quick_factory():
+    """Kernels for whole models: the emulator looks for no races, which other tests do."""
+    return kernel_factory(checked=False)
+
+
 class Launches:
     """A factory of emulated kernels that counts their calls by name."""
 
     def __init__(self, factory=None) -> None:
         self.counts: dict[str, int] = {}
-        self.factory = factory or kernel_factory()
+        self.factory = factory or quick_factory()
 
     def __call__(self, name, **arguments):
         kernel = self.factory(name=name, **arguments)

@@ -3,17 +3,15 @@
 In half precision and 4 bits, where the number of rows would show in products that are not ours.
 """
 
-from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from batches import states_are_same, tiny_target
 from families import random_prompt
-from kernel_check import kernel_factory, on_gpu_or_emulator
+from kernel_check import on_gpu_or_emulator
 from kernel_models import Launches, exact_target
 from kernel_trees import random_parents
-from metal_host import EmulatedKernel
 
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets.batched import BatchVerifier
@@ -23,10 +21,7 @@ pytestmark = on_gpu_or_emulator
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_every_request_is_as_alone(family):
-    factory = kernel_factory()
-    if factory is EmulatedKernel:
-        factory = partial(EmulatedKernel, checked=False)
-    launches = Launches(factory)
+    launches = Launches()
     target = exact_target(family, launches)
     verifier = BatchVerifier(target)
     tree = Proposal(random_prompt(5, 2), tuple(random_parents(5)))

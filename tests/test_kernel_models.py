@@ -4,15 +4,14 @@ Half precision, in 4 and in 8 bits, where stock kernels of a GPU round a row dif
 The emulator runs unchecked here: other tests look at what it finds, this one at what comes out.
 """
 
-from functools import cache, partial
+from functools import cache
 from random import Random
 
 import families
 import mlx.core as mx
 import pytest
-from kernel_check import kernel_factory, on_gpu_or_emulator
-from kernel_models import exact_target, float_target, table_target
-from metal_host import EmulatedKernel
+from kernel_check import on_gpu_or_emulator
+from kernel_models import exact_target, float_target, quick_factory, table_target
 from oracle import Oracle
 from trees import TreeOracle, random_tree
 
@@ -33,16 +32,10 @@ every_model = pytest.mark.parametrize(
 )
 
 
-def unchecked():
-    """A factory of kernels that an emulator does not look at."""
-    factory = kernel_factory()
-    return partial(EmulatedKernel, checked=False) if factory is EmulatedKernel else factory
-
-
 @cache
 def model(family: str, format: str) -> tuple[Target, list[int]]:
     """A target on our kernels, and its plain text."""
-    target = exact_target(family, unchecked(), *FORMATS[format])
+    target = exact_target(family, quick_factory(), *FORMATS[format])
     plain = dm.generate(target, None, PROMPT, max_tokens=TOKENS).tokens
     assert len(set(plain)) > 4
     return target, plain
@@ -64,7 +57,7 @@ def test_drafted_text_is_the_plain_text(family, format, drafts):
 )
 def test_a_verify_of_any_size_runs_where_the_table_decides(chip, family):
     """Beyond a kernel's most rows MLX's own runs, for chains and for trees."""
-    target, stock = table_target(family, find_chip(chip), unchecked()), float_target(family)
+    target, stock = table_target(family, find_chip(chip), quick_factory()), float_target(family)
     for rows in (65, 1024):
         text = families.random_prompt(rows, seed=rows)
         for proposal in (Proposal(text), random_tree(Random(rows), rows)):

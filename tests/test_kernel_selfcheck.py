@@ -9,8 +9,8 @@ import mlx.nn as nn
 import pytest
 import tinymodels
 from kernel_calls import Recorder
-from kernel_check import kernel_factory, on_gpu_or_emulator
-from kernel_models import exact_target, half_precision
+from kernel_check import on_gpu_or_emulator
+from kernel_models import exact_target, half_precision, quick_factory
 from kernel_trees import random_tree
 
 import dflash_mlx as dm
@@ -42,7 +42,7 @@ class Broken:
     """
 
     def __init__(self, concerns, wrong):
-        self.concerns, self.wrong, self.factory = concerns, wrong, kernel_factory()
+        self.concerns, self.wrong, self.factory = concerns, wrong, quick_factory()
 
     def __call__(self, name, **definition):
         kernel = self.factory(name=name, **definition)
@@ -101,7 +101,7 @@ def keys(family, bits=4):
     ("family", "bits"), [("qwen3", 8), ("qwen3_5", 4), ("qwen3_moe", None), ("gpt_oss", 4)]
 )
 def test_nothing_is_found_where_all_is_well(family, bits):
-    assert found(family, kernel_factory(), bits) == {}
+    assert found(family, quick_factory(), bits) == {}
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
@@ -224,7 +224,7 @@ def test_every_kind_of_layer_is_asked():
 def wired(family, broken, chip="M4"):
     """A random model wired as `load` does it."""
     model, config = half_precision(family), families.CONFIGS[family]
-    kernels, chip = Kernels(kernel_factory()), chip_named(chip)
+    kernels, chip = Kernels(quick_factory()), chip_named(chip)
     measured = {key: 1 for key in keys(family)} | {ATTENTION: 1} | dict.fromkeys(broken)
     return model, wire(model, config, kernels, chip, measured, False, frozenset(broken))
 
@@ -272,7 +272,7 @@ def test_a_load_says_what_it_leaves_to_mlx(folder, monkeypatch):
     target.start().verify(dm.Proposal([7] * 16))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dm.load_target(folder, bits=4, group_size=32, metal_kernel=kernel_factory())
+        dm.load_target(folder, bits=4, group_size=32, metal_kernel=quick_factory())
 
 
 def test_exact_decoding_does_without_no_kernel(folder):
@@ -311,4 +311,4 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
 
 def test_rows_that_are_the_same_pass():
     for family in ("qwen3_5", "gpt_oss"):
-        check_rows(exact_target(family, kernel_factory()))
+        check_rows(exact_target(family, quick_factory()))

@@ -12,11 +12,10 @@ import mlx.nn as nn
 import pytest
 import tinymodels
 from kernel_check import (
-    kernel_factory,
     on_gpu_or_emulator,
     same_bits,
 )
-from kernel_models import HEAD, Launches, exact_target, half_precision
+from kernel_models import HEAD, Launches, exact_target, half_precision, quick_factory
 from mlx.utils import tree_flatten
 from oracle import Oracle
 
@@ -42,7 +41,7 @@ PROMPT = families.random_prompt(9, seed=1)
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
 def test_rows_of_a_block_are_the_rows_alone(family):
     """Logits, bit for bit, behind a context that fills sliding windows."""
-    target = exact_target(family, kernel_factory())
+    target = exact_target(family, quick_factory())
     prompt, block = families.random_prompt(70, seed=2), families.random_prompt(8, seed=3)
     together, alone = target.start(), target.start()
     for session in (together, alone):
@@ -61,7 +60,7 @@ def test_rows_of_a_block_are_the_rows_alone(family):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe"])
 def test_nodes_of_a_tree_are_the_rows_alone(family):
-    target = exact_target(family, kernel_factory())
+    target = exact_target(family, quick_factory())
     prompt, tokens = families.random_prompt(70, seed=2), families.random_prompt(7, seed=3)
     tree = Proposal(tokens, (-1, 0, 0, 1, 1, 2, 3))
     together, alone = target.start(), target.start()
@@ -79,7 +78,7 @@ def test_nodes_of_a_tree_are_the_rows_alone(family):
 
 
 def test_quantized_keys_and_values():
-    target = exact_target("qwen3", kernel_factory())
+    target = exact_target("qwen3", quick_factory())
     plain = generate(target, None, PROMPT, max_tokens=12, kv_bits=8).tokens
     oracle = Oracle(PROMPT, plain, target.vocab_size, 0.7)
     drafted = generate(target, oracle, PROMPT, max_tokens=12, block_size=8, kv_bits=8)
@@ -88,7 +87,7 @@ def test_quantized_keys_and_values():
 
 def test_a_kernel_whose_rows_depend_on_each_other_would_be_noticed():
     """One that gives bfloat16 with 3 bits less whenever there is more than one row."""
-    factory = kernel_factory()
+    factory = quick_factory()
 
     def coarse(y):
         return (y.view(mx.uint16) & 0xFFF8).view(y.dtype) if y.dtype == mx.bfloat16 else y
@@ -110,7 +109,7 @@ def test_a_swapped_layer_keeps_its_weights_and_their_names():
     model, config = half_precision("qwen3_moe"), families.CONFIGS["qwen3_moe"]
     before = dict(tree_flatten(model.parameters()))
     layers = dict(model.named_modules())
-    wiring = wire(model, config, Kernels(kernel_factory()), None, {}, exact=True)
+    wiring = wire(model, config, Kernels(quick_factory()), None, {}, exact=True)
     after = dict(tree_flatten(model.parameters()))
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
     swapped = {path: module for path, module in model.named_modules() if path in wiring.layers}
@@ -124,7 +123,7 @@ def test_a_swapped_layer_keeps_its_weights_and_their_names():
 def test_a_gated_unit_is_fused_only_as_a_whole():
     """Not with a part that is left to MLX, with biases, or with another activation."""
     config = families.CONFIGS["qwen3"]
-    model, kernels, chip = half_precision("qwen3"), Kernels(kernel_factory()), chip_named("M4")
+    model, kernels, chip = half_precision("qwen3"), Kernels(quick_factory()), chip_named("M4")
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
     wire(model, config, kernels, chip, {shape[128]: 4, shape[64]: None})
     assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
@@ -177,7 +176,7 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
     for head_dim, exact in ((HEAD, True), (HEAD // 2, False)):
         folder = tinymodels.save_target(tmp_path / str(head_dim), head_dim=head_dim)
         load = partial(
-            dm.load_target, str(folder), bits=8, group_size=32, metal_kernel=kernel_factory()
+            dm.load_target, str(folder), bits=8, group_size=32, metal_kernel=quick_factory()
         )
         unmeasured = load()
         assert not unmeasured.wiring.exact
@@ -192,7 +191,7 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
 
 def test_exact_is_asked_for_at_load(tmp_path):
     folder = str(tinymodels.save_target(tmp_path, "qwen3", head_dim=HEAD))
-    target = dm.load_target(folder, kernels="exact", metal_kernel=kernel_factory())
+    target = dm.load_target(folder, kernels="exact", metal_kernel=quick_factory())
     assert target.wiring.exact and set(target.wiring.layers.values()) == {1}
     alone, together = target.start(), target.start()
     logits, _ = together.verify(Proposal([7, 9]))
@@ -222,7 +221,7 @@ def test_without_metal_nothing_changes(tmp_path):
 
 
 def test_what_cannot_be_exact_is_refused():
-    kernels = Kernels(kernel_factory())
+    kernels = Kernels(quick_factory())
 
     def refusal(model, family):
         with pytest.raises(SettingsError, match="leave it out") as caught:
