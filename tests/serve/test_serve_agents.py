@@ -13,6 +13,7 @@ import signal
 import sys
 
 import pytest
+from answers import written
 from mlx_lm.tool_parsers import json_tools
 from serving import FakeEngine, FakeJob, make_target, running
 
@@ -118,3 +119,79 @@ def test_an_agent_ends_its_turns(agent, tmp_path):
                 assert "this model reads text only" in engine.prompt() or agent == "opencode"
 
     asyncio.run(turns())
+
+
+TEXT = """\
+\tdef f(x):
+\t    return "<b>&amp;</b>" + '\\n'
+
+    ```xml
+    <parameter=path>
+      </parameter>  \t
+    </function>
+    ```
+\u00e9 \u5b57 null {"a": "b"} $HOME `x` \\
+"""
+OLD, NEW = "\t    return", "\t    # </tool_call>\n\t    return"
+EDITS = {  # of each agent: the calls that write the file and change it
+    "claude": [
+        ("Write", lambda path: {"file_path": path, "content": TEXT}),
+        ("Edit", lambda path: {"file_path": path, "old_string": OLD, "new_string": NEW}),
+    ],
+    "codex": [
+        ("exec_command", lambda path: {"cmd": _patch("Add", [f"+{line}" for line in LINES])}),
+        ("exec_command", lambda path: {"cmd": _patch("Update", PATCH)}),
+    ],
+    "opencode": [
+        ("write", lambda path: {"filePath": path, "content": TEXT}),
+        ("edit", lambda path: {"filePath": path, "oldString": OLD, "newString": NEW}),
+    ],
+}
+LINES = TEXT.splitlines()
+PATCH = ["@@", f" {LINES[0]}", "+\t    # </tool_call>", f" {LINES[1]}"]
+ALLOWED = {
+    "claude": ["-p", "--allowedTools", "Write,Edit", "--"],
+    "codex": ["exec", "--skip-git-repo-check", "-sdanger-full-access"],
+    "opencode": ["run"],
+}
+
+
+def _patch(kind, lines):
+    file = f"*** {kind} File: file.md"
+    patch = ["*** Begin Patch", file, *lines, "*** End Patch"]
+    return "\n".join(["apply_patch <<'THE_END'", *patch, "THE_END"])
+
+
+class Editor(FakeEngine):
+    """Makes the agent's edits, one after the other."""
+
+    def submit(self, prompt, **settings):
+        turn = self.target.tokenizer.decode(prompt).rpartition("say hello")[2]
+        done = turn.count("<|im_start|>tool")
+        has_tools = f'"name": "{self.edits[0][0]}"' in self.target.tokenizer.decode(prompt)
+        self.steps = ["Done."]
+        if has_tools and done < len(self.edits):
+            name, arguments = self.edits[done]
+            text = written(self.family, name, arguments(self.file))
+            self.steps = [text[at : at + 5] for at in range(0, len(text), 5)]
+        return super().submit(prompt, **settings)
+
+
+@pytest.mark.agents
+@pytest.mark.parametrize("agent", EDITS)
+@pytest.mark.parametrize("family", ["json_tools", "qwen3_coder", "glm47", "minimax_m2", "gemma4"])
+def test_an_agent_writes_the_file_that_was_meant(agent, family, tmp_path):
+    if shutil.which(agent) is None:
+        pytest.skip(f"{agent} is not installed: npm install -g {PACKAGES[Agent(agent)]}")
+
+    async def turn():
+        engine = Editor(make_target(family))
+        engine.edits, engine.family = EDITS[agent], family
+        engine.file = str(tmp_path / "file.md")
+        async with running(engine) as server:
+            command = [*ALLOWED[agent], "say hello"]
+            code, said, told = await run(agent, server.port, command, tmp_path)
+            assert code == 0 and "Done." in said, (said, told, engine.prompt()[-2000:])
+
+    asyncio.run(turn())
+    assert (tmp_path / "file.md").read_text() == TEXT.replace(OLD, NEW)
