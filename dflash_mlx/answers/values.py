@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, Final
 
@@ -18,18 +18,13 @@ from ..errors import DFlashError
 from ..validation import ErrorWrapper
 
 # Names that models and schemas use beside JSON schema's own.
-_ALIASES: Final = {
-    "str": "string",
-    "text": "string",
-    "enum": "string",
-    "int": "integer",
-    "float": "number",
-    "bool": "boolean",
-    "dict": "object",
-    "list": "array",
-}
+_ALIASES: Final = {"str": "string", "text": "string", "enum": "string", "int": "integer"} | {
+    "float": "number", "bool": "boolean", "dict": "object", "list": "array"
+}  # fmt: skip
 _ALL: Final = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
-_WORDS: Final = {"true": True, "false": False, "null": None, "none": None}
+_NAMES: Final = {str: "string", int: "integer", bool: "boolean", dict: "object"} | {
+    list: "array", type(None): "null"
+}  # fmt: skip
 _COMBINATIONS: Final = ("anyOf", "oneOf", "allOf")
 
 
@@ -101,7 +96,7 @@ def allowed_types(
         names |= {"null"} if schema.get("nullable") is True else set()
         found &= names & _ALL or _ALL
     if options := listed_values(schema):
-        found &= frozenset(map(_type_name, options))
+        found &= frozenset(_NAMES.get(type(one), "number") for one in options)
     if "$ref" in schema:
         found &= allowed_types(_resolve(schema["$ref"], root), root, seen)
     for word in _COMBINATIONS:
@@ -146,30 +141,20 @@ def _parts(schema: Any, root: Any) -> list[Mapping[str, Any]]:
     return found
 
 
-def properties(schema: Any, root: Any) -> dict[str, Any]:
-    """The schemas of an object's members, by name."""
-    found: dict[str, Any] = {}
-    for part in reversed(_parts(schema, root)):
-        if isinstance(part.get("properties"), Mapping):
-            found |= part["properties"]
-    return found
-
-
-def _inner(schema: Any, root: Any, word: str) -> Any:
-    """The schema of array items or additional properties."""
-    return next((part[word] for part in _parts(schema, root) if word in part), None)
-
-
 def _typed(value: Any, schema: Any, root: Any) -> Any:
     """A value as its schema types it, and everything in it."""
     if isinstance(value, Raw):
         return _read_text(str(value), schema, root)
-    if isinstance(value, Mapping):
-        known, others = properties(schema, root), _inner(schema, root, "additionalProperties")
+    if isinstance(value, dict | list):
+        known: dict[str, Any] = {}
+        for part in reversed(_parts(schema, root)):
+            members = part.get("properties")
+            known |= members if isinstance(members, Mapping) else {}
+        word = "items" if isinstance(value, list) else "additionalProperties"
+        others = next((part[word] for part in _parts(schema, root) if word in part), None)
+        if isinstance(value, list):
+            return [_typed(one, others, root) for one in value]
         return {key: _typed(one, known.get(key, others), root) for key, one in value.items()}
-    if isinstance(value, list):
-        items = _inner(schema, root, "items")
-        return [_typed(one, items, root) for one in value]
     if isinstance(value, Decimal):
         kinds = allowed_types(schema, root)
         whole = value == value.to_integral_value()
@@ -187,7 +172,7 @@ def _read_text(text: str, schema: Any, root: Any) -> Any:
     if isinstance(value, str):
         return text if "string" in kinds or not value else value
     value = _typed(value, schema, root)
-    return text if "string" in kinds and _type_name(value) not in kinds else value
+    return text if "string" in kinds and _NAMES.get(type(value), "number") not in kinds else value
 
 
 def _literal(text: str, guess: bool) -> Any:
@@ -200,8 +185,9 @@ def _literal(text: str, guess: bool) -> Any:
         if end == len(text):
             return value
     if guess:
-        if text.lower() in _WORDS:
-            return _WORDS[text.lower()]
+        word = text.lower().replace("none", "null")
+        if word in ("true", "false", "null"):
+            return json.loads(word)
         reader = LiteralReader(text)
         try:
             with ErrorWrapper(NotACallError, "nested too deeply"):
@@ -299,19 +285,3 @@ class LiteralReader:
         found = self._text.startswith(token, self.at)
         self.at += len(token) if found else 0
         return found
-
-
-def _type_name(value: Any) -> str:
-    """The JSON type of a value."""
-    if isinstance(value, bool):
-        return "boolean"
-    for kind, name in (
-        (str, "string"),
-        (int, "integer"),
-        (Mapping, "object"),
-        (Sequence, "array"),
-        (type(None), "null"),
-    ):
-        if isinstance(value, kind):
-            return name
-    return "number"

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers import PreTrainedTokenizerBase
@@ -115,12 +116,15 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
 
 
 def _words(message: Message) -> Iterator[str]:
-    """What the text of a prompt has if it has all of a message."""
-    yield _content(message)
+    """What the text of a prompt has if it has all of a message, which it may escape."""
+    texts = [message["content"]]
     for call in message.get("tool_calls", ()):
-        for value in call["function"]["arguments"].values():
-            if isinstance(value, str):  # it may be escaped
-                yield max(re.findall(r"[0-9A-Za-z]+", value), key=len, default="")
+        texts += call["function"]["arguments"].values()
+    for text in texts:
+        if isinstance(text, str):
+            yield max(re.findall(r"\w+", text), key=len, default="")
+    if message["role"] == "system":
+        yield _content(message)
 
 
 def _attempts(messages: Sequence[Message], family: Family) -> Iterator[Sequence[Message]]:
@@ -146,31 +150,27 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, Any]]:
-    """Messages with calls and their results as a family's template takes them.
-
-    Ids get the family's form, and results the name of their call.
-    """
+    """Messages with ids of the family's form, and with the name of its call beside each result."""
     found: list[dict[str, Any]] = []
-    ids: dict[str, tuple[str, str]] = {}  # the client's -> the template's and the tool's name
-    number = 0
+    waiting: list[tuple[str, str, str]] = []  # calls: the client's id, the template's, the name
+    numbers = count()
     for message in messages:
         copy = dict(message)
-        calls = []
-        for call in copy.get("tool_calls", ()):
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            id = family.ids.format(name=name, number=number) if family.ids else call["id"]
-            number += 1
-            calls.append(call | {"id": id, "function": {"name": name, "arguments": arguments}})
-            ids[call["id"]] = id, name
-        if calls:
+        if "tool_calls" in copy:
+            waiting, calls = [], []
+            for call in copy["tool_calls"]:
+                name, number = call["function"]["name"], next(numbers)
+                id = family.ids.format(name=name, number=number) if family.ids else call["id"]
+                waiting.append((call["id"], id, name))
+                calls.append(call | {"id": id})
             copy["tool_calls"] = calls
-        if copy["role"] == "tool" and ids:
-            known = copy.get("tool_call_id", "")
-            id, name = ids[known] if known in ids else list(ids.values())[-1]
+        if copy["role"] == "tool" and waiting:
+            given = [one[0] for one in waiting]
+            id = copy.get("tool_call_id")
+            _, id, name = waiting.pop(given.index(id) if id in given else 0)
             copy = {"name": name} | copy | {"tool_call_id": id}
         if family is HARMONY and (reasoning := copy.pop("reasoning_content", None)):
-            if calls and not copy["content"]:  # its template takes no other
-                copy["thinking"] = reasoning
+            copy |= {"thinking": reasoning} if "tool_calls" in copy else {}
         found.append(copy)
     return found
 
@@ -179,26 +179,18 @@ def split_calls(messages: Sequence[Message]) -> list[Message]:
     """Messages with one call each, before its result, and without text beside it."""
     found: list[Message] = []
     for message in messages:
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
         if message["role"] == "tool":
-            at = next(
-                (at for at, one in enumerate(found) if _calls(one, message.get("tool_call_id"))),
-                len(found) - 1,
-            )
-            found.insert(at + 1, message)
-            continue
-        calls = message.get("tool_calls", ())
-        if calls and message["content"]:
-            text = {key: value for key, value in message.items() if key != "tool_calls"}
-            found.append(text)
-            message = {"role": message["role"], "content": "", "tool_calls": calls}
-        first = {key: value for key, value in message.items() if key != "tool_calls"}
-        found += [first | {"tool_calls": [call]} for call in calls] or [message]
+            ids = [{call["id"] for call in one.get("tool_calls", ())} for one in found]
+            at = next((at for at, one in enumerate(ids) if rest.get("tool_call_id") in one), -1)
+            found.insert(at + 1 or len(found), message)
+        elif "tool_calls" not in message or message["content"]:
+            found.append(rest)
+            rest = {key: rest[key] for key in ("role", "thinking") if key in rest}
+        for call in message.get("tool_calls", ()):
+            found.append(rest | {"content": "", "tool_calls": [call]})
+            rest = {"role": message["role"]}
     return found
-
-
-def _calls(message: Message, id: str | None) -> bool:
-    """Whether a message has the call with this id."""
-    return any(call["id"] == id for call in message.get("tool_calls", ()))
 
 
 def _content(message: Message) -> str:

@@ -216,7 +216,8 @@ def test_results_find_their_calls_whatever_the_ids(family):
         {"role": "tool", "tool_call_id": "call_0", "content": "one"},
         {"role": "tool", "tool_call_id": "lost", "content": "two"},
     ]
-    messages = [{"role": "user", "content": "Hi"}, *turn, *turn[:2]]
+    again = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    messages = [{"role": "user", "content": "Hi"}, *turn, again, turn[1], turn[1]]
     engine = FakeEngine(target_of(family))
     with client(engine) as server:
         answer = server.post("/v1/chat/completions", json=Chat().body() | {"messages": messages})
@@ -224,4 +225,4 @@ def test_results_find_their_calls_whatever_the_ids(family):
     ids = [KNOWN[family].ids.format(name="write", number=number) for number in range(4)]
     prompt = engine.prompt()
     shown = family == "kimi_k2"  # beside the calls
-    assert [prompt.count(id) - shown for id in ids] == [1, 1, 1, 0]
+    assert [prompt.count(id) - shown for id in ids] == [1, 1, 1, 1]
