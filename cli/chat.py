@@ -16,7 +16,7 @@ from . import options
 from .chat_commands import read_conversation, run_command
 from .chat_conversation import Chat
 from .chat_models import ChatModel, LocalModel, ServedModel
-from .generate_prompt import System, check_text
+from .generate import System, check_text
 from .options import DECODING, MODEL, SMALL, option
 from .output import counted, note
 from .pair import open_pair

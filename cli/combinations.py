@@ -31,8 +31,6 @@ def check_combinations(context: typer.Context) -> None:
         refuse(context, f"{WITH} --tree-budget {AUTO}", "block_size", "no_policy")
     if given.get("raw"):
         refuse(context, f"{WITH} --no-chat-template", "system")
-    if given.get("json"):
-        refuse(context, f"{WITH} --json", "json_lines")
     if given.get("server"):
         refuse(context, f"{WITH} --server", "draft", "no_draft", "verbose", *WEIGHTS, *STEPS)
     elif "server" in given:

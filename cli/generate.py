@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +14,10 @@ from rich.console import Group
 from rich.text import Text
 
 import dflash_mlx
-from dflash_mlx.errors import PromptError, SettingsError
+from dflash_mlx.errors import DataError, PromptError, SettingsError
+from dflash_mlx.validation import UTF8, parse_json, read_json
 
 from . import options
-from .generate_prompt import STDIN, Files, Prompt, System, as_messages, read_prompt, read_schema
 from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
 from .options import DECODING, OUTPUT
 from .output import (
@@ -36,12 +38,24 @@ from .output import (
 from .pair import Pair, explain, open_pair, steps_by_rows
 
 if TYPE_CHECKING:
-    from dflash_mlx import Event, Result, Stats, Target
+    from dflash_mlx import Result, Stats, Target
     from dflash_mlx.bench.measure import Comparison
 
 # A short answer takes a tenth of a second, which is too short to time once.
 COMPARE_SECONDS, MAX_COMPARED = 2.0, 9
 
+STDIN = "-"  # a file of this name is stdin, or stdout
+
+Prompt = Annotated[
+    str | None, typer.Argument(help="The prompt. Piped text follows it; '-' puts it here.")
+]
+Files = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--file", "-f", metavar="FILE", help="Add a file to the prompt; '-' is stdin. Repeatable."
+    ),
+]
+System = Annotated[str | None, options.option(DECODING, "TEXT", "A system message.")]
 Raw = Annotated[
     bool,
     options.flag("--no-chat-template", DECODING, "Continue the prompt as plain text."),
@@ -66,10 +80,6 @@ Output = Annotated[
         parser=options.named,
     ),
 ]
-JsonLines = Annotated[
-    bool,
-    options.flag("--json-lines", OUTPUT, "Print a JSON object for each step, and one at the end."),
-]
 
 
 def generate(
@@ -93,7 +103,6 @@ def generate(
     machines: Machines,
     output: Output = None,
     json: options.Json = False,
-    json_lines: JsonLines = False,
 ) -> None:
     """Answer one prompt. The text goes to stdout, a summary to stderr."""
     if runs_elsewhere(machines, names, weights, context):
@@ -123,24 +132,20 @@ def generate(
         **pair.settings,
     )
     untaught = comparison.untaught() if compare else comparison
-    shown = "" if output is not None or json else "json" if json_lines else "text"
-    result, lines = _stream(comparison, shown)
+    result = _stream(comparison, shown=output is None and not json)
     comparison.drafted.append(result)
     newline = "\n" if result.text and not result.text.endswith("\n") else ""
-    if shown == "text":
+    if output is None and not json:
         print(newline, end="", flush=True)
-    elif output is not None and not (json or json_lines):
+    elif output is not None and not json:
         write_file(output, result.text + newline)
     if compare and pair.drafter is not None and result.tokens:
         with waiting("Decoding plainly, to compare"):
             _compare(untaught)
-    if json or json_lines:
-        content = _as_json(pair, comparison, result)
-        lines = [*lines, {"event": "end"} | content] if json_lines else [content]
-        if output is None:
-            print_json(lines[-1])
-        else:
-            write_file(output, "".join(f"{as_text(line)}\n" for line in lines))
+    if json and output is not None:
+        write_file(output, f"{as_text(_as_json(pair, comparison, result))}\n")
+    elif json:
+        print_json(_as_json(pair, comparison, result))
     else:
         stderr().print(panel(pair.title, _summary(pair, comparison, result)))
         for line in _stats_as_lines(result.stats) if stats else ():
@@ -160,14 +165,9 @@ def _encode(target: Target, prompt: str | list[dict[str, str]]) -> list[int]:
     return encode_prompt(target, prompt)
 
 
-def _stream(comparison: Comparison, shown: str) -> tuple[Result, list[dict[str, Any]]]:
-    """Generate once, and show events as they come: as "text", as "json" or not at all.
-
-    Returns:
-        The result, and the events as JSON.
-    """
+def _stream(comparison: Comparison, shown: bool) -> Result:
+    """Generate once; `shown` prints the text as it comes."""
     text, tokens = "", list[int]()
-    lines: list[dict[str, Any]] = []
     for event in dflash_mlx.stream_generate(
         comparison.target,
         comparison.drafter,
@@ -182,12 +182,9 @@ def _stream(comparison: Comparison, shown: str) -> tuple[Result, list[dict[str, 
     ):
         text += event.text
         tokens += event.tokens
-        lines.append(_event_as_json(len(lines), event))
-        if shown == "text":
+        if shown:
             print(event.text, end="", flush=True)
-        elif shown == "json":
-            print_json(lines[-1])
-    return dflash_mlx.Result(text, tokens, event.finish_reason or "length", event.stats), lines
+    return dflash_mlx.Result(text, tokens, event.finish_reason or "length", event.stats)
 
 
 def _compare(untaught: Comparison) -> None:
@@ -232,7 +229,7 @@ def _summary(pair: Pair, runs: Comparison, result: Result) -> Group:
 
 
 def _as_json(pair: Pair, runs: Comparison, result: Result) -> dict[str, Any]:
-    """The object of `--json`, and the last line of `--json-lines`."""
+    """The object of `--json`."""
     stats = result.stats
     content = {
         "model": pair.target.name,
@@ -260,17 +257,6 @@ def _as_json(pair: Pair, runs: Comparison, result: Result) -> dict[str, Any]:
     }
 
 
-def _event_as_json(number: int, event: Event) -> dict[str, Any]:
-    """A line of `--json-lines`: what the prefill (number 0) or one step added."""
-    return {
-        "event": "round" if number else "first",
-        "text": event.text,
-        "tokens": event.tokens,
-        "drafted": event.drafted,
-        "accepted": event.accepted,
-    }
-
-
 def _stats_as_json(stats: Stats) -> dict[str, Any]:
     """All counters."""
     names = (
@@ -287,3 +273,81 @@ def _stats_as_lines(stats: Stats) -> list[str]:
     counters |= {"widths": steps_by_rows(stats.widths), "trees": steps_by_rows(stats.trees)}
     shown = {n: f"{v:.3f}" if isinstance(v, float) else f"{v}" for n, v in counters.items()}
     return [f"{name.replace('_', ' '):20}{value}" for name, value in shown.items()]
+
+
+def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = True) -> str:
+    """The prompt, the files and what is piped in, in this order, with blank lines between them.
+
+    "-" as the prompt or a file puts stdin there. Otherwise stdin is read unless it is a terminal
+    or never ends. A note on a terminal says that it was read: in a shell loop over the lines of a
+    file, the first call takes them all.
+
+    Raises:
+        typer.BadParameter: stdin is asked for twice or never ends, or there is no prompt.
+        PromptError: the text is empty or not UTF-8.
+        DataError: a file cannot be read.
+    """
+    sources = ([] if prompt is None else [prompt]) + [str(file) for file in files]
+    dashes = sources.count(STDIN)
+    if dashes > 1:
+        raise typer.BadParameter(f"{STDIN} is stdin and can be read only once", param_hint="--file")
+    if dashes and not stdin_ends:
+        raise typer.BadParameter("mlx.launch never ends stdin: give a text or a --file")
+    parts = [] if prompt in (None, STDIN) else [check_text(str(prompt))]
+    if prompt == STDIN:
+        parts.append(_decoded(sys.stdin.buffer.read(), "stdin"))
+    for file in files:
+        parts.append(
+            _decoded(sys.stdin.buffer.read() if str(file) == STDIN else _content(file), str(file))
+        )
+    if not dashes and stdin_ends and not sys.stdin.isatty():
+        piped = sys.stdin.buffer.read()
+        if piped.strip() and parts and sys.stderr.isatty():
+            note(f"With {counted(len(piped.splitlines()), 'line')} of standard input.")
+        if piped.strip() or not parts:
+            parts.append(_decoded(piped, "The piped text"))
+    if not parts:
+        raise typer.BadParameter("give some text, or pipe it in", param_hint="PROMPT")
+    return parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}).") from error
+
+
+def _decoded(content: bytes, name: str) -> str:
+    """The text without its last newline, as in a shell's $(...). Raises `PromptError`."""
+    try:
+        text = content.decode(UTF8)
+    except UnicodeError as error:
+        raise PromptError(f"{name} is not UTF-8 text.") from error
+    return check_text(text, name).removesuffix("\n").removesuffix("\r")
+
+
+def check_text(text: str, name: str = "The prompt") -> str:
+    """The text itself. Raises `PromptError` if it is empty, or bytes that are no text."""
+    try:
+        text.encode()
+    except UnicodeError as error:
+        raise PromptError(f"{name} is not UTF-8 text.") from error
+    if not text.strip():
+        raise PromptError(f"{name} is empty: give some text.")
+    return text
+
+
+def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
+    """The prompt as a chat, after a system message if there is one. Raises `PromptError`."""
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": check_text(system, "The system message")})
+    return messages
+
+
+def read_schema(given: str | None) -> Any:
+    """The JSON schema in a file, or given itself. Raises `DataError` for one that is none."""
+    if given is None or not given.lstrip().startswith("{"):
+        return given and read_json(given, DataError)
+    return parse_json(given, "--json-schema", DataError)

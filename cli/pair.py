@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, check_name, k
 from dflash_mlx.machine.blas import BlasInfo
 
 from .options import AUTO, Names, StepOptions, Weights, tree_rows
-from .output import note, sized, stderr, waiting
+from .output import note, sized, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Stats, Target
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from .machines import Member
 
-PLAIN_TOKENS = 4  # of a short measurement
 WHOLE_BLOCKS = StepOptions(no_policy=True)
 
 
@@ -45,7 +44,6 @@ class Pair:
     policy: DraftPolicy | None = None
     tree_budget: int | str | None = None
     member: Member | None = None
-    _plain_speeds: list[float] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -80,20 +78,9 @@ class Pair:
         return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{machines}"
 
     def plain_speed(self) -> float | None:
-        """Estimated tokens per second of plain decoding; None for whole blocks.
-
-        If every step was drafted, a few plain ones are timed, but only for a terminal.
-        """
-        if self.policy is None and self.tree_budget is None:
-            return None
-        if self.policy is not None and self.policy.costs.plain_seconds is not None:
-            return 1 / self.policy.costs.plain_seconds
-        if not stderr().is_terminal:
-            return None
-        if not self._plain_speeds:
-            run = dflash_mlx.generate(self.target, None, [0] * 8, max_tokens=PLAIN_TOKENS)
-            self._plain_speeds.append(run.stats.tokens_per_second)
-        return self._plain_speeds[0]
+        """Estimated tokens per second of plain decoding; None where no plain step was timed."""
+        seconds = self.policy and self.policy.costs.plain_seconds
+        return 1 / seconds if seconds else None
 
     def limit_reached(self, stats: Stats) -> str:
         """The limit behind the finish reason "length"."""

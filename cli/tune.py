@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
@@ -44,8 +45,8 @@ def tune(
         steps = {rows: _milliseconds(pair, rows, kv_bits) for rows in ROWS if rows <= pair.rows}
     if json:
         content: dict[str, Any] = {"model": pair.target.name, "milliseconds": steps}
-        rows = None if kernels is None else [_kernel_json(row) for row in kernels]
-        print_json(content | {"kernels": rows})
+        timed = None if kernels is None else [asdict(row) for row in kernels]
+        print_json(content | {"kernels": timed})
         return
     if kernels is not None:
         stdout().print(_kernel_table(kernels), "")
@@ -91,17 +92,6 @@ def _kernel_table(rows: list[ShapeTiming]) -> Table:
         cells = [f"{MICROSECONDS * a:.0f}/{MICROSECONDS * b:.0f}" for a, b in pairs]
         table.add_row(row.key, f"{row.layers}", *cells, f"{row.timing.first_row or NOTHING}")
     return table
-
-
-def _kernel_json(row: ShapeTiming) -> dict[str, Any]:
-    timing = row.timing
-    return {
-        "shape": row.key,
-        "layers": row.layers,
-        "stock_us": {rows: MICROSECONDS * value for rows, value in timing.stock.items()},
-        "ours_us": {rows: MICROSECONDS * value for rows, value in timing.ours.items()},
-        "ours_from": timing.first_row,
-    }
 
 
 def _milliseconds(pair: Pair, rows: int, kv_bits: int | None) -> float:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import dflash_mlx
 from dflash_mlx.cli import generate as command
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.generate_prompt import read_prompt
+from dflash_mlx.cli.generate import read_prompt
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate
@@ -135,18 +135,6 @@ def test_the_counters(scripted):
     lines = invoke(*asked, "--stats").stderr
     assert "accepted tokens     8\n" in lines and "acceptance rate     0.727\n" in lines
     assert "peak bytes" not in invoke(*asked).stderr
-
-
-def test_json_lines(loaded, tmp_path):
-    done = invoke(*ASKED, "--json-lines")
-    *lines, end = map(json.loads, done.stdout.splitlines())
-    names = ["first", *["round"] * end["stats"]["rounds"], "end"]
-    assert not done.stderr and [one["event"] for one in (*lines, end)] == names
-    assert "".join(one["text"] for one in lines) == end["text"] == answer_to(loaded)
-    file = tmp_path / "lines.jsonl"
-    assert not invoke(*ASKED, "--json-lines", "--output", file).stdout
-    *written, _ = map(json.loads, file.read_text().splitlines())
-    assert written == lines
 
 
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dflash_mlx.bench.kernels import ShapeTiming
 from dflash_mlx.cli.output import rate, times
-from dflash_mlx.cli.tune import _kernel_json, _kernel_table
+from dflash_mlx.cli.tune import _kernel_table
 from dflash_mlx.kernels.choose import Timing
 
 ROW = ShapeTiming(
@@ -55,4 +55,3 @@ def test_the_table_of_timings(capsys):
     Console(width=100).print(_kernel_table([ROW]))
     printed = capsys.readouterr().out
     assert "100/200" in printed and "500/300" in printed and printed.split()[-1] == "16"
-    assert _kernel_json(ROW)["ours_from"] == 16

@@ -91,7 +91,6 @@ def test_a_wrong_value_fails_before_anything_is_loaded(command, options):
         ("generate hi --tree-budget auto", "--block-size 4", "--tree-budget auto"),
         ("bench --tree-budget auto", "--block-size 4", "--tree-budget auto"),
         ("generate hi --no-chat-template", "--system x", "--no-chat-template"),
-        ("generate hi --json", "--json-lines", "--json"),
         ("chat --server http://localhost:1", "--draft tiny", "--server"),
         ("chat --server http://localhost:1", "--target-bits 4", "--server"),
         ("chat --server http://localhost:1", "--kv-bits 4", "--server"),
