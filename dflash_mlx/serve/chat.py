@@ -114,7 +114,7 @@ class ChatBody(SamplingBody):
 
     def generation_request(self) -> GenerationRequest:
         """The internal request. Raises `RequestError`."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
         limit = self.max_completion_tokens
         choice, allowed = self._tool_choice()

@@ -55,7 +55,7 @@ class StructuredOutputs(Body):
 
     def answer_schema(self) -> dict[str, Any] | None:
         """The JSON schema of the answer; None for free text."""
-        return self.json_ or ({"type": "object"} if self.json_object else None)
+        return {"type": "object"} if self.json_object and self.json_ is None else self.json_
 
 
 class Thinking(Body):

@@ -32,7 +32,7 @@ from .openai_common import (
     responses_usage,
     template_call,
 )
-from .request import GenerationRequest, Tool, ToolChoice, without_none
+from .request import GenerationRequest, Tool, ToolChoice, instead_of, without_none
 from .sse import Frames, frame
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
@@ -193,9 +193,10 @@ def _messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
         elif kind == "function_call_output":
             content = read_content(item.output, "\n")
             yield {"role": "tool", "content": content, "tool_call_id": item.call_id or ""}
-        else:
-            message = f"An item of type {item.type[:40]!r} is not supported."
-            raise RequestError(message, param="input")
+        elif kind == "item_reference":
+            raise RequestError("Nothing is stored: send the item itself.", param="input")
+        else:  # a call of a tool that runs on OpenAI's servers
+            yield {"role": "assistant", "content": instead_of(kind[:40])}
     if turn:
         yield turn
 

@@ -100,6 +100,9 @@ def test_what_else_is_no_text(engine):
         assert "[document: this model reads text only]" in engine.prompt()
         server.post(CHAT, json=ask(CHAT, user([audio]), {"role": "assistant"}, user("So?")))
         assert "[audio: this model reads text only]" in engine.prompt()
+        items = [user("Search."), {"type": "web_search_call", "id": "w"}, user("So?")]
+        assert server.post(RESPONSES, json=ask(RESPONSES, *items)).status_code == 200
+        assert "[web_search_call: this model reads text only]" in engine.prompt()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,7 @@ def test_what_else_is_no_text(engine):
         (CHAT, {"verbosity": "high"}),
         (RESPONSES, {"truncation": "auto"}),
         (CHAT, {"min_tokens": 0, "ignore_eos": False, "typical_p": 1.0, "stop_token_ids": []}),
-        (CHAT, {"response_format": {"type": "text"}, "guided_json": None}),
+        (CHAT, {"response_format": {"type": "text"}, "guided_json": None, "top_logprobs": 0}),
     ],
 )
 def test_hints_and_settings_that_change_nothing(engine, path, more):
