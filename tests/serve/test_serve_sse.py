@@ -1,10 +1,10 @@
-"""Server-sent events: one piece per step, pings in silence."""
+"""Server-sent events: one piece per step."""
 
 import asyncio
 
 from serving import FakeEngine, frames, make_handler, make_target
 
-from dflash_mlx.serve import chat, messages, sse
+from dflash_mlx.serve import chat, messages
 from dflash_mlx.serve.request import GenerationRequest
 from dflash_mlx.serve.sse import EventStream
 
@@ -40,24 +40,3 @@ def test_a_step_is_one_piece():
     assert {one["id"] for one in chunks} == {chunks[0]["id"]}
     pieces = asyncio.run(ask(lambda stream: messages.stream_frames(stream, "r")))
     assert len(pieces) == len(steps) + 1
-
-
-def test_a_silent_stream_pings(monkeypatch):
-    monkeypatch.setattr(sse, "PING_SECONDS", 0.001)
-    left = []
-
-    async def told():
-        ping = asyncio.Event()
-
-        async def silent():
-            yield b"one"
-            await ping.wait()
-            yield b"two"
-
-        stream = EventStream(silent(), lambda: b"ping", lambda: left.append(True))
-        asyncio.get_running_loop().call_later(0.1, ping.set)
-        return await sent(stream)
-
-    pieces = asyncio.run(told())
-    assert pieces[0] == b"one" and pieces[-2:] == [b"two", b""] and left
-    assert set(pieces[1:-2]) == {b"ping"}
