@@ -1,6 +1,7 @@
 """SentencePiece's BPE of a GGUF file is what SentencePiece itself makes of a text."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_a_file_may_ask_for_no_space_before_the_first_word() -> None:
     ids = bare.encode("men work", add_special_tokens=False).ids
     assert bare.id_to_token(ids[0])[0] == "m"
     assert bare.decode(ids) == "men work"
+
+
+def test_gemma_4s_files_have_merges_instead_of_scores() -> None:
+    merges = [" ".join(pair) for pair in json.loads(BUILT.to_str())["model"]["merges"]]
+    gemma = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+    built = build("a.gguf", METADATA | gemma)
+    for text in PROMPTS:
+        assert built.encode(text).ids == BUILT.encode(text).ids
 
 
 def test_a_model_writes_the_text_that_mlx_lm_writes_with_it(

@@ -47,6 +47,9 @@ def test_it_is_the_original() -> None:
         ("smollm", ["It", "'s", " ", *"1234", " x", ",", " y", "\n", "\n", "z"]),
         ("llama-bpe", ["It", "'s", " ", "123", "4", " x", ",", " y", "\n\n", "z"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " x", ",", " y", "\n\n", "z"]),
+        ("gpt-4o", ["It's", " ", "123", "4", " x", ",", " y", "\n\n", "z"]),
+        ("tekken", ["It", "'s", " ", "1", "2", "3", "4", " x", ",", " y", "\n\n", "z"]),
+        ("deepseek-v3", ["It", "'s", " ", "123", "4", " x", ",", " y", "\n\n", "z"]),
     ],
 )
 def test_pre_tokenizers_split_as_they_are_named(name: str, expected: list[str]) -> None:
@@ -71,6 +74,8 @@ def test_special_tokens_are_one_token_and_begin_texts_where_the_file_says_so() -
     )
     assert begun.encode("fox").ids == [end, *build("a", content).encode("fox").ids]
     assert begun.encode("<|end|>fox", add_special_tokens=False).ids[0] == end
+    llama3 = content | {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": end}
+    assert build("a", llama3).encode("fox").ids[0] == end  # files of Llama 3 do not say so
     with pytest.raises(ConfigError, match="bos"):
         build("a", content | {"tokenizer.ggml.add_bos_token": True})
 
@@ -79,6 +84,10 @@ def test_a_text_ends_with_any_of_the_end_tokens() -> None:
     content = vocabulary()
     end = content["tokenizer.ggml.eos_token_id"]
     assert end_tokens("a", content | {"tokenizer.ggml.eot_token_id": 3}) == sorted({3, end})
+    turn = content["tokenizer.ggml.tokens"][:-1] + ["<|eot_id|>"]
+    types = content["tokenizer.ggml.token_type"][:-1] + [3]
+    more = {"tokenizer.ggml.tokens": turn, "tokenizer.ggml.token_type": types}
+    assert end_tokens("a", content | more) == sorted({end, len(turn) - 1})
     del content["tokenizer.ggml.eos_token_id"]
     with pytest.raises(ConfigError, match="no text would end"):
         end_tokens("a", content)

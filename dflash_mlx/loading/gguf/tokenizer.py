@@ -1,15 +1,16 @@
 """The tokenizer that a GGUF file's metadata describes, as files that transformers loads.
 
 Byte-level BPE ("gpt2"): the file has its tokens and merges, and names the pre-tokenizer
-(`tokenizer.ggml.pre`). The regular expressions behind the names are those of llama.cpp
-(src/llama-vocab.cpp) and of the original tokenizer.json files. SentencePiece's BPE ("llama"): the
-file has its tokens and their scores; the best score is merged first.
+(`tokenizer.ggml.pre`, in splits.toml). SentencePiece's BPE: the file has its tokens, and their
+scores ("llama"), of which the best is merged first, or its merges ("gemma4").
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Container, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,9 @@ from ...errors import ConfigError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
 _KEY = "tokenizer.ggml."
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DIGITS, _GPT2 = "digits", "gpt2"  # single digits, then GPT-2's words; GPT-2's words only
-# The pre-tokenizer of a name: one of the above, or a regular expression of words.
-_SPLITS = {
-    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "olmo", "jina-es", "jina-de", "mpt"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _WORDS % "{1,3}"),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _WORDS % ""),
-}
-_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"}  # ignore_merges
 _SPACE = "▁"
-_COMPOSED = {"qwen2", "deepseek-r1-qwen"}  # NFC first, as their tokenizer.json says
+# Control tokens that end a turn, whatever else the file names.
+_ENDS = {"<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|call|>"}
 
 
 def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -51,7 +40,7 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     if model not in _MODELS:
         raise ConfigError(
             f"{path}: its tokenizer is {str(model)[:40]!r}; of GGUF files, byte-level BPE (gpt2) "
-            "and SentencePiece's BPE (llama) are read."
+            "and SentencePiece's BPE (llama, gemma4) are read."
         )
     tokens, types = vocabulary(path, metadata)
     tokenizer = _MODELS[model](path, metadata)
@@ -77,25 +66,34 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """Whether texts begin with a bos token: SentencePiece's default, not byte-level BPE's."""
-    default = metadata.get(f"{_KEY}model") == "llama"
+    """Whether texts begin with a bos token."""
+    usual = metadata.get(f"{_KEY}model") != "gpt2" or "bos" in _split(metadata)
+    default = usual and f"{_KEY}bos_token_id" in metadata
     return metadata.get(f"{_KEY}add_bos_token", default) is True
+
+
+def _split(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """How words are cut, by splits.toml; empty for an unknown name."""
+    rows = tomllib.loads(files(__package__).joinpath("splits.toml").read_text("utf-8"))["split"]
+    pre = metadata.get(f"{_KEY}pre")
+    return next((row for row in rows if pre in row["names"]), {})
 
 
 def _byte_level(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     """BPE over bytes, without its added tokens. Raises `ConfigError`."""
-    pre = metadata.get(f"{_KEY}pre")
-    if pre not in _SPLITS:
-        raise ConfigError(
-            f"{path}: its pre-tokenizer is {str(pre)[:40]!r}; known are {', '.join(_SPLITS)}."
-        )
+    split = _split(metadata)
+    if not split:
+        pre = str(metadata.get(f"{_KEY}pre"))[:40]
+        raise ConfigError(f"{path}: its pre-tokenizer is {pre!r}, which is not known.")
     tokens, _ = vocabulary(path, metadata)
     pairs = _merges(path, metadata, {*tokens})
     ids = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
-    if pre in _COMPOSED:
+    tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges="whole" in split))
+    if "nfc" in split:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(_SPLITS[pre])
+    cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in split["patterns"]]
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="gpt2" in split)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, words])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -107,18 +105,21 @@ def _sentence_piece(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     file says no. Characters without a token are encoded as bytes.
     """
     tokens, types = vocabulary(path, metadata)
-    scores: Any = metadata.get(f"{_KEY}scores")
-    if not _are(float, scores) or len(scores) != len(tokens):
-        raise ConfigError(f"{path}: {_KEY}scores does not have a number for each token.")
     ids = {token: number for number, token in enumerate(tokens)}
-    own = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
-    pairs = [
-        (token[:middle], token[middle:])
-        for _, token in sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
-        if token in own
-        for middle in range(1, len(token))
-        if token[:middle] in own and token[middle:] in own
-    ]
+    if metadata[f"{_KEY}model"] == "gemma4":
+        pairs = _merges(path, metadata, ids.keys())
+    else:
+        scores: Any = metadata.get(f"{_KEY}scores")
+        if not _are(float, scores) or len(scores) != len(tokens):
+            raise ConfigError(f"{path}: {_KEY}scores does not have a number for each token.")
+        own = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
+        pairs = [
+            (token[:middle], token[middle:])
+            for _, token in sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
+            if token in own
+            for middle in range(1, len(token))
+            if token[:middle] in own and token[middle:] in own
+        ]
     unknown = special_id(path, metadata, "unknown", tokens)
     if unknown is None and UNKNOWN in types:
         unknown = types.index(UNKNOWN)
@@ -137,7 +138,7 @@ def _sentence_piece(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece}
+_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _sentence_piece}
 
 
 def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
@@ -164,9 +165,14 @@ def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
 
 def end_tokens(path: object, metadata: Mapping[str, Any]) -> list[int]:
     """The tokens that end a text, a turn or a message. Raises `ConfigError`."""
-    tokens, _ = vocabulary(path, metadata)
-    found = (special_id(path, metadata, name, tokens) for name in ("eos", "eot", "eom"))
-    ends = sorted({number for number in found if number is not None})
+    tokens, types = vocabulary(path, metadata)
+    found = {special_id(path, metadata, name, tokens) for name in ("eos", "eot", "eom")}
+    found |= {
+        number
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind == CONTROL and token in _ENDS
+    }
+    ends = sorted(number for number in found if number is not None)
     if not ends:
         raise ConfigError(f"{path}: there is no {_KEY}eos_token_id, so no text would end.")
     return ends
@@ -195,7 +201,9 @@ def special_id(
     return number
 
 
-def _merges(path: object, metadata: Mapping[str, Any], tokens: set[str]) -> list[tuple[str, str]]:
+def _merges(
+    path: object, metadata: Mapping[str, Any], tokens: Container[str]
+) -> list[tuple[str, str]]:
     pairs = []
     for line in _texts(path, metadata, "merges"):
         # Tokens contain no space: it is written as another character.
@@ -204,16 +212,6 @@ def _merges(path: object, metadata: Mapping[str, Any], tokens: set[str]) -> list
             raise ConfigError(f"{path}: the merge {line[:40]!r} is not of tokens.")
         pairs.append((left, right))
     return pairs
-
-
-def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if kind == _GPT2:
-        return words
-    if kind == _DIGITS:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(kind), "isolated"), bytes_only])
 
 
 def _texts(path: object, metadata: Mapping[str, Any], name: str) -> list[str]:
