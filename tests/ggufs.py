@@ -110,7 +110,8 @@ def write(
     metadata = dict(metadata)
     architecture = metadata.pop("general.architecture")
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most_tensors)
-    for key, content in metadata.items():
+    for key in sorted(metadata, key=lambda key: not key.startswith("general.")):
+        content = metadata[key]
         _add(writer, key, content)
     meant = {}
     for name, array in tensors.items():

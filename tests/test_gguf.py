@@ -29,7 +29,7 @@ from dflash_mlx.loading.gguf.architectures import architectures, llama3_divisors
 from dflash_mlx.loading.gguf.blocks import PACKINGS, is_readable, pack, unpack
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.load import load_drafter, load_target
-from dflash_mlx.loading.registry import PACKAGES, gguf_file
+from dflash_mlx.loading.registry import PACKAGES, gguf_file, known_drafter
 
 IDS = mx.array([tokenizer().encode(LINES[1])])
 READABLE = [kind.name for kind in GGMLQuantizationType if is_readable(kind)]
@@ -241,6 +241,21 @@ def test_names_of_models_that_are_files(tmp_path: Path) -> None:
     assert gguf_file("some/repository") is None
     with pytest.raises(ConfigError, match="a drafter is a folder"):
         load_drafter(str(one(tmp_path)[0]))
+
+
+def test_the_drafter_is_that_of_the_model_that_a_file_was_made_of(tmp_path: Path) -> None:
+    path, _ = one(tmp_path)
+    assert known_drafter(str(path)) is None
+    base = {"general.base_model.0.repo_url": "https://huggingface.co/Qwen/Qwen3-8B"}
+    path, _ = one(tmp_path, **base)
+    assert known_drafter(str(path)) == known_drafter("Qwen/Qwen3-8B") is not None
+
+
+def test_bits_for_what_is_unpacked_are_another_model(tmp_path: Path) -> None:
+    path, _ = one(tmp_path, "Q4_0")
+    with pytest.warns(UserWarning, match="8 bits: that is another model than the file's"):
+        target = load_target(str(path), bits=8, group_size=32)
+    assert target.model.model.layers[0].mlp.up_proj.bits == 8
 
 
 def test_a_package_that_is_not_installed_is_one_command(

@@ -138,6 +138,20 @@ def test_what_is_downloaded_and_its_size(hub, server):
     assert hub.downloaded(TARGET) is None
 
 
+@pytest.mark.parametrize("name", ["hf.co/a/b:q8_0", "a/b:Q8_0", "a/b-GGUF"])
+def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, name):
+    for repository in ("a/b", "a/b-GGUF"):
+        server.repositories[repository] = tmp_path
+    for file in ("b.Q8_0.gguf", "b.Q4_K_M-00001-of-00002.gguf", "b.Q4_K_M-00002-of-00002.gguf"):
+        (tmp_path / file).write_bytes(file[:16].ljust(16).encode())
+    expected, size = ("b.Q8_0.gguf", 16) if ":" in name else ("b.Q4_K_M-00001-of-00002.gguf", 32)
+    assert hub.remote_bytes(name) == size and hub.fetch(name).name == expected
+    assert hub.downloaded(name) == size == sum(server.fetched().values()) * 16
+    with pytest.raises(ModelNotFoundError, match="a/b has no GGUF file in Q2_K"):
+        hub.fetch("a/b:Q2_K")
+    assert hub.remove(name) >= size
+
+
 def test_copies_on_the_disk(hub):
     assert hub.copies() == {}
     for name in (TARGET, DRAFTER):

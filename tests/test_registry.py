@@ -92,6 +92,11 @@ def test_conversions_are_known_by_their_name(name, drafter):
     assert known_drafter(name) == drafter
 
 
+@pytest.mark.parametrize("name", ["hf.co/x/Qwen3-8B-GGUF:Q4_K_M", "x/qwen3-8b-gguf"])
+def test_gguf_files_on_the_hub_are_known_by_their_repository(name):
+    assert known_drafter(name) == "z-lab/Qwen3-8B-DFlash-b16"
+
+
 @pytest.mark.parametrize("kind", ["", "-Q4_K_M", ".Q8_0", "-UD-Q2_K_XL", "-imat-Q6_K", "-BF16"])
 def test_gguf_files_are_known_by_their_name(kind):
     assert known_drafter(f"/models/Qwen3-8B{kind}.gguf") == "z-lab/Qwen3-8B-DFlash-b16"
@@ -104,7 +109,7 @@ def test_gguf_files_are_known_by_their_name(kind):
         "Qwen/Qwen3-4B-Instruct-2507",
         "Qwen/Qwen3-4B-Thinking-4bit",
         "x/Qwen3-8B-4bit-lora",
-        "x/Qwen3-8B-GGUF",
+        "x/Qwen3-8B-Base-GGUF",
         "Qwen3-8B-Base-Q4_K_M.gguf",
         "Qwen3-8B-Q4_K_M",
         "HuggingFaceTB/SmolLM2-1.7B-Instruct",

@@ -29,7 +29,8 @@ from huggingface_hub.utils import filter_repo_objects, get_session
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
 from ..validation import error_text
 from .checks import check_safetensors
-from .registry import suggestion
+from .gguf.parts import parts_of
+from .registry import hub_gguf, suggestion
 
 # What mlx-lm reads of a repository.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
@@ -77,11 +78,21 @@ class Hub:
     def fetch(self, name: str) -> Path:
         """The local folder of a repository (owner/name), downloaded unless it is there already.
 
+        Of a GGUF file's name (owner/name:Q4_K_M) the file, the first of its parts.
+
         Raises:
-            ModelNotFoundError: the hub has no such repository.
+            ModelNotFoundError: the hub has no such repository, or it has no such file.
             DownloadError: no network and no copy, no access, or no room on the disk.
         """
-        return self._snapshot(name, WANTED)
+        if (gguf := hub_gguf(name)) is None:
+            return self._snapshot(name, WANTED)
+        patterns = _gguf_files(gguf[1])
+        folder = self._snapshot(gguf[0], patterns)
+        found = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
+        found = [file for file in found if not file.name.startswith("mmproj")]  # of images
+        if not found:
+            raise ModelNotFoundError(f"{gguf[0]} has no GGUF file in {gguf[1]}: see its page.")
+        return min(found, key=lambda file: (len(file.name), file.name))
 
     def config(self, name: str) -> Path:
         """A folder with a repository's config.json, perhaps without its weights.
@@ -102,6 +113,8 @@ class Hub:
         """Bytes of a repository's copy on this disk, None without a complete one."""
         try:
             folder = Hub(self.endpoint, self.cache, offline=True).fetch(name)
+            if folder.is_file():
+                return sum(part.stat().st_size for part in parts_of(folder))
             check_safetensors(folder)
         except (DownloadError, ModelNotFoundError, WeightsError):
             return None
@@ -119,6 +132,8 @@ class Hub:
 
     def remote_bytes(self, name: str, wanted: Sequence[str] = WANTED) -> int:
         """Bytes of a repository's files that `fetch` would bring. Raises as `fetch`."""
+        if gguf := hub_gguf(name):
+            name, wanted = gguf[0], _gguf_files(gguf[1])
         with self._explained(name):
             listed = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
         sizes = {file.rfilename: file.size or 0 for file in listed.siblings or []}
@@ -129,7 +144,7 @@ class Hub:
 
         Raises `ModelNotFoundError` without one.
         """
-        revisions: list[str] = []
+        revisions, name = list[str](), (hub_gguf(name) or (name,))[0]
         with suppress(CacheNotFound):
             cache = scan_cache_dir(self.cache)
             copies = [repo for repo in cache.repos if repo.repo_id == name]
@@ -186,3 +201,9 @@ class Hub:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
         reason = error_text(error)
         return DownloadError(f"{name}: no answer from {hub} ({reason}); run this again.")
+
+
+def _gguf_files(quantization: str) -> list[str]:
+    """Patterns of the files of a quantization, whole or in parts."""
+    kinds = {quantization, quantization.upper(), quantization.lower()}
+    return [f"*{kind}{end}.gguf" for kind in sorted(kinds) for end in ("", "-?????-of-?????")]

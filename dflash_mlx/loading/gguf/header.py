@@ -8,6 +8,7 @@ takes a minute for a vocabulary of 262,144; this one takes a second.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ MAX_ITEMS = 1 << 24  # of an array; the largest vocabularies have 300,000 tokens
 MAX_TEXT = 1 << 26  # bytes of a string; a chat template has some thousands
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
+_BASE_MODEL = re.compile(r"general\.(base_model\.\d+|source)\.repo_url")
 _SCALARS = dict(zip(GGUFValueType, "BbHhIif?__Qqd", strict=True))  # codes of `struct`
 
 
@@ -86,6 +88,17 @@ def read_header(parts: Sequence[Path]) -> Header:
     return Header(headers[0].metadata, tensors)
 
 
+def read_base_models(path: Path) -> list[str]:
+    """The repositories (owner/name) that a file says it was made of; reads its first keys only.
+
+    Raises `WeightsError`.
+    """
+    with ErrorWrapper(WeightsError, f"{path}: cannot be read"), path.open("rb") as file:
+        said = _Reader(path, file).general()
+    urls = (str(said[key]) for key in sorted(said) if _BASE_MODEL.fullmatch(key))
+    return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
+
+
 class _Reader:
     """Reads a header from front to back."""
 
@@ -95,15 +108,27 @@ class _Reader:
 
     def header(self) -> Header:
         """The whole header. Raises `WeightsError`."""
+        tensors, entries = self._counts()
+        metadata = {self._text(): self._value(self._number("I")) for _ in range(entries)}
+        return Header(metadata, self._tensors(tensors, metadata))
+
+    def general(self) -> dict[str, Any]:
+        """The keys at its beginning that are about any model. Raises `WeightsError`."""
+        _, entries = self._counts()
+        metadata: dict[str, Any] = {}
+        while len(metadata) < entries and (key := self._text()).startswith("general."):
+            metadata[key] = self._value(self._number("I"))
+        return metadata
+
+    def _counts(self) -> tuple[int, int]:
+        """The numbers of tensors and of metadata keys."""
         if self._file.read(4) != b"GGUF":
             raise WeightsError(f"{self._path}: not a GGUF file.")
         version = self._number("I")
         if version not in (2, 3):
             self._fail(f"version {version}; 2 and 3 are read")
         tensors = self._count("tensors", MAX_ENTRIES)
-        entries = self._count("metadata keys", MAX_ENTRIES)
-        metadata = {self._text(): self._value(self._number("I")) for _ in range(entries)}
-        return Header(metadata, self._tensors(tensors, metadata))
+        return tensors, self._count("metadata keys", MAX_ENTRIES)
 
     def _tensors(self, count: int, metadata: dict[str, Any]) -> dict[str, Tensor]:
         described = {}
