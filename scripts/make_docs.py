@@ -1,13 +1,16 @@
 """Write docs/commands/, a page for each command, from the declarations that --help prints, and
-docs/fields.md, what requests to the server may say, from the models that read them.
+docs/fields.md, what requests to the server may say, from the models that read them; and the table
+of docs/targets.md, from a tiny model of every kind.
 
     python scripts/make_docs.py
 
-Text below the mark of a page is written by hand and kept. tests/test_docs.py fails if a page is
-out of date.
+Text below the mark of a page is written by hand and kept. tests/test_docs.py and
+tests/test_every_model.py fail if a page is out of date.
 """
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,14 @@ from typing import Any
 from typer.main import get_command
 
 from dflash_mlx.cli.app import app
+from dflash_mlx.errors import ConfigError
 from dflash_mlx.serve.body import Body
 from dflash_mlx.serve.chat import ChatBody
 from dflash_mlx.serve.completions import CompletionsBody
 from dflash_mlx.serve.messages import CountBody, MessagesBody
 from dflash_mlx.serve.responses import ResponsesBody
+from dflash_mlx.targets import Target
+from dflash_mlx.targets.internals import classes_of
 
 FIELDS = Path(__file__).parents[1] / "docs" / "fields.md"
 BODIES: tuple[type[Body], ...] = (
@@ -30,6 +36,9 @@ BODIES: tuple[type[Body], ...] = (
     CountBody,
 )
 FOLDER = Path(__file__).parents[1] / "docs" / "commands"
+TARGETS = Path(__file__).parents[1] / "docs" / "targets.md"
+MODELS = Path(__file__).parents[1] / "tests" / "data" / "mlx_lm_models.json"
+TABLE = "<!-- scripts/make_docs.py writes this table -->", "<!-- end of the table -->"
 MARK = "<!-- Above this line scripts/make_docs.py writes; below it people do. -->\n"
 PROGRAM = "dflash-mlx"
 
@@ -146,8 +155,31 @@ def _range(schema: dict[str, Any]) -> str:
     return f", {low} to {high}" if high is not None else f", {low} or more"
 
 
+def drafting(target: Target) -> str:
+    """The cells of the table of targets: what a rejected row costs, and trees."""
+    cost = "nothing, or a replayed state" if target.has_rollback else "kept rows run again"
+    return f"{cost} | {target.why_no_trees or 'yes'}"
+
+
+def targets() -> str:
+    """docs/targets.md with its table written anew."""
+    kinds: dict[str, list[str]] = {}
+    for name, config in json.loads(MODELS.read_text()).items():
+        model_class, arguments = classes_of(config)
+        cells = "not run: its layers need Metal | "
+        with suppress(ConfigError):
+            model = model_class(arguments.from_dict(config))
+            cells = drafting(Target(model, None, config, name))
+        kinds.setdefault(cells, []).append(f"`{name}`")
+    lines = ["| rejected rows cost | trees | mlx-lm modules |", "|---|---|---|"]
+    lines += [f"| {cells} | {', '.join(names)} |" for cells, names in kinds.items()]
+    before, _, after = TARGETS.read_text().partition(TABLE[0])
+    return "\n".join([before + TABLE[0], *lines, TABLE[1] + after.partition(TABLE[1])[2]])
+
+
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
+    TARGETS.write_text(targets())
     for path, text in pages().items():
         path.write_text(text)
 

@@ -1,7 +1,9 @@
 """What every test shares: hypothesis without a clock, a BLAS, an order, and a pair on disk."""
 
 import gc
+import importlib.util
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -80,3 +82,13 @@ def pair(tmp_path_factory) -> list[str]:
     target = tinymodels.save_target(folder / "target")
     drafter = tinymodels.save_drafter(folder / "drafter")
     return ["--model", str(target), "--draft", str(drafter)]
+
+
+@pytest.fixture(scope="session")
+def make_docs():
+    """The script that writes the pages."""
+    path = Path(__file__).parents[1] / "scripts" / "make_docs.py"
+    spec = importlib.util.spec_from_file_location("make_docs", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

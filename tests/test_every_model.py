@@ -1,6 +1,7 @@
 """Whatever mlx-lm runs, we run: a tiny model of every kind decodes as mlx-lm's own loop does."""
 
 import json
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,10 +16,14 @@ from dflash_mlx.targets import Target
 MODELS = json.loads((Path(__file__).parent / "data" / "mlx_lm_models.json").read_text())
 NEEDS_METAL = {"bitnet"}  # mlx-lm's own layers do
 TOKENS = 24
+TABLE = (
+    (Path(__file__).parents[1] / "docs" / "targets.md").read_text().partition("end of the table")
+)
+ROWS = {name: row for row in TABLE[0].splitlines() for name in re.findall(r"`(\S+)`", row)}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NEEDS_METAL])
-def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name):
+def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name, make_docs):
     model = model_of(MODELS[name], 0, 0)
     target = Target(model, Letters(), MODELS[name], name)
     prompt = random_prompt(9, 1) * 3  # a lookup drafts from it
@@ -28,6 +33,7 @@ def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name):
         result = dm.generate(target, drafter, prompt, max_tokens=TOKENS, block_size=size)
         assert result.tokens == answer
     assert result.stats.rounds < TOKENS - 1
+    assert f"| {make_docs.drafting(target)} |" in ROWS[name], "run python scripts/make_docs.py"
     if target.supports_trees:
         check_tree(target, prompt)
 

@@ -45,7 +45,10 @@ __all__ = ["apply_rope", "classes_of", "fake_quant_fp4"]
 ATTENTION = scaled_dot_product_attention.__name__
 
 # Rotations whose angle depends on a row's position only, and which take a position per row.
-ROPES = {"RoPE", "Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE"}
+ROPES = {"RoPE", "Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE", "NoPE"} | {
+    "DeepseekV2YarnRotaryEmbedding",
+    "DynamicNTKAlphaRoPE",
+}
 
 # Modules of models whose attention may do without a rotation: positions do not enter it at all.
 NOPE = {"afmoe", "exaone4", "exaone_moe", "llama4_text", "muse_glimmer", "nemotron_h", "smollm3"}

@@ -48,6 +48,7 @@ class Target:
             there twice. In a pipeline, other processes have the rest.
         owners: for every cache the layer that gets it; None for another module.
         parts: where the model has its other parts.
+        has_rollback: whether rejected rows leave its caches without another forward.
         wiring: which layers run on our Metal kernels; None where none does.
         forward_lock: held by every forward. While another thread has it, modules have their own
             classes.
@@ -79,6 +80,7 @@ class Target:
         caches = make_cache(model)
         self.owners = parts.owners
         rollbacks = rollbacks_for(caches, self.owners, self.overrides())
+        self.has_rollback = bool(rollbacks)
         self._why_no_trees: str | None = "states that are rolled back by running rows again"
         if rollbacks:
             problems = (why_no_trees(*of) for of in parts.pairs(rollbacks))
@@ -96,6 +98,11 @@ class Target:
             f"Target({self.name!r}, num_layers={self.num_layers}, "
             f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size})"
         )
+
+    @property
+    def why_no_trees(self) -> str | None:
+        """What keeps draft trees from being verified; None if they can be."""
+        return self._why_no_trees
 
     @property
     def supports_trees(self) -> bool:
