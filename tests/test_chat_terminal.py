@@ -10,10 +10,13 @@ SUM = "What is 47 plus 38?"
 COUNT = "Count from 1 to 98 in steps of 1."
 QUICK = ("--no-draft", "--stock-blas", "-n")
 
-pytestmark = pytest.mark.skipif(
-    not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
-    reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
+        reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
+    ),
+]
 
 
 def test_turns_on_a_narrow_terminal(tmp_path):

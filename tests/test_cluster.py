@@ -15,6 +15,8 @@ from dflash_mlx.cluster.pipeline import gather_taps
 from dflash_mlx.cluster.shards import split_by_heads, split_by_layers
 from dflash_mlx.errors import SettingsError
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = st.lists(st.integers(-1, 2**31 - 1), max_size=40)
 
 

@@ -21,6 +21,8 @@ LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
 QUESTION = "What is 3 plus 4?"
 SECONDS = 300
 
+pytestmark = pytest.mark.slow
+
 
 def two_free_ports():
     """The first of two neighbours that nobody listens on now."""

@@ -8,7 +8,7 @@ from kernel_check import kernel_factory, on_gpu_or_emulator, relative_error
 from kernel_models import Launches, half_precision
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
-from dflash_mlx.kernels.fused import gated_key, projections_key, shared_inputs
+from dflash_mlx.kernels.fused import projections_key, shared_inputs
 from dflash_mlx.kernels.modules import EXACT_ROWS, Kernels, VerifyConv1d, verifying, wire
 from dflash_mlx.kernels.shapes import matrices
 
@@ -122,12 +122,3 @@ def test_only_layers_for_the_same_rows_share_a_launch(first_q, first_kv, broken,
     for layers in groups:
         together = {id(getattr(layer, "_fused", None)) for layer in layers}
         assert len(together) == 1 and (together != {id(None)}) == shared
-
-
-def test_what_is_no_gated_unit_has_no_pass_of_its_own():
-    """One bias among three layers, and an activation that is not silu."""
-    unit = half_precision("qwen3").layers[0].mlp
-    assert gated_key(unit) is not None and gated_key(SwitchGLU(64, 32, 5)) is not None
-    unit.down_proj.bias = mx.zeros(64)
-    assert gated_key(unit) is None
-    assert gated_key(SwitchGLU(64, 32, 5, activation=nn.GELU())) is None

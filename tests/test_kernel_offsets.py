@@ -6,6 +6,7 @@ those of a large model, for the one threadgroup that reads or writes their end.
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from kernel_check import random_weights
 from metal_host import EmulatedKernel, needs_compiler
 from metal_host.sparse import SparseArray, run_part
@@ -46,37 +47,28 @@ def close(got, expected) -> bool:
     return np.abs(np.array(got, np.float64) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_a_vocabulary_of_more_than_two_to_the_31_weights():
+def stored(w) -> tuple[str, dict]:
+    """The kind of some weights, and a kernel's arrays of them by name."""
+    if isinstance(w, mx.array):
+        return "plain", {"w": w}
+    return "affine", {"w": w.words, "w_scales": w.scales, "w_biases": w.biases}
+
+
+@pytest.mark.parametrize(("bits", "depth"), [(None, 64), (8, 256)])
+def test_a_vocabulary_of_more_than_two_to_the_31_weights(bits, depth):
+    """Or as many words of 8 bits, which have 2^26 scales and biases."""
     mx.random.seed(0)
-    calls, depth, columns = Calls(), 64, FAR // 64 + 64
-    x, w = mx.random.normal((2, depth)), random_weights((32, depth), mx.float32)
+    calls, columns = Calls(), FAR // 64 + 64
+    x, w = mx.random.normal((2, depth)), random_weights((32, depth), mx.float32, bits, 128)
     y = VerifyMatmul(calls)(x, w)
-    large = SparseArray((columns, depth), mx.float32)
-    large.values[-32:] = np.array(w)
-    out = SparseArray((2, columns), mx.float32)
-    tiles = columns // 32
-    calls.again(
-        "verify_matmul_plain", {"y": out}, range(tiles - 1, tiles), (tiles * 128, 1, 1), w=large
-    )
-    assert close(out.values[:, -32:], y)
-
-
-def test_quantized_words_past_two_to_the_31():
-    """And groups: the words of 8 bits, 2^31 of them, have 2^26 scales and biases."""
-    mx.random.seed(1)
-    calls, depth, columns = Calls(), 256, FAR // 64 + 64
-    x, w = mx.random.normal((2, depth)), random_weights((32, depth), mx.float32, 8, 128)
-    y = VerifyMatmul(calls)(x, w)
-    arrays = {"w": w.words, "w_scales": w.scales, "w_biases": w.biases}
+    kind, arrays = stored(w)
     large = {}
     for name, array in arrays.items():
         large[name] = SparseArray((columns, array.shape[1]), array.dtype)
         large[name].values[-32:] = np.array(array)
-    out = SparseArray((2, columns), mx.float32)
-    tiles = columns // 32
-    calls.again(
-        "verify_matmul_affine", {"y": out}, range(tiles - 1, tiles), (tiles * 128, 1, 1), **large
-    )
+    out, tiles = SparseArray((2, columns), mx.float32), columns // 32
+    last = range(tiles - 1, tiles)
+    calls.again(f"verify_matmul_{kind}", {"y": out}, last, (tiles * 128, 1, 1), **large)
     assert close(out.values[:, -32:], y)
 
 
@@ -89,17 +81,14 @@ def test_an_expert_past_two_to_the_31():
         w = random_weights((2, 32, depth), mx.float32, bits)
         x = mx.random.normal((1, depth))
         y = VerifyMatmulMoe(calls)(x, w, experts)
-        name = "verify_matmul_moe_affine" if bits else "verify_matmul_moe_plain"
-        arrays = {"w": w}
-        of = 1
-        if bits:
-            arrays, of = {"w": w.words, "w_scales": w.scales, "w_biases": w.biases}, 8
-        large = {}
+        kind, arrays = stored(w)
+        of, large = 8 if bits else 1, {}
         for key, array in arrays.items():
             shape = (count * of, columns, array.shape[2])
             large[key] = SparseArray(shape, array.dtype)
             large[key].values[-1, :32] = np.array(array[1])
         pairs = mx.full((8,), count * of - 1, mx.uint32)
         out = SparseArray((1, columns), mx.float32)
+        name = f"verify_matmul_moe_{kind}"
         calls.again(name, {"y": out}, range(1), (columns // 32 * 128, 1, 1), experts=pairs, **large)
         assert close(out.values[:, :32], y[:, 0])
