@@ -36,10 +36,6 @@ class ConstraintSet:
     def __init__(self, constraints: Sequence[TokenConstraint]) -> None:
         self._constraints, self._answer = list(constraints), list[int]()
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._constraints)
-
     def commit(self, tokens: Sequence[int]) -> None:
         """Add tokens to the answer."""
         self._answer += tokens

@@ -232,8 +232,8 @@ class Conversation:
 
     def _extend_pending(self) -> None:
         pending, self._pending = self._pending, []
-        mx.async_eval([taps for taps, _ in pending])  # the drafter may use them in another thread
         for taps, target_checkpoint in pending:
+            mx.async_eval(taps)  # the drafter may use them in another thread
             rows = range(taps.shape[1])
             self.extend(self._prompt[len(self.ids) :][: len(rows)], taps, rows)
             if target_checkpoint is not None:

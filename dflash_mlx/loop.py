@@ -37,13 +37,14 @@ def step(request: Request) -> Event:
         if isinstance(proposal.tokens, mx.array):
             # The device computes the drafts while the host builds the target's forward.
             mx.async_eval(proposal.tokens)
-        request.verify(proposal)  # verify
+        request.choose(proposal, *request.target_session.verify(proposal))  # verify
     chosen, taps = request.pending
     if request.can_start_next:
         # The next anchor is still on its way on the device, which never waits for the host: as in
         # mlx-lm's loop.
         mx.async_eval(chosen, taps)
-        request.verify(request.next_anchor())
+        proposal = request.next_anchor()
+        request.choose(proposal, *request.target_session.verify(proposal))
         mx.async_eval(request.pending)
     mx.eval(chosen, taps)  # the only wait
     values: Any = chosen.tolist()

@@ -231,10 +231,6 @@ class Request:
         """The rows that could be verified now, in a step that other requests share."""
         return self._planner.candidate(self.draft_session, self.anchor, self._width)
 
-    def verify(self, proposal: Proposal) -> None:
-        """Run the target over a proposal, and choose the token after each row. Lazy."""
-        self.choose(proposal, *self.target_session.verify(proposal))
-
     def choose(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> None:
         """Choose the target's token after each row of a proposal. Lazy; see `pending`.
 

@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors
 
 from .constraints import ConstraintSet, TokenConstraint
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .proposal import Proposal
-from .settings import SEED_BITS, SamplingSettings
+from .settings import SEED_BITS, LogitsProcessor, SamplingSettings
 from .validation import brief
 
 # Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a
@@ -96,14 +97,24 @@ class Sampler:
             self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
         self._sharpness = sharpness or DraftSharpness()
         self._compared: mx.array | None = None  # [S, L], the draft of this step with each s
-        self._processors = settings.processors()
+        penalty = settings.repetition_penalty
+        penalties: list[LogitsProcessor] = make_logits_processors(
+            None,
+            None if penalty == 1 else penalty,
+            settings.repetition_context_size,
+            settings.presence_penalty,
+            settings.presence_context_size,
+            settings.frequency_penalty,
+            settings.frequency_context_size,
+        )
+        self._processors = [*penalties, *settings.logits_processors]
         # Whether anything but the model's logits, noise and truncation decides a token.
         self._edits = bool(settings.logit_bias or self._processors)
         self.can_pipeline = not self._edits
         constraints: list[TokenConstraint] = []
         while self._processors and isinstance(self._processors[-1], TokenConstraint):
             constraints.append(self._processors.pop())
-        self._constraints = ConstraintSet(constraints)
+        self._constraints = ConstraintSet(constraints) if constraints else None
         self._plain = not self._edits and settings.temperature == 0
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
@@ -164,7 +175,8 @@ class Sampler:
             drafts: Any = self._compared.tolist()
             self._sharpness.learn(drafts, tokens)
             self._compared = None
-        self._constraints.commit(tokens)
+        if self._constraints is not None:
+            self._constraints.commit(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
             mx.async_eval(self._history)  # the next step may run in another thread
@@ -196,7 +208,7 @@ class Sampler:
             paths = proposal.paths()
             if self._history is not None:
                 logits = self._after_histories(self._history, logits, tokens, paths)
-            if self._constraints:
+            if self._constraints is not None:
                 logits = self._constraints.restrict(logits, tokens, paths)
         return self.scores(logits)
 
@@ -232,19 +244,21 @@ class Sampler:
         """The drafter's `scores` [L, V], each row after the drafts of those before it."""
         logits = self._biased(logits)
         if self._history is None:
-            if self._constraints:
+            if self._constraints is not None:
                 return self._constraints.drafts(logits, noise, self._sharpness.value, self.scores)
             return self.scores(logits)
         history, rows, drafted = self._history, [], list[int]()
         for slot in range(len(logits)):
             row = self._apply(history, logits[slot : slot + 1])
-            row = self.scores(self._constraints.restrict_row(row, drafted))
+            if self._constraints is not None:
+                row = self._constraints.restrict_row(row, drafted)
+            row = self.scores(row)
             rows.append(row)
             token = (row if noise is None else row + noise[slot] / self._sharpness.value).argmax(
                 axis=-1
             )
             history = mx.concatenate([history, token.astype(mx.int32)])
-            if self._constraints:
+            if self._constraints is not None:
                 chosen: Any = token.tolist()
                 drafted += chosen
         return mx.concatenate(rows)

@@ -9,7 +9,6 @@ from numbers import Integral, Real
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors
 
 from .errors import SettingsError
 from .validation import brief, check_integer
@@ -106,20 +105,6 @@ class SamplingSettings:
                 raise SettingsError(
                     f"logit_bias: the vocabulary of {size} has no token {brief(token)}."
                 )
-
-    def processors(self) -> list[LogitsProcessor]:
-        """The processors that look at the history, the penalties first."""
-        penalty = self.repetition_penalty
-        penalties: list[LogitsProcessor] = make_logits_processors(
-            None,
-            None if penalty == 1 else penalty,
-            self.repetition_context_size,
-            self.presence_penalty,
-            self.presence_context_size,
-            self.frequency_penalty,
-            self.frequency_context_size,
-        )
-        return [*penalties, *self.logits_processors]
 
 
 def _checked_bias(bias: Any) -> dict[int, float]:

@@ -15,6 +15,7 @@ import json
 import stat
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,17 @@ _LIBRARY_ERRORS = (
 )
 
 
+@dataclass(frozen=True)
 class ErrorWrapper(AbstractContextManager["ErrorWrapper", None]):
     """A context around calls of other libraries: their errors leave it as `error`.
 
-    Args:
+    Attributes:
         error: the error to raise instead.
         message: what is wrong; the library's own reason follows in brackets.
     """
 
-    def __init__(self, error: type[DFlashError], message: str) -> None:
-        self._error, self._message = error, message
+    error: type[DFlashError]
+    message: str
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Raise our error in place of a known one."""
@@ -68,7 +70,7 @@ class ErrorWrapper(AbstractContextManager["ErrorWrapper", None]):
             # These have readable messages; a KeyError, for example, only holds the key.
             readable = kind is Exception or issubclass(kind, OSError | ValueError | TemplateError)
             name = "" if readable else f"{kind.__name__}: "
-            raise self._error(f"{self._message} ({name}{error_text(error)}).") from error
+            raise self.error(f"{self.message} ({name}{error_text(error)}).") from error
 
 
 def _is_from_rust(kind: type[BaseException]) -> bool:

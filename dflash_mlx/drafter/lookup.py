@@ -120,8 +120,8 @@ class LookupRates:
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
 
     def of(self, matched: int, slots: int) -> list[float]:
-        """The rate of each slot, given that those before it are right, after a match."""
-        length, rates = _length_class(matched), list[float]()
+        """Each slot's rate, given that those before it are right, after a match of 2 or more."""
+        length, rates = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1), list[float]()
         rate = PRIOR_RATES[length]
         for slot in range(slots):
             if slot < SLOTS:
@@ -132,7 +132,7 @@ class LookupRates:
 
     def learn(self, matched: int, slots: int, right: int) -> None:
         """Add a draft of so many slots, of which the first `right` ones were right."""
-        length = _length_class(matched)
+        length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
         for slot in range(min(right + 1, slots)):
             at = length, min(slot, SLOTS - 1)
             tried, correct = self._counts.get(at, (0.0, 0.0))
@@ -149,7 +149,8 @@ class CombinedSession(DraftSession):
     network: DraftSession | None = None
 
     def __init__(self, network: DraftSession) -> None:
-        self._network, self.network = network, network.network
+        self._network = network
+        self.network = None if isinstance(network, PlainSession) else network
         self.resumable, self.storable = network.resumable, network.storable
         self._index, self._rates = Index(), LookupRates()
         self._found = 0, 0, 0  # place, length and anchor of the last match
@@ -293,8 +294,3 @@ class CombinedDrafter:
     def start(self, target: Target, sampler: Sampler) -> CombinedSession:
         """Begin one request. Raises `IncompatibleDrafterError`."""
         return CombinedSession(start_session(self.network, target, sampler))
-
-
-def _length_class(matched: int) -> int:
-    """The index in `PRIOR_RATES` for the length of a match."""
-    return min(max(matched.bit_length() - 2, 0), len(PRIOR_RATES) - 1)
