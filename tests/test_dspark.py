@@ -112,7 +112,7 @@ def test_against_the_slow_reference(fields):
     cache, fed = drafter.make_cache(), 0
     for upto, anchor in [(0, 5), (1, 9), (20, 60), (CONTEXT, 11)]:
         rows = config.block_size
-        block = drafter.embed_block(mx.array([anchor, *[2] * (rows - 1)]), None)
+        block = drafter.embed(mx.array([[anchor, *[2] * (rows - 1)]]), None)
         hidden, fed = drafter(block, taps[:, fed:upto], cache), upto
         raw, weights, whole, drafting = expected(drafter, taps[:, :upto], anchor, rows)
         assert distance(hidden[0], whole) < 1e-4
@@ -181,7 +181,7 @@ def test_the_favourites_of_a_tree_are_the_walk(kind, drafted, temperature):
 
 def test_a_mask_embedding_stands_in_for_the_mask_token():
     drafter = build(raw_config(), (EMBEDDING, HEAD, MASK))
-    block = drafter.embed_block(mx.array([5, 2, 2]), None)[0]
+    block = drafter.embed(mx.array([[5, 2, 2]]), None)[0]
     assert mx.array_equal(block[0], drafter.embed_tokens.weight[5])
     assert mx.array_equal(block[1], drafter.mask_embedding)
     assert not mx.array_equal(block[1], drafter.embed_tokens.weight[2])
@@ -195,6 +195,6 @@ def test_taps_of_another_width(adapter):
     parts = (EMBEDDING, HEAD, *([ADAPTER] if adapter else []))
     drafter = build(raw_config(**fields, dflash_config=nested), parts)
     taps = mx.random.normal((1, 11, 2 * 20))
-    block = drafter.embed_block(mx.array([5, *[2] * 5]), None)
+    block = drafter.embed(mx.array([[5, *[2] * 5]]), None)
     hidden = drafter(block, taps, drafter.make_cache())
     assert distance(hidden[0], expected(drafter, taps, 5, 6)[2]) < 1e-4

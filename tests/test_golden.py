@@ -56,7 +56,7 @@ def test_rounds_in_ragged_steps(golden, data):
                 drafter(mx.random.normal((1, rows, 64)), piece, cache)
             else:
                 drafter.extend(piece, cache)
-        block = drafter.embed_block(block_of(drafter, case.anchor), target)
+        block = drafter.embed(block_of(drafter, case.anchor)[None], target)
         hidden = drafter(block, golden.context[:, fed : case.start], cache)
         fed = case.start
         check(golden, case, hidden, target)
@@ -99,7 +99,7 @@ def test_a_row_too_many_is_noticed(golden):
     drafter.extend(golden.context[:, : case.start], cache)
     for layer in cache:
         layer.update(mx.ones((1, 2, 1, 16)), mx.ones((1, 2, 1, 16)), block=0)
-    block = drafter.embed_block(block_of(drafter, case.anchor), target)
+    block = drafter.embed(block_of(drafter, case.anchor)[None], target)
     assert error(drafter(block, golden.context[:, :0], cache)[0], case.hidden) > 1e-2
 
 

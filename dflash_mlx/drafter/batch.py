@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..proposal import Proposal
 from .candidates import DraftInput, Slots, read_candidates
 from .layers import Attention
-from .network import DFlash, NetworkSession, chain
+from .network import DFlash, NetworkSession
 from .protocol import DraftSession
 from .tree import DraftTree
 
@@ -70,7 +71,8 @@ def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
             continue
         if drafts[group[0]].tree_rows is None:
             for at, tokens in zip(slots, network.choose([*slots.values()]), strict=True):
-                results[at] = chain(drafts[at].anchor, tokens)
+                row = [slots[at].anchor[None], tokens.astype(mx.int32)]
+                results[at] = Proposal(mx.concatenate(row))
         else:
             rows = {at: drafts[at].tree_rows or 1 for at in slots}
             found = [network.candidates(own, rows[at] - 1) for at, own in slots.items()]
@@ -88,7 +90,7 @@ def _draft_slots(drafts: dict[int, BlockDraft]) -> tuple[DFlash, dict[int, Slots
         for session, draft in zip(sessions, drafts.values(), strict=True)
     ]
     rows, first = _BatchRows(inputs), network.config.first_row
-    x = network.embed_block(mx.concatenate([one.block for one in inputs]), target, rows.places)
+    x = network.embed(mx.concatenate([one.block for one in inputs])[None], target, rows.places)
     waiting = [one.taps for one in inputs if one.taps.shape[1]]
     context = network.fuse(mx.concatenate(waiting, axis=1)) if waiting else None
     for index, layer in enumerate(network.layers):

@@ -144,25 +144,19 @@ class DFlash(nn.Module):
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             layer_cache.update(*layer.self_attn.keys_values(context, layer_cache.offset), block=0)
 
-    def embed(self, tokens: mx.array, target: Target) -> mx.array:
-        """Embeddings [N, L, D] of a block's token ids [N, L], the drafter's own or the target's."""
-        embeddings = self.embed_tokens(tokens) if "embed_tokens" in self else target.embed(tokens)
-        scale = self.config.input_embedding_scale
-        return embeddings if scale == 1 else embeddings * scale
+    def embed(self, blocks: mx.array, target: Target, places: mx.array | None = None) -> mx.array:
+        """Embeddings [N, L, D] of blocks [N, L], an anchor and masks each: its own or the target's.
 
-    def embed_block(
-        self, tokens: mx.array, target: Target, places: mx.array | None = None
-    ) -> mx.array:
-        """Embeddings [1, R, D] of the rows [R] of blocks: an anchor and masks each.
-
-        `places` [R] are the rows' places in their blocks, 0 for an anchor; None for one block.
+        `places` [L] are the tokens' places in their blocks, if each line holds several blocks.
         """
+        scale = self.config.input_embedding_scale
+        embeddings = self.embed_tokens(blocks) if "embed_tokens" in self else target.embed(blocks)
+        embeddings = embeddings if scale == 1 else embeddings * scale
         if "mask_embedding" not in self:
-            return self.embed(tokens[None], target)
-        is_anchor = (mx.arange(len(tokens)) if places is None else places) == 0
-        rows = self.embed(mx.where(is_anchor, tokens, 0)[None], target)
-        mask = (self.mask_embedding * self.config.input_embedding_scale).astype(rows.dtype)
-        return mx.where(is_anchor[:, None], rows, mask)
+            return embeddings
+        is_anchor = (mx.arange(blocks.shape[1]) if places is None else places) == 0
+        mask = (self.mask_embedding * scale).astype(embeddings.dtype)
+        return mx.where(is_anchor[:, None], embeddings, mask)
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
         """Logits [N, L, DV] of hidden states [N, L, D], through its own head or the target's.
@@ -272,7 +266,8 @@ class NetworkSession(DraftSession):
         """Draft a chain of at most `width` rows; nothing waits for the device."""
         if width == 1:
             return Proposal([anchor])
-        return chain(anchor, self.drafter.choose([self._draft(anchor, width)])[0])
+        [tokens] = self.drafter.choose([self._draft(anchor, width)])
+        return Proposal(mx.concatenate([mx.array([anchor]), tokens.astype(mx.int32)]))
 
     def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
         """Draft a tree of at most `rows` rows from a block of `width` rows; this waits."""
@@ -297,7 +292,7 @@ class NetworkSession(DraftSession):
     def _draft(self, anchor: int, width: int) -> Slots:
         """The slots of a block; an anchor's row that drafts nothing is none."""
         given, drafter = self.draft_input(anchor, width), self.drafter
-        hidden = drafter(drafter.embed_block(given.block, self.target), given.taps, given.cache)
+        hidden = drafter(drafter.embed(given.block[None], self.target), given.taps, given.cache)
         hidden = hidden[:, drafter.config.first_row :]
         return self.score(drafter.logits(hidden, self.target)[0], hidden[0], anchor)
 
@@ -371,8 +366,3 @@ class NetworkSession(DraftSession):
         if len(pending) == 1:
             return gathered(*pending[0])
         return mx.concatenate([gathered(taps, kept) for taps, kept in pending], axis=1)
-
-
-def chain(anchor: int, drafts: mx.array) -> Proposal:
-    """The proposal of drafted tokens [L] after an anchor."""
-    return Proposal(mx.concatenate([mx.array([anchor]), drafts.astype(mx.int32)]))

@@ -8,6 +8,7 @@ so an unknown type has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,23 +49,24 @@ class SupportsTrees(Rollback, Protocol):
         """Put the recorded rows of a path to the front, as those of a chain."""
 
 
+@dataclass(frozen=True)
 class RowRollback:
     """Rollback of a cache with a row per token: the last rows go, nothing is recorded.
 
-    Args:
+    Attributes:
         removers: each removes that many last rows from a part of the cache.
         reads_trees: whether the model asks the cache for its masks.
     """
 
-    def __init__(self, removers: Sequence[Callable[[int], object]], reads_trees: bool) -> None:
-        self._removers, self.reads_trees = removers, reads_trees
+    removers: Sequence[Callable[[int], object]]
+    reads_trees: bool
 
     def begin(self, tree: Tree | None) -> None:
         """Nothing to record."""
 
     def commit(self, kept: int, rejected: int) -> None:
         """Remove the last `rejected` rows."""
-        for remove in self._removers if rejected else ():
+        for remove in self.removers if rejected else ():
             remove(rejected)
 
 
