@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -152,44 +153,6 @@ class ChatBody(SamplingBody):
         return "required" if choice == "any" else choice or "auto", None
 
 
-class ChatChoice:
-    """One answer, put together from its steps."""
-
-    def __init__(self) -> None:
-        self.text = self.reasoning = ""
-        self.calls: list[ToolCall] = []
-        self.logprobs: list[TokenLogprob] | None = None
-        self.finish: Finish | None = None
-
-    def add(self, step: StepOutput) -> None:
-        """Add a step."""
-        for part in step.parts:
-            if isinstance(part, Text):
-                self.text += part.text
-            elif isinstance(part, Reasoning):
-                self.reasoning += part.text
-            else:
-                self.calls.append(part)
-        if step.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *step.logprobs]
-        self.finish = step.finish or self.finish
-
-    def format(self, index: int) -> dict[str, Any]:
-        """An item of the response's `choices`."""
-        content = None if self.calls and not self.text else self.text
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reasoning:
-            message["reasoning_content"] = message["reasoning"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [_format_call(call) for call in self.calls]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": _format_logprobs(self.logprobs),
-            "finish_reason": self.finish.reason if self.finish else None,
-        }
-
-
 class ChatResponse:
     """The response to one request, whole or as a stream.
 
@@ -210,12 +173,12 @@ class ChatResponse:
 
     async def complete(self) -> dict[str, Any]:
         """The whole response. Raises `RequestError`."""
-        choices = [ChatChoice() for _ in range(self._stream.request.n)]
+        steps: list[list[StepOutput]] = [[] for _ in range(self._stream.request.n)]
         async for step in self._stream.steps():
-            choices[step.choice].add(step)
-        self._finishes = [one.finish for one in choices if one.finish is not None]
-        formatted = [one.format(index) for index, one in enumerate(choices)]
-        return self._head | {"object": "chat.completion", "choices": formatted} | self._totals()
+            steps[step.choice].append(step)
+        choices = [_format_choice(index, one) for index, one in enumerate(steps)]
+        self._finishes = [one[-1].finish for one in steps if one[-1].finish is not None]
+        return self._head | {"object": "chat.completion", "choices": choices} | self._totals()
 
     def _totals(self) -> dict[str, Any]:
         total = usage(self._stream.prompt_tokens, self._finishes)
@@ -255,6 +218,28 @@ class ChatResponse:
         fields = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         content = self._head | {"choices": [fields | choice]} | (extra or {})
         return frame({"usage": None} | content if self._include_usage else content)
+
+
+def _format_choice(index: int, steps: Sequence[StepOutput]) -> dict[str, Any]:
+    """An item of the response's `choices`."""
+    parts = [part for step in steps for part in step.parts]
+    text = "".join(part.text for part in parts if isinstance(part, Text))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls = [_format_call(part) for part in parts if isinstance(part, ToolCall)]
+    content = None if calls and not text else text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    tokens = [token for step in steps for token in step.logprobs or ()]
+    finish = steps[-1].finish
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _format_logprobs(None if steps[0].logprobs is None else tokens),
+        "finish_reason": finish.reason if finish else None,
+    }
 
 
 def _deltas(step: StepOutput, calls: list[int]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from ..answers.parser import Part, Reasoning, Text, ToolCall
+from ..answers.parser import Part, Reasoning, Text, ToolCall, merge_texts
 from ..events import Stats
 from .body import Body, ListOf
 from .errors import RequestError, new_id
@@ -218,31 +218,24 @@ class MessagesBody(CountBody):
 
 async def complete(stream: ResponseStream) -> dict[str, Any]:
     """The whole response. Raises `RequestError`."""
-    blocks: list[dict[str, Any]] = []
-    finish: Finish | None = None
-    async for step in stream.steps():
-        for part in step.parts:
-            _add_part(blocks, part)
-        finish = step.finish or finish
+    steps = [step async for step in stream.steps()]
+    parts = merge_texts([part for step in steps for part in step.parts])
+    finish = steps[-1].finish
     assert finish is not None  # `steps` raises otherwise
     return {
         **_head(stream),
-        "content": blocks,
+        "content": [_whole_block(part) for part in parts],
         **_stop(finish),
         "usage": _usage(stream, finish.stats),
         "x_dflash": drafting([finish]),
     }
 
 
-def _add_part(blocks: list[dict[str, Any]], part: Part) -> None:
+def _whole_block(part: Part) -> dict[str, Any]:
     block = _new_block(part)
-    kind = block["type"]
     if isinstance(part, ToolCall):
-        blocks.append(block | {"input": from_json(part.arguments)})
-        return
-    if not blocks or blocks[-1]["type"] != kind:
-        blocks.append(block)
-    blocks[-1][kind] += part.text
+        return block | {"input": from_json(part.arguments)}
+    return block | {block["type"]: part.text}
 
 
 def _new_block(part: Part) -> dict[str, Any]:
