@@ -35,22 +35,9 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
 from dflash_mlx.machine.facts import busy, computer, machine
 
-from . import options
+from . import options, output
 from .machines import Machines, cluster_member, runs_elsewhere
 from .options import DECODING, OFF, OUTPUT, is_given, option, tree_rows
-from .output import (
-    DOUBTFUL,
-    NOTHING,
-    counted,
-    make_table,
-    note,
-    print_json,
-    rate,
-    stderr,
-    stdout,
-    times,
-    waiting,
-)
 from .pair import WHOLE_BLOCKS, Pair, open_pair
 
 PROMPTS = "What is measured"  # the group that --help shows
@@ -161,7 +148,7 @@ def bench(
         pair = open_pair(network, weights, steps, member=cluster_member(context))
         content = _measure_pair(pair, chosen, setup)
     if json:
-        print_json(content)
+        output.print_json(content)
     else:
         _show(content)
     if out is not None:
@@ -178,10 +165,10 @@ def report(
     """Show benchmark runs again, of this machine or of others."""
     runs = {str(folder): read_run(folder) for folder in folders}
     if json:
-        print_json({"runs": runs})
+        output.print_json({"runs": runs})
         return
     for name, run in runs.items():
-        stdout().print(name, style="bold")
+        output.stdout().print(name, style="bold")
         _show(run)
 
 
@@ -282,32 +269,32 @@ def _measure_clients(
     Raises `ServerError`.
     """
     settings = (setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
-    with waiting("Warming up"):
+    with output.waiting("Warming up"):
         client.ask(prompts[0].messages, min(8, settings[0]), *settings[1:])
     rows = []
     for count in counts:
-        with waiting(f"{count} at once"):
+        with output.waiting(f"{count} at once"):
             rows.append(server.measure_concurrency(client, prompts, count, *settings))
     if json:
         about = {"model": client.model, "url": client.url, **setup, "machine": computer()}
-        print_json({**about, "concurrency": rows})
+        output.print_json({**about, "concurrency": rows})
         return
-    table = make_table("clients", "tok/s", "first token", "p95", "gap", "p95 ")
+    table = output.make_table("clients", "tok/s", "first token", "p95", "gap", "p95 ")
     for row in rows:
         waits = (row["first_token_seconds"], row["gap_seconds"])
         cells = [_milliseconds(wait.get(key)) for wait in waits for key in ("median", "p95")]
-        table.add_row(str(row["clients"]), rate(row["tokens_per_second"]), *cells)
-    stdout().print(table)
-    note(f"{client.model} · {client.url}; tokens per second of all clients, median waits and p95")
+        table.add_row(str(row["clients"]), output.rate(row["tokens_per_second"]), *cells)
+    output.stdout().print(table)
+    output.note(f"{client.model} · {client.url}; speed of all clients, median waits and p95")
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return NOTHING if seconds is None else f"{1e3 * seconds:,.0f} ms"
+    return output.NOTHING if seconds is None else f"{1e3 * seconds:,.0f} ms"
 
 
 def _with_bar(measured: Iterable[PromptRuns], prompts: list[BenchPrompt]) -> list[PromptRuns]:
     """Collect all results, with a progress bar if stderr is a terminal."""
-    console = stderr()
+    console = output.stderr()
     hidden = not console.is_terminal
     turns = sum(1 + len(prompt.then) for prompt in prompts)
     bar = track(measured, "measuring", turns, console=console, transient=True, disable=hidden)
@@ -316,25 +303,25 @@ def _with_bar(measured: Iterable[PromptRuns], prompts: list[BenchPrompt]) -> lis
 
 def _show(content: Mapping[str, Any]) -> None:
     """Print the table of a run to stdout, and its notes to stderr."""
-    stdout().print(_table(content))
+    output.stdout().print(_table(content))
     for one in content["differences"]:
-        stdout().print(Text(describe_difference(one), style="red"))
+        output.stdout().print(Text(describe_difference(one), style="red"))
     for category, figures in (content["protocol_figures"] or {}).items():
-        note(f"{content['protocol']}, {category}: {_protocol_text(figures)}")
+        output.note(f"{content['protocol']}, {category}: {_protocol_text(figures)}")
     overall = content["overall"]
     rows = (*content["categories"], overall)
-    runs = counted(content["repeats"], "run")
-    note(f"{content['title']}; medians of {runs} per prompt, below them the quartiles of all")
+    runs = output.counted(content["repeats"], "run")
+    output.note(f"{content['title']}; medians of {runs} per prompt, then quartiles of all")
     if any("?" in cell for row in rows for cell in _figures(row, overall["methods"], "median")):
-        note(DOUBTFUL)
+        output.note(output.DOUBTFUL)
     if content.get("busy"):
-        note(content["busy"])
+        output.note(content["busy"])
     if (overall["exact"] or 0) < overall["with_answer"]:
-        note("exact: the known answer, word for word; --max-tokens may cut answers short")
+        output.note("exact: the known answer, word for word; --max-tokens may cut answers short")
     peaks = [method["peak_bytes"] or 0 for method in overall["methods"].values()]
     if any(peaks):
-        note(f"peak memory {max(peaks) / 1e6:,.0f} MB")
-    note(", ".join(f"{name} {value}" for name, value in content["machine"].items()))
+        output.note(f"peak memory {max(peaks) / 1e6:,.0f} MB")
+    output.note(", ".join(f"{name} {value}" for name, value in content["machine"].items()))
 
 
 def _protocol_text(figures: Mapping[str, Any]) -> str:
@@ -356,14 +343,16 @@ def _table(content: Mapping[str, Any]) -> Table:
     compared = any(method["identical"] is not None for method in overall["methods"].values())
     titles = [t for name in methods for t in (name, *("x", "accept") * (name in drafting))]
     titles += ["identical"] * compared + ["exact"] * exact
-    table = make_table("category", *titles, padding=1)  # 80 columns
+    table = output.make_table("category", *titles, padding=1)  # 80 columns
     for row in (*content["categories"], overall):
         cells = [row["category"], *_figures(row, methods, "median")]
         if compared:
             identical = min(row["methods"][name]["identical"] for name in drafting)
             cells.append(f"{identical}/{row['prompts']}")
         if exact:
-            cells.append(f"{row['exact']}/{row['with_answer']}" if row["with_answer"] else NOTHING)
+            cells.append(
+                f"{row['exact']}/{row['with_answer']}" if row["with_answer"] else output.NOTHING
+            )
         table.add_row(*cells, style="bold" if row is overall else "")
     for title, quartile in (("25%", "low"), ("75%", "high")):
         table.add_row(title, *_figures(overall, methods, quartile), style="dim")
@@ -374,8 +363,8 @@ def _figures(row: Mapping[str, Any], methods: Sequence[str], which: str) -> Iter
     """The cells of a row's methods: medians, or quartiles of all runs ("low", "high")."""
     for name in methods:
         method = row["methods"][name]
-        yield rate(method["tokens_per_second"][which])
+        yield output.rate(method["tokens_per_second"][which])
         if name in drafting_methods([name]):
             acceptance = method["acceptance_length"] or 0
-            yield times(method["speedup"][which], acceptance)
+            yield output.times(method["speedup"][which], acceptance)
             yield f"{acceptance:.2f}" if which == "median" else ""
