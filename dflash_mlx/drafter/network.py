@@ -213,7 +213,10 @@ class DFlash(nn.Module):
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is the drafter's own."""
         config = self.config
-        config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
+        depth, physical = target.num_layers, len({*map(id, target.layers)})
+        if len(target.layers) == depth and config.num_target_layers == physical:
+            depth = physical  # the target runs its layers more than once
+        config.check_fits(target.hidden_size, target.vocab_size, depth)
         complete = "embed_tokens" in self and ("lm_head" in self or config.tie_word_embeddings)
         if config.hidden_size != target.hidden_size and not complete:
             raise IncompatibleDrafterError(

@@ -104,7 +104,12 @@ SPELLINGS = {
     "shifted_layer_ids": ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
 }
 # Keys that say which row drafts first, and the row for true; the other one is for false.
-FIRST_ROW_FLAGS = {"sample_from_anchor": 0, "shift_label": 0, "dspark_bonus_anchor": 1}
+FIRST_ROW_FLAGS = {
+    "sample_from_anchor": 0,
+    "query_zero_predicts_next": 0,
+    "shift_label": 0,
+    "dspark_bonus_anchor": 1,
+}
 
 
 # Keys that change nothing about the network.
@@ -119,7 +124,7 @@ HARMLESS = frozenset(
         "tokenizer_class use_bfloat16 tf_legacy_loss _attn_implementation "
         "_attn_implementation_autoset pretraining_tp has_no_defaults_at_init base_model_ep_plan "
         "base_model_pp_plan base_model_tp_plan _experts_implementation attn_implementation "
-        "library_name license tags "
+        "library_name license tags target_model_type target_text_model_type use_aux_hidden_state "
         # tokens that the target decides about
         "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id "
         "decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens "

@@ -41,7 +41,7 @@ OTHERWISE = (
 # gpt-oss-20b-MXFP4-Q8; and of GGUF files: Qwen3-8B-Q4_K_M.gguf,
 # SmolLM2-135M-Instruct.Q4_1.gguf, Qwen3-8B-UD-IQ2_M.gguf.
 _CONVERSION = re.compile(
-    r"(-(mlx|bf16|fp16|\d(\.\d+)?[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq(-\d{6})?|optiq|gs\d+))*"
+    r"(-(mlx|qat|ud|mtp|mtplx|oq\de?|bf16|fp16|\d(\.\d+)?[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq(-\d{6})?|optiq|gs\d+))*"
     r"|-gguf(:[\w.-]+)?"
     r"|([-.](ud|imat|i?q\d\w*|bf16|fp?16|fp?32|mxfp4))*\.gguf"
 )
@@ -59,10 +59,14 @@ class OtherDrafter:
     Attributes:
         drafter: its repository.
         refused: why it does not load; None if it does.
+        license: its license, where that restricts use.
+        thinking: whether it was trained on answers with or without thoughts; None if unknown.
     """
 
     drafter: str
     refused: str | None = None
+    license: str | None = None
+    thinking: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class KnownPair:
         billions: the target's parameters, from its name or model card; None if unknown.
         acceptance: published tokens per step of 16 rows, greedy; None if unknown.
         also: further drafters, the most promising first.
+        license, thinking: of the default drafter, as in `OtherDrafter`.
     """
 
     drafter: str
@@ -84,6 +89,8 @@ class KnownPair:
     billions: float | None = None
     acceptance: float | None = None
     also: tuple[OtherDrafter, ...] = ()
+    license: str | None = None
+    thinking: bool | None = None
 
     @property
     def unsupported(self) -> str | None:
@@ -147,6 +154,13 @@ def _base_models(name: str) -> list[str]:
 
         return read_base_models(path)
     return []
+
+
+def known_facts(drafter: str) -> KnownPair | OtherDrafter | None:
+    """What the registry says of a drafter, by its repository."""
+    every: list[KnownPair | OtherDrafter] = [*pairs()]
+    every += [other for pair in pairs() for other in pair.also]
+    return next((one for one in every if one.drafter == drafter), None)
 
 
 def refusal(drafter: str) -> str | None:
