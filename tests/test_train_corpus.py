@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from mlx_lm.utils import load_tokenizer
 from policy_bounds import FREE
-from tiny_pair import corpus, own, passages, problems, strangers
+from tiny_pair import corpus, passages, problems, strangers
 from tiny_pair.own import (
     OWN_REQUESTS,
     SCORED,
@@ -16,12 +16,9 @@ from tiny_pair.own import (
     learnable,
 )
 from tiny_pair.problems import Turn
-from tinymodels import greedy
 
 from dflash_mlx import tiny
-from dflash_mlx.loading.load import load_target
-from dflash_mlx.prompt import encode_prompt
-from dflash_mlx.train.answers import Answer, read_answers
+from dflash_mlx.train.answers import Answer
 
 STREAM = 6000
 
@@ -124,23 +121,3 @@ def test_what_drafters_are_scored_by_is_not_learnt_from_strangers():
     said = [greeting, *secrets, other]
     answers = [Answer((1,), (*tokenizer.encode(text), 2), True) for text in [*said, ""]]
     assert learnable(answers, tokenizer) == [answers[0].sample, answers[4].sample]
-
-
-def test_where_chance_began_an_answer_the_target_goes_on_as_it_would(tmp_path, monkeypatch):
-    target = load_target("tiny")
-    requests = ["hi", "Tell me about dogs.", "Who was Homer?", "Write a poem."]
-    monkeypatch.setattr(own, "different_requests", lambda: requests)
-    monkeypatch.setattr(own, "OWN_TOKENS", 6)
-    prompts = [
-        tuple(encode_prompt(target, [{"role": "user", "content": text}])) for text in requests
-    ]
-    samples = [one.tokens for one in own.own_answers(target, tmp_path)]
-    for prompt in prompts:
-        assert (*prompt, *greedy(target, list(prompt), 6)) in samples
-    begun = read_answers(tmp_path / "begun.jsonl")
-    beginnings = [one.prompt[: len(prompt)] for one, prompt in zip(begun, prompts, strict=True)]
-    assert beginnings == prompts
-    for one in begun:
-        assert list(one.answer) == greedy(target, list(one.prompt), len(one.answer))
-        assert one.prompt + one.answer in samples and one.prompt not in prompts
-    assert len(samples) == len(requests) + len(begun)
