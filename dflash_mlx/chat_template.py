@@ -74,7 +74,7 @@ def apply_chat_template(
             )
         )
     template = own.get_chat_template(tools=settings.get("tools"))
-    copies = [dict(message) for message in messages]
+    copies = list(map(dict, messages))
     if continue_final_message:
         copies[-1]["content"] += _TAG
     lines = tokenizer.apply_chat_template(

@@ -77,7 +77,7 @@ class Proposal:
         """
         if isinstance(self.tokens, mx.array):
             return mx.minimum(self.tokens.astype(mx.uint32), vocab_size - 1)
-        return mx.array([min(token, vocab_size - 1) for token in self.tokens])
+        return mx.minimum(mx.array(list(self.tokens)), vocab_size - 1)
 
 
 def _checked_parents(given: Any, rows: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from tinymodels import target as tiny_target
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.load import load
+from dflash_mlx.targets.overrides import Overrides
 
 PROMPT = random_prompt(40, seed=3)  # longer than the windows of 32 rows
 TOKENS = 16
@@ -217,7 +218,7 @@ def test_a_session_is_not_made_of_classes_that_another_threads_forward_installed
     """Else it would call them, and write into the other request, from then on."""
     target, prompt = tiny_target(), [1, 2, 3]
     inside, leave, seen = threading.Event(), threading.Event(), []
-    overrides = target.overrides()
+    overrides = Overrides(target.forward_lock)
 
     def watch(x: mx.array, result: mx.array) -> None:
         seen.append(threading.get_ident())

@@ -130,7 +130,7 @@ class BatchVerifier:
         """A recorder of these layers, and its overrides."""
         if tapped not in self._tapped:
             with self._target.forward_lock:
-                overrides = self._target.overrides()
+                overrides = Overrides(self._target.forward_lock)
                 self._tapped[tapped] = overrides, self._target.tap(tapped, overrides)
         return self._tapped[tapped]
 
@@ -165,7 +165,7 @@ class BatchedLayers:
     """
 
     def __init__(self, target: Target, rollbacks: Sequence[Any], level: int) -> None:
-        self._model, self._overrides, self.level = target.model, target.overrides(), 1
+        self._model, self._overrides, self.level = target.model, Overrides(target.forward_lock), 1
         self._kinds: list[type[BatchedCache]] = []
         self._layer_of: dict[int, int] = {}  # by the identity of modules called per request
         self._rows: BatchRows  # of the current forward

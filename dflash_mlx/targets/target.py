@@ -79,7 +79,7 @@ class Target:
         self._streams: int = parts.entered.shape[0]
         caches = make_cache(model)
         self.owners = parts.owners
-        rollbacks = rollbacks_for(caches, self.owners, self.overrides())
+        rollbacks = rollbacks_for(caches, self.owners, Overrides(self.forward_lock))
         self.has_rollback = bool(rollbacks)
         self._why_no_trees: str | None = "states that are rolled back by running rows again"
         if rollbacks:
@@ -148,16 +148,12 @@ class Target:
 
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
-        overrides = self.overrides()
+        overrides = Overrides(self.forward_lock)
         with self.forward_lock:
             taps = self.tap(layers, overrides)
         with overrides.installed():
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
-
-    def overrides(self) -> Overrides:
-        """An empty set of overrides of this model's modules."""
-        return Overrides(self.forward_lock)
 
     def tap(self, layers: Sequence[int], overrides: Overrides) -> Taps:
         """A recorder of these layers' outputs, which records while `overrides` is installed.
@@ -224,7 +220,7 @@ class TargetSession:
         kv_bits: int | None,
     ) -> None:
         self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
-        self._prefill, self._verify = target.overrides(), target.overrides()
+        self._prefill, self._verify = Overrides(target.forward_lock), Overrides(target.forward_lock)
         self._prefill_taps = target.tap(tap_layers, self._prefill)
         target.last_logits_only(self._prefill)
         self._verify_taps = target.tap(tap_layers, self._verify)
@@ -426,7 +422,7 @@ class TargetSession:
     def _reader(self) -> TreeAttention:
         """The reader of this request's trees."""
         if self._tree_reader is None:
-            parts = self._layers, self._cache, self._rollback, self._target.overrides()
+            parts = self._layers, self._cache, self._rollback, Overrides(self._target.forward_lock)
             with self._target.forward_lock:  # as in `Target.start`
                 self._tree_reader = TreeAttention(*parts)
         return self._tree_reader

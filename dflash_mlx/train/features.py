@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..targets import Target
+from ..targets.overrides import Overrides
 from .dataset import Sample
 
 TOP = 16  # tokens of each distribution
@@ -57,7 +58,7 @@ def features(
     rows, length = tokens.shape
     top = min(top, target.vocab_size)
     part = max(1, min(length, bound // (4 * target.vocab_size * rows)))
-    overrides = target.overrides()
+    overrides = Overrides(target.forward_lock)
     taps = target.tap(layers, overrides)
     cache = make_prompt_cache(target.model) if part < length else None
     found: list[tuple[mx.array, ...]] = []
