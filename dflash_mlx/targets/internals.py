@@ -44,6 +44,9 @@ __all__ = ["apply_rope", "classes_of", "fake_quant_fp4"]
 # The global name by which layers call attention.
 ATTENTION = scaled_dot_product_attention.__name__
 
+# The global name by which models compute a factor for each row's query, as Llama 4 has it.
+QUERY_SCALE = "_get_llama_4_attn_scale"
+
 # Rotations whose angle depends on a row's position only, and which take a position per row.
 ROPES = {"RoPE", "Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE", "NoPE"} | {
     "DeepseekV2YarnRotaryEmbedding",

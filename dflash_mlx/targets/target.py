@@ -424,5 +424,5 @@ class TargetSession:
         if self._tree_reader is None:
             parts = self._layers, self._cache, self._rollback, Overrides(self._target.forward_lock)
             with self._target.forward_lock:  # as in `Target.start`
-                self._tree_reader = TreeAttention(*parts)
+                self._tree_reader = TreeAttention(self._model, *parts)
         return self._tree_reader

@@ -1,9 +1,10 @@
 """Draft trees in one forward: every node sees its ancestors and no other branch.
 
-mlx-lm's models get two things from outside that depend on a row's position: the attention mask,
-from the cache, and the rotation of queries and keys, from the `rope` module. During a tree's verify
-the caches return the ancestor mask, and each `rope` rotates a row by its depth. So no family needs
-a forward of its own. Layers without keys read trees in `recurrent` and `deepseek_v41`.
+mlx-lm's models get what depends on a row's position from outside: the attention mask from the
+cache, the rotation of queries and keys from the `rope` module, and a few get a factor for each
+query from a function. During a tree's verify the caches return the ancestor mask, and `rope` and
+that function take a row's depth for its number. So no family needs a forward of its own. Layers
+without keys read trees in `recurrent` and `deepseek_v41`.
 
 A commit first writes the kept rows to the front, where a chain's rows would be; the rollback then
 removes the rest. The rows come from the verify's own keys and values, not from the cache: a second
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import isfunction
 from typing import Any
 
 import mlx.core as mx
@@ -21,18 +23,21 @@ import mlx.nn as nn
 
 from ..errors import UnsupportedTreeError
 from .internals import (
+    QUERY_SCALE,
     ROPES,
     CacheList,
     QuantizedKVCache,
     RotatingKVCache,
     attention_of,
+    backbone,
     end_of_ring,
     hook,
     masks_itself,
+    text_model,
     turns_nothing,
     unhook,
 )
-from .overrides import Overrides
+from .overrides import Overrides, rebind_globals
 from .rollback import RowRollback, SupportsTrees
 from .tree import Tree
 
@@ -41,6 +46,7 @@ class TreeAttention:
     """Makes one request's caches and modules read trees during a forward.
 
     Args:
+        model: the model.
         layers: the model's decoder layers.
         caches: the request's caches, one per layer (fewer where layers share them).
         rollbacks: their rollbacks; one that `SupportsTrees` reads trees by itself.
@@ -49,6 +55,7 @@ class TreeAttention:
 
     def __init__(
         self,
+        model: nn.Module,
         layers: Sequence[nn.Module],
         caches: Sequence[Any],
         rollbacks: Sequence[Any],
@@ -64,6 +71,11 @@ class TreeAttention:
         self._others = [way for way in rollbacks if isinstance(way, SupportsTrees)]
         for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
             overrides.replace(rope, self._by_depth(type(rope).__call__))
+        inner = backbone(text_model(model))
+        forward = type(inner).__call__
+        if scale := getattr(forward, "__globals__", {}).get(QUERY_SCALE):
+            rebound = rebind_globals(forward, **{QUERY_SCALE: self._scale_by_depth(scale)})
+            overrides.replace(inner, rebound)
 
     @contextmanager
     def reading(self, tree: Tree) -> Iterator[None]:
@@ -114,6 +126,10 @@ class TreeAttention:
 
         return update_and_fetch
 
+    def _scale_by_depth(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """The replacement of a function that returns factors [N, 1] for consecutive positions."""
+        return lambda *args: own(*args)[self.tree.depths]
+
     def _by_depth(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
         """A rotation of x [1, H, N, D] or [1, N, D] by the offset plus each row's depth."""
 
@@ -141,6 +157,7 @@ def why_no_trees(layer: nn.Module | None, rollback: Any) -> str | None:
         return None  # nothing in it looks at other rows
     found = ropes(layer)
     unknown = [type(rope).__name__ for rope in found if type(rope).__name__ not in ROPES]
+    unknown += [name for part in layer.modules() for name in _other_rotations(type(part))]
     if unknown:
         return f"positions by {unknown[0]}"
     return None if found or turns_nothing(layer) else f"{name} without a rope"
@@ -149,6 +166,13 @@ def why_no_trees(layer: nn.Module | None, rollback: Any) -> str | None:
 def ropes(layer: nn.Module) -> list[nn.Module]:
     """The rotations in a decoder layer; an indexer has one of its own."""
     return [part for path, part in layer.named_modules() if path.rpartition(".")[2] == "rope"]
+
+
+def _other_rotations(kind: type) -> list[str]:
+    """The names by which a module's own code rotates rows otherwise than by `rope`."""
+    code = (vars(kind)[name].__code__ for name in vars(kind) if isfunction(vars(kind)[name]))
+    names = {name for one in code if one.co_name != "__init__" for name in one.co_names}
+    return sorted(name for name in names - {"rope", "use_rope"} if name.endswith("rope"))
 
 
 def write_rows(cache: Any, keys: mx.array, values: mx.array, rows: int) -> None:
