@@ -151,6 +151,26 @@ def test_arguments_by_other_names_and_without_any():
         assert read(form_of("json_tools"), {"f": {}}, text) == [Text(text)]
 
 
+@pytest.mark.parametrize("family", WRITERS)
+def test_calls_beside_what_is_none(family):
+    """A broken call is text; words behind a call are, too; a thought may speak of a marker."""
+    known, call = KNOWN[family], written(family, "f", {"a": "b"})
+    if family not in ("mistral", "llama3", "harmony"):
+        broken = f"{known.start}broken {{ {known.end}"
+        assert read(form_of(family), {"f": {}}, broken + call) == [
+            Text(broken),
+            ("f", {"a": "b"}),
+        ]
+    if family in ("mistral", "llama3", "nemotron", "kimi_k2", "pythonic", "qwen3_coder"):
+        inside = f"{known.start}{WRITERS[family]('f', {'a': 'b'})} So much. {known.end}"
+        found = read(form_of(family), {"f": {}}, inside)
+        assert found[0] == ("f", {"a": "b"}) and found[1].text.strip() == "So much."
+    if family not in ("llama3", "harmony"):
+        text = f"A {known.start} it is.</think>Yes."
+        found = read(form_of(family), {"f": {}}, text, starts_in_reasoning=True)
+        assert found == [Reasoning(f"A {known.start} it is."), Text("Yes.")]
+
+
 def test_gemma_takes_the_keys_of_agents():
     text = '<|tool_call>call:fs:read{\n -n:true, a.b: 1,\n$ref:<|"|>x, }<|"|>,o:{file-path:a.py}}'
     assert read(form_of("gemma4"), {"fs:read": {}}, text + "<tool_call|>") == [

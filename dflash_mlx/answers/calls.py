@@ -23,15 +23,35 @@ _SEPARATORS: Final = re.compile(r"[\s,;]*")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
 
 
-def json_calls(body: str) -> list[Call]:
-    """Calls as JSON objects, in a list or one after the other. Raises `NotACallError`."""
-    found: list[Any] = []
+def read_calls(
+    syntax: CallSyntax, body: str, schemas: Schemas, lenient: bool = False
+) -> tuple[list[Call], str]:
+    """The calls that a text begins with, and the rest of it, which only `lenient` allows.
+
+    Raises `NotACallError` if there are none.
+    """
+    if isinstance(syntax, LibraryCalls):
+        return syntax.calls(body, schemas), ""
+    is_json = body.lstrip()[:1] in ("{", "[") and not isinstance(syntax, LiteralCalls)
+    read = _json_calls if is_json else syntax.read
+    found: list[Call] = []
     at = 0
-    while at < len(body):
-        value, at = read_json(body, at)
-        found += value if isinstance(value, list) else [value]
-        at += len(_SEPARATORS.match(body, at)[0])  # type: ignore[index]
-    return [_named_call(one) for one in found] or _no_call()
+    try:
+        while not found or body[at:].strip():
+            calls, at = read(body, at, lenient)
+            found += calls
+    except NotACallError:
+        if not (found and lenient):
+            raise
+    return found, body[at:]
+
+
+def _json_calls(body: str, at: int, lenient: bool) -> tuple[list[Call], int]:
+    """The call of an object, or those of a list."""
+    value, at = read_json(body, at)
+    separator = _SEPARATORS.match(body, at)
+    calls = [_named_call(one) for one in (value if isinstance(value, list) else [value])]
+    return calls or _no_call(), at if separator is None else separator.end()
 
 
 def _named_call(found: Any) -> Call:
@@ -52,15 +72,11 @@ def _no_call() -> Any:
     raise NotACallError("no call")
 
 
-def _is_json(body: str) -> bool:
-    return body.lstrip()[:1] in ("{", "[")
-
-
 def _pattern(text: str) -> re.Pattern[str]:
     """Text with {name} or {key}, in which white space and quotes of attributes are free."""
     pattern = re.escape(text.strip()).replace(r'\ string="\{text\}"', "")
     for group in ("name", "key"):
-        name = rf"(?P<{group}>[^<>\"\n]+)"
+        name = r"(?P<name>[^\s<>\"{}]+)" if group == "name" else r"(?P<key>[^<>\"\n]+)"
         attribute = rf"[^>]*?\bname\s*=\s*[\"']?(?P<{group}>[^<>\"']+)[\"']?[^>]*?"
         pattern = pattern.replace(rf'name="\{{{group}\}}"', attribute)
         pattern = pattern.replace(rf"\{{{group}\}}", name)
@@ -81,23 +97,22 @@ class JsonCalls:
     tail: str = "}\n"
     name: str = ""
 
-    def calls(self, body: str, schemas: Schemas, lenient: bool = False) -> list[Call]:
-        """The calls in a text. Raises `NotACallError`."""
-        if not self.name or _is_json(body):
-            return json_calls(body)
-        found: list[Call] = []
-        head, tail, at = re.compile(rf"\s*{self.name}\s*"), _pattern(self.tail), 0
-        while match := head.match(body, at):
-            at = match.end()
-            arguments: Any = None
-            if not (self.tail and tail.match(body, at)) and at < len(body):
-                arguments, at = read_json(body, at)
-            end = tail.match(body, at)
-            if end is None and not lenient:
-                raise NotACallError("no end")
-            at = at if end is None else end.end()
-            found.append((match["name"].strip(), read_arguments(arguments)))
-        return _no_call() if body[at:].strip() or not found else found
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        return re.compile(rf"\s*{self.name or '(?!)'}\s*"), _pattern(self.tail)
+
+    def read(self, body: str, at: int, lenient: bool) -> tuple[list[Call], int]:
+        """The call at a place, and where it ends. Raises `NotACallError`."""
+        (head, tail), arguments = self._patterns, None
+        match = head.match(body, at) or _no_call()
+        at = match.end()
+        if not (self.tail and tail.match(body, at)) and at < len(body):
+            arguments, at = read_json(body, at)
+        end = tail.match(body, at)
+        if end is None and not lenient:
+            raise NotACallError("no end")
+        call = match["name"].strip(), read_arguments(arguments)
+        return [call], at if end is None else end.end()
 
 
 @dataclass(frozen=True)
@@ -128,21 +143,15 @@ class TaggedCalls:
         more = rf"\s*(?:{head.pattern}|\Z)" if self.tail else r"\s*\Z"
         return head, key, end, tail, re.compile(tail.pattern + more)
 
-    def calls(self, body: str, schemas: Schemas, lenient: bool = False) -> list[Call]:
-        """The calls in a text. Raises `NotACallError`."""
-        if _is_json(body):
-            return json_calls(body)
+    def read(self, body: str, at: int, lenient: bool) -> tuple[list[Call], int]:
+        """The call at a place, and where it ends. Raises `NotACallError`."""
         head, _, _, tail, _ = self._patterns
-        found: list[Call] = []
-        at = 0
-        while (self.tail or not found) and (match := head.match(body, at)):
-            arguments, at = self._arguments(body, match.end(), lenient)
-            end = tail.match(body, at)
-            if end is None and not lenient:
-                raise NotACallError("no end")
-            at = at if end is None else end.end()
-            found.append((match["name"].strip(), arguments))
-        return _no_call() if body[at:].strip() or not found else found
+        match = (head.match(body, at) if self.tail or not at else None) or _no_call()
+        arguments, at = self._arguments(body, match.end(), lenient)
+        end = tail.match(body, at)
+        if (end is None and not lenient) or (not self.tail and body[at:].strip()):
+            raise NotACallError("no end")
+        return [(match["name"].strip(), arguments)], at if end is None else end.end()
 
     def _arguments(self, body: str, at: int, lenient: bool) -> tuple[dict[str, Any], int]:
         """The arguments that begin at a place, and where they end."""
@@ -159,7 +168,8 @@ class TaggedCalls:
 
     def _value_end(self, body: str, start: int, keys: set[str], lenient: bool) -> re.Match[str]:
         """The end of the value at `start`, after which no key of `keys` comes."""
-        _, key, end, _, tail = self._patterns
+        _, key, end, tail, last = self._patterns
+        tail = tail if lenient and self.tail else last
         opening = self.key.partition("{")[0]
         possible = []
         for closed, match in enumerate(end.finditer(body, start)):
@@ -189,20 +199,14 @@ class LiteralCalls:
     close: str
     quote: str = ""
 
-    def calls(self, body: str, schemas: Schemas, lenient: bool = False) -> list[Call]:
-        """The calls in a text. Raises `NotACallError`."""
-        text = body.strip()
-        if self.close == ")":  # a list
-            text = text.removeprefix("[").removesuffix("]")
-        found: list[Call] = []
-        at = 0
-        while match := re.compile(rf"[\s,]*{self.name}").match(text, at):
-            reader = LiteralReader(text, match.end(), self.quote)
-            with ErrorWrapper(NotACallError, "nested too deeply"):
-                members = reader.members(self.separator, self.close)
-            found.append((match["name"].strip(), members))
-            at = reader.at
-        return _no_call() if text[at:].strip() or not found else found
+    def read(self, body: str, at: int, lenient: bool) -> tuple[list[Call], int]:
+        """The call at a place, and where it ends. Raises `NotACallError`."""
+        match = re.compile(rf"[\s,\[]*{self.name}").match(body, at) or _no_call()
+        reader = LiteralReader(body, match.end(), self.quote)
+        with ErrorWrapper(NotACallError, "nested too deeply"):
+            members = reader.members(self.separator, self.close)
+        end = re.compile(r"[\s\]]*").match(body, reader.at)
+        return [(match["name"].strip(), members)], reader.at if end is None else end.end()
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ class LibraryCalls:
 
     parser: Callable[[str, Any], Any]
 
-    def calls(self, body: str, schemas: Schemas, lenient: bool = False) -> list[Call]:
+    def calls(self, body: str, schemas: Schemas) -> list[Call]:
         """The calls in a text. Raises `NotACallError`."""
         tools = [
             {"type": "function", "function": {"name": name, "parameters": schema}}

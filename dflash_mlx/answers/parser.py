@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..stream import possible_start
-from .calls import Call, Schemas
+from .calls import Call, Schemas, read_calls
 from .families import AnswerFormat
 from .values import NotACallError, read_arguments, typed_arguments
 
@@ -155,7 +155,7 @@ class AnswerParser:
         if header is not None:
             found = dict.fromkeys(header.ends, HEADER)
         else:
-            found = {opens: REASONING, closes: NORMAL} if state == NORMAL else {closes: NORMAL}
+            found = {opens: REASONING, closes: NORMAL}
         if self._schemas:
             found[family.start] = TOOL
         if self._schemas and state == NORMAL:
@@ -178,7 +178,9 @@ class AnswerParser:
         family, header = self._form.family, self._form.header
         if self._name and header is not None:
             return self._marked(dict.fromkeys(header.ends, HEADER))
-        return self._marked({family.bare_end if self._is_bare else family.end: NORMAL})
+        ends = {family.bare_end if self._is_bare else family.end: NORMAL}
+        ends |= {self._form.thought[1]: REASONING} if self._outer == REASONING else {}
+        return self._marked(ends)
 
     def _read(self, last: bool = False) -> list[Part]:
         """The parts of the pending text, except what may be the start of a marker."""
@@ -210,9 +212,9 @@ class AnswerParser:
         ):
             return self._read_text(self._take(end))
         self._take(end)
-        parts = self._read_words(before) if self.state == HEADER else self._read_text(before)
         if kind == _MESSAGE:
             return self._read_header(before)
+        parts = self._read_words(before) if self.state == HEADER else self._read_text(before)
         self._newlines, self._after_marker = "", True
         if kind in (TOOL, _BARE):
             self._begin_call(marker, kind)
@@ -264,34 +266,38 @@ class AnswerParser:
     def _end_call(self, found: re.Match[str], kind: str) -> list[Part]:
         """The calls up to a marker; none if the marker is a part of the call."""
         try:
-            calls = self._parse(self._body(found))
+            parts = self._parse(self._body(found))
         except NotACallError:
-            if not self._name:
-                self._searched = found.end()
-                return []
-            self.state = self._outer
-            return self._read_text(self._start + self._take(found.end()))
+            if self._name or kind == REASONING:  # the marker is a token, or ends the thought
+                return self._give_up()
+            self._searched = found.end()
+            return []
         self._take(found.end())
-        self.state = kind
-        return calls
+        self.state = NORMAL if kind == REASONING else kind
+        return parts
 
     def _end_answer(self, truncated: bool) -> list[Part]:
-        """The calls up to the first marker or the end of the answer, or text."""
+        """The calls up to the first marker or the end of the answer."""
         ends = self._call_ends()
         found = _first(ends, self._pending, len(self._start) if self._is_bare else 0)
-        body = self._body(found)
-        is_over = found is not None or not truncated or not ends
-        text = self._take(len(self._pending) if found is None else found.end())
-        self.state = self._outer
+        if found is None and truncated and ends:
+            text = self._take(len(self._pending))
+            self.state, self._after_marker = self._outer, False
+            # After a call it is of no use to the client.
+            text = text if self._is_bare else self._start + text
+            return [] if self.calls else self._read_text(text)
         try:
-            if is_over:
-                return self._parse(body, lenient=True)
+            parts = self._parse(self._body(found), lenient=True)
         except NotACallError:
-            pass
-        if truncated and found is None and self.calls:
-            return []  # of no use to the client
-        self._after_marker = False
-        return self._read_text(text if self._is_bare else self._start + text)
+            return self._give_up()
+        self._take(len(self._pending) if found is None else found.end())
+        self.state = NORMAL
+        return parts
+
+    def _give_up(self) -> list[Part]:
+        """What began a call is text, and the rest is read again."""
+        self.state, self._after_marker, self._searched = self._outer, False, 0
+        return self._read_text(self._take(len(self._start)) if self._is_bare else self._start)
 
     def _body(self, end: re.Match[str] | None) -> str:
         """The text of the call up to its end, which is a part of it if its start is."""
@@ -302,12 +308,12 @@ class AnswerParser:
         return self._pending[: end.end() if inside else end.start()]
 
     def _parse(self, body: str, lenient: bool = False) -> list[Part]:
-        """The calls in a text. Raises `NotACallError`."""
-        body = body.replace(MARK, "")
+        """The calls in a text, and the text behind them. Raises `NotACallError`."""
+        body, rest = body.replace(MARK, ""), ""
         if self._name:
             found: list[Call] = [(self._name, read_arguments(body))]
         else:
-            found = self._form.family.calls.calls(body, self._schemas, lenient)
+            found, rest = read_calls(self._form.family.calls, body, self._schemas, lenient)
         if self._is_bare and not {name for name, _ in found} <= set(self._schemas):
             raise NotACallError("unknown tool")
         calls = [
@@ -321,8 +327,8 @@ class AnswerParser:
         if not self._parallel:
             calls = calls[: 1 - self.calls]
         self.calls += len(calls)
-        self._newlines, self._after_marker = "", True
-        return [*calls]
+        self.state, self._newlines, self._after_marker = NORMAL, "", True
+        return [*calls, *self._read_text(rest if rest.strip() else "")]
 
     def _take(self, border: int) -> str:
         """The pending text up to a place, which is pending no more."""
