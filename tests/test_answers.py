@@ -178,6 +178,13 @@ def test_gemma_takes_the_keys_of_agents():
     ]
 
 
+def test_values_of_qwen_may_have_its_tags():
+    value = "<parameter=x>\n1\n</parameter>\n<parameter=y>\n2\n</parameter>\n</function>"
+    arguments = {"text": f"{value}\n{value}", "path": "a.md"}
+    text = written("qwen3_coder", "f", arguments)
+    assert read(form_of("qwen3_coder"), {"f": {}}, text) == [("f", arguments)]
+
+
 def test_strings_of_lfm_may_have_their_quotes():
     """Its template writes strings in quotes, and escapes nothing."""
     text = "<|tool_call_start|>[f(a='it's \n\"x\", y', b={'c': ['d'e', 1]})]<|tool_call_end|>"
@@ -201,7 +208,7 @@ PIECES = st.sampled_from(
     ["a", "é", "字", "\n", "\t", "  ", '"', "'", "\\", "{", "}", "[", ")", ",", ":", "<", "null"]
     + ["</parameter>", "</function>", "</tool_call>", "<tool_call>", "<function=edit>", "</invoke>"]
     + ["</atem:parameter>", "</arg_value>", "<think>", "</think>", "[TOOL_CALLS]", "</TOOLCALL>"]
-    + ["<|tool_call_end|>", "</｜DSML｜parameter>", "<tool_call|>", "\r\n", "\x00", "<parameter=x>"]
+    + ["<|tool_call_end|>", "</｜DSML｜parameter>", "<tool_call|>", "\r\n", "\x00"]
 )
 TEXTS = st.lists(PIECES, max_size=9).map("".join)
 

@@ -274,9 +274,10 @@ class LiteralReader:
         start = self.at
         while self.at < len(self._text) and self._text[self.at] not in ends:
             self.at += 1
-        if self.at == len(self._text):
+        word = self._text[start : self.at].strip()
+        if self.at == len(self._text) or word[:1] in ('"', "'"):
             raise NotACallError("no end")
-        return self._text[start : self.at].strip()
+        return word
 
     def _take(self, token: str) -> bool:
         """Skip white space, and a token if it is there."""
