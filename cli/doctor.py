@@ -108,9 +108,11 @@ def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
     """All checks of this machine; those that need MLX only where it is installed."""
     checks = [_python(), _packages(), _disk(hub), _hub(hub)]
     if all(check.status != "fail" for check in checks):
-        checks += [_chip(), _load(), _blas(blas), _pair()]
+        checks += [_chip(), _blas(blas), _pair()]
         if sys.platform == "linux":
-            checks.insert(-3, _compiler())
+            checks.insert(-2, _compiler())
+    if warning := busy():
+        checks.append(Check("load", "warn", warning, "Close other programs before you measure."))
     return checks
 
 
@@ -192,13 +194,6 @@ def _chip() -> Check:
     ours = chip.generation in GENERATIONS  # on others MLX's are faster
     kernels = f"our kernels for {summary(chip)}" if ours else "MLX's own kernels"
     return Check("chip", "ok", f"{name}; {kernels}")
-
-
-def _load() -> Check:
-    """Other programs make drafting look slow, or fast."""
-    if warning := busy():
-        return Check("load", "warn", warning, "Close other programs before you measure.")
-    return Check("load", "ok", "other programs leave this machine free")
 
 
 def _compiler() -> Check:

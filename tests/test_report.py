@@ -88,19 +88,6 @@ def test_differences_are_told(folder):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ["--suite", "nope"],
-        ["--tree-budget", "many"],
-        ["--draft", "none"],
-        ["--policy", "--out", "x"],
-    ],
-)
-def test_options_that_do_not_go_together(options):
-    assert program("bench", *options).exit_code == 2
-
-
-@pytest.mark.parametrize(
     "lines, message",
     [
         ('{"prompt": "fine"}\n{"prompt":', "line 2: not valid JSON"),
