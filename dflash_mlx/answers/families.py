@@ -214,7 +214,8 @@ class AnswerFormat:
         family: the model's.
         thought: what begins a thought, and what ends it; empty for a model that does not think.
         tokens: token id -> text of the markers that are tokens of their own.
-        native: whether the chat template takes tools.
+        native: whether the chat template takes calls.
+        shows_tools: whether it takes tools.
         header: the family's, if the vocabulary has its markers.
     """
 
@@ -222,6 +223,7 @@ class AnswerFormat:
     thought: tuple[str, str] = ("", "")
     tokens: Mapping[int, str] = field(default_factory=dict)
     native: bool = True
+    shows_tools: bool = True
     header: Header | None = None
 
     @classmethod
@@ -240,16 +242,15 @@ class AnswerFormat:
             for text, id in tokenizer.get_added_vocab().items()
             if _TOKEN.fullmatch(text) and text in markers
         }
-        return cls(family, thought, tokens, family is not HERMES or _is_native(tokenizer), header)
+        native = family is not HERMES or bool(tokenizer.has_tool_calling)
+        template = tokenizer.chat_template
+        shows_tools = native and ("tools" in template if isinstance(template, str) else True)
+        return cls(family, thought, tokens, native, shows_tools, header)
 
 
 def _words(text: str) -> set[str]:
     """The markers in a text."""
     return set(_MARKER.findall(text))
-
-
-def _is_native(tokenizer: Any) -> bool:
-    return bool(tokenizer.has_tool_calling)
 
 
 def _family(tokenizer: Any, vocabulary: Mapping[str, int]) -> Family:
@@ -260,8 +261,8 @@ def _family(tokenizer: Any, vocabulary: Mapping[str, int]) -> Family:
     if tokenizer.has_tool_calling:
         name = tokenizer.tool_parser.__module__.rpartition(".")[2]
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-        library = Family(name, LibraryCalls(tokenizer.tool_parser), start, end)
-        return known.get(name, library)
+        syntax, dropped = LibraryCalls(tokenizer.tool_parser), tuple(tokenizer.structural_markers)
+        return known.get(name, Family(name, syntax, start, end, dropped=dropped))
     template = tokenizer.chat_template
     if not isinstance(template, str):
         template = str(tokenizer.init_kwargs.get("chat_template_type"))

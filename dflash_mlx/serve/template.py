@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
+from ..answers.calls import JsonCalls
 from ..answers.families import HARMONY, AnswerFormat, Family
 from ..chat_template import TemplateLimitError, apply_chat_template
 from ..errors import PromptError
@@ -80,13 +81,13 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
         raise PromptError(f"chat_template_kwargs cannot set {reserved[0]!r}.")
     messages: Any = request.prompt
     tools = request.callable_tools
-    if form.native and tools:
-        settings["tools"] = [tool.for_template() for tool in tools]
     if not form.native:
         messages = calls_as_text(messages, form.family)
-        if tools:
-            system = {"role": "system", "content": describe_tools(tools, form.family)}
-            messages = merge_messages([system, *messages])
+    if tools and form.shows_tools:
+        settings["tools"] = [tool.for_template() for tool in tools]
+    elif tools:
+        system = {"role": "system", "content": describe_tools(tools, form.family)}
+        messages = merge_messages([system, *messages])
     messages = for_family(messages, form.family)
     first: PromptError | None = None
     partly = ""
@@ -223,8 +224,9 @@ def merge_messages(messages: Sequence[Message], system: bool = True) -> list[Mes
 def describe_tools(tools: Sequence[Tool], family: Family) -> str:
     """The system message about tools for a template without them."""
     lines = [json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools]
-    example = '{"name": "...", "arguments": {...}}'
-    call = f"{family.start}\n{example}\n{family.end}"
+    syntax = family.calls if isinstance(family.calls, JsonCalls) else JsonCalls()
+    example = f"{syntax.head}{{...}}{syntax.tail}".replace("{name}", "...")
+    call = f"{family.start}{example}{family.end}"
     return "\n".join(["You can call these tools:", *lines, "To call one, write", call])
 
 

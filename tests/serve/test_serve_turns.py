@@ -173,7 +173,7 @@ def test_three_turns(family, dialect, streamed):
 
         talk.user("Write.")
         thought, text, calls = turn(says(family))
-        assert (thought, text) == ("Let me see.", "")
+        assert (thought, text) == ("Let me see.", "") and "path" in engine.prompt()
         assert [(name, json.loads(arguments)) for _, name, arguments in calls] == CALLS
         for (id, _, _), said in zip(calls, ("All 17 lines.", "No such folder."), strict=True):
             talk.result(id, said, said.startswith("No"))
