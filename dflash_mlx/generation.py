@@ -9,12 +9,12 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from .conversation import Conversation
-from .drafter.protocol import Drafter, check_pair
+from .drafter.protocol import Drafter, check_pair, drafts_trees
 from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Stats
 from .policy.draft_policy import DraftPolicy
-from .policy.planner import make_planner
+from .policy.planner import AdaptivePlanner, Planner
 from .prefix.cache import PrefixCache
 from .prompt import Prompt, branch_points, encode_prompt
 from .request import Request
@@ -26,6 +26,7 @@ from .targets.caches import check_kv_bits
 from .validation import brief, check_integer, check_type, is_integer
 
 DEFAULT_BLOCK_SIZE = 16
+LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +123,7 @@ def make_request(
         conversation = Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
     else:
         conversation.check(target, drafter, kv_bits)
-    policy, trees = settings.policy, settings.tree_budget
-    planner = make_planner(
-        target, drafter, policy, settings.block_size, trees, settings.temperature
-    )
+    planner = make_planner(target, drafter, settings)
     sampler = Sampler(settings, ids, planner.sharpness)
     tokenizer = target.tokenizer
     detokenizer = tokenizer.detokenizer
@@ -144,6 +142,32 @@ def make_request(
     request = Request(conversation, ids, sampler, planner, text, stats, branches)
     conversation.open(request)
     return request
+
+
+def make_planner(target: Target, drafter: Drafter | None, settings: GenerationSettings) -> Planner:
+    """The planner that a request's settings ask for.
+
+    Raises `SettingsError` for a wrong size, and for trees of a drafter that drafts none, and
+    `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
+    """
+    policy, tree_budget = settings.policy, settings.tree_budget
+    if tree_budget == "auto":
+        if drafter is not None and drafts_trees(drafter) and target.supports_trees:
+            if policy is None or policy.trees is None:
+                policy = DraftPolicy.of(target, drafter, trees=True)
+    elif tree_budget is not None:
+        if not is_integer(tree_budget, 2, LARGEST_TREE):
+            allowed = f'from 2 to {LARGEST_TREE}, or "auto"'
+            raise SettingsError(f"tree_budget must be {allowed}, not {brief(tree_budget)}.")
+        if not drafts_trees(drafter):
+            raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
+        target.check_trees()
+        return Planner(tree_budget)
+    elif settings.block_size is not None:
+        policy = None
+    if policy is None or drafter is None:
+        return Planner()
+    return AdaptivePlanner(policy, settings.temperature)
 
 
 def resolve_block_size(

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import exp
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from ..drafter.protocol import Drafter, DraftSession, drafts_trees
-from ..errors import ProposalError, SettingsError
+from ..drafter.protocol import DraftSession
+from ..errors import ProposalError
 from ..proposal import Proposal
 from ..sampling import DraftSharpness
-from ..validation import brief, is_integer
 from .budget import Budget, expected_loss
 from .draft_policy import DraftPolicy
 from .estimates import path_probabilities
@@ -22,13 +21,11 @@ from .step_costs import LENGTHS, MOST_ROWS
 
 if TYPE_CHECKING:
     from ..drafter.tree import DraftTree
-    from ..targets import Target
 
 GAIN = 1.02  # what drafting has to promise over plain decoding
 MOST_PLAIN = 8  # plain steps in a row that are decided at once,
 PATIENCE = 2  # which double after so many decisions for a plain step
 PROBE_ROWS, PROBE_LOSS = 4, 1.0  # of a step that finds out whether drafting pays by now
-LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
 MOST_UNREAD = 24  # features that a draft may read first, and its time still counts
 
 
@@ -268,35 +265,3 @@ def checked(proposal: Proposal, rows: int) -> Proposal:
     if len(proposal) > rows:
         raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
     return proposal
-
-
-def make_planner(
-    target: Target,
-    drafter: Drafter | None,
-    policy: DraftPolicy | None,
-    block_size: int | None,
-    tree_budget: int | Literal["auto"] | None,
-    temperature: float,
-) -> Planner:
-    """The planner that the settings of `stream_generate` ask for.
-
-    Raises `SettingsError` for a wrong size, and for trees of a drafter that drafts none, and
-    `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
-    """
-    if tree_budget == "auto":
-        if drafter is not None and drafts_trees(drafter) and target.supports_trees:
-            if policy is None or policy.trees is None:
-                policy = DraftPolicy.of(target, drafter, trees=True)
-    elif tree_budget is not None:
-        if not is_integer(tree_budget, 2, LARGEST_TREE):
-            allowed = f'from 2 to {LARGEST_TREE}, or "auto"'
-            raise SettingsError(f"tree_budget must be {allowed}, not {brief(tree_budget)}.")
-        if not drafts_trees(drafter):
-            raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
-        target.check_trees()
-        return Planner(tree_budget)
-    elif block_size is not None:
-        policy = None
-    if policy is None or drafter is None:
-        return Planner()
-    return AdaptivePlanner(policy, temperature)
