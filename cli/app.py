@@ -16,7 +16,13 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from dflash_mlx import __version__
-from dflash_mlx.errors import DFlashError, PromptError, SettingsError, UnsupportedTreeError
+from dflash_mlx.errors import (
+    DFlashError,
+    PromptError,
+    SettingsError,
+    UnsupportedTreeError,
+    error_of_import,
+)
 from dflash_mlx.machine.facts import installed
 
 from .output import error_line
@@ -100,6 +106,11 @@ class Program(TyperGroup):
         except DFlashError as error:
             error_line(str(error))
             raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILED) from error
+        except ValueError as error:
+            if (known := error_of_import(error)) is None:
+                raise
+            error_line(str(known))
+            raise typer.Exit(FAILED) from error
         except OSError as error:
             if error.errno == errno.EPIPE:  # Typer exits quietly
                 raise

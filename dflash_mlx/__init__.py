@@ -82,6 +82,10 @@ def __getattr__(name: str) -> Any:
 
         package = error.name.partition(".")[0].replace("_", "-")
         raise MissingDependencyError.of(f"{package} is not installed", "mlx") from error
+    except ValueError as error:
+        from .errors import error_of_import
+
+        raise error_of_import(error) or error from error
 
 
 def __dir__() -> list[str]:

@@ -118,6 +118,16 @@ class DataError(DFlashError):
     """A file of prompts, samples or a schema cannot be read, or has a line that cannot be used."""
 
 
+def error_of_import(error: ValueError) -> DFlashError | None:
+    """Our error for the one that mlx-lm's import raises if few files may be open, else None."""
+    if "raise maximum limit" not in str(error):
+        return None
+    return DFlashError(
+        "mlx-lm needs 4,096 open files, and this process may have fewer: raise its hard limit "
+        "(ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker)."
+    )
+
+
 class OutputError(DFlashError):
     """Results cannot be written to their place."""
 

@@ -144,6 +144,9 @@ def test_sharded_weights(folder):
     index = {name: shard for shard, inside in shards.items() for name in inside}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert mx.array_equal(load_target(str(folder)).model(TOKENS), whole)
+    for stray in ("model.safetensors", "model-zz.safetensors"):  # of another download
+        mx.save_safetensors(str(folder / stray), {name: 0 * weights[name] for name in names})
+    assert mx.array_equal(load_target(str(folder)).model(TOKENS), whole)
     (folder / "model-1-of-2.safetensors").unlink()
     assert "model-1-of-2.safetensors is missing" in message_of(WeightsError, load_target, folder)
 

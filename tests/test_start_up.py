@@ -1,14 +1,17 @@
 """What `generate` does before it answers: what it imports, counted, and what it warns of."""
 
+import importlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from program import start
 
 import dflash_mlx
+import dflash_mlx.errors
 
 HEAVY = {
     "prompt_toolkit": "the line of chat",
@@ -32,6 +35,17 @@ def test_an_answer_imports_nothing_that_it_does_not_need():
     imported = {line.rpartition("|")[2].strip() for line in lines}
     assert "dflash_mlx.loop" in imported and done.stdout.strip(), "an answer was given"
     assert not imported & HEAVY.keys()
+
+
+def test_few_open_files_are_one_line(monkeypatch):
+    """mlx-lm raises the limit when it is imported."""
+
+    def refused(*of):
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(importlib, "import_module", refused)
+    with pytest.raises(dflash_mlx.errors.DFlashError, match="4,096 open files"):
+        dflash_mlx.load  # noqa: B018
 
 
 def test_a_warning_is_one_line_of_ours(tmp_path):

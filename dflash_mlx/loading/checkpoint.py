@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import mlx.core as mx
@@ -31,11 +32,16 @@ def read_target(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises: `ConfigError`, `WeightsError`.
     """
-    for file in check_safetensors(folder):
+    files = check_safetensors(folder)
+    for file in files:
         load_file(file)  # so that an error about a file does not blame the config
     with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: mlx-lm cannot load it"):
-        model, config = load_model(folder, lazy=True)
-    return model, config
+        if {*files} == {*folder.glob("model*.safetensors")}:
+            return load_model(folder, lazy=True)[:2]
+        with TemporaryDirectory() as view:  # mlx-lm would read the other files, too
+            for file in (*files, *folder.glob("*.json")):
+                Path(view, file.name).symlink_to(file.resolve())
+            return load_model(Path(view), lazy=True)[:2]
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Any:

@@ -60,6 +60,7 @@ def read_target_config(folder: Path) -> dict[str, Any]:
 def check_safetensors(folder: Path) -> list[Path]:
     """The model*.safetensors files of a folder, all present and none truncated.
 
+    If there is an index, files that it does not name are left out: they may be of another download.
     A broken download leaves a file shorter than its header says; MLX would notice only in the
     middle of reading it. Raises `WeightsError`, naming the file.
     """
@@ -71,6 +72,7 @@ def check_safetensors(folder: Path) -> list[Path]:
             raise WeightsError(f"{index}: not a valid index of weight files.")
         for name in sorted({*table.values()} - {file.name for file in folder.iterdir()}):
             raise WeightsError(f"{folder}: the weight file {name[:200]} is missing.")
+        found = [file for file in found if file.name in table.values()]
     if not found:
         raise WeightsError(f"{folder}: there is no model.safetensors, the weights are missing.")
     for file in found:
