@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
+from rich.panel import Panel
 from rich.text import Text
 
 import dflash_mlx
@@ -27,7 +28,6 @@ from .output import (
     check_writable,
     counted,
     note,
-    panel,
     print_json,
     speeds,
     stderr,
@@ -147,7 +147,7 @@ def generate(
     elif json:
         print_json(_as_json(pair, comparison, result))
     else:
-        stderr().print(panel(pair.title, _summary(pair, comparison, result)))
+        stderr().print(_summary(pair, comparison, result))
         for line in _stats_as_lines(result.stats) if stats else ():
             note(line)
     if verbose:
@@ -199,8 +199,8 @@ def _compare(untaught: Comparison) -> None:
         untaught.untaught().run_pair()
 
 
-def _summary(pair: Pair, runs: Comparison, result: Result) -> Group:
-    """The content of the panel; a figure behind a ~ is estimated, not measured."""
+def _summary(pair: Pair, runs: Comparison, result: Result) -> Panel:
+    """A panel about the answer; a figure behind a ~ is estimated, not measured."""
     stats, name = result.stats, pair.drafts
     rows = [(name, stats.tokens_per_second, "")]
     if runs.plain:
@@ -225,7 +225,8 @@ def _summary(pair: Pair, runs: Comparison, result: Result) -> Group:
         if found is not None:
             verdict = (f"no, from token {found + 1} on", "bold red")
         lines.append(Text.assemble("identical to plain decoding: ", verdict))
-    return Group(*([speeds(rows)] if stats.rounds else []), *lines)
+    body = Group(*([speeds(rows)] if stats.rounds else []), *lines)
+    return Panel.fit(body, title=Text(pair.title), title_align="left", border_style="dim")
 
 
 def _as_json(pair: Pair, runs: Comparison, result: Result) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.panel import Panel
+from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
@@ -118,11 +117,6 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
         bar = ProgressBar(fastest, speed, width, complete_style="blue", finished_style="green")
         table.add_row(name, bar, f"{rate(speed)} tok/s", remark)
     return table
-
-
-def panel(title: str, body: RenderableType) -> Panel:
-    """A frame no wider than its content, with the title shortened to fit."""
-    return Panel(body, title=Text(title), title_align="left", expand=False, border_style="dim")
 
 
 def check_writable(path: Path) -> None:
