@@ -52,7 +52,8 @@ class PrefixCache:
 
     A request starts where the longest cached prefix of its prompt ends, and reads the rest. Its
     text is the same as without the cache. Pass it to `stream_generate(..., prefix=cache)` or
-    `Conversation(..., prefix=cache)`; any number of requests and threads may share it.
+    `Conversation(..., prefix=cache)`; any number of requests and threads may share it. `clear` and
+    `flush` are for you, the other methods are the loop's.
 
     Prompts and answers can be recovered from the folder, and the time to the first token shows
     whether a prefix was cached: give users that must not learn this different salts.

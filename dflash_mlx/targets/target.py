@@ -36,7 +36,7 @@ LAST_STEP = 64  # most tokens of a prompt's last forward, which computes logits
 
 
 class Target:
-    """An mlx-lm model with its tokenizer, ready to verify drafts.
+    """An mlx-lm model with its tokenizer, ready to verify drafts. Its methods are the loop's.
 
     Attributes:
         model: the mlx-lm module.
