@@ -96,6 +96,7 @@ def bench(
     max_tokens: MaxTokens = 256,
     block_size: BlockSize = None,
     temperature: options.Temperature = 0.0,
+    thinking: options.Thinking,
     suite: Suite = None,
     prompts: Prompts = None,
     data: Data = None,
@@ -131,6 +132,7 @@ def bench(
         "seed": SEED if temperature else None,
         "tree_budget": budget,
         "protocol": protocol,
+        **thinking.settings(),
         "busy": busy(),
     }
     if out is not None:  # hours of measuring must not end in a folder that cannot be written
@@ -146,7 +148,8 @@ def bench(
         # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
         steps = replace(WHOLE_BLOCKS, block_size=block_size)
         pair = open_pair(network, weights, steps, member=cluster_member(context))
-        content = _measure_pair(pair, chosen, setup)
+        template = thinking.variables(pair.target.tokenizer)
+        content = _measure_pair(pair, chosen, setup, template)
     if json:
         output.print_json(content)
     else:
@@ -213,7 +216,10 @@ def _prompts(
 
 
 def _measure_pair(
-    pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]
+    pair: Pair,
+    prompts: list[BenchPrompt],
+    setup: Mapping[str, Any],
+    template: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure plain decoding, drafting and mlx-lm. Returns the content of bench.json."""
     from dflash_mlx.bench.measure import measure_all
@@ -224,6 +230,7 @@ def _measure_pair(
         pair.drafter,
         prompts,
         setup["repeats"],
+        template,
         max_tokens=setup["max_tokens"],
         block_size=pair.block_size,
         sampling=sampling,

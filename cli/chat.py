@@ -48,6 +48,7 @@ def chat(
     api_key: ApiKey = None,
     max_tokens: options.MaxTokens = 1024,
     sampling: options.Sampling,
+    thinking: options.Thinking,
     steps: options.StepOptions,
     stop: options.Stop = None,
     system: System = None,
@@ -59,6 +60,7 @@ def chat(
         check_text(system, "The system message")
     messages = [] if resume is None else read_conversation(resume.expanduser())
     settings = sampling.settings() | {"max_tokens": max_tokens, "stop": stop or ()}
+    settings |= thinking.settings()
     model: ChatModel
     if server is not None:
         model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)

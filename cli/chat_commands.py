@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 ROLES = ("system", "user", "assistant")
+THINKING = ("on", "off", "low", "medium", "high")
 NONE = "none"  # removes the system message
 SETTINGS: dict[str, type[int] | type[float]] = {
     "temperature": float,
@@ -104,6 +105,16 @@ def _set(chat: Chat, text: str) -> None:
         note(f"{each:12} {chat.settings[each]}")
 
 
+def _think(chat: Chat, text: str) -> None:
+    if text and text not in THINKING:
+        raise SettingsError(f"/think takes {', '.join(THINKING)}, not {text!r}.")
+    if text:
+        effort = None if text in ("on", "off") else text
+        chat.change({"think": text != "off", "reasoning_effort": effort})
+    shown = {None: "as the model does by itself", True: "on", False: "off"}[chat.settings["think"]]
+    note(f"thinking: {chat.settings['reasoning_effort'] or shown}")
+
+
 def _save(chat: Chat, name: str) -> None:
     path = _path("/save", name)
     if path.is_file():
@@ -154,6 +165,7 @@ COMMANDS: dict[str, Command] = {
     "/retry": Command("", "answer the last question again, with another seed", _retry),
     "/system": Command("[TEXT]", "show or set the system message; 'none' removes it", _system),
     "/set": Command("[NAME VALUE]", "show or change settings: /set temperature 0.8", _set),
+    "/think": Command("[on|off|HOW]", "think first or not; HOW: low, medium or high", _think),
     "/save": Command("FILE", "save the conversation", _save),
     "/load": Command("FILE", "continue a saved conversation", _load),
     "/quit": Command("", "leave, like Ctrl-D", _quit),

@@ -18,6 +18,7 @@ from .pair import Pair
 
 Messages = list[dict[str, str]]
 TOO_LONG = "context_length_exceeded"
+SOME = ("top_k", "min_p", "reasoning_effort")  # not every server knows these
 STANDARD = ("temperature", "top_p", "seed", "max_tokens", "stop")  # every server knows these
 
 
@@ -47,10 +48,11 @@ class LocalModel:
 
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[Piece]:
         """Answer a conversation, piece by piece. Raises `PromptError` if it is too long."""
-        from dflash_mlx.prompt import encode_prompt
+        from dflash_mlx.prompt import encode_prompt, thinking_variables
 
         tokenizer = self._pair.target.tokenizer
-        ids = encode_prompt(self._pair.target, messages)
+        wanted = settings.pop("think"), settings.pop("reasoning_effort")
+        ids = encode_prompt(self._pair.target, messages, thinking_variables(tokenizer, *wanted))
         opens = self._form.thought[0]
         thinks = bool(opens) and tokenizer.decode(ids[-8:]).rstrip().endswith(opens)
         parser = AnswerParser(self._form, {}, thinks and self._form.header is None)
@@ -91,7 +93,9 @@ class ServedModel:
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[Piece]:
         """As `LocalModel.stream`. Raises `ServerError`, too."""
         given = {name: settings[name] for name in STANDARD if settings[name] not in (None, (), [])}
-        given |= {name: settings[name] for name in ("top_k", "min_p") if settings[name]}
+        given |= {name: settings[name] for name in SOME if settings[name]}
+        if settings["think"] is not None:
+            given["enable_thinking"] = settings["think"]
         stats, reason, reasoned = Stats(seed=settings["seed"]), None, False
         start = time.perf_counter()
         try:

@@ -11,12 +11,14 @@ from dflash_mlx.loading.registry import LOOKUP, NONE
 from .machines import rank
 from .options import AUTO, StepOptions, Weights, refuse, spelled
 
+THINKING = ("think", "no_think", "reasoning_effort")
 DRAFTING = ("block_size", "tree_budget", "no_policy", "draft_bits", "compare")
 WEIGHTS, STEPS = ([field.name for field in fields(group)] for group in (Weights, StepOptions))
-OPENAI = ("draft", "block_size", "tree_budget", "hosts", *WEIGHTS)
+OPENAI = ("draft", "block_size", "tree_budget", "hosts", *THINKING, *WEIGHTS)
 EXCLUDED = {  # by an option -> the options that have no effect beside it
     "no_draft": ("draft", *DRAFTING),
     "server": ("draft", "no_draft", "verbose", *WEIGHTS, *STEPS),
+    "no_think": ("think", "reasoning_effort"),
     "no_auth": ("api_key", "api_key_file"),
     "openai": tuple(name for name in OPENAI if name != "offline"),
     "concurrency": ("out",),
@@ -46,7 +48,7 @@ def check_combinations(context: typer.Context) -> None:
     if not (given.get("target_bits") or given.get("draft_bits")):
         refuse(context, "needs --target-bits or --draft-bits", "quant_mode", "group_size")
     if given.get("raw"):
-        refuse(context, "cannot be combined with --no-chat-template", "system")
+        refuse(context, "cannot be combined with --no-chat-template", "system", *THINKING)
     if given.get("prefix_cache") == 0:
         refuse(context, "needs a --prefix-cache above 0", "cache_dir")
     if not given.get("hosts") and rank() is None:

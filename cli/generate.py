@@ -16,6 +16,7 @@ from rich.text import Text
 
 import dflash_mlx
 from dflash_mlx.errors import DataError, PromptError, SettingsError
+from dflash_mlx.loading.registry import WITH_LOOKUP, known_drafter, known_facts
 from dflash_mlx.validation import UTF8, parse_json, read_json
 
 from . import options
@@ -92,6 +93,7 @@ def generate(
     weights: options.Weights,
     max_tokens: options.MaxTokens = 256,
     sampling: options.Sampling,
+    thinking: options.Thinking,
     steps: options.StepOptions,
     stop: options.Stop = None,
     system: System = None,
@@ -113,8 +115,10 @@ def generate(
     output = None if str(output) == STDIN else output
     if output is not None:
         check_writable(output)
-    encoded = cache(lambda target: _encode(target, asked))  # a long prompt is encoded once
+    encoded = cache(lambda target: _encode(target, asked, thinking))  # a long one once
     pair = open_pair(names, weights, steps, no_draft, compare, cluster_member(context), encoded)
+    if pair.drafter is not None and not raw:
+        note_training(pair, names, thinking)
     settings = sampling.settings()
     if schema is not None:
         from dflash_mlx.structured import JsonSchema
@@ -156,13 +160,28 @@ def generate(
         raise SettingsError(f"The JSON is incomplete: {pair.limit_reached(result.stats)}.")
 
 
-def _encode(target: Target, prompt: str | list[dict[str, str]]) -> list[int]:
+def note_training(pair: Pair, names: options.Names, thinking: options.Thinking) -> None:
+    """Say if the drafter was trained on answers that think and these do not, or the reverse."""
+    from dflash_mlx.prompt import thinks
+
+    drafter = (names.draft or known_drafter(names.model) or "").removesuffix(WITH_LOOKUP)
+    facts, tokenizer = known_facts(drafter), pair.target.tokenizer
+    trained = None if facts is None else facts.thinking
+    now = None if trained is None else thinks(tokenizer, thinking.variables(tokenizer))
+    if now is not None and now != trained:
+        kind, option = ("with", "--think") if trained else ("without", "--no-think")
+        note(f"{drafter} was trained on answers {kind} thoughts: {option} may be faster.")
+
+
+def _encode(
+    target: Target, prompt: str | list[dict[str, str]], thinking: options.Thinking
+) -> list[int]:
     """The prompt's token ids. Raises `PromptError`."""
     from dflash_mlx.prompt import encode_prompt
 
     if not isinstance(prompt, str) and not target.tokenizer.has_chat_template:
         raise PromptError(f"{target.name} has no chat template: add --no-chat-template.")
-    return encode_prompt(target, prompt)
+    return encode_prompt(target, prompt, thinking.variables(target.tokenizer))
 
 
 def _stream(comparison: Comparison, shown: bool) -> Result:

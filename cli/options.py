@@ -89,7 +89,7 @@ DraftBits = Annotated[int | None, option(MODEL, "4|8", "Quantize the drafter's w
 Mode = Annotated[str, option(MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")]
 GroupSize = Annotated[int | None, option(MODEL, "N", "Weights per scale. Default: the mode's own.")]
 KernelsOption = Annotated[
-    str, option(MODEL, "auto|off|exact", "Metal kernels; exact: verify bit for bit.", "--kernels")
+    str, option(MODEL, "auto|off|exact", "Metal kernels; exact: bit for bit.", "--kernels")
 ]
 Offline = Annotated[bool, flag("--offline", MODEL, "Use only what is already downloaded.")]
 StockBlas = Annotated[bool, flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")]
@@ -107,6 +107,9 @@ Seed = Annotated[
     int | None, option(DECODING, "N", "The same seed gives the same text, drafted or not.", min=0)
 ]
 Stop = Annotated[list[str] | None, option(DECODING, "TEXT", "Stop before this text. Repeatable.")]
+Think = Annotated[bool, flag("--think", DECODING, "Think before the answer.")]
+NoThink = Annotated[bool, flag("--no-think", DECODING, "Answer at once.")]
+Effort = Annotated[str | None, option(DECODING, "HOW", "Think this much: low, medium or high.")]
 BlockSize = Annotated[
     int | None,
     option(
@@ -118,7 +121,7 @@ BlockSize = Annotated[
         min=1,
     ),
 ]
-TreeBudget = Annotated[str, option(DECODING, "N", "Verify draft trees of N tokens, or 'auto'.")]
+TreeBudget = Annotated[str, option(DECODING, "N", "Draft trees of N tokens, or 'auto'.")]
 KvBits = Annotated[
     int | None,
     option(
@@ -192,6 +195,26 @@ class Sampling:
             # Drawn here, so that plain decoding can use the same one.
             settings["seed"] = secrets.randbits(32)
         return settings
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """Whether and how much an answer thinks first, where the chat template knows it."""
+
+    think: Think = False
+    no_think: NoThink = False
+    reasoning_effort: Effort = None
+
+    def settings(self) -> dict[str, Any]:
+        """Of `stream_generate`."""
+        think = True if self.think else (False if self.no_think else None)
+        return {"think": think, "reasoning_effort": self.reasoning_effort}
+
+    def variables(self, tokenizer: Any) -> dict[str, Any]:
+        """Of the chat template; warns of what it does not know. Raises `SettingsError`."""
+        from dflash_mlx.prompt import thinking_variables
+
+        return thinking_variables(tokenizer, **self.settings())
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ def serve(
     load: Load,
     max_tokens: options.MaxTokens = 4096,
     sampling: options.Sampling,
+    thinking: options.Thinking,
     steps: options.StepOptions,
     machines: Machines,
     verbose: Verbose = False,
@@ -136,6 +137,7 @@ def serve(
 
         SamplingSettings(**vars(sampling))  # refuses defaults that no request could use
         settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
+        settings["chat_template_kwargs"] = thinking.variables(pair.target.tokenizer)
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
         engine = _open(server, pair, names.model, auth, load, settings, metrics)

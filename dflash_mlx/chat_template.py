@@ -8,6 +8,7 @@ and mlx-lm prepare the template's variables: they render a template of ours that
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -91,6 +92,16 @@ def apply_chat_template(
     if (at := text.rfind(_TAG.strip())) < 0:
         raise PromptError("The chat template leaves out the message to continue.")
     return text[:at] if text[at:].startswith(_TAG) else text[:at].rstrip()
+
+
+def template_reads(tokenizer: Any, name: str) -> bool:
+    """Whether a chat template mentions a variable. One that is code may read any."""
+    own = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer._tokenizer
+    if type(own).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        return True
+    # Neither a field of that name nor a text: message.thinking, 'thinking'.
+    variable = rf"(?<![\w.'\"]){name}(?![\w'\"])"
+    return re.search(variable, own.get_chat_template() or "") is not None
 
 
 class TemplateWorker:

@@ -16,7 +16,7 @@ from .events import Stats
 from .policy.draft_policy import DraftPolicy
 from .policy.planner import AdaptivePlanner, Planner
 from .prefix.cache import PrefixCache
-from .prompt import Prompt, branch_points, encode_prompt
+from .prompt import Prompt, branch_points, encode_prompt, thinking_variables
 from .request import Request
 from .sampling import Sampler
 from .settings import SamplingSettings
@@ -51,6 +51,9 @@ class GenerationSettings(SamplingSettings):
         continues: whether the text continues the prompt, so that a leading space is kept.
         conversation: keeps the caches for the next request, which then reads only its new tokens.
         prefix: a `PrefixStore` of the pair, shared by many requests. A conversation has its own.
+        think: whether a chat's answer begins with thoughts; None leaves it to the chat template.
+        reasoning_effort: "low", "medium" or "high", where the chat template knows it.
+        chat_template_kwargs: further variables of the chat template.
         salt: only requests with the same salt share cache entries of the prefix store.
     """
 
@@ -65,6 +68,9 @@ class GenerationSettings(SamplingSettings):
     conversation: Conversation | None = None
     prefix: PrefixCache | None = None
     salt: str = ""
+    think: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +122,11 @@ def make_request(
     check_pair(target, drafter)
     block_size = resolve_block_size(drafter, settings.block_size, settings.policy)
     settings.check_vocabulary(target.vocab_size)
-    ids = encode_prompt(target, prompt)
+    template = dict(settings.chat_template_kwargs or {})
+    if settings.think is not None or settings.reasoning_effort is not None:
+        wanted = settings.think, settings.reasoning_effort
+        template |= thinking_variables(target.tokenizer, *wanted)
+    ids = encode_prompt(target, prompt, template)
     kv_bits, conversation = settings.kv_bits, settings.conversation
     if conversation is None:
         prefix, salt = settings.prefix, settings.salt
@@ -138,7 +148,9 @@ def make_request(
         settings.stop_applies,
     )
     stats = Stats(prompt_tokens=len(ids), block_size=block_size, seed=sampler.seed)
-    branches = branch_points(target, prompt, ids) if conversation.prefix is not None else ()
+    branches = (
+        branch_points(target, prompt, ids, template) if conversation.prefix is not None else ()
+    )
     request = Request(conversation, ids, sampler, planner, text, stats, branches)
     conversation.open(request)
     return request

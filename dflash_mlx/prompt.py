@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from .chat_template import apply_chat_template
-from .errors import PromptError
+from .chat_template import apply_chat_template, template_reads
+from .errors import PromptError, SettingsError
 from .validation import ErrorWrapper, brief
 
 if TYPE_CHECKING:
@@ -17,25 +18,31 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
+EFFORTS = ("low", "medium", "high")
+# The names under which chat templates have a switch for thinking, and its amount.
+SWITCHES, EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
 SYSTEM_ROLES = ("system", "developer")
 
 _FORMS = "A prompt is text, a list of token ids, or a list of messages with 'role' and 'content'."
 _ARRAY_HINT = " Of an array of token ids, give array.tolist()."
 
 
-def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
+def encode_prompt(
+    target: Target, prompt: Prompt, template: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids of a prompt.
 
     Args:
         target: the model that reads it.
         prompt: text, encoded as it is (with the tokenizer's own special tokens, as mlx-lm does);
             token ids; or chat messages ({"role", "content"}), put through the chat template.
+        template: further variables of the chat template.
 
     Raises:
         PromptError: empty, none of these forms, ids outside the vocabulary, no chat template or one
             that fails, or as long as the context, which leaves no room for an answer.
     """
-    ids = token_ids(target.tokenizer, prompt)
+    ids = token_ids(target.tokenizer, prompt, template)
     if not ids:
         raise PromptError("The prompt is empty: give some text, token ids or messages.")
     if min(ids) < 0 or max(ids) >= target.vocab_size:
@@ -51,7 +58,57 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     return ids
 
 
-def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+def thinking_variables(
+    tokenizer: Any, think: bool | None = None, reasoning_effort: str | None = None
+) -> dict[str, Any]:
+    """The chat template's variables for thinking or not, and how much.
+
+    Warns of what the template does not know. Raises `SettingsError` for a wrong value.
+
+    Args:
+        tokenizer: mlx-lm's `TokenizerWrapper`.
+        think: whether to think; None leaves it to the template.
+        reasoning_effort: "low", "medium" or "high"; None leaves it to the template.
+    """
+    if not isinstance(think, bool | None):
+        raise SettingsError(f"think must be True or False, not {brief(think)}.")
+    if reasoning_effort not in (None, *EFFORTS):
+        raise SettingsError(
+            f"reasoning_effort must be {', '.join(EFFORTS)}, not {brief(reasoning_effort)}."
+        )
+    found: dict[str, Any] = {}
+    wanted = (("think", think, SWITCHES), ("reasoning_effort", reasoning_effort, (EFFORT,)))
+    for setting, value, names in wanted:
+        known = [name for name in names if value is not None and _reads(tokenizer, name)]
+        found |= dict.fromkeys(known, value)
+        if value is not None and not known:
+            warnings.warn(
+                f"dflash-mlx: the chat template knows no {' or '.join(names)}: {setting} changes "
+                "nothing.",
+                stacklevel=2,
+            )
+    return found
+
+
+def thinks(tokenizer: Any, template: Mapping[str, Any]) -> bool | None:
+    """Whether the template with these variables has answers think; None if it has no switch."""
+    names = [name for name in SWITCHES if _reads(tokenizer, name)]
+    if not names:
+        return None
+    sample = [{"role": "user", "content": "?"}]
+    thinking = {**template, **dict.fromkeys(names, True)}
+    return _apply_template(tokenizer, sample, template=template) == _apply_template(
+        tokenizer, sample, template=thinking
+    )
+
+
+def _reads(tokenizer: Any, name: str) -> bool:
+    return tokenizer.has_chat_template and template_reads(tokenizer, name)
+
+
+def token_ids(
+    tokenizer: Any, prompt: Prompt, template: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids of a prompt, not checked against a target. Raises `PromptError` if it is none."""
     if isinstance(prompt, str):
         if not prompt:
@@ -70,10 +127,12 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
             raise PromptError(_FORMS)
     if not tokenizer.has_chat_template:
         raise PromptError("The target has no chat template: give text or token ids.")
-    return _apply_template(tokenizer, prompt)
+    return _apply_template(tokenizer, prompt, template=template)
 
 
-def branch_points(target: Target, prompt: Prompt, ids: Sequence[int]) -> list[int]:
+def branch_points(
+    target: Target, prompt: Prompt, ids: Sequence[int], template: Mapping[str, Any] | None = None
+) -> list[int]:
     """Positions where other prompts are likely to diverge from this one, for the prefix store.
 
     These are the end of the system messages, where another chat begins, and the start of the
@@ -83,6 +142,7 @@ def branch_points(target: Target, prompt: Prompt, ids: Sequence[int]) -> list[in
         target: the model that reads the prompt.
         prompt: in any form.
         ids: the prompt's token ids, from `encode_prompt`.
+        template: as for `encode_prompt`.
     """
     if isinstance(prompt, str) or not any(isinstance(item, Mapping) for item in prompt):
         return []
@@ -95,19 +155,22 @@ def branch_points(target: Target, prompt: Prompt, ids: Sequence[int]) -> list[in
     points = set()
     for variant, generation_prompt in variants:
         with suppress(PromptError):  # a template may refuse messages that no user wrote
-            other = _apply_template(target.tokenizer, variant, generation_prompt)
+            other = _apply_template(target.tokenizer, variant, generation_prompt, template)
             pairs = zip(ids, other, strict=False)
             points.add(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
     return sorted(points - {0})
 
 
 def _apply_template(
-    tokenizer: Any, messages: Sequence[Any], generation_prompt: bool = True
+    tokenizer: Any,
+    messages: Sequence[Any],
+    generation_prompt: bool = True,
+    template: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of messages, put through the chat template. Raises `PromptError`."""
     texts = list(map(_with_text, messages))
     with ErrorWrapper(PromptError, "The chat template refuses these messages"):
-        text = apply_chat_template(tokenizer, texts, generation_prompt)
+        text = apply_chat_template(tokenizer, texts, generation_prompt, **(template or {}))
         return list(tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -170,6 +170,7 @@ def measure_all(
     drafter: Drafter | None,
     prompts: Sequence[BenchPrompt],
     repeats: int,
+    template: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[PromptRuns]:
     """Measure prompts one after another, each conversation to its end.
@@ -180,19 +181,20 @@ def measure_all(
 
     Args:
         repeats: runs of each prompt and method.
+        template: variables of the chat template.
         settings: further attributes of `Comparison`.
 
     Raises `PromptError` for a prompt that does not fit the target; `DataError` for one of a file.
     """
     settings |= {"target": target, "drafter": drafter}
-    ids = [_encoded(target, prompt) for prompt in prompts]
+    ids = [_encoded(target, prompt, template) for prompt in prompts]
     shorter = settings | {"max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
     Comparison(prompt=ids[0], **shorter).untaught().run_all()
     for prompt, tokens in zip(prompts, ids, strict=True):
         turn: BenchPrompt | None = prompt
         while turn is not None:
             if turn is not prompt:
-                tokens = _encoded(target, turn)
+                tokens = _encoded(target, turn, template)
             runs = Comparison(prompt=tokens, **settings)
             untaught = runs.untaught()
             runs.run_all()
@@ -202,9 +204,9 @@ def measure_all(
             turn = turn.answered(runs.plain[0].text)
 
 
-def _encoded(target: Target, prompt: BenchPrompt) -> list[int]:
+def _encoded(target: Target, prompt: BenchPrompt, template: Mapping[str, Any] | None) -> list[int]:
     try:
-        return encode_prompt(target, prompt.messages)
+        return encode_prompt(target, prompt.messages, template)
     except PromptError as error:
         if not prompt.source:
             raise

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..answers.families import AnswerFormat
@@ -215,6 +215,7 @@ class RequestHandler:
         self.form = AnswerFormat.of(tokenizer)
         self.draining = self.lost = False
         self._engine, self._defaults, self._capacity = engine, dict(defaults), capacity
+        self._template = self._defaults.pop("chat_template_kwargs", None) or {}
         self._grammars = GrammarFactory(target, self.form)
         self._vocabulary = Vocabulary(tokenizer)
         self._workers = ThreadPoolExecutor(WORKERS, "dflash-serve", clean_up_at_end)
@@ -322,6 +323,8 @@ class RequestHandler:
         self, request: GenerationRequest, salt: str, unless_all: ExitStack
     ) -> ResponseStream:
         """Submit a request's jobs. `unless_all` cancels them if another one fails."""
+        template = {**self._template, **request.template_settings}
+        request = replace(request, template_settings=template)
         prompt = encode(self.target, self.form, request)
         grammars = self._grammars.make(request, prompt.starts_in_reasoning)
         settings = self._defaults | dict(request.settings)

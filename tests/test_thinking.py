@@ -1,0 +1,83 @@
+"""Thinking on and off: by the chat template where it knows how, and never without a word."""
+
+from types import SimpleNamespace
+
+import pytest
+from tinymodels import random_drafter, target
+
+import dflash_mlx as dm
+from dflash_mlx.bench import measure
+from dflash_mlx.bench.datasets import BenchPrompt
+from dflash_mlx.cli import generate as command
+from dflash_mlx.cli.options import Names, Thinking
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.loading.registry import OtherDrafter
+from dflash_mlx.prompt import encode_prompt, thinking_variables, thinks
+
+ASKED = [{"role": "user", "content": "The fox"}]
+# As Qwen3's.
+SWITCH = """{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined and
+ not enable_thinking %}: quick{% endif %}{{ reasoning_effort }}"""
+
+
+@pytest.fixture
+def switching(monkeypatch):
+    """A target whose template has the switch, and one amount."""
+    one = target("qwen3")
+    monkeypatch.setattr(one.tokenizer._tokenizer, "chat_template", SWITCH)
+    return one
+
+
+def text_of(one, **settings):
+    ids = encode_prompt(one, ASKED, thinking_variables(one.tokenizer, **settings))
+    return one.tokenizer.decode(ids)
+
+
+def test_the_template_decides_what_a_switch_does(switching):
+    """mlx-lm itself says no where a vocabulary has no token that begins a thought."""
+    assert text_of(switching) == text_of(switching, think=False)
+    assert text_of(switching) == text_of(switching, think=True) + ": quick"
+    assert text_of(switching, reasoning_effort="low") == text_of(switching) + "low"
+    assert thinks(switching.tokenizer, {}) is False
+    assert thinks(switching.tokenizer, {"enable_thinking": True}) is True
+
+
+def test_the_settings_reach_every_request(switching):
+    def tokens(**settings):
+        result = dm.generate(switching, None, ASKED, max_tokens=1, **settings)
+        return result.stats.prompt_tokens
+
+    kwargs = {"enable_thinking": False}
+    assert tokens(think=False) == tokens(chat_template_kwargs=kwargs) > tokens(think=True)
+    with pytest.raises(SettingsError, match="low, medium, high"):
+        tokens(reasoning_effort="most")
+
+
+def test_what_the_template_does_not_know_is_said():
+    one = target("qwen3")
+    with pytest.warns(UserWarning, match="knows no enable_thinking or thinking: think changes"):
+        assert text_of(one, think=False) == text_of(one)
+    assert thinks(one.tokenizer, {}) is None
+
+
+def test_a_benchmark_asks_as_the_template_says(switching):
+    prompts = [BenchPrompt("a", tuple(ASKED))]
+    lengths = []
+    for think in (True, False):
+        template = thinking_variables(switching.tokenizer, think)
+        measured = measure.measure_all(
+            *(switching, random_drafter(), prompts, 1, template),
+            max_tokens=2,
+            with_mlx_lm=False,
+        )
+        lengths += [runs.runs["plain"][0].stats.prompt_tokens for runs in measured]
+    assert lengths[0] < lengths[1]
+
+
+def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
+    facts = OtherDrafter("x/y", thinking=True)
+    monkeypatch.setattr(command, "known_facts", lambda name: facts if name == "x/y" else None)
+    pair, names = SimpleNamespace(target=switching), Names("somebody/model", "x/y+lookup")
+    for think in (False, True):
+        command.note_training(pair, names, Thinking(think))
+    assert capsys.readouterr().err.count("with thoughts: --think may be faster") == 1
