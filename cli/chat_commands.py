@@ -111,8 +111,10 @@ def _think(chat: Chat, text: str) -> None:
     if text:
         effort = None if text in ("on", "off") else text
         chat.change({"think": text != "off", "reasoning_effort": effort})
-    shown = {None: "as the model does by itself", True: "on", False: "off"}[chat.settings["think"]]
-    note(f"thinking: {chat.settings['reasoning_effort'] or shown}")
+    shown = {None: "as the model does by itself", True: "on", False: "off"}[
+        chat.settings.get("think")
+    ]
+    note(f"thinking: {chat.settings.get('reasoning_effort') or shown}")
 
 
 def _save(chat: Chat, name: str) -> None:

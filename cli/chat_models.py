@@ -51,7 +51,7 @@ class LocalModel:
         from dflash_mlx.prompt import encode_prompt, thinking_variables
 
         tokenizer = self._pair.target.tokenizer
-        wanted = settings.pop("think"), settings.pop("reasoning_effort")
+        wanted = settings.pop("think", None), settings.pop("reasoning_effort", None)
         ids = encode_prompt(self._pair.target, messages, thinking_variables(tokenizer, *wanted))
         opens = self._form.thought[0]
         thinks = bool(opens) and tokenizer.decode(ids[-8:]).rstrip().endswith(opens)
@@ -93,8 +93,8 @@ class ServedModel:
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[Piece]:
         """As `LocalModel.stream`. Raises `ServerError`, too."""
         given = {name: settings[name] for name in STANDARD if settings[name] not in (None, (), [])}
-        given |= {name: settings[name] for name in SOME if settings[name]}
-        if settings["think"] is not None:
+        given |= {name: settings[name] for name in SOME if settings.get(name)}
+        if settings.get("think") is not None:
             given["enable_thinking"] = settings["think"]
         stats, reason, reasoned = Stats(seed=settings["seed"]), None, False
         start = time.perf_counter()
