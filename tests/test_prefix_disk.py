@@ -108,9 +108,9 @@ def other_arrays(change):
     """Damage of a file: the arrays that `change` makes of its own."""
 
     def damage(file, others):
-        buffer, arrays = io.BytesIO(), mx.load(str(file))
-        mx.eval(arrays)
-        mx.save_safetensors(buffer, {name: y for name, x in arrays.items() for y in change(x)})
+        buffer, (arrays, metadata) = io.BytesIO(), mx.load(str(file), return_metadata=True)
+        changed = {name: y for name, x in arrays.items() for y in change(x)}
+        mx.save_safetensors(buffer, changed, metadata)
         rewritten(file, buffer.getvalue())
 
     return damage

@@ -100,9 +100,10 @@ class DiskCache:
             data = path.read_bytes()
             if file.name != _name(key, file.location, data):
                 raise ValueError("wrong checksum")
-            arrays: Any = mx.load(io.BytesIO(data), format="safetensors")
-            if _described(arrays) != _described(expected):
-                raise ValueError("other arrays")
+            loaded: Any = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
+            arrays, metadata = loaded
+            if metadata.get("key") != key.hex() or _described(arrays) != _described(expected):
+                raise ValueError("another entry")
             numbers = [x for x in arrays.values() if mx.issubdtype(x.dtype, mx.floating)]
             if not all(finite.item() for finite in [mx.isfinite(x).all() for x in numbers]):
                 raise ValueError("not finite")
@@ -157,7 +158,7 @@ class DiskCache:
         if arrays is None:
             return False
         buffer = io.BytesIO()
-        mx.save_safetensors(buffer, arrays)
+        mx.save_safetensors(buffer, arrays, {"key": entry.key.hex()})
         data = buffer.getbuffer()
         if not self._make_room(len(data), needed):
             return False
