@@ -85,6 +85,7 @@ def make_target(config, seed=9):
         hidden_size=hidden,
         vocab_size=vocabulary,
         num_layers=config["num_target_layers"],
+        layers=[object() for _ in range(config["num_target_layers"])],
     )
 
 
