@@ -46,6 +46,7 @@ MANY = replace(FOUR, experts=128, top_k=8)
         ("M5", HALF, None),
         ("M4", replace(FOUR, kind="mxfp4", group_size=32), None),
         ("M4", replace(FOUR, bits=6), None),
+        ("M4", replace(FOUR, group_size=16), None),
     ],
 )
 def test_the_rows_from_which_ours_run(chip, matrix, row):
@@ -92,6 +93,7 @@ def test_exact_is_the_default_where_it_was_measured_to_be_free():
     assert not exact_by_default([HALF, FOUR], free | {FOUR.key: 6}), "one row is slower"
     assert not exact_by_default([HALF, FOUR], free | {FOUR.key: None})
     assert not exact_by_default([HALF], {})
+    assert not exact_by_default([HALF, MANY], free), "experts were not measured"
     # Without a kernel for every matrix there is nothing exact to offer.
     assert not exact_by_default([replace(HALF, bits=64)], {replace(HALF, bits=64).key: 1})
 
