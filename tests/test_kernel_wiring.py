@@ -22,7 +22,7 @@ from oracle import Oracle
 import dflash_mlx as dm
 from dflash_mlx.bench.kernels import time_shapes
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.kernels.fused import UNITS, VerifySwitchGLU
+from dflash_mlx.kernels.fused import UNITS, VerifySwitchGLU, gated_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.loading import wiring
@@ -132,6 +132,21 @@ def test_a_gated_unit_is_fused_only_as_a_whole():
     assert not {type(module) for module in model.modules()} & set(UNITS.values())
 
 
+def test_layers_share_a_launch_only_if_all_of_them_can():
+    """Not with a layer that is left to MLX, or with other groups of weights."""
+    config = families.CONFIGS["qwen3"]
+    model, kernels, chip = half_precision("qwen3"), Kernels(quick_factory()), chip_named("M4")
+    shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
+    wire(model, config, kernels, chip, {shape[256]: 4, shape[128]: None})
+    attention = model.layers[0].self_attn
+    assert type(attention.q_proj) in SWAPS.values() and "_fused" not in vars(attention.q_proj)
+    unit, plain = model.layers[0].mlp, nn.Linear(64, 128, bias=False)
+    unit.gate_proj, unit.up_proj = (
+        nn.QuantizedLinear.from_linear(plain, group, 4) for group in (32, 64)
+    )
+    assert gated_key(unit) is None
+
+
 def test_a_convolution_in_one_order_is_the_stock_one():
     x = mx.random.normal((1, 12, 8), key=mx.random.key(0))
     layer = nn.Conv1d(8, 8, 4, groups=8)
@@ -165,10 +180,11 @@ def test_the_table_decides_where_nobody_asks(chip, first, monkeypatch, tmp_path)
     assert not target.wiring.exact
     assert set(target.wiring.layers.values()) == ({first} if first else set())
     stock = dm.load_target(folder, bits=4, group_size=32)
-    for rows in (1, 16):
+    for rows in (1, 12, 13, 16):
         launches.counts.clear()
         logits = [one.start().verify(Proposal([7] * rows))[0] for one in (target, stock)]
-        assert bool(launches.counts) == (first is not None and rows >= first)
+        ran = any(name.startswith("verify_matmul") for name in launches.counts)
+        assert ran == (first is not None and rows >= first)
         assert mx.allclose(*logits, rtol=1e-3, atol=1e-3)
 
 
