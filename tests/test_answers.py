@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serving import FakeEngine, client, make_target
 
 from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, MarkedText, Reasoning, StopScope, Text
+from dflash_mlx.answers.parser import AnswerParser, MarkedText, Reasoning, Text, stop_scope
 from dflash_mlx.stream import TextStream
 
 SCHEMA = {
@@ -324,7 +324,7 @@ def test_stop_strings_look_at_the_answer(width):
     """Not at thoughts, nor at calls."""
     target = make_target(thinking="<think>")
     form, detokenizer = AnswerFormat.of(target.tokenizer), target.tokenizer.detokenizer
-    scope = StopScope(
+    scope = stop_scope(
         AnswerParser(form, {"f": {}}, True),
         MarkedText(target.tokenizer.detokenizer, form.tokens),
     )

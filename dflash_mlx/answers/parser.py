@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -81,23 +81,6 @@ class MarkedText:
         for at in reversed(marks):
             text = text[:at] + MARK + text[at:]
         return text
-
-
-class StopScope:
-    """Says of each token whether stop strings count in its text: they do not in thoughts and calls.
-
-    Args:
-        parser, marked: of the answer; nobody else uses them.
-    """
-
-    def __init__(self, parser: AnswerParser, marked: MarkedText) -> None:
-        self._parser, self._marked = parser, marked
-
-    def __call__(self, token: int, text: str) -> bool:
-        """Whether they count in the text of the next token."""
-        before = self._parser.state
-        self._parser.feed(self._marked.add(text, [token]))
-        return before == self._parser.state == NORMAL
 
 
 class AnswerParser:
@@ -215,11 +198,11 @@ class AnswerParser:
         if kind == _MESSAGE:
             return self._read_header(before)
         parts = self._read_words(before) if self.state == HEADER else self._read_text(before)
-        self._newlines, self._after_marker = "", True
         if kind in (TOOL, _BARE):
             self._begin_call(marker, kind)
-        elif kind != _STRAY:
-            self.state = kind
+            return parts
+        self._newlines, self._after_marker = "", True
+        self.state = NORMAL if kind == _STRAY else kind
         return parts
 
     def _read_header(self, header: str) -> list[Part]:
@@ -335,6 +318,17 @@ class AnswerParser:
         text, self._pending = self._pending[:border], self._pending[border:]
         self._searched = 0
         return text
+
+
+def stop_scope(parser: AnswerParser, marked: MarkedText) -> Callable[[int, str], bool]:
+    """Whether stop strings count in the next token's text: not in thoughts, calls and markers."""
+
+    def applies(token: int, text: str) -> bool:
+        before = parser.state
+        parser.feed(marked.add(text, [token]))
+        return before == parser.state == NORMAL
+
+    return applies
 
 
 def _first(markers: Iterable[str], text: str, start: int) -> re.Match[str] | None:

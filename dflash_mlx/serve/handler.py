@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..answers.families import AnswerFormat
-from ..answers.parser import AnswerParser, MarkedText, Part, Reasoning, StopScope
+from ..answers.parser import AnswerParser, MarkedText, Part, Reasoning, stop_scope
 from ..errors import DFlashError
 from ..events import Event, Stats
 from ..stream import skip_text_start, text_of
@@ -343,7 +343,7 @@ class RequestHandler:
             if processors:
                 settings["logits_processors"] = processors
             if "stop" in settings and (self.form.thought[0] or request.callable_tools):
-                settings["stop_applies"] = StopScope(*self._reader(request, prompt))
+                settings["stop_applies"] = stop_scope(*self._reader(request, prompt))
             job = self._engine.submit(prompt.ids, **settings)
             unless_all.callback(job.cancel)
             choices.append(Choice(job, *self._reader(request, prompt), recorder))

@@ -170,8 +170,11 @@ def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, An
             id = copy.get("tool_call_id")
             _, id, name = waiting.pop(given.index(id) if id in given else 0)
             copy = {"name": name} | copy | {"tool_call_id": id}
-        if family is HARMONY and (reasoning := copy.pop("reasoning_content", None)):
-            copy |= {"thinking": reasoning} if "tool_calls" in copy else {}
+        if reasoning := copy.pop("reasoning_content", None):
+            names = ["thinking", "reasoning", "reasoning_content"]  # templates differ
+            if family is HARMONY:
+                names = names[: "tool_calls" in copy]
+            copy |= dict.fromkeys(names, reasoning)
         found.append(copy)
     return found
 
