@@ -342,7 +342,8 @@ class RequestHandler:
             processors = [one for one in (recorder, grammar) if one is not None]
             if processors:
                 settings["logits_processors"] = processors
-            if "stop" in settings and (self.form.thought[0] or request.callable_tools):
+            splits = self.form.thought[0] or request.callable_tools
+            if "stop" in settings and splits and request.prompt_field != "prompt":
                 settings["stop_applies"] = stop_scope(*self._reader(request, prompt))
             job = self._engine.submit(prompt.ids, **settings)
             unless_all.callback(job.cancel)
