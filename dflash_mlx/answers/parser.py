@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,6 +53,15 @@ class ToolCall:
 
 
 Part = Text | Reasoning | ToolCall
+
+
+class _Markers:
+    """Markers by what each means, and a pattern for the first one of them in a text."""
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self.kinds = {marker: kind for marker, kind in kinds.items() if marker}
+        longest_first = sorted(self.kinds, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 class MarkedText:
@@ -109,7 +118,7 @@ class AnswerParser:
         self.calls = 0
         own = "|".join(map(re.escape, form.tokens.values()))
         self._own = re.compile(own or r"(?!)")
-        self._tables = {state: self._table(state) for state in (NORMAL, REASONING, HEADER)}
+        self._markers = {one: self._markers_of(one) for one in (NORMAL, REASONING, HEADER)}
         self._pending = ""  # what may be a marker, a header or a call
         self._searched = 0  # no marker in it begins before this place
         self._start = self._name = ""  # of the call: what began it; its name, if a header has it
@@ -132,8 +141,8 @@ class AnswerParser:
             parts += self._read_words(self._take(len(self._pending)))
         return merge_texts(parts)
 
-    def _table(self, state: str) -> dict[str, str]:
-        """The markers that count in a state, and what each means."""
+    def _markers_of(self, state: str) -> _Markers:
+        """The markers that count in a state."""
         family, header, (opens, closes) = self._form.family, self._form.header, self._form.thought
         if header is not None:
             found = dict.fromkeys(header.ends, HEADER)
@@ -150,32 +159,23 @@ class AnswerParser:
         marked = self._marked(found)
         if header is not None and state == HEADER:  # spelled or not
             marked |= {header.message: _MESSAGE, MARK + header.message: _MESSAGE}
-        return marked
+        return _Markers(marked)
 
-    def _marked(self, table: Mapping[str, str]) -> dict[str, str]:
-        """A table of markers as they stand in marked text."""
-        return {self._own.sub(rf"{MARK}\g<0>", one): kind for one, kind in table.items() if one}
-
-    def _call_ends(self) -> dict[str, str]:
-        """The markers that may end the call."""
-        family, header = self._form.family, self._form.header
-        if self._name and header is not None:
-            return self._marked(dict.fromkeys(header.ends, HEADER))
-        ends = {family.bare_end if self._is_bare else family.end: NORMAL}
-        ends |= {self._form.thought[1]: REASONING} if self._outer == REASONING else {}
-        return self._marked(ends)
+    def _marked(self, kinds: Mapping[str, str]) -> dict[str, str]:
+        """Markers as they stand in marked text."""
+        return {self._own.sub(rf"{MARK}\g<0>", one): kind for one, kind in kinds.items()}
 
     def _read(self, last: bool = False) -> list[Part]:
         """The parts of the pending text, except what may be the start of a marker."""
         parts: list[Part] = []
         while True:
-            table = self._call_ends() if self.state == TOOL else self._tables[self.state]
-            found = _first(table, self._pending, self._searched)
+            markers = self._markers[self.state]
+            found = markers.pattern.search(self._pending, self._searched)
             if found is not None:
-                parts += self._read_marker(found, table[found[0]])
+                parts += self._read_marker(found, markers.kinds[found[0]])
                 continue
             border = len(self._pending)
-            border -= 0 if last else possible_start(self._pending, table)
+            border -= 0 if last else possible_start(self._pending, markers.kinds)
             if self.state in (NORMAL, REASONING):
                 return parts + self._read_text(self._take(border))
             self._searched = max(self._searched, border)
@@ -243,6 +243,13 @@ class AnswerParser:
     def _begin_call(self, marker: str, kind: str, name: str = "") -> None:
         self._outer = NORMAL if self.state == HEADER else self.state
         self._is_bare, self._start, self._name, self.state = kind == _BARE, marker, name, TOOL
+        family, header = self._form.family, self._form.header
+        ends = {family.bare_end if self._is_bare else family.end: NORMAL}
+        if name and header is not None:
+            ends = dict.fromkeys(header.ends, HEADER)
+        elif self._outer == REASONING:
+            ends[self._form.thought[1]] = REASONING
+        self._markers[TOOL] = _Markers(self._marked(ends))
         if self._is_bare:
             self._pending, self._searched = marker + self._pending, len(marker)
 
@@ -261,9 +268,9 @@ class AnswerParser:
 
     def _end_answer(self, truncated: bool) -> list[Part]:
         """The calls up to the first marker or the end of the answer."""
-        ends = self._call_ends()
-        found = _first(ends, self._pending, len(self._start) if self._is_bare else 0)
-        if found is None and truncated and ends:
+        ends, start = self._markers[TOOL], len(self._start) if self._is_bare else 0
+        found = ends.pattern.search(self._pending, start)
+        if found is None and truncated and ends.kinds:
             text = self._take(len(self._pending))
             self.state, self._after_marker = self._outer, False
             # After a call it is of no use to the client.
@@ -329,12 +336,6 @@ def stop_scope(parser: AnswerParser, marked: MarkedText) -> Callable[[int, str],
         return before == parser.state == NORMAL
 
     return applies
-
-
-def _first(markers: Iterable[str], text: str, start: int) -> re.Match[str] | None:
-    """The first of the markers in a text, the longest one where several begin."""
-    longest_first = sorted(markers, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)").search(text, start)
 
 
 def merge_texts(parts: Sequence[Part]) -> list[Part]:
