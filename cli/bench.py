@@ -293,6 +293,8 @@ def _measure_clients(
         table.add_row(str(row["clients"]), output.rate(row["tokens_per_second"]), *cells)
     output.stdout().print(table)
     output.note(f"{client.model} · {client.url}; speed of all clients, median waits and p95")
+    if setup["busy"]:
+        output.note(setup["busy"])
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -181,14 +181,16 @@ class Writer:
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
-        self._last = "\n"
+        self._last, self._dim = "\n", False
 
     def write(self, parts: list[tuple[str, bool]]) -> None:
         """Write pieces of text, each with whether it is reasoning."""
         for text, dim in parts:
             if not text:
                 continue
-            self._last = text[-1]
+            if self._dim and not dim:
+                self.end()
+            self._last, self._dim = text[-1], dim
             if self._terminal:
                 text = text.translate(CONTROL)
                 text = f"{DIM}{text}{NORMAL}" if dim else text

@@ -96,7 +96,7 @@ class ServedModel:
         given |= {name: settings[name] for name in SOME if settings.get(name)}
         if settings.get("think") is not None:
             given["enable_thinking"] = settings["think"]
-        stats, reason, reasoned = Stats(seed=settings["seed"]), None, False
+        stats, reason = Stats(seed=settings["seed"]), None
         start = time.perf_counter()
         try:
             with closing(self._server.chunks(messages, **given)) as chunks:
@@ -108,11 +108,9 @@ class ServedModel:
                         reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
                         content = delta.get("content") or ""
                         if reasoning or content:
-                            border = "\n" if content and reasoned else ""
-                            reasoned = not content
                             stats.first_token_seconds = stats.first_token_seconds or now
                             stats.decode_seconds = now - stats.first_token_seconds
-                            parts = [(reasoning, True), (border + content, False)]
+                            parts = [(reasoning, True), (content, False)]
                             yield Piece(parts, content, stats)
         except ServerError as error:
             if TOO_LONG in str(error):

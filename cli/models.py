@@ -134,7 +134,7 @@ def _order(pair: KnownPair) -> tuple[bool, str, float]:
 
 def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool) -> None:
     """A line for each target: its sizes, whether it fits, and what of it is downloaded."""
-    width = max(len(pair.targets[0]) for pair in shown)
+    width = max((len(pair.targets[0]) for pair in shown), default=len("GB of memory"))
     titles = "".join(f"{bits:>5}-bit" for bits in WIDTHS)
     _print(f"{'GB of memory':{width}}{titles}  {WHETHER}", "bold")
     if not details:

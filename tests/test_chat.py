@@ -247,4 +247,4 @@ def test_an_answer_does_not_control_the_terminal(monkeypatch, capsys):
 
 def test_reasoning_is_dimmed(monkeypatch, capsys):
     shown = on_terminal(monkeypatch, capsys, ("hm", True), ("yes", False))
-    assert shown == f"{DIM}hm{NORMAL}yes\n"
+    assert shown == f"{DIM}hm{NORMAL}\nyes\n"
