@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from multiprocessing import Pipe
 from typing import Any
@@ -26,7 +27,7 @@ from . import template_worker
 from .errors import PromptError
 
 ON_MAC = sys.platform == "darwin"
-SECONDS = 5  # of a template
+SECONDS = 10  # of a template
 MAX_GROWTH, MAX_ADDED = 4, 2**20  # bytes of a text: for each of the messages, and beside them
 STEP = 0.05  # seconds between looks at its memory
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -116,7 +117,7 @@ class TemplateWorker:
         request = json.dumps({"template": template, "variables": variables}).encode()
         most = MAX_ADDED + MAX_GROWTH * (len(request) - len(template))
         with self._lock:
-            if self._end is None or not self._end.alive:
+            if self._end is None or not self._end.alive or self._process.poll() is not None:
                 self._start()
             try:
                 self._socket.send_bytes(request)
@@ -145,6 +146,8 @@ class TemplateWorker:
         )
         other.close()
         self._end = weakref.finalize(self, _kill, self._process)
+        with suppress(EOFError):  # it has ended, which `render` notices
+            self._socket.recv_bytes()  # it is ready: that time is not the template's
 
     def _wait(self) -> None:
         """Wait for an answer. Raises `OSError` if it takes too much memory."""

@@ -79,7 +79,9 @@ def main() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    compiled("")  # import jinja2
     with suppress(EOFError, ConnectionError):
+        socket.send_bytes(b"ready")
         while True:
             answer = rendered(**json.loads(socket.recv_bytes()))
             text = json.dumps(answer, ensure_ascii=False)

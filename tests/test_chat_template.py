@@ -77,7 +77,7 @@ def test_a_template_that_never_ends_is_ended(template, speaker, monkeypatch):
     """In one line, and the next template is rendered."""
     speaker.chat_template = template
     with monkeypatch.context() as shorter, pytest.raises((PromptError, TemplateError)):
-        shorter.setattr(chat_template, "SECONDS", 1.5)
+        shorter.setattr(chat_template, "SECONDS", 0.5)
         apply_chat_template(speaker, SAID)
     speaker.chat_template = TEMPLATES[0]
     assert "hello" in apply_chat_template(speaker, SAID)
