@@ -15,7 +15,9 @@ from dflash_mlx.errors import (
     DownloadError,
     ModelNotFoundError,
     NotEnoughMemoryError,
+    WeightsError,
 )
+from dflash_mlx.loading.gguf import convert
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loop import generate
@@ -139,14 +141,18 @@ def test_what_is_downloaded_and_its_size(hub, server):
 
 
 @pytest.mark.parametrize("name", ["hf.co/a/b:q8_0", "a/b:Q8_0", "a/b-GGUF"])
-def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, name):
+def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(convert, "cache_folder", lambda part: tmp_path / part)
     for repository in ("a/b", "a/b-GGUF"):
         server.repositories[repository] = tmp_path
-    for file in ("b.Q8_0.gguf", "b.Q4_K_M-00001-of-00002.gguf", "b.Q4_K_M-00002-of-00002.gguf"):
-        (tmp_path / file).write_bytes(file[:16].ljust(16).encode())
+    files = ("b.Q8_0.gguf", "b.Q4_K_M-00001-of-00002.gguf", "b.Q4_K_M-00002-of-00002.gguf")
+    for number, file in enumerate(files):
+        (tmp_path / file).write_bytes(f"GGUF{number:012}".encode())
     expected, size = ("b.Q8_0.gguf", 16) if ":" in name else ("b.Q4_K_M-00001-of-00002.gguf", 32)
     assert hub.remote_bytes(name) == size and hub.fetch(name).name == expected
     assert hub.downloaded(name) == size == sum(server.fetched().values()) * 16
+    with pytest.raises(WeightsError, match="a broken header"):
+        load_target(name, hub=hub)
     with pytest.raises(ModelNotFoundError, match="a/b has no GGUF file in Q2_K"):
         hub.fetch("a/b:Q2_K")
     assert hub.remove(name) >= size

@@ -15,7 +15,7 @@ from ..validation import ErrorWrapper
 from .checks import check_memory, read_target_config
 from .hub import Hub
 from .quantization import Quantization
-from .registry import refusal
+from .registry import hub_gguf, refusal
 
 LOADED = ["model*.safetensors"]  # of a repository's files
 _STORED = 2  # bytes per weight, as published
@@ -37,8 +37,8 @@ def check_target(
 
     Raises: `ConfigError`, `NotEnoughMemoryError`, and the errors of `Hub.fetch`.
     """
-    if hub.offline or hub.downloaded(name) is not None:
-        return None
+    if hub.offline or hub_gguf(name) or hub.downloaded(name) is not None:
+        return None  # a GGUF file's metadata comes with its weights
     config = read_target_config(hub.config(name))
     model = model_of(name, config)
     size = hub.remote_bytes(name, LOADED)

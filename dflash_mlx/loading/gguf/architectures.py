@@ -167,7 +167,7 @@ def read_config(path: object, header: Header) -> Config:
     if kind in _DERIVED:
         config |= _DERIVED[kind](fields, config)
     fields.check_all_read()
-    return config
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def gguf_name(name: str) -> str:
