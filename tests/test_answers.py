@@ -171,6 +171,15 @@ def test_calls_beside_what_is_none(family):
         assert found == [Reasoning(f"A {known.start} it is."), Text("Yes.")]
 
 
+@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("name", ["mcp__fs__read", "fs.read", "fs:read", "read-file"])
+def test_names_as_agents_use_them(family, name):
+    arguments = {"-n": True, "a.b": "x", "$ref": 1, "o": ["x", {"k-v": None}], "\u043a": "é"}
+    schemas = {name: {"properties": {"a.b": {"type": "string"}}}}
+    text = written(family, name, arguments)
+    assert read(form_of(family), schemas, text) == [(name, arguments)]
+
+
 def test_gemma_takes_the_keys_of_agents():
     text = '<|tool_call>call:fs:read{\n -n:true, a.b: 1,\n$ref:<|"|>x, }<|"|>,o:{file-path:a.py}}'
     assert read(form_of("gemma4"), {"fs:read": {}}, text + "<tool_call|>") == [
