@@ -122,8 +122,9 @@ class TextStream:
 def possible_start(text: str, strings: Collection[str]) -> int:
     """How many of a text's last characters may be the start of one of the strings."""
     longest = max((len(one) - 1 for one in strings), default=0)
+    firsts = {one[0] for one in strings}  # there may be hundreds
     for length in range(min(longest, len(text)), 0, -1):
-        if any(one.startswith(text[-length:]) for one in strings):
+        if text[-length] in firsts and any(one.startswith(text[-length:]) for one in strings):
             return length
     return 0
 
