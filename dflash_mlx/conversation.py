@@ -218,7 +218,7 @@ class Conversation:
                 self.target_session, self.draft_session, self.ids, checkpoint, self._salt
             )
 
-    def extend(self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int]) -> None:
+    def feed_drafter(self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int]) -> None:
         """Give the drafter tokens that the target has just committed.
 
         Args:
@@ -235,7 +235,7 @@ class Conversation:
         for taps, target_checkpoint in pending:
             mx.async_eval(taps)  # the drafter may use them in another thread
             rows = range(taps.shape[1])
-            self.extend(self._prompt[len(self.ids) :][: len(rows)], taps, rows)
+            self.feed_drafter(self._prompt[len(self.ids) :][: len(rows)], taps, rows)
             if target_checkpoint is not None:
                 self._add_checkpoint(target_checkpoint)
 

@@ -165,8 +165,9 @@ def make_planner(target: Target, drafter: Drafter | None, settings: GenerationSe
     policy, tree_budget = settings.policy, settings.tree_budget
     if tree_budget == "auto":
         if drafter is not None and drafts_trees(drafter) and target.supports_trees:
-            if policy is None or policy.trees is None:
-                policy = DraftPolicy.of(target, drafter, trees=True)
+            policy = policy or DraftPolicy.of(target, drafter, trees=True)
+            if policy.trees is None:
+                raise SettingsError('tree_budget "auto" needs DraftPolicy.of(..., trees=True).')
     elif tree_budget is not None:
         if not is_integer(tree_budget, 2, LARGEST_TREE):
             allowed = f'from 2 to {LARGEST_TREE}, or "auto"'

@@ -283,7 +283,7 @@ class Request:
     def _extend_plain(self, step: PendingStep) -> None:
         """Give the drafter the features of a plain step, once. The target has committed its row."""
         if not step.extended:
-            self._conversation.extend([self.anchor], step.taps, [0])
+            self._conversation.feed_drafter([self.anchor], step.taps, [0])
             step.extended = True
 
     def accept(self, values: list[int]) -> tuple[list[int], list[int]]:
@@ -323,7 +323,7 @@ class Request:
         if not step.extended:
             self.target_session.commit(rows[:used])
             path = [self.anchor, *tokens]
-            self._conversation.extend(path[:used], step.taps, rows[:used])
+            self._conversation.feed_drafter(path[:used], step.taps, rows[:used])
         self._sampler.commit(tokens)
         self._tokens += tokens
         self.anchor, self._consistent = tokens[-1], True

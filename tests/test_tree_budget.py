@@ -130,3 +130,8 @@ def test_a_target_that_reads_no_trees_refuses_them_or_is_given_chains():
     assert DraftPolicy.of(target, DRAFTER, trees=True).trees is None
     free = generate(target, DRAFTER, PROMPT, tree_budget="auto", **settings)
     assert free.tokens == decode(None, max_tokens=20).tokens and not free.stats.trees
+
+
+def test_a_policy_that_drafts_no_trees_is_refused_rather_than_replaced():
+    with pytest.raises(SettingsError, match="trees=True"):
+        decode(policy=DraftPolicy(BLOCK), tree_budget="auto")

@@ -113,7 +113,7 @@ class DraftSession:
     def network(self) -> DraftSession | None:
         """The session whose `propose` runs a network; None if all drafts are lookups.
 
-        Networks of many requests can draft in one pass (`propose_batch`).
+        Networks of many requests can draft in one pass (`draft_batch`).
         """
         return self
 

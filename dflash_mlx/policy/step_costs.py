@@ -33,19 +33,18 @@ class StepCosts:
     """Costs of a pair's steps, for each kind: "chain", "lookup" (no network drafts) and "tree".
 
     Args:
-        longest: rows of the longest chain.
+        block_size: the most rows of a chain.
         requests: that share a step; then rows are those of a request on average.
     """
 
-    def __init__(self, longest: int, requests: int = 1) -> None:
-        self.longest = longest
+    def __init__(self, block_size: int, requests: int = 1) -> None:
         cpu = CPU if has_fast_blas() else SLOW_CPU
         row, draft = cpu if mx.default_device() == mx.cpu else GPU
         row *= requests / (1 + row * (requests - 1))
         self._kinds = {
-            "chain": CostCurve(longest, row, draft),
-            "lookup": CostCurve(longest, row, 0.0),
-            "tree": CostCurve(max(MOST_ROWS, longest), row, draft),
+            "chain": CostCurve(block_size, row, draft),
+            "lookup": CostCurve(block_size, row, 0.0),
+            "tree": CostCurve(max(MOST_ROWS, block_size), row, draft),
         }
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
         self._waiting: deque[tuple[str, int, float]] = deque(maxlen=FRESH)  # for a plain step
