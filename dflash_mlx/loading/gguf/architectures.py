@@ -102,9 +102,10 @@ class Fields:
         """mlx-lm's `rope_scaling`: by the metadata, or by the tensors that divide frequencies."""
         kind, long, short = self("rope.scaling.type", "none"), self.vector(LONG), self.vector(SHORT)
         if (divisors := self.vector(ROPE_DIVISORS)) is not None:
-            factor = float(divisors.max())
-            expected = llama3_divisors(head_dim, theta, factor)
-            if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
+            factor, fits = float(divisors.max()), len(divisors) == head_dim // 2
+            if not fits or not np.allclose(
+                divisors, llama3_divisors(head_dim, theta, factor), rtol=1e-3
+            ):
                 raise ConfigError(f"{self.path}: rope_freqs are not those of Llama 3.")
             length = {"original_max_position_embeddings": _LLAMA3_LENGTH}
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3, **length}
@@ -207,22 +208,20 @@ def _by_halves(array: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _by_key_head(array: np.ndarray, config: Config, axis: int = 0, start: int = 0) -> np.ndarray:
-    """Undo llama.cpp's order of the value heads of linear attention, behind `start`.
+def _by_key_head(
+    array: np.ndarray, config: Config, axis: int = 0, after_keys: bool = False
+) -> np.ndarray:
+    """Undo llama.cpp's order of the value heads of linear attention.
 
     Its converter puts the first value head of each key head first, then the second of each.
+    `after_keys`: queries and keys come before the values.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    start = 2 * keys * config["linear_key_head_dim"] if after_keys else 0
     array = np.moveaxis(array, axis, 0)
     moved = array[start:].reshape(values // keys, keys, -1, *array.shape[1:]).swapaxes(0, 1)
     moved = moved.reshape(-1, *array.shape[1:])
     return np.moveaxis(np.concatenate([array[:start], moved]), 0, axis)
-
-
-def _after_keys(array: np.ndarray, config: Config) -> np.ndarray:
-    """`_by_key_head` for the values behind queries and keys."""
-    start = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    return _by_key_head(array, config, start=start)
 
 
 def _llama(fields: Fields, config: Config) -> Config:
@@ -323,7 +322,7 @@ _PERMUTED: Mapping[str, Change] = {
 }
 _PLUS_ONE: Mapping[str, Change] = {r"norm\.weight$": lambda array, config: array - 1}
 _TILED: Mapping[str, Change] = {
-    "in_proj_qkv|conv1d": _after_keys,
+    "in_proj_qkv|conv1d": lambda array, config: _by_key_head(array, config, after_keys=True),
     "in_proj_[zab]|dt_bias": _by_key_head,
     "A_log": lambda array, config: np.log(-_by_key_head(array, config)),
     r"linear_attn\.out_proj": lambda array, config: _by_key_head(array, config, axis=-1),

@@ -26,6 +26,7 @@ from .header import Tensor, read_header
 
 BYTES_PER_FILE = 1 << 30
 EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"
+_WIDE = {"gemma2", "gemma4"}  # too large for half precision; mlx-lm's Gemma 3 clips what is
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 
 
@@ -65,12 +66,17 @@ class Conversion:
             and tensor.type in PACKINGS
             and hasattr(modules.get(name.removesuffix(".weight")), "to_quantized")
         }
+        self._casts = getattr(model, "cast_predicate", lambda name: True)
         if self._packed:
             self.config["quantization"] = self._quantization()
         # Half precision holds the scales of blocks as they are; floats alone may be bfloat16.
-        brain = GGMLQuantizationType.BF16 in {tensor.type for tensor, _ in self._sources.values()}
-        half = mx.bfloat16 if brain and not self._packed else mx.float16
-        self._dtype = mx.float32 if unpacked else half
+        bfloat = GGMLQuantizationType.BF16 in {tensor.type for tensor, _ in self._sources.values()}
+        if self._kind in _WIDE or (bfloat and not self._packed):
+            self._dtype = mx.bfloat16
+        else:
+            self._dtype = mx.float16
+        if unpacked:
+            self._dtype = mx.float32
 
     @property
     def size(self) -> int:
@@ -93,7 +99,8 @@ class Conversion:
             if sum(array.nbytes for array in weights.values()) > BYTES_PER_FILE:
                 yield weights
                 weights = {}
-        yield weights
+        if weights:
+            yield weights
 
     def _find_sources(self, model: nn.Module) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         """The tensor and the shape of every parameter. Raises `ConfigError`, `WeightsError`."""
@@ -147,7 +154,7 @@ class Conversion:
         for part, array in parts.items():
             array = array.reshape(*shape[:-1], -1)
             value = mx.array(np.ascontiguousarray(change(array) if change else array))
-            if mx.issubdtype(value.dtype, mx.floating):
+            if mx.issubdtype(value.dtype, mx.floating) and self._casts(name):
                 value = value.astype(self._dtype)
             result[name.removesuffix("weight") + part if part else name] = value
         mx.eval(result)
