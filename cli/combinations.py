@@ -12,7 +12,7 @@ from .machines import rank
 from .options import AUTO, StepOptions, Weights, refuse, spelled
 
 THINKING = ("think", "no_think", "reasoning_effort")
-DRAFTING = ("block_size", "tree_budget", "no_policy", "draft_bits", "compare")
+DRAFTING = ("block_size", "tree_budget", "no_policy", "draft_bits", "draft_window", "compare")
 WEIGHTS, STEPS = ([field.name for field in fields(group)] for group in (Weights, StepOptions))
 OPENAI = ("draft", "block_size", "tree_budget", "hosts", *THINKING, *WEIGHTS)
 EXCLUDED = {  # by an option -> the options that have no effect beside it
@@ -28,7 +28,7 @@ EXCLUDED = {  # by an option -> the options that have no effect beside it
 NEEDED = {"server": "api_key", "openai": "concurrency", "suite": "data"}  # by the other option
 VALUES = {  # an option and its value -> the options that have no effect beside it
     ("draft", NONE): DRAFTING,
-    ("draft", LOOKUP): ("tree_budget", "draft_bits"),
+    ("draft", LOOKUP): ("tree_budget", "draft_bits", "draft_window"),
     ("tree_budget", AUTO): ("block_size", "no_policy"),
 }
 

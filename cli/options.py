@@ -19,6 +19,7 @@ from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, PACKAGED, pairs
 
 from .output import note
 
+KEPT_BITS = 16  # of --draft-bits: as they are
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
 AUTO, OFF = "auto", "off"  # of --tree-budget
 # Real models to name instead of the embedded one, in 4 bits: 2.3 GB and 17 GB.
@@ -66,7 +67,7 @@ Model = Annotated[
     option(
         MODEL,
         "NAME",
-        "Folder, GGUF file, hub repository or smollm2.",
+        "Folder, GGUF, hub name or smollm2.",
         "--model",
         "-m",
         autocompletion=targets_beginning,
@@ -85,7 +86,12 @@ Draft = Annotated[
 ]
 NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]
 TargetBits = Annotated[int | None, option(MODEL, "4|8", "Quantize the model's weights on load.")]
-DraftBits = Annotated[int | None, option(MODEL, "4|8", "Quantize the drafter's weights on load.")]
+DraftBits = Annotated[
+    int | None, option(MODEL, "4|8|16", "Quantize the drafter's on load; 16 keeps them.")
+]
+DraftWindow = Annotated[
+    int | None, option(MODEL, "N", "Tokens that the drafter remembers. Default: all.", min=1)
+]
 Mode = Annotated[str, option(MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")]
 GroupSize = Annotated[int | None, option(MODEL, "N", "Weights per scale. Default: the mode's own.")]
 KernelsOption = Annotated[
@@ -149,6 +155,7 @@ class Weights:
 
     target_bits: TargetBits = None
     draft_bits: DraftBits = None
+    draft_window: DraftWindow = None
     quant_mode: Mode = "affine"
     group_size: GroupSize = None
     kernels: KernelsOption = "auto"
@@ -156,7 +163,8 @@ class Weights:
     stock_blas: StockBlas = False
 
     def __post_init__(self) -> None:
-        for bits in (self.target_bits, self.draft_bits):
+        kept = self.draft_bits == KEPT_BITS
+        for bits in (self.target_bits, None if kept else self.draft_bits):
             Quantization.of(bits, self.quant_mode, self.group_size)
 
     @property

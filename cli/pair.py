@@ -126,6 +126,7 @@ def open_pair(
         if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:
+            settings["draft_window"] = weights.draft_window
             target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
     if draft == LOOKUP and names.draft is None:
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")

@@ -11,6 +11,7 @@ from mlx_lm.utils import quantize_model
 from tinymodels import (
     END,
     SUPPORTED,
+    drafter_config,
     model_config,
     random_drafter,
     random_model,
@@ -27,7 +28,7 @@ from dflash_mlx.errors import (
     WeightsError,
 )
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.load import load, load_drafter, load_target
+from dflash_mlx.loading.load import load, load_drafter, load_target, quantization_beside
 from dflash_mlx.loop import generate
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
@@ -190,8 +191,10 @@ def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
             asked.append(name)
             return pair[1]
 
+        config = fetch
+
     _, drafter = load(str(folder), hub=OtherHub())
-    assert asked == ["z-lab/Qwen3-8B-DFlash-b16"] and drafter.network.config.block_size == 16
+    assert {*asked} == {"z-lab/Qwen3-8B-DFlash-b16"} and drafter.network.config.block_size == 16
 
 
 # Settings
@@ -201,3 +204,34 @@ def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
 @pytest.mark.parametrize("loader", [load_target, load_drafter])
 def test_bits_out_of_range(bits, loader, pair):
     assert "4 or 8 bits" in message_of(SettingsError, loader, pair[loader is load_drafter], bits)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_drafter_remembers_as_many_rows_as_it_is_told(tmp_path, window):
+    """Or as its config suggests; it drafts from what it remembers, and the text is the same."""
+    config = drafter_config() | {"draft_window_size": 9}
+    folder, most = save_drafter(tmp_path / "drafter"), window or 9
+    (folder / "config.json").write_text(json.dumps(config))
+    one = save_target(tmp_path / "target")
+    target, drafter = load(str(one), str(folder), draft_window=window)
+    assert set(drafter.config.windows) == {most}
+    plain = generate(target, None, list(range(5, 30)), max_tokens=8).tokens
+    assert generate(target, drafter, list(range(5, 30)), max_tokens=8).tokens == plain
+
+
+def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkeypatch):
+    folder = save_drafter(tmp_path / "drafter")
+    stored = [folder / "model.safetensors"]
+    assert quantization_beside(folder, stored) is None
+    monkeypatch.setattr("dflash_mlx.loading.load.LARGE_DRAFTER", 1000)
+    assert quantization_beside(folder, stored).bits == 4
+    (folder / "config.json").write_text(json.dumps({"quantization": {"bits": 8}}))
+    assert quantization_beside(folder, stored) is None
+
+
+def test_16_bits_leave_a_drafter_as_it_is(tmp_path):
+    folder, one = save_drafter(tmp_path / "drafter"), save_target(tmp_path / "target")
+    _, drafter = load(str(one), str(folder), draft_bits=16)
+    assert drafter.layers[0].self_attn.q_proj.weight.dtype == mx.float32
+    with pytest.raises(SettingsError, match="draft_window: lookup has no weights"):
+        load(str(one), "lookup", draft_window=4)

@@ -110,6 +110,7 @@ class DraftConfig:
     markov: Markov | None = None  # this and the one below: of DSpark
     confidence: bool = False  # a head that says how sure each row is
     runtime_block_size: int | None = checked(ROWS, None)  # rows that the publisher suggests to run
+    draft_window_size: int | None = checked(whole(), None)  # and to remember
     quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
     unreadable: str | None = None  # why the weights cannot be read, if they cannot
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -119,6 +120,13 @@ class DraftConfig:
     def drafts(self) -> int:
         """Tokens that a whole block drafts."""
         return self.block_size - self.first_row
+
+    def within(self, window: int | None) -> DraftConfig:
+        """The config of a drafter that remembers at most `window` rows; None: as it suggests."""
+        most = window or self.draft_window_size
+        if most is None:
+            return self
+        return replace(self, windows=tuple(min(own or most, most) for own in self.windows))
 
     @classmethod
     def from_file(cls, path: str | Path) -> DraftConfig:

@@ -134,7 +134,7 @@ HARMLESS = frozenset(
         "max_anchors confidence_head_alpha loss_decay_gamma loss_type loss_weights loss_gamma "
         "loss_config ttt_steps initial_context_length embed_requires_grad freeze_embed "
         # hints for serving: any value gives the same text
-        "draft_window_size dflash_initial_block_size prefer_requested_block_size "
+        "dflash_initial_block_size prefer_requested_block_size "
         "dspark_draft_topk confidence_threshold confidence_temperatures sts_temperatures "
         # all positions of a text are alike
         "mrope_section mrope_interleaved "

@@ -81,12 +81,12 @@ def damaged_weights(model: nn.Module) -> list[str]:
     ]
 
 
-def read_drafter(folder: Path) -> DFlash:
+def read_drafter(folder: Path, window: int | None = None) -> DFlash:
     """The drafter of a folder, its weights as stored and still on disk.
 
-    Raises: `ConfigError`, `WeightsError`.
+    `window` bounds the rows that it remembers. Raises: `ConfigError`, `WeightsError`.
     """
-    config = DraftConfig.from_file(folder / "config.json")
+    config = DraftConfig.from_file(folder / "config.json").within(window)
     if config.unreadable is not None:
         raise ConfigError(f"{folder / 'config.json'}: {config.unreadable}: it cannot be read.")
     weights = _tensors(folder, config)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -19,9 +20,15 @@ from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
-from ..validation import ErrorWrapper, brief
+from ..validation import ErrorWrapper, brief, check_integer, read_json
 from .checkpoint import check_runs, drop_copies, read_drafter, read_target, read_tokenizer
-from .checks import check_memory, check_safetensors, memory_needed, read_target_config
+from .checks import (
+    check_memory,
+    check_safetensors,
+    memory_needed,
+    read_header,
+    read_target_config,
+)
 from .hub import Hub
 from .preflight import check_drafter, check_target
 from .quantization import Quantization
@@ -54,6 +61,10 @@ _EMBEDDED_FOLDERS = {
 }
 
 
+KEPT_BITS = 16  # of `draft_bits`: as they are
+LARGE_DRAFTER = 10**9  # parameters
+
+
 class SupportsSharding(Protocol):
     """Machines that share a target, such as a `cluster.Cluster`.
 
@@ -78,6 +89,7 @@ def load(
     *,
     mode: str = "affine",
     group_size: int | None = None,
+    draft_window: int | None = None,
     hub: Hub | None = None,
     kernels: KernelChoice = "auto",
     metal_kernel: KernelFactory | None = None,
@@ -96,6 +108,7 @@ def load(
             a GGUF file that keep their bits stay as they are.
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
+        draft_window: the most rows that the drafter remembers; None: all, or as it suggests.
         hub: where repositories are fetched from; None is the public hub.
         kernels: "auto" uses our Metal kernels where they are faster, "off" only MLX's own. "exact"
             verifies with kernels whose rows are independent, so that drafted text equals plain
@@ -112,7 +125,10 @@ def load(
     check_name(name)  # before the registry: a misspelt name has no drafter either
     ours = _kernels(kernels, metal_kernel)
     draft, with_lookup = _choose_drafter(name, wanted)
-    quantization, draft_quantization = _quantizations(mode, group_size, target_bits, draft_bits)
+    own_bits = None if draft_bits == KEPT_BITS else draft_bits
+    quantization, draft_quantization = _quantizations(mode, group_size, target_bits, own_bits)
+    if draft_window is not None:
+        check_integer("draft_window", draft_window)
     hub, machines = hub or Hub(), 1 if cluster is None else cluster.size
     model = check_target(name, hub, quantization, machines) if _on_hub(name, "target") else None
     if draft not in (LOOKUP, NONE) and _on_hub(draft, "drafter"):
@@ -126,20 +142,38 @@ def load(
             stacklevel=2,
         )
     if draft in (LOOKUP, NONE):
-        if draft_bits is not None:
-            raise SettingsError(f"draft_bits: {draft} has no weights to quantize, leave it out.")
+        if (draft_bits, draft_window) != (None, None):
+            given = "draft_window" if draft_bits is None else "draft_bits"
+            raise SettingsError(f"{given}: {draft} has no weights, leave it out.")
         target = _open_target(name, folder, quantization, 0, kernels, ours, cluster)
         return target, LookupDrafter() if draft == LOOKUP else None
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         draft_folder = _folder(draft, "drafter", hub)
         stored = check_safetensors(draft_folder)
+    if draft_bits is None and not _on_cpu() and (quantization or _is_quantized(folder)):
+        draft_quantization = quantization_beside(draft_folder, stored)
     reserved = memory_needed(stored, draft_quantization, _float_bytes())
     target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
     with _advice_on_drafters():
-        drafter = _open_drafter(draft, draft_folder, draft_quantization, ours)
+        drafter = _open_drafter(draft, draft_folder, draft_quantization, ours, draft_window)
         drafter.check_fits(target)
     drop_copies(drafter, target)
     return target, CombinedDrafter(drafter) if with_lookup else drafter
+
+
+def quantization_beside(folder: Path, stored: Sequence[Path]) -> Quantization | None:
+    """4 bits for a large drafter beside a quantized target: drafts get cheaper, not worse.
+
+    None for a small one, and for one that is quantized already.
+    """
+    sizes = (tensor["shape"] for file in stored for tensor in read_header(file).values())
+    if _is_quantized(folder) or sum(map(math.prod, sizes)) <= LARGE_DRAFTER:
+        return None
+    return Quantization(4, 64)
+
+
+def _is_quantized(folder: Path) -> bool:
+    return not {"quantization", "quantization_config"}.isdisjoint(read_json(folder / "config.json"))
 
 
 @contextmanager
@@ -287,12 +321,16 @@ def _open_target(
 
 
 def _open_drafter(
-    name: str, folder: Path, quantization: Quantization | None, kernels: Kernels | None
+    name: str,
+    folder: Path,
+    quantization: Quantization | None,
+    kernels: Kernels | None,
+    window: int | None = None,
 ) -> DFlash:
     """Load the drafter network in a folder."""
     _check_memory(name, check_safetensors(folder), quantization)
     with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
-        drafter = read_drafter(folder)
+        drafter = read_drafter(folder, window)
     quantized = drafter.config.quantization is not None
     _check_not_quantized(name, quantization, quantized)
     if quantized and _on_cpu():
