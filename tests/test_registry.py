@@ -9,7 +9,7 @@ from families import CONFIGS, Letters, model_of
 import dflash_mlx as dm
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.load import load_drafter
-from dflash_mlx.loading.registry import known_drafter, pairs, refusal
+from dflash_mlx.loading.registry import hub_gguf, known_drafter, pairs, refusal
 from dflash_mlx.targets import Target
 
 DATA = Path(__file__).parent / "data"
@@ -99,8 +99,12 @@ def test_conversions_are_known_by_their_name(name, drafter):
 
 
 @pytest.mark.parametrize("name", ["hf.co/x/Qwen3-8B-GGUF:Q4_K_M", "x/qwen3-8b-gguf"])
-def test_gguf_files_on_the_hub_are_known_by_their_repository(name):
+def test_gguf_files_on_the_hub_are_known_by_their_repository(name, tmp_path, monkeypatch):
     assert known_drafter(name) == "z-lab/Qwen3-8B-DFlash-b16"
+    assert hub_gguf(name) == (name.removeprefix("hf.co/").split(":")[0], "Q4_K_M")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir(parents=True)  # a folder here of the same name
+    assert hub_gguf(name) is None and hub_gguf("Qwen/Qwen3-8B") is None
 
 
 @pytest.mark.parametrize("kind", ["", "-Q4_K_M", ".Q8_0", "-UD-Q2_K_XL", "-imat-Q6_K", "-BF16"])

@@ -134,14 +134,19 @@ def pair_of(name: str) -> KnownPair | None:
 
 
 def known_drafter(name: str) -> str | None:
-    """The name of a target's default drafter; None if the registry has none."""
+    """The name of a target's default drafter; None if the registry has none.
+
+    A GGUF file is known by its own name, or by the models that it says it was made of.
+    """
+    return _drafter_of(name) or next(filter(None, map(_drafter_of, _base_models(name))), None)
+
+
+def _drafter_of(name: str) -> str | None:
     for own, targets in PACKAGED.items():
         if name == own or any(_is_conversion(name, target) for target in targets):
             return own
     pair = pair_of(name)
-    if pair is not None:
-        return pair.drafter
-    return next(filter(None, map(known_drafter, _base_models(name))), None)
+    return None if pair is None else pair.drafter
 
 
 def _base_models(name: str) -> list[str]:
@@ -255,7 +260,8 @@ def hub_gguf(name: str) -> tuple[str, str] | None:
     match = _HUB_GGUF.fullmatch(name)
     if match is None or not (match[1] or match[3] or match[2].lower().endswith("-gguf")):
         return None
-    return None if name.startswith((".", "~")) else (match[2], match[3] or _USUAL_GGUF)
+    here = name.startswith((".", "~")) or Path(name).exists()
+    return None if here else (match[2], match[3] or _USUAL_GGUF)
 
 
 def gguf_file(name: str) -> Path | None:
