@@ -145,12 +145,17 @@ def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool)
         figures = "".join(f"{NOTHING if size is None else f'{size:.1f}':>9}" for size in sizes)
         own = {name: size for name, size in copies.items() if pair.matches(name)}
         here = f", downloaded {sized(sum(own.values()))}" if own else ""
-        _print(f"{pair.targets[0]:{width}}{figures}  {_fits(pair) or NOTHING}{here}")
+        _print(f"{pair.targets[0]:{width}}{figures}  {_status(pair)}{here}")
         if details:
-            drafters = [pair.drafter, *(o.drafter for o in pair.also if o.refused is None)]
+            drafters = [pair, *(other for other in pair.also if other.refused is None)]
             lines = [f"also {name}" for name in pair.targets[1:]]
-            lines += [f"{'or' if at else 'drafter'} {name}" for at, name in enumerate(drafters)]
-            own |= {name: copies[name] for name in drafters if name in copies}
+            lines += [
+                f"{'or' if at else 'drafter'} {one.drafter}"
+                + (f" (license: {one.license})" if one.license else "")
+                for at, one in enumerate(drafters)
+            ]
+            names = {one.drafter for one in drafters}
+            own |= {name: copies[name] for name in names if name in copies}
             lines += [f"downloaded: {name}, {sized(size)}" for name, size in own.items()]
             for line in lines:
                 _print(f"  {line}", "dim")
@@ -160,8 +165,15 @@ def _print(line: str, style: str = "") -> None:
     stdout().print(Text(line, style), soft_wrap=True)
 
 
+def _status(pair: KnownPair) -> str:
+    """Whether a target runs here, as a word; or why it cannot be loaded."""
+    return pair.unsupported or _fits(pair) or NOTHING
+
+
 def _fits(pair: KnownPair) -> str | None:
     """Whether the published weights fit this machine; None if their size is unknown."""
+    if pair.unsupported:
+        return NO
     size = pair.gigabytes(16)
     return None if size is None else fits(size * GB)
 
@@ -173,6 +185,8 @@ def _as_json(pair: KnownPair, copies: dict[str, int]) -> dict[str, Any]:
         "also": [asdict(other) for other in pair.also],
         "gigabytes": {str(bits): pair.gigabytes(bits) for bits in WIDTHS},
         "fits": _fits(pair),
+        "unsupported": pair.unsupported,
+        "license": pair.license,
         "downloaded": {name: size for name, size in copies.items() if pair.matches(name)},
         "drafter_bytes": copies.get(pair.drafter),
     }
