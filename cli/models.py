@@ -21,6 +21,7 @@ from dflash_mlx.loading.registry import (
     OTHERWISE,
     PACKAGES,
     KnownPair,
+    OtherDrafter,
     check_name,
     gguf_file,
     known_drafter,
@@ -147,7 +148,8 @@ def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool)
         here = f", downloaded {sized(sum(own.values()))}" if own else ""
         _print(f"{pair.targets[0]:{width}}{figures}  {_status(pair)}{here}")
         if details:
-            drafters = [pair, *(other for other in pair.also if other.refused is None)]
+            drafters: list[KnownPair | OtherDrafter] = [pair]
+            drafters += (other for other in pair.also if other.refused is None)
             lines = [f"also {name}" for name in pair.targets[1:]]
             lines += [
                 f"{'or' if at else 'drafter'} {one.drafter}"

@@ -119,7 +119,7 @@ def test_a_recurrence_is_what_enters_it(family):
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_how_a_model_is_built_and_called(family):
-    """`Target` finds the parts by these names; `Taps` records what each layer's class returns."""
+    """`Target` calls models so; `TapRecorder` records what each layer's class returns."""
     model = random_model(model_config(family))
     backbone = model.model
     assert parameters(model.__call__)[:2] == ["inputs", "cache"]

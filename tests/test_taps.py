@@ -11,15 +11,15 @@ from tinymodels import SUPPORTED, model_config, random_model, target
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets.overrides import Overrides
-from dflash_mlx.targets.taps import Taps
+from dflash_mlx.targets.taps import TapRecorder
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
 
 
-def tapped(layers, indices) -> tuple[Taps, Overrides]:
+def tapped(layers, indices) -> tuple[TapRecorder, Overrides]:
     """Taps of these layers, and what installs them."""
     overrides = Overrides(Lock())
-    return Taps(layers, indices, overrides), overrides
+    return TapRecorder(layers, indices, overrides), overrides
 
 
 def layer_outputs(model: nn.Module, tokens: mx.array) -> list[mx.array]:

@@ -59,9 +59,9 @@ class Family:
         start, end: the markers around calls; an empty end is the end of the answer.
         openings: where a call begins if the model leaves out `start`; {name} is a tool's.
         bare_end: what ends such a call.
-        marks: words that a chat template of the family has, where mlx-lm does not tell it.
+        template_words: words that a chat template of the family has, where mlx-lm does not tell it.
         header: for answers of several messages.
-        ids: the form of ids that the template takes; empty if any will do.
+        call_ids: the form of ids that the template takes; empty if any will do.
         dropped: markers that say nothing.
     """
 
@@ -71,9 +71,9 @@ class Family:
     end: str = ""
     openings: tuple[str, ...] = ()
     bare_end: str = ""
-    marks: tuple[str, ...] = ()
+    template_words: tuple[str, ...] = ()
     header: Header | None = None
-    ids: str = ""
+    call_ids: str = ""
     dropped: tuple[str, ...] = ()
 
     @property
@@ -194,9 +194,9 @@ FAMILIES: Final = (
         _KIMI,
         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         *(("<|tool_call_begin|>",), "<|tool_call_end|>"),
-        ids="functions.{name}:{number}",
+        call_ids="functions.{name}:{number}",
     ),
-    Family("mistral", _MISTRAL, "[TOOL_CALLS]", "", ("{name}[ARGS]",), ids="call{number:05}"),
+    Family("mistral", _MISTRAL, "[TOOL_CALLS]", "", ("{name}[ARGS]",), call_ids="call{number:05}"),
     Family("gemma4", _GEMMA, "<|tool_call>", "<tool_call|>", ("call:{name}{",), "}"),
     Family(
         "pythonic",
@@ -214,7 +214,7 @@ class AnswerFormat:
         family: the model's.
         thought: what begins a thought, and what ends it; empty for a model that does not think.
         tokens: token id -> text of the markers that are tokens of their own.
-        native: whether the chat template takes calls.
+        template_has_tools: whether the chat template takes calls.
         shows_tools: whether it takes tools.
         header: the family's, if the vocabulary has its markers.
     """
@@ -222,7 +222,7 @@ class AnswerFormat:
     family: Family
     thought: tuple[str, str] = ("", "")
     tokens: Mapping[int, str] = field(default_factory=dict)
-    native: bool = True
+    template_has_tools: bool = True
     shows_tools: bool = True
     header: Header | None = None
 
@@ -267,5 +267,9 @@ def _family(tokenizer: Any, vocabulary: Mapping[str, int]) -> Family:
     if not isinstance(template, str):
         template = str(tokenizer.init_kwargs.get("chat_template_type"))
         return known.get(template, HERMES)
-    found = (one for one in FAMILIES if one.marks and all(mark in template for mark in one.marks))
+    found = (
+        one
+        for one in FAMILIES
+        if one.template_words and all(mark in template for mark in one.template_words)
+    )
     return next(found, HERMES)

@@ -17,7 +17,7 @@ import mlx.core as mx
 from ..targets import Target, internals
 from ..targets.batched import BatchVerifier
 from ..targets.overrides import Overrides
-from ..targets.taps import Taps
+from ..targets.taps import TapRecorder
 from .target import LeaderTarget
 
 
@@ -50,7 +50,7 @@ class PipelineStage(Target):
         super().__init__(*of)
         self.num_layers = num_layers
 
-    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> Taps:
+    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
         first = internals.first_layer(self.model)
         return StageTaps(self, first, layers, overrides)
 
@@ -69,13 +69,13 @@ class LeaderStage(PipelineStage, LeaderTarget):
             self._why_no_trees = "a layer on another machine"
 
 
-class StageTaps(Taps):
+class StageTaps(TapRecorder):
     """Records the tapped layers of this stage.
 
     Args:
         target: the stage.
         first: the index of its first layer.
-        indices, overrides: as for `Taps`.
+        indices, overrides: as for `TapRecorder`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StageTaps(Taps):
         self._width, self._dtype = like.shape[-1], like.dtype
 
     def take(self, rows: int) -> mx.array:
-        """See `Taps`; with zeros for the layers of other ranks."""
+        """See `TapRecorder`; with zeros for the layers of other ranks."""
         found = super().take(rows)
         if all(self._here):
             return found

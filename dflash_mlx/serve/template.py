@@ -81,7 +81,7 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
         raise PromptError(f"chat_template_kwargs cannot set {reserved[0]!r}.")
     messages: Any = request.prompt
     tools = request.callable_tools
-    if not form.native:
+    if not form.template_has_tools:
         messages = calls_as_text(messages, form.family)
     if tools and form.shows_tools:
         settings["tools"] = [tool.for_template() for tool in tools]
@@ -161,7 +161,11 @@ def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, An
             waiting, calls = [], []
             for call in copy["tool_calls"]:
                 name, number = call["function"]["name"], next(numbers)
-                id = family.ids.format(name=name, number=number) if family.ids else call["id"]
+                id = (
+                    family.call_ids.format(name=name, number=number)
+                    if family.call_ids
+                    else call["id"]
+                )
                 waiting.append((call["id"], id, name))
                 calls.append(call | {"id": id})
             copy["tool_calls"] = calls

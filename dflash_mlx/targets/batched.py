@@ -44,7 +44,7 @@ from .internals import (
 )
 from .overrides import Entry, Overrides, rebind_globals, swapped_classes
 from .recurrent import RecurrentRollback, batched_recurrence
-from .taps import Taps
+from .taps import TapRecorder
 from .target import Target, TargetSession
 from .tree_attention import ropes, why_no_trees
 
@@ -64,7 +64,7 @@ class BatchVerifier:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._tapped: dict[tuple[int, ...], tuple[Overrides, Taps]] = {}
+        self._tapped: dict[tuple[int, ...], tuple[Overrides, TapRecorder]] = {}
         self._layers = next(filter(None, map(self._try, (1, 0))), None)
         self.level = None if self._layers is None else self._layers.level
 
@@ -126,7 +126,7 @@ class BatchVerifier:
         parts = zip(rows.split(logits, 0), rows.split(taps), wanted, strict=True)
         return [(part, _columns(tap, tapped, each)) for part, tap, each in parts]
 
-    def _taps(self, tapped: tuple[int, ...]) -> tuple[Overrides, Taps]:
+    def _taps(self, tapped: tuple[int, ...]) -> tuple[Overrides, TapRecorder]:
         """A recorder of these layers, and its overrides."""
         if tapped not in self._tapped:
             with self._target.forward_lock:

@@ -107,10 +107,10 @@ def leaves(caches: Sequence[Any]) -> list[tuple[str, Any]]:
 
 def can_trim(cache: Any) -> bool:
     """Whether a layer's cache holds a row for every token, in order."""
-    return all(is_read_whole(one) for _, one in leaves([cache]))
+    return all(is_plain_kv(one) for _, one in leaves([cache]))
 
 
-def is_read_whole(cache: Any) -> bool:
+def is_plain_kv(cache: Any) -> bool:
     """Whether a forward's logits depend on all of a layer's cache, and trimming moves an offset."""
     return type(cache) in (KVCache, QuantizedKVCache)
 
@@ -123,7 +123,7 @@ def trim(cache: Any, rows: int) -> None:
 
 def checkpoint(caches: Sequence[Any], position: int) -> Checkpoint:
     """Save the state of these caches. It stays valid whatever is appended to them."""
-    states = (None if is_read_whole(cache) else _saved(cache) for _, cache in leaves(caches))
+    states = (None if is_plain_kv(cache) else _saved(cache) for _, cache in leaves(caches))
     return Checkpoint(position, tuple(states))
 
 
@@ -200,7 +200,7 @@ def rows(cache: Any, start: int, end: int, ratio: int = 0) -> Arrays:
         start, end: token positions.
         ratio: tokens per compressed entry of a DeepSeek-V4.1 layer; 0 for other layers.
     """
-    if is_read_whole(cache):
+    if is_plain_kv(cache):
         return {name: x[..., start:end, :] for name, x in _keys_values(cache)}
     if type(cache) is LayerCache and ratio and start // ratio < end // ratio:
         entries = {name: fields(cache)[name] for name in ENTRIES}
@@ -211,7 +211,7 @@ def rows(cache: Any, start: int, end: int, ratio: int = 0) -> Arrays:
 def state(cache: Any) -> Arrays:
     """The state at the cache's own position; empty for a cache that can be trimmed."""
     kind = type(cache)
-    if is_read_whole(cache):
+    if is_plain_kv(cache):
         return {}
     if kind is RotatingKVCache:
         return dict(zip(("keys", "values"), window_of(cache), strict=True))
@@ -234,7 +234,7 @@ def restore(cache: Any, position: int, rows: Sequence[Arrays], state: Arrays, ro
         room: tokens that are about to follow.
     """
     kind = type(cache)
-    if is_read_whole(cache):
+    if is_plain_kv(cache):
         _restore_rows(cache, position, rows, room)
     elif kind is RotatingKVCache:
         fill_window(cache, position, state["keys"][...], state["values"][...])

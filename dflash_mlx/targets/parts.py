@@ -23,42 +23,42 @@ Call = tuple[Any, Any, Any]  # a module, its first argument and its result
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """The parts of a model.
 
     Attributes:
         embedding: the module that reads token ids; it may also be the head.
         norm: the module before the head; None where there is none.
-        ends: whether it runs there only, and not between two loops over the layers too.
+        norm_runs_once: whether it runs there only, and not between two loops over the layers too.
         head: the output head; None where the embedding is the head too.
         layers: in the order in which they run. A layer that runs twice is there twice.
-        cached: for every cache the place in `layers` of the one that gets it, None for another
-            module.
+        layer_of_cache: for every cache the place in `layers` of the layer that gets it; None for
+            another module.
         embedded, entered: two rows after the embedding, and as they enter the first layer; lazy.
     """
 
     embedding: Any
     norm: Any
-    ends: bool
+    norm_runs_once: bool
     head: Any
     layers: list[nn.Module]
-    cached: list[int | None]
+    layer_of_cache: list[int | None]
     embedded: mx.array
     entered: mx.array
 
     @property
     def owners(self) -> list[nn.Module | None]:
         """For every cache the layer that gets it."""
-        return [None if at is None else self.layers[at] for at in self.cached]
+        return [None if at is None else self.layers[at] for at in self.layer_of_cache]
 
     def pairs(self, caches: Sequence[T]) -> list[tuple[nn.Module | None, T | None]]:
         """Every cache with its layer, then the layers that have no cache of their own."""
-        own = set(self.cached)
+        own = set(self.layer_of_cache)
         others = (layer for at, layer in enumerate(self.layers) if at not in own)
         return [*zip(self.owners, caches, strict=True), *((layer, None) for layer in others)]
 
 
-def find_parts(model: Any, lock: Lock | None = None) -> Parts:
+def find_parts(model: Any, lock: Lock | None = None) -> ModelParts:
     """Find the parts of an mlx-lm model; `lock` is its target's.
 
     Raises what the model raises if it cannot run.
@@ -84,7 +84,7 @@ def find_parts(model: Any, lock: Lock | None = None) -> Parts:
     ends = sum(module is norm for module, _, _ in calls) == 1
     looped = [at % len(layers) for at in range(len(caches))]  # where layers are not called
     cached = [gets.get(id(cache)) for cache in caches] if ran else list[int | None](looped)
-    return Parts(embedding, norm, ends, head, ran or layers, cached, embedded, entered)
+    return ModelParts(embedding, norm, ends, head, ran or layers, cached, embedded, entered)
 
 
 def _watched(own: Any, calls: list[Call], ran: Any = None, gets: Any = None) -> Any:

@@ -14,7 +14,7 @@ from .overrides import Overrides
 EMBEDDING = -1  # as an index
 
 
-class Taps:
+class TapRecorder:
     """Records the outputs of some layers of one model, for one request.
 
     Args:

@@ -22,7 +22,7 @@ from .overrides import Overrides
 from .parts import find_parts, scale_between
 from .recurrent import RecurrentRollback
 from .rollback import RowRollback, rollbacks_for
-from .taps import EMBEDDING, Taps
+from .taps import EMBEDDING, TapRecorder
 from .tree import Tree
 from .tree_attention import TreeAttention, why_no_trees
 
@@ -155,7 +155,7 @@ class Target:
             logits = self.model(tokens)
         return logits, taps.take(tokens.shape[1])
 
-    def tap(self, layers: Sequence[int], overrides: Overrides) -> Taps:
+    def tap(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
         """A recorder of these layers' outputs, which records while `overrides` is installed.
 
         Layer -1 is the embedding's output.
@@ -171,12 +171,12 @@ class Target:
                 )
         return self._recorder(layers, overrides)
 
-    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> Taps:
-        return Taps(self.layers, layers, overrides)
+    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
+        return TapRecorder(self.layers, layers, overrides)
 
     def last_logits_only(self, overrides: Overrides) -> None:
         """Have the head compute a forward's last row only while `overrides` is installed."""
-        if self.parts.ends:
+        if self.parts.norm_runs_once:
             own = type(self.parts.norm).__call__
             overrides.replace(self.parts.norm, lambda norm, x: own(norm, x[:, -1:]))
 
@@ -226,7 +226,7 @@ class TargetSession:
         self._verify_taps = target.tap(tap_layers, self._verify)
         self._cache = make_cache(target.model, target.owners, kv_bits)
         # Caches that a forward may leave lazy: its logits do not depend on all of them.
-        self._lazy = [cache for cache in self._cache if not caches.is_read_whole(cache)]
+        self._lazy = [cache for cache in self._cache if not caches.is_plain_kv(cache)]
         self.can_pipeline = not self._lazy
         self._rollback = rollbacks_for(self._cache, target.owners, self._verify)
         self._before: Checkpoint | None = None  # of a session without rollbacks
