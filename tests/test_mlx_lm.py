@@ -14,7 +14,7 @@ import families
 import mlx.core as mx
 import pytest
 from mlx_lm import utils
-from mlx_lm.models import deepseek_v41, rope_utils
+from mlx_lm.models import deepseek_v41, ministral3, mistral4, rope_utils
 from mlx_lm.models.activations import swiglu
 from tinymodels import END, SUPPORTED, model_config, random_model, save_target, tokenizer, wrapped
 
@@ -194,6 +194,17 @@ def test_a_pipeline_gives_the_first_rank_the_last_layers(family):
     assert layers[2:] == model.layers
     assert internals.first_layer(model) == 2 and len(backbone.layers) == len(layers)
     assert not internals.has_pipeline(internals.backbone(families.random_model("qwen3")))
+
+
+@pytest.mark.parametrize(
+    ("module", "inner"),
+    [(ministral3, ministral3.LanguageModel), (mistral4, mistral4.Mistral4Model)],
+)
+def test_queries_are_scaled_by_a_global_function_of_the_position(module, inner):
+    scale = getattr(module, internals.QUERY_SCALE)
+    assert parameters(scale) == ["size", "offset", "beta", "max_position_embeddings"]
+    assert mx.array_equal(scale(5, 7, 0.1, 4)[2:], scale(3, 9, 0.1, 4))
+    assert internals.QUERY_SCALE in inner.__call__.__code__.co_names
 
 
 def test_this_file_tries_all_that_is_named_there():
