@@ -116,7 +116,7 @@ def test_nobodys_caches_are_held_on_to():
             },
         ),
         # Layers without positions.
-        ("smollm3", 0, {"no_rope_layer_interval": 2}),
+        ("smollm3", 1, {"no_rope_layer_interval": 2}),
     ],
 )
 def test_models_that_share_less(kind, level, fields):
