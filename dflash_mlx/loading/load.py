@@ -131,8 +131,8 @@ def load(
         check_integer("draft_window", draft_window)
     hub, machines = hub or Hub(), 1 if cluster is None else cluster.size
     model = check_target(name, hub, quantization, machines) if _on_hub(name, "target") else None
-    if draft not in (LOOKUP, NONE) and _on_hub(draft, "drafter"):
-        with _advice_on_drafters():
+    with _advice_on_drafters():
+        if draft not in (LOOKUP, NONE) and _on_hub(draft, "drafter"):
             check_drafter(draft, hub, model)
     folder = _folder(name, "target", hub)
     if draft == LOOKUP and wanted != LOOKUP:
