@@ -185,6 +185,29 @@ def test_what_splits_add_up_to_is_not_rounded_before_it_is_used(matmul, dtype):
         assert within_rounding(y, *product(x, w))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_small_bias_is_not_lost_beside_the_middle_of_the_codes(matmul, dtype, bits):
+    """Codes are multiplied as signed numbers, which moves their middle into the bias."""
+    words = mx.zeros((24, 64 * bits // 32), mx.uint32)
+    w = AffineWeights(words, mx.ones((24, 1), dtype), mx.full((24, 1), 2.0**-12, dtype), bits, 64)
+    assert (matmul(mx.ones((3, 64), dtype), w) == 2.0**-6).all().item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("depth", "splits"), [(2592, 5), (3600, 7)])
+def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
+    """A later one has 1 and a little, and the first one takes the 1 away again."""
+    beside = VerifyQkv(kernel_factory())
+    assert splits_of_k(24, depth) == splits_of_k(3 * 24, depth) == splits
+    for at in range(1, splits):
+        x, w = mx.ones((2, depth), dtype), mx.zeros((24, depth), dtype)
+        start = (depth // 32 * at // splits + 1) * 32
+        w[:, 0], w[:, start], w[:, start + 1] = -1.0, 1.0, 2.0**-12
+        for y in (matmul(x, w), *beside(x, [w, w, w])):
+            assert (y == 2.0**-12).all().item(), at
+
+
 def test_the_first_split_is_added_first(matmul):
     """And in it the first of four SIMD-groups: 1 is lost in 1e8 before that is taken away again."""
     x, beside = mx.ones((3, 1536)), VerifyQkv(kernel_factory())
