@@ -137,6 +137,18 @@ def test_wrong_costs_are_corrected_by_real_steps(wrong, drafter):
     assert spent < 1.1 * best
 
 
+def test_a_busy_start_does_not_keep_an_answer_plain():
+    """All rows seemed dear. Probes come soon all the same, and the comparisons are forgotten."""
+    spent = best = 0.0
+    for seed in range(12):
+        here, policy = Machine(*MACHINES["rows cheap"]), DraftPolicy(LONGEST)
+        learnt(policy.costs, [(1, 1.0), (2, 2.56), (4, 3.0), (1, 1.0), (8, 3.8)])
+        text = text_of(DRAFTERS["good"], 300, seed)
+        spent += play(policy, here, text)[0]
+        best += min(fixed_cost(length, here, text) for length in (1, 2, 4, 8, 16))
+    assert spent < 1.45 * best
+
+
 def test_a_length_that_always_runs_is_compared_with_plain_steps():
     """No length locks itself in: plain steps are timed now and then, and its own cost is seen."""
     costs = StepCosts(LONGEST)

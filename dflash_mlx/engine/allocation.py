@@ -15,7 +15,7 @@ import numpy as np
 
 from ..policy.budget import CREDIT, Budget
 from ..policy.draft_policy import DraftPolicy
-from ..policy.planner import GAIN, PROBE_LOSS, DraftCandidate, plain_steps_after
+from ..policy.planner import GAIN, DraftCandidate, plain_steps_after
 from ..policy.step_costs import StepCosts
 from ..request import Request
 
@@ -119,8 +119,8 @@ class RowAllocator:
         if tokens[best] * cost[0] > GAIN * tokens[0] * cost[best]:
             return best
         probe = min(len(probs), count)
-        allowed = self._budget.free_cost - 1 + PROBE_LOSS, float(most[probe])
-        return probe if self._policy.should_probe(float(cost[probe]), *allowed) else 0
+        is_time = cost[probe] <= most[probe] and self._policy.should_probe(float(cost[probe]))
+        return probe if is_time else 0
 
     def _max_fair_cost(
         self, requests: Sequence[Request], owners: np.ndarray, probs: np.ndarray

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 1024  # of a step, beyond what any machine could want
 SHOWN = (2, 4, 8, 12, 16)  # rows in a description
+PROBE_LOSS = 1.0  # plain steps that a probe may lose after the shortest pause
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # plain tokens before a probe, which doubles them if it fails
 QUICKLY = 16  # plain tokens after which a failed draft says nothing new
 TREE_MEMORY = 0.95  # weight of a tree relative to the next one
@@ -76,13 +77,13 @@ class DraftPolicy:
             self._learnt[rounded] = AcceptanceEstimates(self.block_size - 1), DraftSharpness()
         return self._learnt[rounded]
 
-    def should_probe(self, cost: float, cheap: float, most: float) -> bool:
+    def should_probe(self, cost: float) -> bool:
         """Whether it is time to draft although it does not seem to pay.
 
-        A dear probe waits for the longest pause: even costs may have been wrong, or have changed.
+        A dear probe waits longer, as it may lose more; but it comes, for costs may be wrong.
         """
-        allowed = most if self._plain_tokens >= LONGEST_PAUSE else cheap
-        return self._plain_tokens >= self._pause and cost <= allowed
+        pause = self._pause * max(1.0, (cost - 1) / PROBE_LOSS)
+        return self._plain_tokens >= min(pause, LONGEST_PAUSE)
 
     def count(self, drafted: bool, tokens: float, cost: float) -> None:
         """Take in a step, for the time of the next probe."""

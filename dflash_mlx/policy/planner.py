@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GAIN = 1.02  # what drafting has to promise over plain decoding
 MOST_PLAIN = 8  # plain steps in a row that are decided at once,
 PATIENCE = 2  # which double after so many decisions for a plain step
-PROBE_ROWS, PROBE_LOSS = 4, 1.0  # of a step that finds out whether drafting pays by now
+PROBE_ROWS = 4  # of a step that finds out whether drafting pays by now
 MOST_UNREAD = 24  # features that a draft may read first, and its time still counts
 
 
@@ -208,7 +208,7 @@ class AdaptivePlanner(Planner):
         probe, budget = min(PROBE_ROWS, self._policy.block_size), self._budget
         if best == 1 < probe <= width:
             cost = self._costs.table("chain")[probe - 1]
-            if self._policy.should_probe(cost, budget.free_cost + PROBE_LOSS - 1, budget.max_cost):
+            if cost <= budget.max_cost and self._policy.should_probe(cost):
                 return probe
         return best
 
