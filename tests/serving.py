@@ -48,8 +48,8 @@ def make_target(
     """
     if isinstance(parser, str):
         family = next(one for one in FAMILIES if one.name == parser)
-        template = f"{{# {family.marks} #}}{template}"
-        ours = family.marks or parser == "harmony"
+        template = f"{{# {family.template_words} #}}{template}"
+        ours = family.template_words or parser == "harmony"
         parser = None if ours else import_module(f"mlx_lm.tool_parsers.{parser}")
     folder = f"{dflash_mlx.__path__[0]}/tiny/target"
     tokenizer = AutoTokenizer.from_pretrained(folder)
