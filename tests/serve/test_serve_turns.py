@@ -222,7 +222,7 @@ def test_results_find_their_calls_whatever_the_ids(family):
     with client(engine) as server:
         answer = server.post("/v1/chat/completions", json=Chat().body() | {"messages": messages})
     assert answer.status_code == 200, answer.text
-    ids = [KNOWN[family].ids.format(name="write", number=number) for number in range(4)]
+    ids = [KNOWN[family].call_ids.format(name="write", number=number) for number in range(4)]
     prompt = engine.prompt()
     shown = family == "kimi_k2"  # beside the calls
     assert [prompt.count(id) - shown for id in ids] == [1, 1, 1, 1]
