@@ -5,8 +5,9 @@ Responses are not stored: each request brings the whole conversation, as Codex d
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
@@ -19,37 +20,19 @@ from .handler import Finish, ResponseStream, StepOutput
 from .openai_common import (
     MAX_TOP_LOGPROBS,
     ChoiceName,
-    ContentPart,
     Function,
     MaxTokens,
     ReasoningOptions,
     ResponseFormat,
     drafting,
-    flat_name,
     format_logprob,
-    read_content,
-    read_message,
     responses_usage,
-    template_call,
 )
-from .request import GenerationRequest, Tool, ToolChoice, instead_of, without_none
+from .request import GenerationRequest, Tool, ToolChoice, without_none
+from .responses_input import CALLS, CUSTOM_INPUT, InputItem, messages_of
 from .sse import Frames, frame
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
-
-
-class InputItem(Body):
-    """A message, a call, its result, or reasoning."""
-
-    type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | ListOf[ContentPart] | None = None
-    summary: ListOf[ContentPart] | None = None
-    name: str | None = None
-    namespace: str | None = None
-    arguments: str | None = None
-    call_id: str | None = None
-    output: str | ListOf[ContentPart] | None = None
 
 
 class TextOptions(Body):
@@ -61,11 +44,29 @@ class TextOptions(Body):
 class ResponsesTool(Function):
     """A function, a namespace of functions, or a tool of OpenAI's, which is left out.
 
-    As a choice it has only a type and a name.
+    A custom tool, as Codex's apply_patch, takes text. The model reads it as a function with one
+    argument, and `format` (a grammar) as a part of its description. As a choice a tool has only a
+    type and a name.
     """
 
     type: str
     tools: ListOf[ResponsesTool] | None = None
+    format: dict[str, Any] | None = None
+
+    def custom_tool(self) -> Tool:
+        """The internal tool of a custom one. Raises `RequestError` if it has no name."""
+        grammar = (self.format or {}).get("definition")
+        described = [self.description or "", f"The input follows this grammar:\n{grammar}"]
+        text = Function(
+            name=self.name,
+            description="\n\n".join(described[: 1 + bool(grammar)]),
+            parameters={
+                "type": "object",
+                "properties": {CUSTOM_INPUT: {"type": "string"}},
+                "required": [CUSTOM_INPUT],
+            },
+        )
+        return text.tool()
 
 
 class ResponsesAllowedChoice(Body):
@@ -131,7 +132,7 @@ class ResponsesBody(Body):
             ignored=[
                 f"tool {tool.type[:40]}"
                 for tool in self.tools or ()
-                if tool.type not in ("function", "namespace")
+                if tool.type not in ("function", "custom", "namespace")
             ],
         )
 
@@ -147,6 +148,8 @@ class ResponsesBody(Body):
         for tool in self.tools or ():
             if tool.type == "function":
                 found.append((None, tool.name, tool.tool()))
+            elif tool.type == "custom":
+                found.append((None, tool.name, tool.custom_tool()))
             elif tool.type == "namespace":
                 functions = (one for one in tool.tools or () if one.type == "function")
                 found += ((tool.name, one.name, one.tool(tool.name)) for one in functions)
@@ -164,54 +167,12 @@ class ResponsesBody(Body):
         items = self.input
         if isinstance(items, str):
             items = [InputItem(role="user", content=items)]
-        messages = list(_messages_of(items))
+        messages = list(messages_of(items))
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
             raise RequestError("The input is empty.", param="input")
         return messages
-
-
-def _messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
-    """The messages as chat templates take them: reasoning, text and calls in a row become one."""
-    turn: dict[str, Any] = {}
-    for item in items:
-        kind = "assistant" if item.role == "assistant" else item.type
-        if kind in ("assistant", "reasoning", "function_call"):
-            if kind != "function_call" and ("tool_calls" in turn or turn.get("content")):
-                yield turn
-                turn = {}
-            turn = turn or {"role": "assistant", "content": ""}
-            _add_to_turn(turn, item, kind)
-            continue
-        if turn:
-            yield turn
-            turn = {}
-        if kind == "message":
-            role = "system" if item.role == "developer" else item.role or "user"
-            yield read_message(role, item.content, "\n")
-        elif kind == "function_call_output":
-            content = read_content(item.output, "\n")
-            yield {"role": "tool", "content": content, "tool_call_id": item.call_id or ""}
-        elif kind == "item_reference":
-            raise RequestError("Nothing is stored: send the item itself.", param="input")
-        else:  # a call of a tool that runs on OpenAI's servers
-            yield {"role": "assistant", "content": instead_of(kind[:40])}
-    if turn:
-        yield turn
-
-
-def _add_to_turn(turn: dict[str, Any], item: InputItem, kind: str) -> None:
-    if kind == "assistant":
-        turn["content"] = read_content(item.content, "\n")
-    elif kind == "reasoning":
-        parts = item.content if isinstance(item.content, list) else ()
-        if text := "\n".join(part.text or "" for part in (*parts, *(item.summary or ()))):
-            turn["reasoning_content"] = text
-    else:
-        name = flat_name(item.namespace, item.name or "")
-        call = template_call(item.call_id or "", name, item.arguments or "")
-        turn.setdefault("tool_calls", []).append(call)
 
 
 Events = Iterator[dict[str, Any]]
@@ -234,6 +195,7 @@ class ResponsesResponse:
         self._finish: Finish | None = None
         self._number = -1  # of the stream's last event
         self._names = {tool.name: (space, name) for space, name, tool in body.functions}
+        self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
 
     async def complete(self) -> dict[str, Any]:
         """The whole response. Raises `RequestError`."""
@@ -296,21 +258,26 @@ class ResponsesResponse:
     def _add_call(self, call: ToolCall) -> Events:
         yield from self._close_item()
         namespace, name = self._names[call.name]
+        is_custom = namespace is None and name in self._custom
+        kind, field = CALLS[1] if is_custom else CALLS[0], "input" if is_custom else "arguments"
+        text = call.arguments
+        if is_custom:
+            text = json.loads(text).get(CUSTOM_INPUT, text)
         item = {
-            "type": "function_call",
-            "id": new_id("fc_"),
+            "type": kind,
+            "id": new_id("ctc_" if is_custom else "fc_"),
             "call_id": call.id,
             "name": name,
-            "arguments": "",
+            field: "",
             "status": "in_progress",
             **without_none(namespace=namespace),
         }
         self._output.append(item)
         yield self._item_event("added")
-        kind, place, arguments = "response.function_call_arguments", self._place(), call.arguments
-        yield {"type": f"{kind}.delta", **place, "delta": arguments}
-        yield {"type": f"{kind}.done", **place, "arguments": arguments, "name": name}
-        item |= {"arguments": arguments, "status": "completed"}
+        event, place = f"response.{kind}_{field}", self._place()
+        yield {"type": f"{event}.delta", **place, "delta": text}
+        yield {"type": f"{event}.done", **place, field: text, "name": name}
+        item |= {field: text, "status": "completed"}
         yield self._item_event("done")
 
     def _open_item(self, kind: str) -> Events:

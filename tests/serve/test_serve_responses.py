@@ -64,6 +64,30 @@ def test_reasoning_text_and_calls(target):
     assert details["reasoning_tokens"] == len(reasoning)
 
 
+PATCH = '*** Begin Patch\n+\t<b>&</b> "x"\n*** End Patch\n'
+
+
+def test_a_custom_tool_is_called_with_text(target):
+    """Codex's apply_patch: the model reads a function with one argument."""
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": PATCH}})
+    engine = FakeEngine(target, ["</think><tool_call>\n", call, "\n</tool_call>"])
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: hunk+"}
+    custom = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": grammar}
+    with client(engine) as server:
+        events = streamed(server, ask(tools=[custom]))
+        [item] = events[-1]["response"]["output"]
+        prompt = engine.prompt()
+        result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"}
+        server.post(PATH, json=ask(input=[{"role": "user", "content": "Hi"}, item, result]))
+    assert "apply_patch" in prompt and "Edits." in prompt and "start: hunk+" in prompt
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", PATCH)
+    kind = "response.custom_tool_call_input"
+    assert [one["delta"] for one in events if one["type"] == f"{kind}.delta"] == [PATCH]
+    assert [one["input"] for one in events if one["type"] == f"{kind}.done"] == [PATCH]
+    after = engine.prompt()
+    assert "Done!" in after and json.dumps(PATCH)[1:-1] in after
+
+
 def test_draft_false_turns_drafting_off(target):
     engine = FakeEngine(target)
     with client(engine) as server:

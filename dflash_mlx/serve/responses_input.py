@@ -1,0 +1,74 @@
+"""The input of OpenAI's responses: items, and the messages that they become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
+
+from .body import Body, ListOf
+from .errors import RequestError
+from .openai_common import ContentPart, flat_name, read_content, read_message, template_call
+from .request import instead_of
+
+CALLS: Final = ("function_call", "custom_tool_call")
+CUSTOM_INPUT: Final = "input"  # the argument of a custom tool, as the model reads it
+
+
+class InputItem(Body):
+    """A message, a call, its result, or reasoning."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | ListOf[ContentPart] | None = None
+    summary: ListOf[ContentPart] | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    call_id: str | None = None
+    input: str | None = None
+    output: str | ListOf[ContentPart] | None = None
+
+
+def messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
+    """The messages as chat templates take them: reasoning, text and calls in a row become one."""
+    turn: dict[str, Any] = {}
+    for item in items:
+        kind = "assistant" if item.role == "assistant" else item.type
+        if kind in ("assistant", "reasoning", *CALLS):
+            if kind not in CALLS and ("tool_calls" in turn or turn.get("content")):
+                yield turn
+                turn = {}
+            turn = turn or {"role": "assistant", "content": ""}
+            _add_to_turn(turn, item, kind)
+            continue
+        if turn:
+            yield turn
+            turn = {}
+        if kind == "message":
+            role = "system" if item.role == "developer" else item.role or "user"
+            yield read_message(role, item.content, "\n")
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            content = read_content(item.output, "\n")
+            yield {"role": "tool", "content": content, "tool_call_id": item.call_id or ""}
+        elif kind == "item_reference":
+            raise RequestError("Nothing is stored: send the item itself.", param="input")
+        else:  # a call of a tool that runs on OpenAI's servers
+            yield {"role": "assistant", "content": instead_of(kind[:40])}
+    if turn:
+        yield turn
+
+
+def _add_to_turn(turn: dict[str, Any], item: InputItem, kind: str) -> None:
+    if kind == "assistant":
+        turn["content"] = read_content(item.content, "\n")
+    elif kind == "reasoning":
+        parts = item.content if isinstance(item.content, list) else ()
+        if text := "\n".join(part.text or "" for part in (*parts, *(item.summary or ()))):
+            turn["reasoning_content"] = text
+    else:
+        name, arguments = flat_name(item.namespace, item.name or ""), item.arguments or ""
+        if kind == "custom_tool_call":
+            arguments = json.dumps({CUSTOM_INPUT: item.input or ""}, ensure_ascii=False)
+        call = template_call(item.call_id or "", name, arguments)
+        turn.setdefault("tool_calls", []).append(call)
