@@ -53,9 +53,8 @@ class LocalModel:
         tokenizer = self._pair.target.tokenizer
         wanted = settings.pop("think", None), settings.pop("reasoning_effort", None)
         ids = encode_prompt(self._pair.target, messages, thinking_variables(tokenizer, *wanted))
-        opens = self._form.thought[0]
-        thinks = bool(opens) and tokenizer.decode(ids[-8:]).rstrip().endswith(opens)
-        parser = AnswerParser(self._form, {}, thinks and self._form.header is None)
+        thinks = self._form.starts_in_thought(tokenizer.decode(ids[-8:]))
+        parser = AnswerParser(self._form, {}, thinks)
         marked = MarkedText(tokenizer.detokenizer, self._form.tokens)
         decoding = self._pair.settings | settings
         for event in dflash_mlx.stream_generate(

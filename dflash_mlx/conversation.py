@@ -46,7 +46,7 @@ class Conversation:
     Pass it to `stream_generate` with every turn's whole prompt, from any thread, but to one request
     at a time: the last one must have ended, or been closed or garbage collected. A drafter of your
     own is resumed if its sessions are `resumable` (`drafter.protocol`). Otherwise every request
-    reads its whole prompt. Call `forget` to start anew; the other methods are the loop's.
+    reads its whole prompt. Its methods are the loop's.
 
     Args:
         target, drafter, kv_bits: as in `stream_generate`, for all turns.

@@ -57,14 +57,21 @@ def pick_chunks(case: random.Random) -> None:
             assert result.tokens == plain
 
 
+def _replace(file: Path, link: str | Path | None = None) -> None:
+    """Put a link in a file's place; without one, a pipe that nobody writes to."""
+    file.unlink()
+    if link is None:
+        os.mkfifo(file)
+    else:
+        file.symlink_to(link)
+
+
 def _damage(case: random.Random, file: Path, other: Path) -> None:
     way = case.randrange(9)
     if way == 0:
-        file.unlink()
-        os.mkfifo(file)
+        _replace(file)
     elif way == 1:
-        file.unlink()
-        file.symlink_to(case.choice(["/dev/zero", "/dev/null", "/", "nowhere", other]))
+        _replace(file, case.choice(["/dev/zero", "/dev/null", "/", "nowhere", other]))
     elif way == 2:
         os.truncate(file, case.choice([0, 9, 2**40]))
     elif way == 3:
@@ -146,11 +153,9 @@ def pick_folders(case: random.Random) -> None:
         file = case.choice(sorted(folder.iterdir()))
         way = case.randrange(7)
         if way == 0:
-            file.unlink()
-            os.mkfifo(file)
+            _replace(file)
         elif way == 1:
-            file.unlink()
-            file.symlink_to(case.choice(["/dev/zero", "/", "nowhere"]))
+            _replace(file, case.choice(["/dev/zero", "/", "nowhere"]))
         elif way == 2:
             os.truncate(file, case.choice([0, 9, file.stat().st_size - 1, 2**40]))
         elif way == 3:

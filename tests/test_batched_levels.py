@@ -74,7 +74,7 @@ def test_nothing_is_evaluated():
 def test_a_request_that_cannot_be_verified_leaves_the_others_as_they_were():
     target = tiny_target("qwen3")
     sessions = [target.start(), target.start()]
-    target._why_no_trees = "something"
+    target.why_no_trees = "something"
     with pytest.raises(UnsupportedTreeError):
         BatchVerifier(target).verify(sessions, [Proposal([1, 2]), Proposal([1, 2, 3], (-1, 0, 0))])
     assert all(session.intact for session in sessions)

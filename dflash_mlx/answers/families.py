@@ -247,6 +247,11 @@ class AnswerFormat:
         shows_tools = native and ("tools" in template if isinstance(template, str) else True)
         return cls(family, thought, tokens, native, shows_tools, header)
 
+    def starts_in_thought(self, prompt: str) -> bool:
+        """Whether a prompt ends where it has opened a thought, which the answer goes on with."""
+        opens = self.thought[0]
+        return self.header is None and bool(opens) and prompt.rstrip().endswith(opens)
+
 
 def _words(text: str) -> set[str]:
     """The markers in a text."""

@@ -65,8 +65,8 @@ class LeaderStage(PipelineStage, LeaderTarget):
     def __init__(self, limit: Limits, *of: Any) -> None:
         super().__init__(*of)
         self.can_trim = not limit & Limits.NO_TRIM
-        if limit & Limits.NO_TREES and self._why_no_trees is None:
-            self._why_no_trees = "a layer on another machine"
+        if limit & Limits.NO_TREES and self.why_no_trees is None:
+            self.why_no_trees = "a layer on another machine"
 
 
 class StageTaps(TapRecorder):

@@ -22,16 +22,10 @@ from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, brief, check_integer, read_json
 from .checkpoint import check_runs, drop_copies, read_drafter, read_target, read_tokenizer
-from .checks import (
-    check_memory,
-    check_safetensors,
-    memory_needed,
-    read_header,
-    read_target_config,
-)
+from .checks import check_safetensors, memory_needed, read_header, read_target_config
 from .hub import Hub
-from .preflight import check_drafter, check_target
-from .quantization import Quantization
+from .preflight import check_drafter, check_target, check_weights, float_bytes, on_cpu
+from .quantization import Quantization, is_quantized
 from .registry import (
     EMBEDDED,
     LOOKUP,
@@ -150,9 +144,9 @@ def load(
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         draft_folder = _folder(draft, "drafter", hub)
         stored = check_safetensors(draft_folder)
-    if draft_bits is None and not _on_cpu() and (quantization or _is_quantized(folder)):
+    if draft_bits is None and not on_cpu() and (quantization or _holds_quantized(folder)):
         draft_quantization = quantization_beside(draft_folder, stored)
-    reserved = memory_needed(stored, draft_quantization, _float_bytes())
+    reserved = memory_needed(stored, draft_quantization, float_bytes())
     target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
     with _advice_on_drafters():
         drafter = _open_drafter(draft, draft_folder, draft_quantization, ours, draft_window)
@@ -167,13 +161,13 @@ def quantization_beside(folder: Path, stored: Sequence[Path]) -> Quantization | 
     None for a small one, and for one that is quantized already.
     """
     sizes = (tensor["shape"] for file in stored for tensor in read_header(file).values())
-    if _is_quantized(folder) or sum(map(math.prod, sizes)) <= LARGE_DRAFTER:
+    if _holds_quantized(folder) or sum(map(math.prod, sizes)) <= LARGE_DRAFTER:
         return None
     return Quantization(4, 64)
 
 
-def _is_quantized(folder: Path) -> bool:
-    return not {"quantization", "quantization_config"}.isdisjoint(read_json(folder / "config.json"))
+def _holds_quantized(folder: Path) -> bool:
+    return is_quantized(read_json(folder / "config.json"))
 
 
 @contextmanager
@@ -266,7 +260,7 @@ def _kernels(choice: KernelChoice, metal_kernel: KernelFactory | None) -> Kernel
         raise SettingsError(f'kernels must be "auto", "off" or "exact", not {brief(choice)}.')
     if choice == "off":
         return None
-    if metal_kernel is not None or (not _on_cpu() and mx.metal.is_available()):
+    if metal_kernel is not None or (not on_cpu() and mx.metal.is_available()):
         from ..kernels.modules import Kernels
 
         return Kernels() if metal_kernel is None else Kernels(metal_kernel)
@@ -290,7 +284,7 @@ def _open_target(
         raise SettingsError("kernels=exact needs one machine: our kernels read no shards.")
     weights = check_safetensors(folder)
     config = read_target_config(folder)
-    quantized = "quantization" in config or "quantization_config" in config
+    quantized = is_quantized(config)
     if quantization is not None and config.get("from_gguf"):
         warnings.warn(
             f"dflash-mlx: what {name} does not keep in its own bits here is quantized anew to "
@@ -300,7 +294,7 @@ def _open_target(
     else:
         _check_not_quantized(name, quantization, quantized)
     machines = 1 if cluster is None else cluster.size
-    _check_memory(name, weights, quantization, reserved, quantized, machines)
+    check_weights(name, weights, quantization, reserved, quantized, machines)
     model, config = read_target(folder)
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
         _start_reading(name, model, quantization, cluster)
@@ -328,12 +322,12 @@ def _open_drafter(
     window: int | None = None,
 ) -> DFlash:
     """Load the drafter network in a folder."""
-    _check_memory(name, check_safetensors(folder), quantization)
+    check_weights(name, check_safetensors(folder), quantization)
     with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
         drafter = read_drafter(folder, window)
     quantized = drafter.config.quantization is not None
     _check_not_quantized(name, quantization, quantized)
-    if quantized and _on_cpu():
+    if quantized and on_cpu():
         # MLX's quantized products are slow on a CPU, and drafts do not change the text.
         dequantize_model(drafter)
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
@@ -351,32 +345,6 @@ def _check_not_quantized(name: str, wanted: Quantization | None, quantized: bool
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
 
 
-def _on_cpu() -> bool:
-    return mx.default_device() == mx.Device(mx.cpu)
-
-
-def _float_bytes() -> int | None:
-    """Bytes of a floating-point weight once loaded: f32 on the CPU, None for its own."""
-    return 4 if _on_cpu() else None
-
-
-def _check_memory(
-    name: str,
-    weights: list[Path],
-    quantization: Quantization | None,
-    reserved: int = 0,
-    quantized: bool = False,
-    machines: int = 1,
-) -> None:
-    """Raise `NotEnoughMemoryError` if weights do not fit, before any is read."""
-
-    def needed(choice: Quantization | None) -> int:
-        return memory_needed(weights, choice, _float_bytes()) // machines + reserved
-
-    smaller = not quantized and (quantization is None or quantization.bits > 4)
-    check_memory(name, needed(quantization), needed(Quantization(4, 64)) if smaller else None)
-
-
 def _start_reading(
     name: str,
     model: nn.Module,
@@ -384,14 +352,14 @@ def _start_reading(
     cluster: SupportsSharding | None = None,
 ) -> None:
     """Cast, quantize and shard the weights, and begin to read them into memory."""
-    if _on_cpu():
+    if on_cpu():
         # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
         model.set_dtype(mx.float32)
     if quantization is not None:
         quantization.apply(model)
     if cluster is not None:
         cluster.shard(name, model)
-    if _on_cpu():
+    if on_cpu():
         _lay_out_by_column(model)
     model.eval()
     mx.async_eval(model.parameters())
@@ -420,7 +388,7 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
 
         if part != "target":
             raise ConfigError(f"{name} is a target: a drafter is a folder or a repository.")
-        return converted(gguf, unpacked=_on_cpu())
+        return converted(gguf, unpacked=on_cpu())
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

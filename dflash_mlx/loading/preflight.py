@@ -1,8 +1,10 @@
-"""What can be refused of a pair by its config.json files, before any weights are downloaded."""
+"""What can be refused of a pair before its weights are read, or even downloaded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +14,9 @@ from ..drafter.config import DraftConfig
 from ..errors import ConfigError
 from ..targets.internals import classes_of
 from ..validation import ErrorWrapper
-from .checks import check_memory, read_target_config
+from .checks import check_memory, memory_needed, read_target_config
 from .hub import Hub
-from .quantization import Quantization
+from .quantization import Quantization, is_quantized
 from .registry import hub_gguf, refusal
 
 LOADED = ["model*.safetensors"]  # of a repository's files
@@ -44,14 +46,52 @@ def check_target(
     size = hub.remote_bytes(name, LOADED)
     in_4_bits: int | None = None
     needed = float(size)
-    if not {"quantization", "quantization_config"} & {*config}:
+    if not is_quantized(config):
         in_4_bits = int(Quantization(4, 64).bytes_of(1) * size / _STORED)
         if quantization is not None:
             needed = quantization.bytes_of(1) * size / _STORED
-        elif mx.default_device() == mx.Device(mx.cpu):
-            needed = 2 * size  # half precision computes in f32
+        else:
+            needed = size * (float_bytes() or _STORED) / _STORED
     check_memory(name, int(needed) // machines, in_4_bits)
     return model
+
+
+def check_weights(
+    name: str,
+    weights: Sequence[Path],
+    quantization: Quantization | None,
+    reserved: int = 0,
+    quantized: bool = False,
+    machines: int = 1,
+) -> None:
+    """Refuse weight files that do not fit the memory, by their headers.
+
+    Args:
+        name: the model, for a message.
+        weights: the files.
+        quantization: what happens to the weights on load.
+        reserved: bytes of other weights.
+        quantized: whether the files hold quantized weights.
+        machines: that share them.
+
+    Raises `NotEnoughMemoryError`.
+    """
+
+    def needed(choice: Quantization | None) -> int:
+        return memory_needed(weights, choice, float_bytes()) // machines + reserved
+
+    smaller = not quantized and (quantization is None or quantization.bits > 4)
+    check_memory(name, needed(quantization), needed(Quantization(4, 64)) if smaller else None)
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU."""
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def float_bytes() -> int | None:
+    """Bytes of a floating-point weight once loaded: f32 on the CPU, None for its own."""
+    return 4 if on_cpu() else None
 
 
 def check_drafter(name: str, hub: Hub, model: nn.Module | None) -> None:

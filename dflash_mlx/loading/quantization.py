@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ _MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "mxfp8": ((8,), (32,), 1),
     "nvfp4": ((4,), (16,), 1),
 }
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that the stored weights are quantized already."""
+    return "quantization" in config or "quantization_config" in config
 
 
 @dataclass(frozen=True)

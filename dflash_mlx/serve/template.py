@@ -55,7 +55,7 @@ def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> En
     try:
         if prompt and isinstance(prompt[0], Mapping):
             text = _render(tokenizer, form, request)
-            thinks = form.header is None and text.rstrip().endswith(form.thought[0] or "\0")
+            thinks = form.starts_in_thought(text)
             with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
                 ids = list(tokenizer.encode(text, add_special_tokens=False))
         else:

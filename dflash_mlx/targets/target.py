@@ -48,6 +48,7 @@ class Target:
             there twice. In a pipeline, other processes have the rest.
         owners: for every cache the layer that gets it; None for another module.
         parts: where the model has its other parts.
+        why_no_trees: what keeps draft trees from being verified; None if they can be.
         has_rollback: whether rejected rows leave its caches without another forward.
         wiring: which layers run on our Metal kernels; None where none does.
         forward_lock: held by every forward. While another thread has it, modules have their own
@@ -81,10 +82,10 @@ class Target:
         self.owners = parts.owners
         rollbacks = rollbacks_for(caches, self.owners, Overrides(self.forward_lock))
         self.has_rollback = bool(rollbacks)
-        self._why_no_trees: str | None = "states that are rolled back by running rows again"
+        self.why_no_trees: str | None = "states that are rolled back by running rows again"
         if rollbacks:
             problems = (why_no_trees(*of) for of in parts.pairs(rollbacks))
-            self._why_no_trees = next(filter(None, problems), None)
+            self.why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
             check_exact(parts.pairs(caches))
         evaluate(model)
@@ -100,20 +101,15 @@ class Target:
         )
 
     @property
-    def why_no_trees(self) -> str | None:
-        """What keeps draft trees from being verified; None if they can be."""
-        return self._why_no_trees
-
-    @property
     def supports_trees(self) -> bool:
         """Whether draft trees can be verified; chains always can."""
-        return self._why_no_trees is None
+        return self.why_no_trees is None
 
     def check_trees(self) -> None:
         """Raise `UnsupportedTreeError` where draft trees cannot be verified."""
-        if self._why_no_trees is not None:
+        if self.why_no_trees is not None:
             raise UnsupportedTreeError(
-                f"{self.name} has {self._why_no_trees}, which reads no draft trees: draft chains."
+                f"{self.name} has {self.why_no_trees}, which reads no draft trees: draft chains."
             )
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -311,7 +307,7 @@ class TargetSession:
         if self._max_rows is not None and len(proposal) > self._max_rows:
             raise SettingsError(
                 f"exact: at most {self._max_rows} rows are verified at once; load the model with "
-                "exact=False (--no-exact) for more."
+                'kernels="off" (--kernels off) for more.'
             )
         if proposal.is_chain:
             return None
