@@ -65,6 +65,7 @@ class ConstraintSet:
         noise: mx.array | None,
         sharpness: float,
         scores_of: Callable[[mx.array], mx.array],
+        before: Sequence[int] = (),
     ) -> mx.array:
         """The drafter's scores [L, V], restricted where its own choice breaks a constraint.
 
@@ -73,6 +74,7 @@ class ConstraintSet:
             noise: [L, V], added to the scores by 1 / `sharpness`; None for greedy drafts.
             sharpness: see `noise`.
             scores_of: turns logits into scores; see `Sampler.scores`.
+            before: tokens that were drafted before these.
         """
 
         def best(scores: mx.array, first: int) -> list[int]:
@@ -82,7 +84,7 @@ class ConstraintSet:
             return chosen
 
         scores = scores_of(logits)
-        wanted, answer, slot = best(scores, 0), [*self._answer], 0
+        wanted, answer, slot = best(scores, 0), [*self._answer, *before], 0
         rows = []
         while slot < len(logits):
             right = min(one.follows(answer, wanted[slot:]) for one in self._constraints)

@@ -152,16 +152,20 @@ class Sampler:
         scores, _ = self.draft_scores(logits)
         return scores.argmax(axis=-1)
 
-    def draft_scores(self, logits: mx.array) -> DraftScores:
-        """The scores of the next L tokens, from the drafter's logits [L, V]."""
+    def draft_scores(self, logits: mx.array, before: mx.array | None = None) -> DraftScores:
+        """The scores of the next L tokens, from the drafter's logits [L, V].
+
+        `before` are the tokens [k] that a drafter which drafts one by one has drafted before them.
+        """
         if self._plain:
             return logits, 1.0
         if self.temperature == 0:
-            return self._drafter_scores(logits, None), 1.0
+            return self._drafter_scores(logits, None, before), 1.0
         # One row more than drafts, because the target also chooses after the last one.
-        noise = self._noise_rows(len(logits) + 1, logits.shape[-1])[:-1]
-        scores, s = self._drafter_scores(logits, noise), self._sharpness.value
-        if self._sharpness.compares():
+        first = 0 if before is None else len(before)
+        noise = self._noise_rows(first + len(logits) + 1, logits.shape[-1])[first:-1]
+        scores, s = self._drafter_scores(logits, noise, before), self._sharpness.value
+        if not first and self._sharpness.compares():
             drafts = [(scores + noise / each).argmax(axis=-1) for each in DraftSharpness.GRID]
             self._compared = mx.stack(drafts)
         return scores + noise / s, 1 / self.temperature
@@ -240,14 +244,22 @@ class Sampler:
             logits = found
         return logits
 
-    def _drafter_scores(self, logits: mx.array, noise: mx.array | None) -> mx.array:
+    def _drafter_scores(
+        self, logits: mx.array, noise: mx.array | None, before: mx.array | None
+    ) -> mx.array:
         """The drafter's `scores` [L, V], each row after the drafts of those before it."""
-        logits = self._biased(logits)
+        logits, drafted = self._biased(logits), list[int]()
+        if before is not None and self._constraints is not None:
+            known: Any = before.tolist()
+            drafted += known
         if self._history is None:
             if self._constraints is not None:
-                return self._constraints.drafts(logits, noise, self._sharpness.value, self.scores)
+                s = self._sharpness.value
+                return self._constraints.drafts(logits, noise, s, self.scores, drafted)
             return self.scores(logits)
-        history, rows, drafted = self._history, [], list[int]()
+        history, rows = self._history, []
+        if before is not None:
+            history = mx.concatenate([history, before.astype(mx.int32)])
         for slot in range(len(logits)):
             row = self._apply(history, logits[slot : slot + 1])
             if self._constraints is not None:
