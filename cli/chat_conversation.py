@@ -107,6 +107,8 @@ class Chat:
         """A line about an answer: its length, speed and speedup, and what was read for it."""
         stats, pair = piece.stats, self.model.pair
         parts = [counted(stats.output_tokens, "token")]
+        if piece.thoughts is not None and piece.thoughts.tokens:
+            parts[0] += f" ({piece.thoughts.tokens} in thoughts)"
         if stats.decode_seconds:
             parts.append(f"{rate(stats.tokens_per_second)} tok/s")
         if pair and stats.rounds >= MIN_STEPS and (plain := pair.plain_speed()):

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import dflash_mlx
-from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, MarkedText, Reasoning, Text
 from dflash_mlx.errors import PromptError, ServerError
 from dflash_mlx.events import Stats
 
 from .pair import Pair
+from .thoughts import Thoughts
 
 Messages = list[dict[str, str]]
 TOO_LONG = "context_length_exceeded"
@@ -30,6 +29,7 @@ class Piece:
     content: str  # text that belongs in the conversation
     stats: Stats  # the request's counters so far
     finish_reason: str | None = None  # "stop" or "length" at the end of the answer
+    thoughts: Thoughts | None = None  # counted so far; None for a model behind a server
 
 
 class LocalModel:
@@ -43,7 +43,6 @@ class LocalModel:
         self.pair: Pair | None = pair
         self.name, self.title = pair.target.name, pair.title
         self._pair = pair
-        self._form = AnswerFormat.of(pair.target.tokenizer)
         self._caches = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
 
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[Piece]:
@@ -53,20 +52,14 @@ class LocalModel:
         tokenizer = self._pair.target.tokenizer
         wanted = settings.pop("think", None), settings.pop("reasoning_effort", None)
         ids = encode_prompt(self._pair.target, messages, thinking_variables(tokenizer, *wanted))
-        thinks = self._form.starts_in_thought(tokenizer.decode(ids[-8:]))
-        parser = AnswerParser(self._form, {}, thinks)
-        marked = MarkedText(tokenizer.detokenizer, self._form.tokens)
+        thoughts = Thoughts(self._pair.target, ids)
         decoding = self._pair.settings | settings
         for event in dflash_mlx.stream_generate(
             self._pair.target, self._pair.drafter, ids, conversation=self._caches, **decoding
         ):
-            parts = parser.feed(marked.add(event.text, event.tokens))
-            if event.finish_reason is not None:
-                parts += parser.finish(event.finish_reason == "length")
-            texts = [part for part in parts if isinstance(part, Text | Reasoning)]
-            shown = [(part.text, isinstance(part, Reasoning)) for part in texts]
-            content = "".join(text for text, reasons in shown if not reasons)
-            yield Piece(shown, content, event.stats, event.finish_reason)
+            shown = thoughts.split(event)
+            content = "".join(text for text, is_thought in shown if not is_thought)
+            yield Piece(shown, content, event.stats, event.finish_reason, thoughts)
 
 
 class ServedModel:

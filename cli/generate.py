@@ -20,6 +20,7 @@ from dflash_mlx.loading.registry import WITH_LOOKUP, known_drafter, known_facts
 from dflash_mlx.validation import UTF8, parse_json, read_json
 
 from . import options
+from .chat_conversation import Writer
 from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
 from .options import DECODING, OUTPUT
 from .output import (
@@ -37,6 +38,7 @@ from .output import (
     write_file,
 )
 from .pair import Pair, explain, open_pair, steps_by_rows
+from .thoughts import Thoughts
 
 if TYPE_CHECKING:
     from dflash_mlx import Result, Stats, Target
@@ -136,7 +138,8 @@ def generate(
         **pair.settings,
     )
     untaught = comparison.untaught() if compare else comparison
-    result = _stream(comparison, shown=output is None and not json)
+    thoughts = Thoughts(pair.target, comparison.prompt)
+    result = _stream(comparison, thoughts, shown=output is None and not json)
     comparison.drafted.append(result)
     newline = "\n" if result.text and not result.text.endswith("\n") else ""
     if output is None and not json:
@@ -147,11 +150,11 @@ def generate(
         with waiting("Decoding plainly, to compare"):
             _compare(untaught)
     if json and output is not None:
-        write_file(output, f"{as_text(_as_json(pair, comparison, result))}\n")
+        write_file(output, f"{as_text(_as_json(pair, comparison, result, thoughts))}\n")
     elif json:
-        print_json(_as_json(pair, comparison, result))
+        print_json(_as_json(pair, comparison, result, thoughts))
     else:
-        stderr().print(_summary(pair, comparison, result))
+        stderr().print(_summary(pair, comparison, result, thoughts))
         for line in _stats_as_lines(result.stats) if stats else ():
             note(line)
     if verbose:
@@ -184,9 +187,10 @@ def _encode(
     return encode_prompt(target, prompt, thinking.variables(target.tokenizer))
 
 
-def _stream(comparison: Comparison, shown: bool) -> Result:
-    """Generate once; `shown` prints the text as it comes."""
+def _stream(comparison: Comparison, thoughts: Thoughts, shown: bool) -> Result:
+    """Generate once; `shown` prints the text as it comes, a terminal's with dimmed thoughts."""
     text, tokens = "", list[int]()
+    writer = Writer() if shown and sys.stdout.isatty() else None
     for event in dflash_mlx.stream_generate(
         comparison.target,
         comparison.drafter,
@@ -201,7 +205,10 @@ def _stream(comparison: Comparison, shown: bool) -> Result:
     ):
         text += event.text
         tokens += event.tokens
-        if shown:
+        pieces = thoughts.split(event)
+        if writer is not None:
+            writer.write(pieces)
+        elif shown:
             print(event.text, end="", flush=True)
     return dflash_mlx.Result(text, tokens, event.finish_reason or "length", event.stats)
 
@@ -218,7 +225,7 @@ def _compare(untaught: Comparison) -> None:
         untaught.untaught().run_pair()
 
 
-def _summary(pair: Pair, runs: Comparison, result: Result) -> Panel:
+def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -> Panel:
     """A panel about the answer; a figure behind a ~ is estimated, not measured."""
     stats, name = result.stats, pair.drafts
     rows = [(name, stats.tokens_per_second, "")]
@@ -234,6 +241,8 @@ def _summary(pair: Pair, runs: Comparison, result: Result) -> Panel:
         steps = counted(stats.rounds, "step")
         counts += f": 1 from the prompt, then {stats.acceptance_length:.1f} per step in {steps}"
     lines = [Text(counts)]
+    if thoughts.tokens:
+        lines.append(Text(_counted_apart(stats, thoughts)))
     if rows[-1][-1].endswith("?"):
         lines.append(Text(DOUBTFUL, style="yellow"))
     if result.finish_reason == "length":
@@ -248,7 +257,17 @@ def _summary(pair: Pair, runs: Comparison, result: Result) -> Panel:
     return Panel.fit(body, title=Text(pair.title), title_align="left", border_style="dim")
 
 
-def _as_json(pair: Pair, runs: Comparison, result: Result) -> dict[str, Any]:
+def _counted_apart(stats: Stats, thoughts: Thoughts) -> str:
+    """Tokens, and tokens per step, of the thoughts and of the answer."""
+    line = (
+        f"thoughts: {counted(thoughts.tokens, 'token')}, {thoughts.tokens_per_round:.1f} per step"
+    )
+    tokens, rounds = stats.output_tokens - thoughts.tokens, stats.rounds - thoughts.rounds
+    per_step = f", {tokens / rounds:.1f} per step" if rounds else ""
+    return f"{line}; answer: {counted(tokens, 'token')}{per_step}"
+
+
+def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -> dict[str, Any]:
     """The object of `--json`."""
     stats = result.stats
     content = {
@@ -259,6 +278,7 @@ def _as_json(pair: Pair, runs: Comparison, result: Result) -> dict[str, Any]:
         "prompt_tokens": stats.prompt_tokens,
         "output_tokens": stats.output_tokens,
         "rounds": stats.rounds,
+        "thoughts": {"tokens": thoughts.tokens, "rounds": thoughts.rounds},
         "block_size": stats.block_size,
         "widths": dict(sorted(stats.widths.items())),
         "trees": dict(sorted(stats.trees.items())),

@@ -1,8 +1,12 @@
 """Thinking on and off: by the chat template where it knows how, and never without a word."""
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
+from program import run
+from serving import make_target
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
@@ -10,7 +14,9 @@ from dflash_mlx.bench import measure
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.cli import generate as command
 from dflash_mlx.cli.options import Names, Thinking
+from dflash_mlx.cli.thoughts import Thoughts
 from dflash_mlx.errors import SettingsError
+from dflash_mlx.events import Event, Stats
 from dflash_mlx.loading.registry import OtherDrafter
 from dflash_mlx.prompt import encode_prompt, thinking_variables, thinks
 
@@ -81,3 +87,40 @@ def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
     for think in (False, True):
         command.note_training(pair, names, Thinking(think))
     assert capsys.readouterr().err.count("with thoughts: --think may be faster") == 1
+
+
+def test_thoughts_are_shown_apart_and_counted_apart():
+    one = make_target(thinking="<think>\n")
+    encode = one.tokenizer.encode
+    steps = [
+        encode(text, add_special_tokens=False) for text in ("Hm", " so", ".\n</think>\n\nYes", ".")
+    ]
+    thoughts, stats, shown = Thoughts(one, encode("Hi<think>\n")), Stats(), []
+    for number, tokens in enumerate(steps):
+        stats.rounds = number  # the first comes with the prefill
+        text, last = one.tokenizer.decode(tokens), tokens is steps[-1]
+        shown += thoughts.split(Event(text, tokens, 0, 0, "stop" if last else None, stats))
+    assert "".join(text for text, thought in shown if thought).strip() == "Hm so."
+    assert "".join(text for text, thought in shown if not thought) == "Yes."
+    assert (thoughts.tokens, thoughts.rounds) == (sum(map(len, steps[:3])), 2)
+    stats.output_tokens = thoughts.tokens + len(steps[3])
+    per_step = f"{thoughts.tokens / 2:.1f} per step; answer: {len(steps[3])} token"
+    assert per_step in command._counted_apart(stats, thoughts)
+
+
+def test_the_papers_protocol_asks_with_and_without_thoughts(tmp_path):
+    """Prompts differ as the template says, here by Qwen3's empty thought."""
+    folder = shutil.copytree(f"{dm.__path__[0]}/tiny/target", tmp_path / "target")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] += (
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "What is 2 plus 2?"}))
+    options = ["bench", "--model", folder, "--draft", f"{dm.__path__[0]}/tiny/drafter", "--json"]
+    options += ["--suite", "gsm8k", "--data", tmp_path, "--protocol", "zlab", "-n", "2"]
+    lengths = [
+        json.loads(run(*options, option).stdout)["prompts"][0]["prompt_tokens"]
+        for option in ("--think", "--no-think")
+    ]
+    assert lengths[0] < lengths[1]
