@@ -3,9 +3,12 @@
     python scripts/beside_mlx_lm.py --concurrency 1,8,32 --repeats 3
     python scripts/beside_mlx_lm.py --model FOLDER -- --draft lookup     what follows -- is for ours
     python scripts/beside_mlx_lm.py --model smollm2 --repeats 1 --max-tokens 48     some 6 minutes
+    python scripts/beside_mlx_lm.py --model smollm2 --turns 7 --max-tokens 48       one conversation
 
 Prints tokens per second of all clients, their wait for the first text, and CPU time of the server
 process per token, which is the most reliable figure on a busy machine. Medians of the turns.
+--turns prints for every turn of a conversation how many tokens of its prompt were reused, the wait
+and the CPU time of its whole answer.
 """
 
 from __future__ import annotations
@@ -119,6 +122,25 @@ def summarize(name: str, clients: int, turns: Sequence[dict[str, Any]]) -> dict[
     }
 
 
+def converse(servers: Sequence[ServerProcess], turns: int, max_tokens: int) -> None:
+    """A conversation with each server, turn by turn; prints what each turn took."""
+    questions = [prompt.messages[-1]["content"] for prompt in embedded_prompts()]
+    talks: dict[str, list[dict[str, str]]] = {server.name: [] for server in servers}
+    for turn in range(turns):
+        for server in servers if turn % 2 == 0 else reversed(servers):
+            talk, before = talks[server.name], server.cpu_seconds
+            talk.append({"role": "user", "content": questions[turn % len(questions)]})
+            result, _ = server.client.ask(talk, max_tokens, 0.0, 0)
+            talk.append({"role": "assistant", "content": result.text})
+            stats, cpu = result.stats, server.cpu_seconds - before
+            print(
+                f"turn {turn + 1}  {server.name:11}{stats.reused_tokens:5} of "
+                f"{stats.prompt_tokens:5} tokens reused  first text "
+                f"{1e3 * stats.first_token_seconds:7,.0f} ms  {cpu:5.2f} s of CPU",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -128,6 +150,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--turns", type=int, help="of one conversation, in place of --concurrency")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("ours", nargs="*", help="further options of dflash-mlx serve")
@@ -143,6 +166,9 @@ def main() -> None:
     try:
         for server in servers:
             server.measure(1, prompts=1, max_tokens=8)  # warms up
+        if args.turns:
+            converse(servers, args.turns, args.max_tokens)
+            return
         for clients in map(int, args.concurrency.split(",")):
             turns: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
             for turn in range(args.repeats):

@@ -51,6 +51,10 @@ class Session(DraftSession):
     def state(self):
         return {} if self.can_trim else {"0.state": mx.array(self.values[-1:])}
 
+    def trim_to(self, position):
+        del self.values[position:]
+        self._all = self._all[:position]
+
     def restore(self, position, rows, state, room):
         pieces = [piece["0.rows"][:, 0] for piece in rows if "0.rows" in piece]
         self.values = mx.concatenate(pieces).tolist()

@@ -39,11 +39,12 @@ def test_a_second_chat_begins_after_the_system_prompt():
     """Its windows were marked there, since the messages say where the first chat is its own."""
     target = tiny_target("gpt_oss")
     store = store_of(target)
+    ends = []
     for text in ("1234567890 times", "over the lazy dog"):
         prompt = ask(text, SYSTEM)
-        shared = branch_points(target, prompt, encode_prompt(target, prompt))[0]
+        ends += branch_points(target, prompt, encode_prompt(target, prompt))[:1]
         result = dm.generate(target, None, prompt, max_tokens=5, prefix=store)
-    assert result.stats.reused_tokens == shared // SMALL * SMALL > 0
+    assert result.stats.reused_tokens == ends[0] > 10
     assert result.tokens == dm.generate(target, None, prompt, max_tokens=5).tokens
 
 
@@ -56,7 +57,7 @@ def test_a_cancelled_answer_is_stored_as_far_as_it_came(family):
     events.close()
     again = [*prompt, *tokens, 7, 8]
     result = dm.generate(target, None, again, max_tokens=5, prefix=store)
-    assert result.stats.reused_tokens == (34 if family == "gpt_oss" else 32)
+    assert result.stats.reused_tokens == (34 if family == "gpt_oss" else 35)
     assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
 
 
@@ -65,7 +66,7 @@ def test_a_prompt_is_stored_before_its_answer_is_there():
     store = store_of(target)
     events = dm.stream_generate(target, None, prompt, prefix=store)
     next(events), next(events)
-    assert dm.generate(target, None, prompt, max_tokens=1, prefix=store).stats.reused_tokens == 32
+    assert dm.generate(target, None, prompt, max_tokens=1, prefix=store).stats.reused_tokens == 38
 
 
 def test_a_conversation_goes_on_with_its_own_caches_first():
@@ -78,7 +79,7 @@ def test_a_conversation_goes_on_with_its_own_caches_first():
             result = dm.generate(target, drafter, turn, max_tokens=9, conversation=chat)
             reused.append(result.stats.reused_tokens)
             turn = [*turn, *result.tokens, 7]
-    assert reused == [0, 48, 32, 48, 0, 48]
+    assert reused == [0, 48, 38, 48, 0, 48]
 
 
 def test_threads_share_a_store():
@@ -98,7 +99,7 @@ def test_threads_share_a_store():
         thread.join()
     assert found == {0: alone, 1: alone}
     stats = dm.generate(target, drafter, prompts[2], max_tokens=1, prefix=store).stats
-    assert stats.reused_tokens == 56  # what other threads have computed is used in this one
+    assert stats.reused_tokens == 58  # what other threads have computed is used in this one
 
 
 def test_settings_that_do_not_fit_together_are_refused():

@@ -78,6 +78,8 @@ class ServerClient:
             usage = chunk.get("usage") or {}
             stats.prompt_tokens = usage.get("prompt_tokens", stats.prompt_tokens)
             stats.output_tokens = usage.get("completion_tokens", stats.output_tokens)
+            details = usage.get("prompt_tokens_details") or {}
+            stats.reused_tokens = details.get("cached_tokens", stats.reused_tokens)
             for choice in chunk.get("choices") or ():
                 if piece := text_of(choice.get("delta") or {}):
                     times.append(time.perf_counter())

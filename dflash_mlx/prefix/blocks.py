@@ -1,4 +1,4 @@
-"""Blocks and checkpoints of a prefix cache, and their keys.
+"""Blocks, checkpoints and tails of a prefix cache, and their keys.
 
 A text is cut into blocks of equal length. The key of a block is a hash of the key before it and of
 the block's tokens; the first one hangs on a root key: the models, `kv_bits` and the salt. So equal
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +28,8 @@ from ..targets.caches import Arrays, strip_prefix
 
 FORMAT = 3  # of the stored arrays and their keys
 PART = 2**26  # bytes of weights that a thread hashes at once
+Tokens = Sequence[int] | np.ndarray
+Value = TypeVar("Value")
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by a number's bytes
 
 
@@ -41,48 +43,61 @@ class Location:
 
 @dataclass
 class Entry:
-    """The rows of a block, or what a session needs to start from a checkpoint.
+    """The rows of some tokens behind a block, and what a session needs to start after them.
 
     The arrays share no memory with caches or other entries, so evicting an entry frees its bytes.
 
     Attributes:
-        key: of the block or checkpoint.
+        key: of the block, checkpoint or tail.
         arrays: contiguous, by session and name; None after eviction.
-        location: of a checkpoint; None for a block.
+        block: the key of the block before it, or the root's.
+        tokens: those of its rows, uint32.
+        is_block: whether it is a block; else a checkpoint or a tail.
     """
 
     key: bytes
     arrays: Arrays | None
-    location: Location | None = None
+    block: bytes
+    tokens: np.ndarray
+    is_block: bool
 
     @property
     def size(self) -> int:
         """Bytes."""
         return sum(x.nbytes for x in (self.arrays or {}).values())
 
+    @property
+    def location(self) -> Location | None:
+        """The position of a checkpoint; None for a block."""
+        return None if self.is_block else Location(self.block, len(self.tokens))
 
-class CheckpointIndex:
-    """Finds checkpoints by the block before them."""
+    def shared(self, tokens: np.ndarray) -> int:
+        """How many of these tokens it begins with."""
+        most = min(len(tokens), len(self.tokens))
+        same = self.tokens[:most] == tokens[:most]
+        return most if same.all() else int(same.argmin())
+
+
+class BlockIndex(Generic[Value]):
+    """What stands behind each block, by its key."""
 
     def __init__(self) -> None:
-        self._after: dict[bytes, dict[bytes, int]] = {}
+        self._after: dict[bytes, dict[bytes, Value]] = {}
 
-    def add(self, key: bytes, location: Location | None) -> None:
-        """Add a checkpoint; a block, which has no location, is ignored."""
-        if location is not None:
-            self._after.setdefault(location.block, {})[key] = location.length
+    def add(self, block: bytes, key: bytes, value: Value) -> None:
+        """Add something behind a block."""
+        self._after.setdefault(block, {})[key] = value
 
-    def remove(self, key: bytes, location: Location | None) -> None:
-        """Remove a checkpoint; a block is ignored."""
-        if location is not None:
-            found = self._after[location.block]
-            del found[key]
-            if not found:
-                del self._after[location.block]
+    def remove(self, block: bytes, key: bytes) -> None:
+        """Remove it."""
+        found = self._after[block]
+        del found[key]
+        if not found:
+            del self._after[block]
 
-    def after(self, block: bytes) -> set[tuple[int, bytes]]:
-        """Length and key of every checkpoint behind a block."""
-        return {(length, key) for key, length in self._after.get(block, {}).items()}
+    def after(self, block: bytes) -> dict[bytes, Value]:
+        """A copy of what stands behind a block."""
+        return dict(self._after.get(block, {}))
 
 
 def fingerprint(target: Target, drafter: Drafter | None) -> bytes:
@@ -108,18 +123,23 @@ def root_key(pair: bytes, kv_bits: int | None, salt: str, size: int) -> bytes:
     return _hash(b"root", pair, json.dumps([kv_bits, salt, size]).encode())
 
 
-def block_keys(root: bytes, ids: Sequence[int], size: int) -> list[bytes]:
+def packed(ids: Tokens) -> np.ndarray:
+    """Tokens as an array of uint32."""
+    return np.asarray(ids, dtype="<u4")
+
+
+def block_keys(root: bytes, ids: Tokens, size: int) -> list[bytes]:
     """The keys of the full blocks at the start of these tokens."""
-    packed, keys, key = _packed(ids), [], root
+    ids, keys, key = packed(ids), [], root
     for end in range(size, len(ids) + 1, size):
-        key = _hash(b"block", key, packed[end - size : end].tobytes())
+        key = _hash(b"block", key, ids[end - size : end].tobytes())
         keys.append(key)
     return keys
 
 
-def checkpoint_key(block: bytes, tail: Sequence[int]) -> bytes:
+def checkpoint_key(block: bytes, tail: Tokens) -> bytes:
     """The key of a checkpoint some tokens, fewer than a block, after a block."""
-    return _hash(b"checkpoint", block, _packed(tail).tobytes())
+    return _hash(b"checkpoint", block, packed(tail).tobytes())
 
 
 def copy_rows(target: TargetSession, drafter: DraftSession, start: int, end: int) -> Arrays:
@@ -181,10 +201,6 @@ def restore(
 
 def _named(prefix: str, arrays: Arrays) -> Arrays:
     return {f"{prefix}{name}": mx.contiguous(x) for name, x in arrays.items()}
-
-
-def _packed(ids: Sequence[int]) -> Any:
-    return np.asarray(ids, dtype="<u4")
 
 
 def _hash(*parts: bytes) -> bytes:

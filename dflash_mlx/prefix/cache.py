@@ -1,8 +1,9 @@
 """The prefix cache: what requests have read, for prompts that begin the same way.
 
-Blocks of a text are found by their keys, one after another. A pair whose caches cannot be trimmed
-to any position (sliding windows, recurrent states) also needs a checkpoint at or before the end of
-the match.
+Blocks of a text are found by their keys, one after another. Behind the last one, a pair whose
+caches can be trimmed goes on with the entry that shares the most tokens with the text: another
+block, or a *tail*, which holds what follows the last block of a conversation. Other pairs (sliding
+windows, recurrent states) need a checkpoint at or before the end of the match.
 
 Entries are evicted in least-recently-used order. A use moves the last entry of a text to the end of
 that order, and behind it the ones before it, last to first. So a block is never evicted before what
@@ -14,10 +15,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import count, takewhile
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from ..drafter.protocol import Drafter, DraftSession, check_pair, start_session
 from ..errors import SettingsError
@@ -26,15 +28,15 @@ from ..targets import Target, TargetSession
 from ..targets.caches import Arrays
 from ..validation import MAX_BYTES, check_integer
 from .blocks import (
-    CheckpointIndex,
+    BlockIndex,
     Entry,
     Layout,
-    Location,
     block_keys,
     checkpoint_key,
     copy_rows,
     copy_state,
     fingerprint,
+    packed,
     restore,
     root_key,
 )
@@ -97,7 +99,7 @@ class PrefixCache:
         self._pair = b"" if folder is None else fingerprint(target, drafter)
         self._chunk, self._stride = check_integer("chunk", chunk), check_integer("stride", stride)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._index = CheckpointIndex()
+        self._index = BlockIndex[Entry]()
         self._disk = (
             None if folder is None else DiskCache(Path(folder).expanduser(), disk, disk_left)
         )
@@ -123,10 +125,13 @@ class PrefixCache:
             return target, drafter, 0
         cacheable = prompt[: max(0, len(prompt) - UNCACHED)]
         with self._lock:
-            position, pieces = self._find(target, drafter, cacheable, salt)
+            position, held, pieces = self._find(target, drafter, cacheable, salt)
         if position:
             room = len(prompt) - position + self._chunk
-            restore(target, drafter, position, pieces, room)
+            restore(target, drafter, held, pieces, room)
+            if position < held:
+                target.trim_to(position)
+                drafter.trim_to(position)
             drafter.read_tokens(prompt[:position])
         return target, drafter, position
 
@@ -140,16 +145,16 @@ class PrefixCache:
     ) -> list[int]:
         """Where reading the rest of a prompt should pause for an `insert` with a checkpoint.
 
-        Empty for a pair whose caches can be trimmed to any position. All are ends of blocks: before
-        the positions in `ends`, where other prompts are likely to diverge (by default before the
-        prompt's end), every `stride` tokens, and where this prompt diverges from a cached one.
+        Empty for a pair whose caches can be trimmed to any position. They are the positions in
+        `ends`, where other prompts are likely to diverge (by default before the prompt's end), and
+        ends of blocks: every `stride` tokens, and where this prompt diverges from a cached one.
         """
         if not drafter.storable or can_trim(target, drafter):
             return []
         keys = block_keys(self._root(target.kv_bits, salt), prompt, self._chunk)
         with self._lock:
             diverges = len(self._cached_prefix(keys)) * self._chunk
-        ends = [end // self._chunk * self._chunk for end in ends or [len(prompt) - TAIL]]
+        ends = ends or [len(prompt) - TAIL]
         strides = range(0, len(prompt), -(-self._stride // self._chunk) * self._chunk)
         last = len(prompt) - UNCACHED
         return sorted(p for p in {diverges, *ends, *strides} if target.position < p <= last)
@@ -174,28 +179,33 @@ class PrefixCache:
             return
         if not len(ids) == target.position == drafter.position:
             return
-        root, size = self._root(target.kv_bits, salt), self._chunk
-        keys = block_keys(root, ids, size)
+        if not ids:
+            return
+        text, size, trims = packed(ids), self._chunk, can_trim(target, drafter)
+        path = [self._root(target.kv_bits, salt)]
+        path += block_keys(path[0], text, size)
         with self._lock:
-            new = [
-                Entry(key, copy_rows(target, drafter, at * size, (at + 1) * size))
-                for at, key in enumerate(keys)
-                if key not in self._entries
-            ]
-            path = list(keys)
-            if checkpoint and ids and not can_trim(target, drafter):
-                start, last = len(keys) * size, [root, *keys][-1]
-                path.append(key := checkpoint_key(last, ids[start:]))
+            new = []
+            for start, (block, key) in zip(count(step=size), pairwise(path), strict=False):
                 if key not in self._entries:
-                    rows = copy_rows(target, drafter, start, len(ids)) if start < len(ids) else {}
+                    rows = copy_rows(target, drafter, start, start + size)
+                    new.append(Entry(key, rows, block, text[start : start + size], True))
+            if checkpoint:
+                key, rest = self._end(path, text, trims)
+                path.append(key)
+                if key not in self._entries and (len(rest) or not trims):
+                    start = len(ids) - len(rest)
+                    rows = copy_rows(target, drafter, start, len(ids)) if len(rest) else {}
                     arrays = rows | copy_state(target, drafter)
-                    new.append(Entry(key, arrays, Location(last, len(ids) - start)))
-                    self._thin_out([root, *keys], ids)
+                    new.append(Entry(key, arrays, path[-2], rest, False))
             self._add(new, path)
+            if checkpoint:
+                self._thin_out(path[:-1], text, trims)
             kept = [entry for entry in new if entry.arrays is not None]
             mx.async_eval([entry.arrays for entry in kept])
             if self._disk is not None:
-                self._disk.write(path, kept)
+                # Tails change with every turn: a folder has full blocks.
+                self._disk.write(path, [entry for entry in kept if entry.is_block or not trims])
 
     def reserve(self, size: int) -> bool:
         """Leave this many bytes to live requests, evicting entries; False if there are fewer."""
@@ -228,65 +238,105 @@ class PrefixCache:
 
         return list(takewhile(is_cached, keys))
 
+    def _end(
+        self, path: Sequence[bytes], text: np.ndarray, trims: bool
+    ) -> tuple[bytes, np.ndarray]:
+        """The key of the entry that holds a text's end, new or not, and the tokens there."""
+        rest = text[(len(path) - 1) * self._chunk :]
+        if trims:
+            shared, key = self._longest(path[-1], rest)
+            if shared == len(rest):
+                return key, rest  # a block or a longer tail
+        return checkpoint_key(path[-1], rest), rest
+
+    def _longest(self, block: bytes, text: np.ndarray) -> tuple[int, bytes]:
+        """How many tokens of a text stand behind a block in memory, and the key of their entry."""
+        entries = self._index.after(block).items()
+        return max([(entry.shared(text), key) for key, entry in entries], default=(0, b""))
+
     def _find(
         self, target: TargetSession, drafter: DraftSession, ids: Sequence[int], salt: str
-    ) -> tuple[int, list[Arrays]]:
-        """The length of the longest cached prefix, and the arrays that make it up."""
-        root = self._root(target.kv_bits, salt)
-        keys = block_keys(root, ids, self._chunk)
+    ) -> tuple[int, int, list[Arrays]]:
+        """The length of the longest cached prefix, and the arrays that make it up.
+
+        In between: how many tokens are in the arrays, of which the last may be another text's.
+        """
+        text, root = packed(ids), self._root(target.kv_bits, salt)
+        keys = block_keys(root, text, self._chunk)
         while True:
-            path = self._cached_prefix(keys)
-            position = len(path) * self._chunk
-            if not can_trim(target, drafter):
-                found = self._checkpoints([root, *path], ids)
-                position, last = found[-1] if found else (0, None)
-                path = [] if last is None else [*path[: position // self._chunk], last]
-            entries = self._read(target, path, position)
-            if len(entries) == len(path):
+            path = [root, *self._cached_prefix(keys)]
+            position = held = (len(path) - 1) * self._chunk
+            if can_trim(target, drafter):
+                shared, last = self._longest(path[-1], text[position:])
+                if shared:
+                    path.append(last)
+                    position, held = position + shared, held + len(self._entries[last].tokens)
+            else:
+                found = self._checkpoints(path, text)
+                position, last = found[-1] if found else (0, root)
+                held, path = position, path[: position // self._chunk + 1]
+                path += [last] if found else []
+            entries = self._read(target, path, text[:position], held)
+            if len(entries) == len(path) - 1:
                 break  # otherwise a file was damaged and is gone now: search again
         pieces = [entry.arrays or {} for entry in entries]
         self._add([entry for entry in entries if entry.key not in self._entries], path)
-        if self._disk is not None and path:
+        if self._disk is not None and entries:
             self._disk.write(path)
-        return position, pieces
+        return position, held, pieces
 
-    def _checkpoints(self, keys: Sequence[bytes], ids: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Position and key of the checkpoints of these tokens, in order.
+    def _checkpoints(self, path: Sequence[bytes], text: np.ndarray) -> list[tuple[int, bytes]]:
+        """Position and key of the checkpoints and tails of these tokens, in order.
 
-        keys: the root's and those of the leading blocks.
+        path: the keys of the root and of the leading blocks.
         """
         found = []
-        for at, block in enumerate(keys):
-            start = at * self._chunk
-            on_disk = set() if self._disk is None else self._disk.checkpoints_after(block)
-            for length, key in sorted(self._index.after(block) | on_disk):
-                tail = ids[start : start + length]
+        for start, block in zip(count(step=self._chunk), path, strict=False):
+            entries = self._index.after(block).items()
+            ends = {(len(entry.tokens), key) for key, entry in entries if not entry.is_block}
+            if self._disk is not None:
+                ends |= self._disk.checkpoints_after(block)
+            for length, key in sorted(ends):
+                tail = text[start : start + length]
                 if len(tail) == length and checkpoint_key(block, tail) == key:
                     found.append((start + length, key))
         return found
 
-    def _read(self, like: TargetSession, path: Sequence[bytes], length: int) -> list[Entry]:
-        """The entries of a text of so many tokens, up to the first whose file is damaged."""
-        found, layout = list[Entry](), None
-        for start, key in zip(count(step=self._chunk), path, strict=False):
+    def _read(
+        self, like: TargetSession, path: Sequence[bytes], text: np.ndarray, held: int
+    ) -> list[Entry]:
+        """The entries of a text, up to the first whose file is damaged.
+
+        They hold `held` tokens: the last one, if it is in memory, may hold more than the text.
+        """
+        found, layout, size = list[Entry](), None, self._chunk
+        for start, (block, key) in zip(count(step=size), pairwise(path), strict=False):
             entry = self._entries.get(key)
             if entry is None and self._disk is not None:
                 if layout is None:
                     target = self._target.start(like.tap_layers, like.kv_bits)
                     drafter = start_session(self._drafter, self._target, Sampler())
-                    layout = Layout(target, drafter, length, self._chunk)
-                end = min(start + self._chunk, length)
-                is_checkpoint = end < start + self._chunk
-                entry = self._disk.read(key, layout.arrays(start, end, is_checkpoint))
+                    layout = Layout(target, drafter, held, size)
+                tokens = text[start : start + size]
+                end, is_block = start + len(tokens), len(tokens) == size
+                arrays = self._disk.read(key, layout.arrays(start, end, not is_block))
+                entry = None if arrays is None else Entry(key, arrays, block, tokens, is_block)
             if entry is None:
                 break
             found.append(entry)
         return found
 
-    def _thin_out(self, keys: Sequence[bytes], ids: Sequence[int]) -> None:
-        """Drop early checkpoints of a text with too many; the first may be a system prompt's."""
-        found = self._checkpoints(keys, ids)
-        for _, key in found[1 : max(1, len(found) + 2 - MAX_CHECKPOINTS)]:
+    def _thin_out(self, path: Sequence[bytes], text: np.ndarray, trims: bool) -> None:
+        """Drop tails that a text has outgrown, or early checkpoints of one with too many.
+
+        The first checkpoint may be a system prompt's.
+        """
+        found = self._checkpoints(path, text)
+        if trims:
+            found = [(position, key) for position, key in found if position < len(text)]
+        else:
+            found = found[1 : max(1, len(found) + 1 - MAX_CHECKPOINTS)]
+        for _, key in found:
             if self._disk is not None:
                 self._disk.remove(key)
             if key in self._entries:
@@ -297,7 +347,7 @@ class PrefixCache:
         for entry in new:
             self._entries[entry.key] = entry
             self.used += entry.size
-            self._index.add(entry.key, entry.location)
+            self._index.add(entry.block, entry.key, entry)
         for key in reversed(path):
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -312,7 +362,7 @@ class PrefixCache:
         entry = self._entries.pop(key)
         self.used -= entry.size
         entry.arrays = None
-        self._index.remove(key, entry.location)
+        self._index.remove(entry.block, key)
 
 
 def can_trim(target: TargetSession, drafter: DraftSession) -> bool:

@@ -30,7 +30,7 @@ from ..errors import OutputError
 from ..targets.caches import Arrays
 from ..threads import clean_up_at_end
 from ..validation import check_file
-from .blocks import CheckpointIndex, Entry, Location
+from .blocks import BlockIndex, Entry, Location
 
 NAME = re.compile(
     r"(block|checkpoint)-(?P<key>[0-9a-f]{64})"
@@ -64,7 +64,7 @@ class DiskCache:
     def __init__(self, path: Path, budget: int, left_free: int) -> None:
         self._path, self._budget, self._left_free = path / "prefix", budget, left_free
         self._files: OrderedDict[bytes, File] = OrderedDict()
-        self._index, self._lock = CheckpointIndex(), threading.Lock()
+        self._index, self._lock = BlockIndex[int](), threading.Lock()
         self._warned = False
         self._last: Future[None] | None = None
         try:
@@ -83,10 +83,10 @@ class DiskCache:
     def checkpoints_after(self, block: bytes) -> set[tuple[int, bytes]]:
         """Length and key of every checkpoint behind a block."""
         with self._lock:
-            return self._index.after(block)
+            return {(length, key) for key, length in self._index.after(block).items()}
 
-    def read(self, key: bytes, expected: Arrays) -> Entry | None:
-        """An entry, computed; None for a damaged file, which is removed.
+    def read(self, key: bytes, expected: Arrays) -> Arrays | None:
+        """An entry's arrays, computed; None for a damaged file, which is removed.
 
         `expected` are arrays with the names, shapes and types that it must have.
         """
@@ -111,7 +111,8 @@ class DiskCache:
         except (OSError, OutputError, RuntimeError, ValueError):
             self.remove(key)
             return None
-        return Entry(key, arrays, file.location)
+        found: Arrays = arrays
+        return found
 
     def write(self, path: Sequence[bytes], new: Sequence[Entry] = ()) -> None:
         """Write new entries in the background, and mark all entries of a text as used.
@@ -204,12 +205,14 @@ class DiskCache:
 
     def _add(self, key: bytes, file: File) -> None:
         self._files[key] = file
-        self._index.add(key, file.location)
+        if file.location is not None:
+            self._index.add(file.location.block, key, file.location.length)
 
     def _remove(self, key: bytes) -> None:
         file = self._files.pop(key, None)
         if file is not None:
-            self._index.remove(key, file.location)
+            if file.location is not None:
+                self._index.remove(file.location.block, key)
             with suppress(OSError):
                 (self._path / file.name).unlink(missing_ok=True)
 
